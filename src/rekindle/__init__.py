@@ -1,0 +1,65 @@
+"""Rekindle keeps large PyTorch training jobs alive through faults.
+
+Importing this package imports neither torch nor the agent: both come with the first use of a name that needs them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rekindle.errors import (
+    AgentError,
+    BusyError,
+    CorruptError,
+    FormatError,
+    MemoryStoreError,
+    NotDurableError,
+    NotFoundError,
+    RekindleError,
+    StateMismatchError,
+    UnsupportedValueError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from rekindle.checkpointer import Checkpoint, Checkpointer, Metrics
+    from rekindle.state.plain import Values
+
+__all__ = [
+    "AgentError",
+    "BusyError",
+    "Checkpoint",
+    "Checkpointer",
+    "CorruptError",
+    "FormatError",
+    "MemoryStoreError",
+    "Metrics",
+    "NotDurableError",
+    "NotFoundError",
+    "RekindleError",
+    "StateMismatchError",
+    "UnsupportedValueError",
+    "UsageError",
+    "Values",
+]
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Checkpoint": "rekindle.checkpointer",
+    "Checkpointer": "rekindle.checkpointer",
+    "Metrics": "rekindle.checkpointer",
+    "Values": "rekindle.state.plain",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
+    import importlib  # noqa: PLC0415  only for names that need more than this file
+
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

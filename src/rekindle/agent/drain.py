@@ -1,0 +1,182 @@
+"""From memory to storage: which snapshot goes next, and carrying it there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rekindle.errors import CorruptError
+from rekindle.snapshot.lineage import Incarnation, Stamp, retired
+from rekindle.snapshot.memory import Job, JobDir
+from rekindle.snapshot.names import receipt_name
+from rekindle.snapshot.shard import OpenShard
+from rekindle.storage.catalog import Copy, survey
+from rekindle.storage.posix import PosixStore
+
+__all__ = ["Drainer", "Progress"]
+
+log = logging.getLogger("rekindle.agent")
+
+_RETRY_FIRST, _RETRY_LONGEST = 0.5, 30.0
+"""Seconds between attempts while storage refuses, doubled each time."""
+
+_OTHER_NODES = 0.2
+"""Seconds between looks at whether the other nodes have finished their parts."""
+
+
+@dataclass
+class Progress:
+    """What the drain is doing, for people to look at. Written by the drain, read by any thread."""
+
+    step: int | None = None
+    """Step being drained."""
+    done: int = 0
+    total: int = 0
+    """Bytes."""
+    durable: int | None = None
+    """Newest step that this drainer saw on storage."""
+    drained: int = 0
+    """Checkpoints carried to storage."""
+    seconds: float = 0.0
+    """Time that the last one took."""
+    error: str | None = None
+    """Why the last attempt failed; None when it didn't."""
+
+
+@dataclass
+class Drainer:
+    """Carries a job's snapshots from this node's memory to storage. All it needs to know is in files.
+
+    ``tick`` is to be called again and again, by one thread in one process per node: the agent, or a trainer that can't
+    have one.
+    """
+
+    job: JobDir
+    progress: Progress = field(default_factory=Progress)
+    _settled: tuple[int, Incarnation] | None = None
+    _broken: set[tuple[int, Incarnation]] = field(default_factory=set)
+    _retry_at: float = 0.0
+    _delay: float = _RETRY_FIRST
+
+    def tick(self) -> bool:
+        """Drain the newest snapshot that should be on storage and isn't. True when one became durable."""
+        info = self.job.read_job()
+        if info is None or time.monotonic() < self._retry_at:
+            return False
+        step = None
+        try:
+            copy = self._next(info)
+            if copy is None:
+                return False
+            step = copy.step
+            done = self._drain(info, copy)
+        except FileNotFoundError as error:
+            log.info("step %s: given up for a newer one (%s)", step, error)
+            return False
+        except CorruptError as error:
+            self._broken.add(copy.key)
+            self.progress.error = str(error)
+            log.error("step %s is damaged in memory and will not be drained: %s", step, error)
+            return False
+        except OSError as error:
+            self.progress.error = f"{info.root}: {error.strerror or error}"
+            self._retry_at = time.monotonic() + self._delay
+            log.warning("step %s not drained, next try in %.1f s: %s", step, self._delay, self.progress.error)
+            self._delay = min(2 * self._delay, _RETRY_LONGEST)
+            return False
+        finally:
+            self.progress.step = None
+        self._delay = _RETRY_FIRST
+        return done
+
+    def _complete(self, info: Job) -> list[Copy]:
+        """Snapshots in this node's memory that all of its ranks have, newest first, none abandoned or damaged."""
+        copies = survey(self.job, None)
+        seen = [c.incarnation for c in copies]
+        return [
+            c
+            for c in copies
+            if c.ranks.issuperset(_local(info, c))
+            and c.key not in self._broken
+            and not retired(c.step, c.incarnation, seen)
+        ]
+
+    def _next(self, info: Job) -> Copy | None:
+        complete = self._complete(info)
+        if complete and complete[0].key != self._settled and self.job.trainers():
+            complete = [c for c in complete if c.persist]
+        if not complete or complete[0].key == self._settled:
+            return None
+        copy, store = complete[0], PosixStore(Path(info.root))
+        newest = self._newest_durable(store)
+        if newest is not None and newest.key == copy.key:
+            self._became_durable(store, info, copy)
+        elif newest is None or newest.step < copy.step:
+            return copy
+        self._settled = copy.key
+        return None
+
+    def _newest_durable(self, store: PosixStore) -> Stamp | None:
+        """The newest checkpoint on storage that no start of the job has abandoned, as far as this node can tell."""
+        published = store.published()
+        seen = {p.stamp.incarnation for p in published} | {c.incarnation for c in survey(self.job, None)}
+        live = [p.stamp for p in published if not retired(p.stamp.step, p.stamp.incarnation, seen)]
+        return live[-1] if live else None
+
+    def pending(self) -> int | None:
+        """The step in this node's memory that storage lacks, if any. Raises OSError when storage can't be listed."""
+        info = self.job.read_job()
+        complete = self._complete(info)[:1] if info else []
+        if info is None or not complete:
+            return None
+        newest = self._newest_durable(PosixStore(Path(info.root)))
+        return complete[0].step if newest is None or newest.step < complete[0].step else None
+
+    def _drain(self, info: Job, copy: Copy) -> bool:
+        began = time.monotonic()
+        store = PosixStore(Path(info.root))
+        stamps = [Stamp(copy.step, rank, copy.world, copy.incarnation) for rank in _local(info, copy)]
+        with contextlib.ExitStack() as pins:
+            # All pinned before the first byte moves: from here on nothing that the trainers do can take the step away.
+            shards = [
+                pins.enter_context(OpenShard.open(copy.path / receipt_name(s.rank, s.world), in_memory=True))
+                for s in stamps
+                if not store.has_shard(s)
+            ]
+            self.progress.step, self.progress.done = copy.step, 0
+            self.progress.total = sum(shard.receipt.file_bytes for shard in shards)
+            for shard in shards:
+                if shard.receipt.stamp.key != copy.key:
+                    raise FileNotFoundError(f"{shard.path}: another incarnation has written it")
+                with shard.map() as source:
+                    store.write_shard(shard.receipt, source, self._count)
+        if not store.publish(stamps[0]):
+            self._retry_at = time.monotonic() + _OTHER_NODES
+            return False  # the last node to finish publishes
+        self.progress.drained += 1
+        self.progress.seconds = time.monotonic() - began
+        self._became_durable(store, info, copy)
+        log.info("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
+        return True
+
+    def _count(self, nbytes: int) -> None:
+        self.progress.done += nbytes
+
+    def _became_durable(self, store: PosixStore, info: Job, copy: Copy) -> None:
+        self.job.write_durable(copy.step)
+        self.progress.durable, self.progress.error = copy.step, None
+        self._settled = copy.key
+        removed = store.prune(info.keep, info.keep_every)
+        store.settle()
+        if removed:
+            log.info("removed surplus checkpoints of steps %s", removed)
+
+
+def _local(info: Job, copy: Copy) -> list[int]:
+    """This node's ranks in the world that wrote the copy; all of its ranks that are here, if that was another world."""
+    return info.ranks if copy.world == info.world else sorted(copy.ranks)
+
+

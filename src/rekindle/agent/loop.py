@@ -1,0 +1,110 @@
+"""The agent's life: take the lock, drain, answer, and leave when nobody needs it any more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from dataclasses import asdict
+from typing import Any
+
+from rekindle.agent.drain import Drainer
+from rekindle.agent.http import serve
+from rekindle.agent.spawn import TICK
+from rekindle.errors import RekindleError
+from rekindle.snapshot.memory import JobDir, Lock, write_atomic
+
+__all__ = ["run"]
+
+log = logging.getLogger("rekindle.agent")
+
+_NO_JOB = 60.0
+"""Seconds that an agent waits for a trainer to say what the job is."""
+
+
+class Agent:
+    """One job's agent on this node. Everything it would miss after its death is in files."""
+
+    def __init__(self, job: JobDir) -> None:
+        self.job = job
+        self.drainer = Drainer(job)
+        self.stopping = False
+        """Leave, and give the memory back, once everything is durable."""
+        self.quitting = False
+        """Leave after the drain in hand; the memory stays."""
+        self._alone_since = time.monotonic()
+        self._written = ""
+
+    def status(self) -> dict[str, Any]:
+        info = self.job.read_job()
+        return {
+            "pid": os.getpid(),
+            "root": info.root if info else None,
+            "stopping": self.stopping,
+            "trainers": self.job.trainers(),
+            "memory_bytes": self.job.held_bytes(),
+            **asdict(self.drainer.progress),
+        }
+
+    def _stop(self) -> None:
+        self.stopping = True
+
+    def _quit(self) -> None:
+        self.quitting = True
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._quit)
+        runner = await serve(self.job.socket, self.status, self._stop)
+        log.info("agent %d serves %s", os.getpid(), self.job.path)
+        try:
+            while not self.quitting:
+                busy = await asyncio.to_thread(self._work)
+                if not busy and await asyncio.to_thread(self._done):
+                    return
+                await asyncio.sleep(0 if busy else TICK)
+        finally:
+            await runner.cleanup()
+
+    def _work(self) -> bool:
+        busy = self.drainer.tick()
+        text = json.dumps({"pid": os.getpid(), **asdict(self.drainer.progress)})
+        if text != self._written:
+            write_atomic(self.job.agent_status, text.encode())
+            self._written = text
+        return busy
+
+    def _done(self) -> bool:
+        """Whether to leave now; with the job's memory given back, unless storage still lacks something."""
+        now = time.monotonic()
+        if self.job.trainers():
+            self._alone_since = now
+            return False
+        alone = now - self._alone_since
+        info = self.job.read_job()
+        if info is None:
+            return alone > _NO_JOB
+        empty = next(self.job.stamps(), None) is None
+        if not (empty or self.stopping or alone > info.idle_timeout):
+            return False
+        try:
+            return self.drainer.pending() is None and self.job.remove()
+        except (OSError, RekindleError) as error:
+            self.drainer.progress.error = str(error)
+            return False
+
+
+def run(job: JobDir) -> int:
+    """Serve one job until it is over. Returns 0 also when another agent is already there."""
+    job.check()
+    lock = Lock(job.agent_lock)
+    if not lock.acquire(1.0):
+        log.info("another agent serves %s", job.path)
+        return 0
+    asyncio.run(Agent(job).run())
+    log.info("agent %d leaves", os.getpid())
+    return 0

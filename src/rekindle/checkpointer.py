@@ -1,0 +1,425 @@
+"""The trainer's wiring: policy on top, the parts that do the work below."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rekindle.agent.spawn import AgentKeeper
+from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, RekindleError, UsageError
+from rekindle.recovery.group import Alone, Group, node_id, this_group
+from rekindle.recovery.restore import Sight, look, restore
+from rekindle.savers import DirectSaver, MemorySaver
+from rekindle.snapshot.lineage import Incarnation, Stamp, retired
+from rekindle.snapshot.memory import Job, JobDir, Lock, memory_base
+from rekindle.snapshot.names import root_path
+from rekindle.snapshot.slots import Slots
+from rekindle.state.capture import Capture
+from rekindle.storage.catalog import STORAGE, survey
+from rekindle.storage.posix import PosixStore
+
+__all__ = ["Checkpoint", "Checkpointer", "Metrics"]
+
+log = logging.getLogger("rekindle")
+
+_POLL = 0.02
+_DYING = 30.0
+"""Seconds that a restarted rank waits for its dying predecessor."""
+_SEVERAL_NODES_EVERY = 100
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint that exists."""
+
+    step: int
+    places: tuple[str, ...]
+    """``memory`` (of this node), ``storage``, or both."""
+    world: int
+    """Ranks that saved it."""
+    generation: int
+    """Number of the job's start that saved it."""
+
+    @property
+    def durable(self) -> bool:
+        return STORAGE in self.places
+
+
+@dataclass
+class Metrics:
+    """What saving has cost this rank since it started. Times in seconds, sizes in bytes."""
+
+    saves: int = 0
+    failed: int = 0
+    last_stall: float = 0.0
+    max_stall: float = 0.0
+    bytes_saved: int = 0
+    restored_step: int = 0
+    restored_from: str = ""
+    restore_seconds: float = 0.0
+    stalls: list[float] = field(default_factory=list, repr=False)
+    """The newest 1,000 stalls."""
+
+    def count(self, stall: float, nbytes: int) -> None:
+        self.saves += 1
+        self.bytes_saved += nbytes
+        self.last_stall, self.max_stall = stall, max(stall, self.max_stall)
+        self.stalls = [*self.stalls[-999:], stall]
+
+
+class Checkpointer:
+    """Saves training state into memory, sees it carried to storage, and brings it back after a fault.
+
+    Every rank makes one, after ``init_process_group()`` if the job has a process group; making it, ``restore()`` and
+    nothing else are collectives. Not thread-safe: use it from the thread that trains.
+
+    root
+        Directory, or ``file://`` URL, that checkpoints are kept in. All ranks name the same one.
+    state
+        Maps names to modules, optimizers and anything else with ``state_dict()`` and ``load_state_dict()``;
+        ``rekindle.Values`` holds plain values.
+    snapshot_every
+        ``step(n)`` saves into memory when n is a multiple of this.
+    persist_every
+        Snapshots of steps that are a multiple of this go to storage; None sends the newest one whenever storage is
+        free (on several nodes: every 100 steps, so that all nodes send the same ones).
+    keep, keep_every
+        Durable checkpoints that stay: the newest ``keep``, and every multiple of ``keep_every``.
+    rng
+        Save the random generators of Python, NumPy, torch and its devices too.
+    allow_pickle
+        Pickle values that the format has no type for, instead of refusing them. Loading them must be allowed again.
+    strict
+        Raise when a save fails, or when the memory store can't be used, instead of warning and falling back.
+    memory
+        Directory of the memory store; default $REKINDLE_MEMORY, else /dev/shm.
+    memory_limit
+        Bytes that the job's snapshots may hold on each node. A snapshot needs twice its size, and three times while
+        one is being drained as others are taken; with less, the third is done without.
+    idle_timeout
+        Seconds after the last trainer has gone until the agent leaves, everything being durable.
+
+    Raises UsageError for arguments that make no sense, BusyError when another process trains this rank,
+    UnsupportedValueError when the state holds something that can't be saved.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        snapshot_every: int = 1,
+        persist_every: int | None = None,
+        keep: int = 2,
+        keep_every: int | None = None,
+        rng: bool = True,
+        allow_pickle: bool = False,
+        strict: bool = False,
+        memory: str | os.PathLike[str] | None = None,
+        memory_limit: int | None = None,
+        idle_timeout: float = 900.0,
+    ) -> None:
+        counts = {"snapshot_every": snapshot_every, "keep": keep}
+        counts |= {k: v for k, v in {"persist_every": persist_every, "keep_every": keep_every}.items() if v is not None}
+        for name, value in counts.items():
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"{name} is {value!r}: must be a whole number of at least 1")
+        self.root = root_path(root)
+        self.metrics = Metrics()
+        self._snapshot_every, self._persist_every = snapshot_every, persist_every
+        self._keep, self._keep_every, self._strict = keep, keep_every, strict
+        self._capture = Capture(state, rng, allow_pickle)
+        self._store = PosixStore(self.root)
+        self._job: JobDir | None = JobDir.of(self.root, memory_base(memory))
+        self._keeper: AgentKeeper | None = None
+        self._memory: MemorySaver | None = None
+        self._direct: DirectSaver | None = None
+        self._lock: Lock | None = None
+        self._newest: Stamp | None = None
+        self._restored = False
+        self._closed = False
+        self._group = this_group()
+        self._join(memory_limit, idle_timeout)
+        _warn_of_shared_store(self._group.rank)
+
+    # -- starting -----------------------------------------------------------------------------------------------
+
+    def _join(self, memory_limit: int | None, idle_timeout: float) -> None:
+        """Meet the other ranks: one incarnation, one opinion of what exists, one memory store per node."""
+        assert self._job is not None
+        nbytes = self._capture.estimate()
+        lock: Lock | None = None
+        busy = unusable = None
+        try:
+            self._job.create()
+            lock = self._job.lock_rank(self._group.rank, _DYING)
+        except BusyError as error:
+            busy = str(error)
+        except (MemoryStoreError, OSError) as error:
+            unusable = str(error)
+        first = self._group.gather((node_id(self._job.path.parent.parent), str(self.root), busy, self._persist_every))
+        everyone = [entry[0] for entry in first]
+        mates = [rank for rank, node in enumerate(everyone) if node == everyone[self._group.rank]]
+        _agree([entry[1] for entry in first], "root")
+        _agree([entry[3] for entry in first], "persist_every")
+        for entry in first:
+            if entry[2]:
+                raise BusyError(entry[2])
+        if unusable is None:
+            unusable = _no_room(self._job, nbytes, len(mates), memory_limit)
+        sight = look(None if unusable else self._job, self._store, self._group.rank)
+        second = self._group.gather((unusable, _generation(sight), bool(sight.offers), Incarnation.begin(0).id))
+        self._incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
+        self._something_exists = any(entry[2] for entry in second)
+        unusable = next((entry[0] for rank, entry in enumerate(second) if entry[0] and rank in mates), None)
+        self._lock = lock
+        if len(set(everyone)) > 1 and self._persist_every is None:
+            self._persist_every = _SEVERAL_NODES_EVERY
+        if unusable:
+            self._without_memory(unusable, first_on_node=self._group.rank == mates[0])
+        else:
+            self._with_memory(nbytes, mates, memory_limit, idle_timeout)
+
+    def _with_memory(self, nbytes: int, mates: list[int], limit: int | None, idle_timeout: float) -> None:
+        assert self._job is not None
+        if self._group.rank == mates[0]:
+            job = Job(str(self.root), mates, self._group.world, self._keep, self._keep_every, idle_timeout)
+            self._job.write_job(job)
+            self._keeper = AgentKeeper(self._job)
+            self._keeper.check()
+        share = None if limit is None else limit // len(mates)
+        slots = Slots(self._job, self._group.rank, self._group.world, mates, share)
+        slots.adopt()
+        slots.reserve(nbytes)
+        self._memory = MemorySaver(self._capture, slots)
+        log.info(
+            "rank %d of %d, generation %d: snapshots of about %.1f MB in %s, checkpoints in %s",
+            *(self._group.rank, self._group.world, self._incarnation.generation, nbytes / 1e6),
+            *(self._job.path, self.root),
+        )
+
+    def _without_memory(self, why: str, first_on_node: bool) -> None:
+        if self._strict:
+            raise MemoryStoreError(why)
+        if first_on_node:
+            log.warning("%s. Checkpoints go straight to storage, which slows training at each save.", why)
+        if self._lock is not None:
+            self._lock.release()
+        self._job = self._lock = None
+        self._direct = DirectSaver(self._capture, self._store, self._keep, self._keep_every)
+
+    # -- restoring ----------------------------------------------------------------------------------------------
+
+    def restore(self, step: int | None = None, *, allow_pickle: bool = False) -> int:
+        """Load the newest checkpoint that all ranks can read, or that of ``step``. A collective.
+
+        Returns the number of completed steps: 0 when there is nothing to restore. ``restore(step=0)`` starts anew and
+        leaves all there is behind. Nothing that is left behind is removed before this run has a durable checkpoint.
+
+        Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
+        StateMismatchError when the checkpoint doesn't fit the live state.
+        """
+        if self._newest is not None:
+            raise UsageError("restore() comes before the first save of a run")
+        if self._memory is not None:
+            self._memory.slots.ready()
+        done = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle)
+        self._restored = True
+        if done is None:
+            return 0
+        self._incarnation = replace(self._incarnation, parent=done.incarnation.id, parent_step=done.step)
+        self.metrics.restored_step, self.metrics.restored_from = done.step, done.place
+        self.metrics.restore_seconds = done.seconds
+        return done.step
+
+    # -- saving -------------------------------------------------------------------------------------------------
+
+    def step(self, n: int) -> None:
+        """Tell that ``n`` optimizer updates are complete; saves when the policy says so. Never waits for storage."""
+        persist = self._persist_every is not None and n % self._persist_every == 0
+        every = self._persist_every if self._direct and self._persist_every else self._snapshot_every
+        if persist or n % every == 0:
+            self._save(n, persist or self._persist_every is None)
+        elif self._keeper is not None:
+            self._keeper.check()
+
+    def save(self, n: int, wait: Literal["memory", "durable"] | None = None, timeout: float = 600.0) -> None:
+        """Save step ``n`` now, whatever the policy, and send it to storage.
+
+        ``wait="memory"`` returns when it is in memory, which is when it returns anyway; ``wait="durable"`` when it is
+        on storage. Raises NotDurableError after ``timeout`` seconds; the checkpoint is then still on its way.
+        """
+        if wait not in (None, "memory", "durable"):
+            raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
+        self._save(n, persist=True)
+        if wait == "durable":
+            self._wait_durable(timeout)
+
+    def _save(self, n: int, persist: bool) -> None:
+        self._check_step(n)
+        if self._keeper is not None:
+            self._keeper.check()
+        if self._newest is not None and self._newest.step == n:
+            if persist and self._memory is not None:
+                self._memory.persist(n)
+            return
+        began = time.perf_counter()
+        stamp = Stamp(n, self._group.rank, self._group.world, self._incarnation, persist)
+        try:
+            nbytes = self._write(stamp)
+        except Exception as error:
+            self.metrics.failed += 1
+            if self._strict:
+                raise
+            log.error("step %d is not saved, training goes on: %s: %s", n, type(error).__name__, error)
+            return
+        self._newest = stamp
+        self.metrics.count(time.perf_counter() - began, nbytes)
+
+    def _write(self, stamp: Stamp) -> int:
+        if self._memory is not None:
+            try:
+                return self._memory.save(stamp)
+            except MemoryStoreError as error:
+                if self._strict:
+                    raise
+                if self._direct is None:
+                    log.warning("step %d goes straight to storage: %s", stamp.step, error)
+        if self._direct is None:
+            self._direct = DirectSaver(self._capture, self._store, self._keep, self._keep_every)
+        return self._direct.save(stamp)
+
+    def _check_step(self, n: int) -> None:
+        if self._closed:
+            raise UsageError("the checkpointer is closed")
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise UsageError(f"step {n!r}: must be the number of completed updates, a whole number of at least 0")
+        if self._newest is not None and n < self._newest.step:
+            raise UsageError(f"step {n} after step {self._newest.step}: steps must grow")
+        if self._newest is None and n <= self._incarnation.parent_step and self._incarnation.parent:
+            raise UsageError(f"step {n} after restoring step {self._incarnation.parent_step}: steps must grow")
+        if not self._restored and self._something_exists:
+            raise UsageError(
+                f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"
+            )
+
+    def _wait_durable(self, timeout: float) -> None:
+        stamp = self._newest
+        if stamp is None:
+            raise NotDurableError("nothing was saved: see the log for why")
+        deadline = time.monotonic() + timeout
+        if self._direct is not None:
+            self._direct.wait(timeout)
+        while not self._store.durable(stamp):
+            if self._keeper is not None:
+                self._keeper.check()
+            if time.monotonic() > deadline:
+                raise NotDurableError(f"step {stamp.step} is not on storage after {timeout:.0f} s{self._drain_error()}")
+            time.sleep(_POLL)
+
+    def _drain_error(self) -> str:
+        try:
+            text = self._job.agent_status.read_text() if self._job is not None else ""
+        except OSError:
+            text = ""
+        return f"; the drain says: {text}" if text else ""
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All complete checkpoints that this node can see, newest first; abandoned ones are left out."""
+        copies = survey(self._job, self._store)
+        seen = [copy.incarnation for copy in copies]
+        local = {0} if self._job is None else set((self._job.read_job() or _NOBODY).ranks)
+        found: dict[tuple[int, Incarnation], Checkpoint] = {}
+        for copy in copies:
+            whole = copy.place == STORAGE or copy.ranks.issuperset(local)
+            if whole and not retired(copy.step, copy.incarnation, seen):
+                known = found.get(copy.key)
+                places = (*known.places, copy.place) if known else (copy.place,)
+                found[copy.key] = Checkpoint(copy.step, places, copy.world, copy.incarnation.generation)
+        return list(found.values())
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete checkpoint that this node can see."""
+        return next(iter(self.checkpoints()), None)
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    def close(self, timeout: float = 600.0) -> None:
+        """Wait until the newest save is durable, then give the memory back.
+
+        Raises NotDurableError after ``timeout`` seconds. Nothing is lost by that: the snapshot stays in memory, and
+        the agent goes on carrying it to storage.
+        """
+        if self._closed:
+            return
+        durable = self._newest is None
+        try:
+            if self._newest is not None:
+                if self._memory is not None:
+                    self._memory.persist(self._newest.step)
+                self._wait_durable(timeout)
+                durable = True
+                self._report()
+        finally:
+            self._closed = True
+            if self._memory is not None:
+                self._memory.close(release=durable and self._newest is not None)
+            if self._direct is not None:
+                self._direct.close()
+            if self._keeper is not None:
+                self._keeper.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    def _report(self) -> None:
+        m = self.metrics
+        log.info(
+            "closed: step %d is durable; %d saves of %.1f MB, %d failed, stall median %.2f ms, longest %.2f ms",
+            *(self._newest.step if self._newest else 0, m.saves, m.bytes_saved / max(m.saves, 1) / 1e6, m.failed),
+            *(statistics.median(m.stalls or [0.0]) * 1e3, m.max_stall * 1e3),
+        )
+
+
+_NOBODY = Job("", [], 0, 1, None, 0.0)
+
+
+def _agree(values: list[Any], what: str) -> None:
+    if any(value != values[0] for value in values):
+        raise UsageError(f"ranks disagree on {what}: {sorted({str(value) for value in values})}")
+
+
+def _generation(sight: Sight) -> int:
+    return max((offer.incarnation.generation for offer in sight.offers), default=0)
+
+
+def _no_room(job: JobDir, nbytes: int, ranks: int, limit: int | None) -> str | None:
+    """Why this node's memory can't hold two snapshots of each rank, or None when it can."""
+    need = 2 * nbytes * ranks
+    held, free = job.held_bytes(), job.free_bytes()
+    room = f"{free / 1e6:,.1f} MB are free" + (f" beside {held / 1e6:,.1f} MB of this job" if held else "")
+    if limit is not None and need > limit:
+        room = f"memory_limit is {limit / 1e6:,.1f} MB"
+    elif need <= held + free:
+        return None
+    return (
+        f"memory store {job.path.parent}: two snapshots of about {nbytes / 1e6:,.1f} MB for each of {ranks} rank(s) "
+        f"need {need / 1e6:,.1f} MB, {room}"
+    )
+
+
+def _warn_of_shared_store(rank: int) -> None:
+    """torchrun of torch 2.13 lets restarted workers meet the addresses of dead ones; say so before it happens."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and shared and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        log.warning(
+            "torchrun reuses its store after a restart, and restarted ranks may fail to find each other: "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or launch with 'rekindle run'"
+        )

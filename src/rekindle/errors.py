@@ -1,0 +1,96 @@
+"""Every error that Rekindle raises.
+
+::
+
+    RekindleError                                          exit code 1
+    ├── UsageError (ValueError)                                      2
+    │   └── UnsupportedValueError (TypeError)                        2
+    ├── NotFoundError (FileNotFoundError)                            3
+    ├── CorruptError (ValueError)                                    4
+    │   └── FormatError                                              4
+    ├── StateMismatchError (ValueError)                              5
+    ├── MemoryStoreError (OSError)                                   6
+    ├── BusyError (RuntimeError)                                     7
+    ├── NotDurableError (TimeoutError)                               8
+    └── AgentError (RuntimeError)                                    9
+
+Each error also derives from the built-in that a caller would catch, and carries the exit code of the command line.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AgentError",
+    "BusyError",
+    "CorruptError",
+    "FormatError",
+    "MemoryStoreError",
+    "NotDurableError",
+    "NotFoundError",
+    "RekindleError",
+    "StateMismatchError",
+    "UnsupportedValueError",
+    "UsageError",
+]
+
+
+class RekindleError(Exception):
+    """Base of all errors raised by Rekindle."""
+
+    exit_code = 1
+
+
+class UsageError(RekindleError, ValueError):
+    """An argument, or the order of calls, makes no sense."""
+
+    exit_code = 2
+
+
+class UnsupportedValueError(UsageError, TypeError):
+    """The state holds a value that the format has no type for; the message names its path in the state."""
+
+
+class NotFoundError(RekindleError, FileNotFoundError):
+    """There is no such root, checkpoint or job."""
+
+    exit_code = 3
+
+
+class CorruptError(RekindleError, ValueError):
+    """Bytes differ from their checksum, or a part of a checkpoint is missing."""
+
+    exit_code = 4
+
+
+class FormatError(CorruptError):
+    """A file is not what its name says, or was written by a newer major version of the format."""
+
+
+class StateMismatchError(RekindleError, ValueError):
+    """A sound checkpoint does not fit the live state: other names, shapes or dtypes."""
+
+    exit_code = 5
+
+
+class MemoryStoreError(RekindleError, OSError):
+    """The memory store can't be used: too small, read-only, or owned by somebody else."""
+
+    exit_code = 6
+
+
+class BusyError(RekindleError, RuntimeError):
+    """Another live process holds what was asked for."""
+
+    exit_code = 7
+
+
+class NotDurableError(RekindleError, TimeoutError):
+    """A checkpoint did not reach storage in time. It stays in memory and is still being drained."""
+
+    exit_code = 8
+
+
+class AgentError(RekindleError, RuntimeError):
+    """The node agent did not start, or does not answer."""
+
+    exit_code = 9

@@ -1,0 +1,42 @@
+"""Named points at which a test, or a rehearsal, lets this process die for real.
+
+``REKINDLE_FAILPOINT=name`` or ``name@step`` makes the process send itself SIGKILL when it reaches that point. Unset, a
+point costs one comparison. The names are listed in ``POINTS`` so that a test can walk all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+__all__ = ["POINTS", "reach"]
+
+POINTS = {
+    "save": (
+        "save.recycled",  # an older snapshot's receipt is gone, its file is free
+        "save.copying",  # some of the bytes are in the slot
+        "save.copied",  # all bytes are in, nothing is visible
+        "save.renamed",  # the shard has its name, there is no receipt
+        "save.receipt",  # half of the receipt is in its temporary file
+        "save.committed",
+    ),
+    "drain": (
+        "drain.started",  # the partial directory exists
+        "drain.copying",  # some of a shard's bytes are in its temporary file
+        "drain.written",  # all bytes are in, not yet synced
+        "drain.shard",  # the shard has its name, there is no receipt
+        "drain.receipt",  # this rank's receipt is there
+        "drain.manifest",  # the manifest is synced in the partial directory
+        "drain.aside",  # an older incarnation's checkpoint of the step was moved aside
+        "drain.published",  # the directory has its final name
+        "drain.prune",  # a surplus checkpoint lost its manifest, its files are there
+    ),
+}
+
+_NAME, _, _STEP = os.environ.get("REKINDLE_FAILPOINT", "").partition("@")
+
+
+def reach(name: str, step: int) -> None:
+    """Die here when the environment says so."""
+    if name == _NAME and (not _STEP or int(_STEP) == step):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Coming back after a fault: who is there, and which checkpoint to continue from."""

@@ -1,0 +1,68 @@
+"""The ranks of the job, for the few moments at which they must agree. Nothing here is used while training runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rekindle.errors import UsageError
+
+__all__ = ["Alone", "Group", "node_id", "this_group"]
+
+
+class Alone:
+    """The only rank of a job without a process group."""
+
+    rank = 0
+    world = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Group:
+    """All ranks of an initialised process group. Each call is a collective, and bounded by ``timeout``."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        # Objects travel on the host; a group that only speaks for devices gets a host twin.
+        on_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
+        self._group = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+
+def this_group(timeout: timedelta = timedelta(minutes=5)) -> Alone | Group:
+    """The process group if there is one. Raises UsageError when a launcher made several ranks and they can't talk."""
+    if dist.is_available() and dist.is_initialized():
+        return Group(timeout)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise UsageError(
+            f"this is rank {os.environ.get('RANK', '?')} of {world}, but torch.distributed is not initialised: "
+            "call torch.distributed.init_process_group() before rekindle.Checkpointer()"
+        )
+    return Alone()
+
+
+def node_id(memory: Path) -> str:
+    """Equal on ranks that share one memory store: same host, same boot, same file system behind the path."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    try:
+        device = os.stat(memory).st_dev
+    except OSError:
+        device = 0
+    return f"{socket.gethostname()} {boot} {device}"

@@ -1,0 +1,142 @@
+"""JSON files that can tell when they are damaged, and the receipt of a shard.
+
+A document starts with ``{"digest":"<16 hex digits>",``: the xxh3_64 of every byte after that. It stays plain JSON for
+everybody else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rekindle.errors import FormatError
+from rekindle.snapshot.layout import BLOCK, Chunk, Layout
+from rekindle.snapshot.lineage import Stamp
+
+__all__ = ["CHECKSUM", "VERSION", "Receipt", "checksum", "parse", "read_stamp", "seal"]
+
+VERSION = "1.0"
+"""Version of the format, major.minor. A reader refuses another major version by name."""
+
+CHECKSUM = "xxh3_64"
+
+_PREFIX = re.compile(rb'\{"digest":"([0-9a-f]{16})",')
+_DIGEST_END = len('{"digest":"0123456789abcdef",')
+_STAMP_LIMIT = 1024
+"""The stamp comes first and fits in so many bytes, so that listing a store needs no whole receipt."""
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """xxh3_64 in hexadecimal. Outside the interpreter lock for large inputs."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def seal(stamp: Stamp, kind: str, body: bytes) -> bytes:
+    """The document ``{"digest", "stamp", "format", "version", body...}``; ``body`` is the inside of a JSON object."""
+    head = json.dumps({"stamp": stamp.to_json(), "format": kind, "version": VERSION}, separators=(",", ":"))
+    rest = head[1:-1].encode() + b"," + body + b"}"
+    return b'{"digest":"' + checksum(rest).encode() + b'",' + rest
+
+
+def parse(data: bytes, kind: str, where: str | os.PathLike[str]) -> dict[str, Any]:
+    """The document's fields, digest and version checked. Raises FormatError that names ``where``."""
+    match = _PREFIX.match(data)
+    if not match or checksum(data[_DIGEST_END:]) != match[1].decode():
+        raise FormatError(f"{os.fspath(where)}: damaged, its bytes differ from its digest")
+    fields: dict[str, Any] = json.loads(data)
+    version = str(fields.get("version", ""))
+    if version.partition(".")[0] != VERSION.partition(".")[0]:
+        raise FormatError(f"{os.fspath(where)}: format version {version!r}; this Rekindle reads {VERSION}")
+    if fields.get("format") != kind:
+        raise FormatError(f"{os.fspath(where)}: is a {fields.get('format')!r}, not a {kind!r}")
+    return fields
+
+
+def read_stamp(path: Path) -> Stamp:
+    """The stamp at the head of a receipt or manifest, unverified: for listing, never for loading.
+
+    Raises FileNotFoundError when the file is gone and FormatError when it doesn't start with a stamp.
+    """
+    with open(path, "rb") as file:
+        head = file.read(_STAMP_LIMIT)
+    text = head[_DIGEST_END:].decode("ascii", "replace")
+    if not _PREFIX.match(head) or not text.startswith('"stamp":'):
+        raise FormatError(f"{path}: does not start with a stamp")
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text, len('"stamp":'))
+    except ValueError as error:
+        raise FormatError(f"{path}: its stamp is not readable") from error
+    return Stamp.from_json(value)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a rank says of its shard: where every tensor lies, all checksums, and all values that are not tensors."""
+
+    KIND = "rekindle-receipt"
+
+    stamp: Stamp
+    layout: Layout
+    header_bytes: int
+    header_checksum: str
+    checksums: list[str]
+    """One for each of ``layout.blocks``."""
+    structure: Any
+    """The state's nesting, with ``{"$tensor": name}`` and ``{"$value": index}`` for leaves."""
+    values: list[Any]
+    raw: bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.header_bytes + self.layout.nbytes
+
+    @staticmethod
+    def static_part(layout: Layout, structure: Any) -> bytes:
+        """What only changes with the layout, encoded once."""
+        fields = {
+            "checksum": {"algorithm": CHECKSUM, "block": BLOCK},
+            "shard": {
+                "header_bytes": len(layout.header),
+                "header_checksum": checksum(layout.header),
+                "data_bytes": layout.nbytes,
+            },
+            "structure": structure,
+            "tensors": [chunk.to_json() for chunk in layout.chunks],
+        }
+        return json.dumps(fields, separators=(",", ":")).encode()[1:-1]
+
+    @staticmethod
+    def encode(stamp: Stamp, static: bytes, checksums: list[str], values: bytes) -> bytes:
+        """The receipt's bytes. ``values`` is a JSON array, ``static`` what ``static_part`` gave."""
+        sums = ('"checksums":["' + '","'.join(checksums) + '"],').encode() if checksums else b'"checksums":[],'
+        return seal(stamp, Receipt.KIND, sums + b'"values":' + values + b"," + static)
+
+    @staticmethod
+    def decode(data: bytes, where: str | os.PathLike[str]) -> Receipt:
+        """Parse and check. Raises FormatError that names ``where``."""
+        fields = parse(data, Receipt.KIND, where)
+        try:
+            if fields["checksum"] != {"algorithm": CHECKSUM, "block": BLOCK}:
+                raise FormatError(f"{os.fspath(where)}: unknown checksum {fields['checksum']}")
+            layout = Layout(tuple(map(Chunk.from_json, fields["tensors"])))
+            receipt = Receipt(
+                stamp=Stamp.from_json(fields["stamp"]),
+                layout=layout,
+                header_checksum=str(fields["shard"]["header_checksum"]),
+                header_bytes=int(fields["shard"]["header_bytes"]),
+                checksums=fields["checksums"],
+                structure=fields["structure"],
+                values=fields["values"],
+                raw=data,
+            )
+        except (KeyError, TypeError) as error:
+            raise FormatError(f"{os.fspath(where)}: field {error} is missing or malformed") from error
+        if len(receipt.checksums) != len(layout.blocks):
+            raise FormatError(f"{os.fspath(where)}: {len(receipt.checksums)} checksums for {len(layout.blocks)} blocks")
+        return receipt

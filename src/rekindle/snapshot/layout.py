@@ -1,0 +1,159 @@
+"""Where each tensor's bytes lie in a shard, and the safetensors header that says so."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from rekindle.errors import FormatError
+
+__all__ = ["BLOCK", "DTYPES", "PAGE", "Chunk", "Layout", "blocks"]
+
+PAGE = 4096
+"""Data starts at a multiple of this many bytes, so direct I/O and page-locking need no copy."""
+
+BLOCK = 16 << 20
+"""Bytes of a tensor under one checksum: large enough to hash at full speed, small enough to overlap with copying."""
+
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    # No safetensors code that every reader knows: stored as bytes with one more dimension; the receipt has the dtype.
+    "complex64": ("U8", 8),
+    "complex128": ("U8", 16),
+    "float8_e4m3fnuz": ("U8", 1),
+    "float8_e5m2fnuz": ("U8", 1),
+    "float8_e8m0fnu": ("U8", 1),
+}
+"""torch's name of a dtype: (code in the safetensors header, bytes per element)."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One box of a named global tensor. All lengths count elements; the byte range is filled in by the layout."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int = 0
+    """First byte, counted from the start of the shard's data."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * DTYPES[self.dtype][1]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "global_shape": list(self.global_shape),
+            "offsets": list(self.offsets),
+            "sizes": list(self.sizes),
+            "range": [self.start, self.stop],
+        }
+
+    @staticmethod
+    def from_json(value: Any) -> Chunk:
+        try:
+            chunk = Chunk(
+                name=str(value["name"]),
+                dtype=str(value["dtype"]),
+                global_shape=tuple(map(int, value["global_shape"])),
+                offsets=tuple(map(int, value["offsets"])),
+                sizes=tuple(map(int, value["sizes"])),
+                start=int(value["range"][0]),
+            )
+            known = chunk.dtype in DTYPES
+            if not known or chunk.stop != int(value["range"][1]) or min((*chunk.sizes, chunk.start)) < 0:
+                raise FormatError(f"tensor {chunk.name!r}: dtype {chunk.dtype}, sizes and byte range do not agree")
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, FormatError):
+                raise
+            raise FormatError(f"tensor table is not readable: {error!r}") from error
+        return chunk
+
+
+def blocks(chunk: Chunk) -> list[tuple[int, int]]:
+    """Byte ranges of the chunk's checksums; none for an empty tensor."""
+    return [(at, min(at + BLOCK, chunk.stop)) for at in range(chunk.start, chunk.stop, BLOCK)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Chunks in the order of their bytes, without gaps.
+
+    safetensors allows no padding between tensors, so wide elements come first: then each tensor is aligned to its own
+    element size and can be viewed in place.
+    """
+
+    chunks: tuple[Chunk, ...]
+    nbytes: int = field(init=False)
+    """Bytes of data, the header not counted."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", self.chunks[-1].stop if self.chunks else 0)
+
+    @staticmethod
+    def build(chunks: Iterable[Chunk]) -> Layout:
+        placed, at = [], 0
+        for chunk in sorted(chunks, key=lambda c: (-DTYPES[c.dtype][1], c.name)):
+            placed.append(
+                Chunk(chunk.name, chunk.dtype, chunk.global_shape, chunk.offsets, chunk.sizes, at),
+            )
+            at = placed[-1].stop
+        return Layout(tuple(placed))
+
+    @cached_property
+    def header(self) -> bytes:
+        """The safetensors header, length prefix included, padded so that data starts on a page."""
+        sharding = {c.name: {"saved_offsets": list(c.offsets)} for c in self.chunks}
+        table: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}}
+        for chunk in self.chunks:
+            code, itemsize = DTYPES[chunk.dtype]
+            shape = list(chunk.sizes)
+            if code == "U8" and chunk.dtype != "uint8":
+                shape.append(itemsize)
+            table[chunk.name] = {"dtype": code, "shape": shape, "data_offsets": [chunk.start, chunk.stop]}
+        text = json.dumps(table, separators=(",", ":")).encode()
+        length = -(-(8 + len(text)) // PAGE) * PAGE
+        return (length - 8).to_bytes(8, "little") + text.ljust(length - 8)
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.header) + self.nbytes
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Byte ranges of all checksums, in the order in which receipts list them."""
+        return [block for chunk in self.chunks for block in blocks(chunk)]
+
+    def at(self, block: int) -> str:
+        """Name of the tensor that checksum number ``block`` belongs to."""
+        for chunk in self.chunks:
+            block -= len(blocks(chunk))
+            if block < 0:
+                return chunk.name
+        raise IndexError(block)

@@ -1,0 +1,326 @@
+"""A job's directory in the memory store: who may use it, who is there, how much room it has.
+
+::
+
+    /dev/shm/rekindle-<uid>/             0700, ours
+      <job>/                             derived from the root, so a restarted job finds it
+        job.json                         what the agent needs to know
+        agent.lock  agent.sock  agent.log  agent.json
+        rank-00000.lock                  held by that rank's trainer while it lives
+        slots/                           files without a snapshot in them
+        step-0000000012/                 same files as on storage, without a manifest
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rekindle.errors import BusyError, FormatError, MemoryStoreError
+from rekindle.snapshot.documents import read_stamp
+from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.names import STEP_DIR, job_name, shard_pattern
+
+__all__ = ["Job", "JobDir", "Lock", "memory_base", "write_atomic"]
+
+
+def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
+    """Where this user's jobs keep their memory: ``override``, else $REKINDLE_MEMORY, else tmpfs, else a plain folder."""
+    chosen = override or os.environ.get("REKINDLE_MEMORY")
+    if not chosen:
+        chosen = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    return Path(chosen).absolute() / f"rekindle-{os.getuid()}"
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace ``path`` as one step, for readers on this machine. Nothing is synced: memory needs none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def _private(path: Path) -> None:
+    """Make ``path``, or make sure that it is a directory of ours that nobody else can enter.
+
+    Anybody may create names in /dev/shm; a directory that somebody else made there first could be read or changed by
+    them, so it is refused rather than mended.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise MemoryStoreError(f"memory store {path}: {error.strerror}") from error
+    info = os.lstat(path)
+    if not stat.S_ISDIR(info.st_mode):
+        raise MemoryStoreError(f"memory store {path}: is not a directory")
+    if info.st_uid != os.getuid():
+        raise MemoryStoreError(f"memory store {path}: belongs to user {info.st_uid}, not to us ({os.getuid()})")
+    if info.st_mode & 0o077:
+        raise MemoryStoreError(f"memory store {path}: is open to others (mode {info.st_mode & 0o777:o}, want 700)")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise MemoryStoreError(f"memory store {path}: can't be written to")
+
+
+class Lock:
+    """An exclusive lock on a file that the kernel frees when its holder dies. Not shared with forked children."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+
+    def acquire(self, timeout: float = 0.0) -> bool:
+        """Take the lock within ``timeout`` seconds. True when it is held."""
+        deadline = time.monotonic() + timeout
+        while not self._try():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        os.register_at_fork(after_in_child=self._forget)
+        return True
+
+    def _try(self) -> bool:
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(self.path).st_ino == os.fstat(fd).st_ino:  # else it was removed while we opened it
+                self._fd = fd
+                os.ftruncate(fd, 0)
+                os.write(fd, f"{os.getpid()}\n".encode())
+                return True
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(fd)
+        return False
+
+    def _forget(self) -> None:
+        # A data loader's worker must not keep the rank locked after the trainer's death.
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @staticmethod
+    def holder(path: Path) -> int | None:
+        """Process id of whoever holds the lock, or None when nobody does."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            return int(os.read(fd, 32).strip() or b"0")
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a trainer tells its agent, through ``job.json``."""
+
+    root: str
+    ranks: list[int]
+    """Ranks on this node."""
+    world: int
+    keep: int
+    keep_every: int | None
+    idle_timeout: float
+    """Seconds without a trainer after which the agent leaves, everything being durable."""
+
+
+class JobDir:
+    """One job's directory on this node. Paths only; safe to use from any thread or process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.slots = path / "slots"
+
+    @staticmethod
+    def of(root: Path, base: Path) -> JobDir:
+        return JobDir(base / job_name(root))
+
+    def create(self) -> None:
+        """Make the directory. Raises MemoryStoreError when it can't be had or isn't ours alone."""
+        try:
+            os.makedirs(self.path.parent.parent, exist_ok=True)
+        except OSError as error:
+            raise MemoryStoreError(f"memory store {self.path.parent.parent}: {error.strerror}") from error
+        for path in (self.path.parent, self.path, self.slots):
+            _private(path)
+
+    def check(self) -> None:
+        """Raise MemoryStoreError unless the existing directory is ours alone: before anything in it is trusted."""
+        if self.path.parent.exists():
+            _private(self.path.parent)
+
+    # -- who is there -------------------------------------------------------------------------------------------
+
+    def rank_lock(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:05d}.lock"
+
+    @property
+    def agent_lock(self) -> Path:
+        return self.path / "agent.lock"
+
+    @property
+    def agent_status(self) -> Path:
+        return self.path / "agent.json"
+
+    @property
+    def socket(self) -> Path:
+        return self.path / "agent.sock"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "agent.log"
+
+    def trainers(self) -> dict[int, int]:
+        """Process id of each rank's live trainer."""
+        found = {}
+        for path in self.path.glob("rank-*.lock"):
+            pid = Lock.holder(path)
+            if pid is not None:
+                found[int(path.stem.removeprefix("rank-"))] = pid
+        return dict(sorted(found.items()))
+
+    def agent(self) -> int | None:
+        """Process id of the job's live agent."""
+        return Lock.holder(self.agent_lock)
+
+    def lock_rank(self, rank: int, timeout: float) -> Lock:
+        """Become that rank's trainer. Raises BusyError when another process is it and stays so."""
+        lock = Lock(self.rank_lock(rank))
+        if not lock.acquire(timeout):
+            pid = Lock.holder(lock.path)
+            raise BusyError(f"rank {rank} of this root is already being trained by process {pid} on this node")
+        return lock
+
+    # -- the job ------------------------------------------------------------------------------------------------
+
+    def write_job(self, job: Job) -> None:
+        write_atomic(self.path / "job.json", json.dumps(asdict(job)).encode())
+
+    def read_job(self) -> Job | None:
+        """What the trainers left for the agent; None before they did."""
+        try:
+            return Job(**json.loads((self.path / "job.json").read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise FormatError(f"{self.path / 'job.json'}: {error}") from error
+
+    def write_durable(self, step: int) -> None:
+        """Note the newest step that is on storage, for writers that wonder which snapshot they may give up."""
+        write_atomic(self.path / "durable", b"%d" % step)
+
+    def durable(self) -> int | None:
+        try:
+            return int((self.path / "durable").read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    # -- snapshots ----------------------------------------------------------------------------------------------
+
+    def stamps(self) -> Iterator[tuple[Stamp, Path]]:
+        """Every committed snapshot, as (stamp, receipt's path). What vanishes or is damaged meanwhile is left out."""
+        for directory in self._step_dirs():
+            try:
+                names = os.listdir(directory)
+            except OSError:
+                continue
+            for name in names:
+                match = shard_pattern(name)
+                if match and match[2] == "json":
+                    try:
+                        yield read_stamp(directory / name), directory / name
+                    except (OSError, FormatError):
+                        continue
+
+    def _step_dirs(self) -> list[Path]:
+        try:
+            return [self.path / name for name in os.listdir(self.path) if STEP_DIR.match(name)]
+        except OSError:
+            return []
+
+    def rank_files(self, rank: int) -> list[Path]:
+        """All of a rank's shards and free files."""
+        found = list(self.slots.glob(f"rank-{rank:05d}-*.slot"))
+        for directory in self._step_dirs():
+            found += directory.glob(f"shard-{rank:05d}-of-*.safetensors")
+        return found
+
+    def held_bytes(self) -> int:
+        """Bytes of memory that the job's files hold."""
+        total = 0
+        for parent, _, names in os.walk(self.path):
+            for name in names:
+                try:
+                    total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+                except OSError:
+                    continue
+        return total
+
+    def free_bytes(self) -> int:
+        """Bytes of memory that the file system has left."""
+        info = os.statvfs(self.path)
+        return info.f_bavail * info.f_frsize
+
+    def remove_snapshots(self, rank: int | None = None) -> None:
+        """Give the memory of one rank's, or all ranks', snapshots back. Receipts go first, so nothing half-gone shows."""
+        pattern = "shard-*" if rank is None else f"shard-{rank:05d}-of-*"
+        for suffix in (".json", ".safetensors"):
+            for directory in self._step_dirs():
+                for path in directory.glob(pattern + suffix):
+                    path.unlink(missing_ok=True)
+        for path in self.slots.glob("*.slot" if rank is None else f"rank-{rank:05d}-*.slot"):
+            path.unlink(missing_ok=True)
+        for directory in self._step_dirs():
+            try:
+                directory.rmdir()
+            except OSError:
+                continue
+
+    def remove(self) -> bool:
+        """Remove the whole directory unless a trainer is there. True when it is gone.
+
+        Locks are taken first and removed last: a trainer that comes meanwhile finds its lock's file replaced and
+        starts over with a new directory.
+        """
+        held = []
+        try:
+            for path in self.path.glob("rank-*.lock"):
+                lock = Lock(path)
+                if not lock.acquire(0.1):
+                    return False
+                held.append(lock)
+            self.remove_snapshots()
+            for path in self.path.iterdir():
+                if path.is_dir():
+                    for inner in path.iterdir():
+                        inner.unlink(missing_ok=True)
+                    path.rmdir()
+                else:
+                    path.unlink(missing_ok=True)
+            self.path.rmdir()
+            return True
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        finally:
+            for lock in held:
+                lock.release()

@@ -1,0 +1,109 @@
+"""A committed shard, opened for reading and verified."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rekindle.errors import CorruptError
+from rekindle.snapshot.documents import Receipt, checksum
+
+__all__ = ["OpenShard", "read_verified"]
+
+
+class OpenShard:
+    """A shard and its receipt. While a pinned one is open its bytes stay, whatever its writer does next."""
+
+    def __init__(self, receipt: Receipt, fd: int, path: Path, in_memory: bool) -> None:
+        self.receipt = receipt
+        self.fd = fd
+        self.path = path
+        self.in_memory = in_memory
+
+    @staticmethod
+    def open(receipt_path: Path, in_memory: bool) -> OpenShard:
+        """Open, and in memory pin, the shard that ``receipt_path`` speaks of.
+
+        Raises FileNotFoundError when it is gone or just being recycled, CorruptError when receipt or size is wrong.
+        """
+        path = receipt_path.with_suffix(".safetensors")
+        raw = receipt_path.read_bytes()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if in_memory:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if os.stat(path).st_ino != os.fstat(fd).st_ino or receipt_path.read_bytes() != raw:
+                    raise FileNotFoundError(errno.ENOENT, "recycled meanwhile", str(path))
+            receipt = Receipt.decode(raw, receipt_path)
+            size = os.fstat(fd).st_size
+            if size != receipt.file_bytes:
+                raise CorruptError(f"{path}: has {size:,} bytes, should have {receipt.file_bytes:,}")
+            return OpenShard(receipt, fd, path, in_memory)
+        except BlockingIOError:
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, "is being rewritten", str(path)) from None
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def map(self) -> memoryview:
+        """The whole file without a copy; stores into it stay private. The pin lasts until the last view is gone."""
+        return memoryview(mmap.mmap(self.fd, self.receipt.file_bytes, access=mmap.ACCESS_COPY))
+
+    def complain(self, block: int) -> CorruptError:
+        """The error for data block number ``block``, or for the header when it is -1."""
+        where = "its header" if block < 0 else f"tensor {self.receipt.layout.at(block)!r}"
+        return CorruptError(f"{self.path}: {where} of step {self.receipt.stamp.step} differs from its checksum")
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> OpenShard:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_verified(
+    shard: OpenShard, progress: Callable[[int], object] | None = None
+) -> tuple[memoryview, list[CorruptError]]:
+    """The whole shard's bytes, and an error for each tensor that differs from its checksums.
+
+    A shard in memory is mapped; one on storage is read into private memory, because a mapped file that is truncated
+    meanwhile would kill the process. Blocks are read and hashed by several threads. ``progress`` is given byte counts.
+    """
+    receipt = shard.receipt
+    base = receipt.header_bytes
+    view = shard.map() if shard.in_memory else memoryview(mmap.mmap(-1, receipt.file_bytes))
+
+    def check(block: int) -> int | None:
+        start, stop = (-base, 0) if block < 0 else receipt.layout.blocks[block]
+        part = view[base + start : base + stop]
+        if not shard.in_memory and not _fill(shard.fd, part, base + start):
+            return block
+        expected = receipt.header_checksum if block < 0 else receipt.checksums[block]
+        if progress is not None:
+            progress(len(part))
+        return block if checksum(part) != expected else None
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="rekindle-read") as pool:
+        bad = [block for block in pool.map(check, range(-1, len(receipt.checksums))) if block is not None]
+    return view, list({str(error): error for error in map(shard.complain, bad)}.values())
+
+
+def _fill(fd: int, into: memoryview, offset: int) -> bool:
+    """Read exactly ``len(into)`` bytes. False at the end of the file."""
+    while into:
+        got = os.preadv(fd, [into], offset)
+        if got == 0:
+            return False
+        into, offset = into[got:], offset + got
+    return True

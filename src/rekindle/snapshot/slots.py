@@ -1,0 +1,322 @@
+"""One rank's files in the memory store: pre-allocated, mapped, written in place, committed by rename, recycled.
+
+A file is *free* (in ``slots/``) or *committed* (in a step's directory, with a receipt beside it). The kernel is the
+lock manager: whoever writes a file holds ``flock(LOCK_EX)`` on it, whoever reads one holds ``LOCK_SH`` (a pin), and
+the death of either frees what it held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rekindle.errors import FormatError, MemoryStoreError
+from rekindle.failpoints import reach
+from rekindle.snapshot.documents import read_stamp
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.names import receipt_name, shard_name, step_dir
+
+__all__ = ["Slot", "Slots"]
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_FAULT_STEP = 64 << 20
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+
+
+@dataclass(eq=False)
+class Slot:
+    """One file and its mapping. ``stamp`` is None while it is free."""
+
+    path: Path
+    fd: int
+    stamp: Stamp | None = None
+    map: mmap.mmap | None = None
+    cache: object = None
+    """The writer's own: views into ``map``. Dropped with it."""
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def lock(self) -> bool:
+        """Take the file for writing. False while somebody reads it."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+
+    def unlock(self) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def resize(self, nbytes: int) -> mmap.mmap:
+        """Give the file exactly ``nbytes`` of memory, and map them.
+
+        A store into a hole of a full tmpfs kills the process with SIGBUS; posix_fallocate fails with ENOSPC instead.
+        """
+        if self.map is not None and len(self.map) == nbytes == self.size:
+            return self.map
+        self.cache, self.map = None, None
+        try:
+            os.ftruncate(self.fd, nbytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            os.ftruncate(self.fd, 0)
+            why = "no room left" if error.errno == errno.ENOSPC else error.strerror
+            raise MemoryStoreError(f"memory store {self.path.parent}: {why} for a snapshot of {nbytes:,} bytes") from error
+        self.map = mmap.mmap(self.fd, nbytes)
+        return self.map
+
+    def fault_in(self) -> None:
+        """Map every page now, so that the first save runs at the speed of later ones. Outside the interpreter lock."""
+        if self.map is None or _libc is None:
+            return
+        anchor = ctypes.c_char.from_buffer(self.map)
+        start, end = ctypes.addressof(anchor), len(self.map)
+        for at in range(0, end, _FAULT_STEP):
+            if _libc.madvise(
+                ctypes.c_void_p(start + at), ctypes.c_size_t(min(_FAULT_STEP, end - at)), _MADV_POPULATE_WRITE
+            ):
+                return  # an older kernel: the first save faults the pages itself
+
+    def close(self) -> None:
+        self.cache, self.map = None, None
+        os.close(self.fd)
+
+
+def _step_of(slot: Slot) -> int:
+    return slot.stamp.step if slot.stamp else -1
+
+
+@dataclass
+class Slots:
+    """The slots of one rank. Used by one thread at a time, after ``reserve`` has ended."""
+
+    job: JobDir
+    rank: int
+    world: int
+    mates: Collection[int]
+    """Ranks on this node, this one included."""
+    limit: int | None = None
+    """Bytes that this rank may hold."""
+    slots: list[Slot] = field(default_factory=list)
+    _reserving: threading.Thread | None = None
+    _unneeded: int = 0
+
+    def adopt(self) -> None:
+        """Take over what an earlier process of this rank left: snapshots to restore from, and free files."""
+        for path in self.job.rank_files(self.rank):
+            slot = Slot(path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            self.slots.append(slot)
+            if path.parent != self.job.slots:
+                try:
+                    slot.stamp = read_stamp(path.with_suffix(".json"))
+                except (FileNotFoundError, FormatError):
+                    self._uncommit(slot)
+        for directory in self.job.path.glob("step-*"):
+            for path in directory.glob(f".shard-{self.rank:05d}-*"):
+                path.unlink(missing_ok=True)  # a receipt that its writer did not live to finish
+
+    def reserve(self, nbytes: int, count: int = 2) -> None:
+        """Allocate and fault in ``count`` slots of ``nbytes`` in the background. Snapshots that exist stay untouched.
+
+        Failing is no error here: the first save meets the same lack of room and reports it.
+        """
+
+        def work() -> None:
+            try:
+                while len(self.slots) < count:
+                    self.slots.append(self._new())
+                for slot in self.slots:
+                    if slot.stamp is None and slot.lock():
+                        slot.resize(nbytes)
+                        slot.unlock()
+                    elif slot.stamp is not None and slot.size:
+                        slot.map = mmap.mmap(slot.fd, slot.size)
+                    slot.fault_in()
+            except (OSError, ValueError):
+                return
+
+        self._reserving = threading.Thread(target=work, name="rekindle-reserve", daemon=True)
+        self._reserving.start()
+
+    def ready(self) -> None:
+        """Wait until ``reserve`` has ended."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+
+    def _new(self) -> Slot:
+        path = self.job.slots / f"rank-{self.rank:05d}-new.slot"
+        try:
+            slot = Slot(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._park(slot)
+        except OSError as error:
+            raise MemoryStoreError(f"memory store {path}: {error.strerror}") from error
+        return slot
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def acquire(self, step: int, incarnation: Incarnation, nbytes: int) -> Slot:
+        """A locked, mapped slot of ``nbytes`` to write the snapshot of ``step`` into.
+
+        One step that every rank of this node has committed always stays, the newest unless that leaves no room; a file
+        that somebody is reading is never touched. Raises MemoryStoreError when no slot is left.
+        """
+        self.ready()
+        for slot in self.slots:
+            if slot.stamp and self._abandoned(slot.stamp, step, incarnation):
+                self._uncommit(slot)
+        slot = self._take(nbytes)
+        if slot.stamp is not None:
+            self._uncommit(slot)
+        reach("save.recycled", step)
+        try:
+            slot.resize(nbytes)
+        except MemoryStoreError:
+            slot.unlock()
+            raise
+        return slot
+
+    @staticmethod
+    def _abandoned(stamp: Stamp, step: int, incarnation: Incarnation) -> bool:
+        if stamp.incarnation == incarnation:
+            return stamp.step == step
+        return stamp.step > incarnation.parent_step
+
+    def _take(self, nbytes: int) -> Slot:
+        """A locked slot: a free one, else the oldest that can be spared, else a new one, else one of two complete ones."""
+        committed = sorted((s for s in self.slots if s.stamp), key=_step_of)
+        complete = self._complete()
+        keep = {complete[-1]} if complete else set()
+        keep |= {s.stamp.key for s in committed[-1:] + self._pending(committed) if s.stamp}
+        spare = [s for s in self.slots if s.stamp is None or s.stamp.key not in keep]
+        spare.sort(key=_step_of)
+        locked = [s for s in spare if s.lock()]
+        if locked:
+            self._give_back(locked[1:])
+            return locked[0]
+        if len(self.slots) < 3 and (self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit):
+            slot = self._new()
+            slot.lock()
+            try:
+                slot.resize(nbytes)
+            except MemoryStoreError:
+                slot.path.unlink()
+                slot.close()
+            else:
+                self.slots.append(slot)
+                return slot
+        for slot in committed:
+            others = [s for s in committed if s is not slot and s.stamp and s.stamp.key in complete]
+            if others and slot.lock():
+                return slot
+        raise MemoryStoreError(
+            f"memory store {self.job.path}: every snapshot is being read and there is no room for one more of "
+            f"{nbytes:,} bytes"
+        )
+
+    def _give_back(self, surplus: list[Slot]) -> None:
+        """Unlock what wasn't needed; free the third slot when no drain has needed it for a while."""
+        self._unneeded = self._unneeded + 1 if surplus else 0
+        for slot in surplus:
+            slot.unlock()
+            if len(self.slots) > 2 and self._unneeded >= 16:
+                if slot.stamp is not None:
+                    self._uncommit(slot)
+                slot.path.unlink()
+                slot.close()
+                self.slots.remove(slot)
+
+    def _complete(self) -> list[tuple[int, Incarnation]]:
+        """Step and incarnation of the snapshots that every rank of this node has, oldest first."""
+        ranks: dict[tuple[int, Incarnation], set[int]] = {}
+        for stamp, _ in self.job.stamps():
+            ranks.setdefault(stamp.key, set()).add(stamp.rank)
+        return sorted(key for key, have in ranks.items() if have.issuperset(self.mates))
+
+    def _pending(self, committed: list[Slot]) -> list[Slot]:
+        """The newest snapshot that is to go to storage and isn't there yet."""
+        durable = self.job.durable()
+        flagged = [s for s in committed if s.stamp and s.stamp.persist]
+        return [s for s in flagged[-1:] if s.stamp and (durable is None or s.stamp.step > durable)]
+
+    def _uncommit(self, slot: Slot) -> None:
+        """Make a snapshot's file a free one. Whoever has it open reads on; nobody finds it any more."""
+        directory = slot.path.parent
+        slot.path.with_suffix(".json").unlink(missing_ok=True)
+        self._park(slot)
+        try:
+            directory.rmdir()
+        except OSError:
+            pass  # other ranks have snapshots in it
+
+    def _park(self, slot: Slot) -> None:
+        """Move a file back among the free ones, under a name that no other file can have."""
+        free = self.job.slots / f"rank-{self.rank:05d}-{os.fstat(slot.fd).st_ino}.slot"
+        os.rename(slot.path, free)
+        slot.path, slot.stamp = free, None
+
+    def commit(self, slot: Slot, stamp: Stamp, receipt: bytes) -> None:
+        """Make the written slot the snapshot of ``stamp``. Visible from the moment its receipt has its name."""
+        reach("save.copied", stamp.step)
+        path = self.job.path / step_dir(stamp.step) / shard_name(stamp.rank, stamp.world)
+        while True:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            try:
+                os.rename(slot.path, path)
+                break
+            except FileNotFoundError:  # another rank left the directory, and with it removed it, meanwhile
+                if not slot.path.exists():
+                    raise
+        slot.path, slot.stamp = path, stamp
+        reach("save.renamed", stamp.step)
+        slot.unlock()  # before it can be found: a reader that finds it must be able to pin it
+        self.write_receipt(stamp, receipt)
+
+    def write_receipt(self, stamp: Stamp, receipt: bytes) -> None:
+        """Put a committed snapshot's receipt in place, or replace it."""
+        path = self.job.path / step_dir(stamp.step) / receipt_name(stamp.rank, stamp.world)
+        temporary = path.with_name(f".{path.name}.tmp")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            half = len(receipt) // 2
+            _write(fd, receipt[:half])
+            reach("save.receipt", stamp.step)
+            _write(fd, receipt[half:])
+        except OSError as error:
+            raise MemoryStoreError(f"memory store {path}: {error.strerror}") from error
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+        reach("save.committed", stamp.step)
+
+    def abandon(self, slot: Slot) -> None:
+        """Give back a slot whose writing failed."""
+        self._park(slot)
+        slot.unlock()
+
+    def close(self, release: bool) -> None:
+        """Forget all slots; with ``release`` give their memory back as well."""
+        self.ready()
+        for slot in self.slots:
+            slot.close()
+        self.slots.clear()
+        if release:
+            self.job.remove_snapshots(self.rank)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

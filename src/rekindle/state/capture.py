@@ -1,0 +1,204 @@
+"""From live state to the layout of a snapshot, and the re-check that it still holds.
+
+The layout is worked out once. Each save walks the state again, which is cheap, and compares every tensor's identity,
+address, shape, strides and dtype with what the layout was made from. Skipping that check would save old weights after
+a parameter was replaced.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from rekindle.errors import UnsupportedValueError, UsageError
+from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.layout import BLOCK, DTYPES, Chunk, Layout
+from rekindle.state.codec import encode
+from rekindle.state.rng import RngState
+from rekindle.state.tree import Flat, describe, flatten
+
+__all__ = ["Capture", "Plan", "unwrap"]
+
+RNG = "rng"
+
+Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def unwrap(module: Any) -> Any:
+    """The module inside DistributedDataParallel or torch.compile, so that names don't depend on the wrapping."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(module, torch.nn.Module) and hasattr(module, "_orig_mod"):
+            module = module._orig_mod
+        else:
+            return module
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one copy moves: a whole tensor, or a piece of a large contiguous one."""
+
+    source: torch.Tensor
+    start: int
+    """First byte, counted from the start of the data."""
+    nbytes: int
+
+    def view(self, buffer: Any, base: int) -> torch.Tensor:
+        """The unit's place in a shard whose data starts at byte ``base`` of ``buffer``."""
+        count = self.source.numel()
+        flat = torch.frombuffer(buffer, dtype=self.source.dtype, count=count, offset=base + self.start)
+        return flat.view(self.source.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a state that stays the same from save to save."""
+
+    layout: Layout
+    static: bytes
+    """The part of the receipt that only changes with the layout."""
+    units: list[Unit]
+    batches: list[tuple[int, int, int, int]]
+    """(first unit, last unit + 1, first checksum block, last + 1): what is copied before it is handed on to hashing."""
+
+
+class Capture:
+    """The training state of this process, as ``state`` names it. Not thread-safe."""
+
+    def __init__(self, state: Mapping[str, Any], rng: bool = True, allow_pickle: bool = False) -> None:
+        self.state = {name: unwrap(entry) for name, entry in state.items()}
+        for name, entry in self.state.items():
+            if not isinstance(name, str) or not name:
+                raise UsageError(f"state: name {name!r} is not a non-empty string")
+            if not (callable(getattr(entry, "state_dict", None)) and callable(getattr(entry, "load_state_dict", None))):
+                raise UsageError(
+                    f"state[{name!r}] is a {type(entry).__name__} without state_dict() and load_state_dict(); "
+                    "rekindle.Values(...) holds plain values"
+                )
+        if rng:
+            if RNG in self.state:
+                raise UsageError(f"state: {RNG!r} is the name of the random generators; rename yours, or pass rng=False")
+            self.state[RNG] = RngState()
+        self._allow_pickle = allow_pickle
+        self._signature: list[Any] | None = None
+        self._keys: list[Key] = []
+        self._tensors: list[torch.Tensor] = []
+        self._paths: list[str] = []
+        self._plan: Plan | None = None
+
+    def _collect(self) -> dict[str, Any]:
+        return {
+            name: dict(entry.state_dict(keep_vars=True))
+            if isinstance(entry, torch.nn.Module)
+            else entry.state_dict()
+            for name, entry in self.state.items()
+        }
+
+    def prepare(self) -> tuple[Plan, bytes]:
+        """The plan for the state as it is now, and its values as a JSON array.
+
+        Raises UnsupportedValueError, naming the path, when something in the state can't be saved.
+        """
+        tree = self._collect()
+        flat = Flat()
+        flatten(tree, flat)
+        keys = [_key(t) for t in flat.tensors]
+        if self._plan is None or flat.signature != self._signature or keys != self._keys:
+            self._plan = self._make_plan(tree, flat, keys)
+            self._signature, self._keys, self._tensors = flat.signature, keys, flat.tensors
+        return self._plan, self._encode(flat.values)
+
+    def estimate(self) -> int:
+        """Bytes that a snapshot will take, before the optimizers have made their state.
+
+        Two tensors per trained parameter are assumed for an optimizer that has none yet: what Adam and most others
+        keep. A wrong guess costs a new allocation at the first save, nothing else.
+        """
+        plan, _ = self.prepare()
+        later = 0
+        for entry in self.state.values():
+            if isinstance(entry, torch.optim.Optimizer) and not entry.state:
+                later += 2 * sum(p.nbytes for g in entry.param_groups for p in g["params"] if p.requires_grad)
+        return plan.layout.file_bytes + later
+
+    def _encode(self, values: list[Any]) -> bytes:
+        encoded = []
+        for index, value in enumerate(values):
+            try:
+                encoded.append(encode(value, self._allow_pickle))
+            except UnsupportedValueError as error:
+                raise UnsupportedValueError(f"{self._paths[index]}: {error}") from None
+        return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
+
+    def _make_plan(self, tree: dict[str, Any], flat: Flat, keys: list[Key]) -> Plan:
+        description = describe(tree)
+        self._paths = description.paths
+        first: dict[tuple[Any, ...], str] = {}
+        stored: dict[str, torch.Tensor] = {}
+        for tensor, key, leaf in zip(flat.tensors, keys, description.leaves, strict=True):
+            _check_kind(tensor, leaf.path)
+            place = key[1:] if tensor.numel() else (id(tensor),)
+            if place not in first:
+                name = leaf.name
+                while name in stored:  # {"a.b": x, "a": {"b": y}} are two tensors
+                    name += "~"
+                first[place] = name
+                stored[name] = tensor
+            leaf.node["$tensor"] = first[place]  # tied tensors are stored once
+        layout = Layout.build(_chunk(name, tensor) for name, tensor in stored.items())
+        if self._plan is not None and layout == self._plan.layout:
+            layout = self._plan.layout  # the same object, so views into slots made for it stay good
+        static = Receipt.static_part(layout, description.structure)
+        units, batches = _units(layout, stored)
+        return Plan(layout, static, units, batches)
+
+
+def _key(tensor: torch.Tensor) -> Key:
+    return (id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _check_kind(tensor: torch.Tensor, path: str) -> None:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and type(tensor).__torch_dispatch__ is not (
+        torch.Tensor.__torch_dispatch__
+    ):
+        raise UnsupportedValueError(f"{path}: {type(tensor).__name__} can't be saved yet, only whole tensors can")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or name not in DTYPES:
+        raise UnsupportedValueError(f"{path}: a tensor of layout {tensor.layout}, dtype {name}, device {tensor.device}")
+
+
+def _chunk(name: str, tensor: torch.Tensor) -> Chunk:
+    shape = tuple(tensor.shape)
+    return Chunk(name, str(tensor.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape)
+
+
+def _units(layout: Layout, stored: Mapping[str, torch.Tensor]) -> tuple[list[Unit], list[tuple[int, int, int, int]]]:
+    """Cut the state into copies, and these into batches of about one checksum block, to copy and hash in step."""
+    units: list[Unit] = []
+    batches = []
+    first_unit = first_block = block = waiting = 0
+    for chunk in layout.chunks:
+        source = stored[chunk.name].detach()
+        pieces = [source]
+        if chunk.nbytes > BLOCK and source.is_contiguous():
+            pieces = list(source.view(-1).split(BLOCK // source.element_size()))
+        at = chunk.start
+        for piece in pieces:
+            nbytes = piece.numel() * piece.element_size()
+            if nbytes:
+                units.append(Unit(piece, at, nbytes))
+            at += nbytes
+            waiting += nbytes
+            block += -(-nbytes // BLOCK)
+            if waiting >= BLOCK:
+                batches.append((first_unit, len(units), first_block, block))
+                first_unit, first_block, waiting = len(units), block, 0
+    if first_unit < len(units):
+        batches.append((first_unit, len(units), first_block, block))
+    return units, batches

@@ -1,0 +1,133 @@
+"""Values that are not tensors, as typed JSON. Reading them runs no code, pickles excepted, which are asked for by name."""
+
+from __future__ import annotations
+
+import base64
+import math
+import pickle
+import sys
+from typing import Any
+
+import torch
+
+from rekindle.errors import FormatError, UnsupportedValueError, UsageError
+
+__all__ = ["decode", "encode"]
+
+_EXACT = 1 << 53
+"""JSON readers other than Python's hold integers as doubles; beyond this they are written as text."""
+
+_NUMPY_KINDS = "biufcSUmM"
+
+
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def encode(value: Any, allow_pickle: bool = False) -> Any:
+    """The JSON for a value. Raises UnsupportedValueError for what has no type in the format."""
+    kind = type(value)
+    if kind is str or kind is bool or value is None:
+        return value
+    if kind is int:
+        return value if -_EXACT < value < _EXACT else {"$int": str(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if kind is bytes:
+        return {"$bytes": _b64(value)}
+    if kind is list:
+        return [encode(item, allow_pickle) for item in value]
+    if kind is torch.Size:
+        return {"$size": list(value)}
+    if kind in (tuple, set, frozenset):
+        return {f"${kind.__name__}": [encode(item, allow_pickle) for item in value]}
+    if kind is dict:
+        return {"$dict": [[encode(k, allow_pickle), encode(v, allow_pickle)] for k, v in value.items()]}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"$device": str(value)}
+    array = _encode_numpy(value)
+    if array is not None:
+        return array
+    if allow_pickle:
+        return {"$pickle": _b64(pickle.dumps(value))}
+    raise UnsupportedValueError(
+        f"a value of type {kind.__module__}.{kind.__qualname__} has no type in the checkpoint format "
+        "(allow_pickle=True would pickle it)"
+    )
+
+
+def _encode_numpy(value: Any) -> Any:
+    numpy = sys.modules.get("numpy")  # a value can't be numpy's before numpy was imported
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+        return None
+    dtype = value.dtype
+    if dtype.kind not in _NUMPY_KINDS or type(value) not in (numpy.ndarray, dtype.type):
+        return None
+    if isinstance(value, numpy.generic):
+        return {"$scalar": [dtype.str, _b64(value.tobytes())]}
+    return {"$array": [dtype.str, list(value.shape), _b64(value.tobytes())]}
+
+
+def decode(value: Any, allow_pickle: bool = False) -> Any:
+    """The value that ``encode`` was given. Raises FormatError for an unknown type, UsageError for an unwanted pickle."""
+    if isinstance(value, list):
+        return [decode(item, allow_pickle) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1:
+        raise FormatError(f"not a typed value: {value!r:.80}")
+    ((tag, body),) = value.items()
+    if tag == "$pickle":
+        if not allow_pickle:
+            raise UsageError(
+                "this checkpoint holds pickled values, and loading those runs code: restore(allow_pickle=True) allows it"
+            )
+        return pickle.loads(base64.b64decode(body))
+    decoder = _DECODERS.get(tag)
+    if decoder is None:
+        raise FormatError(f"unknown type {tag!r} of a value")
+    try:
+        return decoder(body, allow_pickle)
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, (FormatError, UsageError)):
+            raise
+        raise FormatError(f"a value of type {tag!r} is not readable: {error}") from error
+
+
+def _items(body: Any, allow_pickle: bool) -> list[Any]:
+    return [decode(item, allow_pickle) for item in body]
+
+
+def _dtype(body: Any, _: bool) -> torch.dtype:
+    found = getattr(torch, body)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{body} is no dtype")
+    return found
+
+
+def _array(body: Any, _: bool) -> Any:
+    import numpy  # noqa: PLC0415  torch works without numpy, and so do we until a checkpoint has an array in it
+
+    return numpy.frombuffer(base64.b64decode(body[2]), numpy.dtype(body[0])).reshape(body[1]).copy()
+
+
+def _scalar(body: Any, _: bool) -> Any:
+    return _array([body[0], [1], body[1]], False)[0]
+
+
+_DECODERS = {
+    "$int": lambda body, _: int(body),
+    "$float": lambda body, _: float(body),
+    "$bytes": lambda body, _: base64.b64decode(body),
+    "$tuple": lambda body, allow: tuple(_items(body, allow)),
+    "$set": lambda body, allow: set(_items(body, allow)),
+    "$frozenset": lambda body, allow: frozenset(_items(body, allow)),
+    "$dict": lambda body, allow: {decode(k, allow): decode(v, allow) for k, v in body},
+    "$size": lambda body, _: torch.Size(body),
+    "$dtype": _dtype,
+    "$device": lambda body, _: torch.device(body),
+    "$array": _array,
+    "$scalar": _scalar,
+}

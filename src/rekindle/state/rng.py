@@ -1,0 +1,49 @@
+"""The random number generators of Python, NumPy, torch and its devices, as one piece of state."""
+
+from __future__ import annotations
+
+import array
+import random
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["RngState"]
+
+
+class RngState:
+    """All generators of this process. States travel as bytes: as lists of numbers they would take longer to encode."""
+
+    def state_dict(self) -> dict[str, Any]:
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "python": (version, array.array("I", words).tobytes(), gauss),
+            "torch": _bytes(torch.get_rng_state()),
+        }
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            state["numpy"] = numpy.random.get_state(legacy=False)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = [_bytes(s) for s in torch.cuda.get_rng_state_all()]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(array.array("I", words)), gauss))
+        torch.set_rng_state(_tensor(state["torch"]))
+        if "numpy" in state:
+            import numpy  # noqa: PLC0415  only where it was there when the checkpoint was saved
+
+            numpy.random.set_state(state["numpy"])
+        if torch.cuda.is_available():
+            for device, words in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(_tensor(words), device)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.untyped_storage()[: tensor.numel()])
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

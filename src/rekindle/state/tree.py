@@ -1,0 +1,132 @@
+"""Nested state as a flat list of tensors, a flat list of values, and the structure that puts them back together."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rekindle.errors import FormatError, UnsupportedValueError
+from rekindle.state.codec import decode, encode
+
+__all__ = ["Flat", "assemble", "describe", "flatten", "path_of"]
+
+_DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_LISTS: dict[type, str] = {list: "$list", tuple: "$tuple"}
+
+
+@dataclass
+class Flat:
+    """Leaves in the order of the walk. Two states of equal ``signature`` have the same structure."""
+
+    signature: list[Any] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+
+
+def flatten(node: Any, out: Flat) -> None:
+    """Walk ``node``; on the path of every save, so it only looks and appends."""
+    kind = type(node)
+    children: Any
+    if kind in _DICTS:
+        out.signature += (kind, tuple(node))
+        children = node.values()
+    elif kind in _LISTS:
+        out.signature += (kind, len(node))
+        children = node
+    else:
+        children = (node,)
+    for child in children:
+        if isinstance(child, torch.Tensor):
+            out.signature.append(True)
+            out.tensors.append(child)
+        elif type(child) in _DICTS or type(child) in _LISTS:
+            flatten(child, out)
+        else:
+            out.signature.append(False)
+            out.values.append(child)
+
+
+@dataclass
+class Leaf:
+    """A tensor in the structure. ``node`` is its place there, to be completed with the name that it is stored by."""
+
+    name: str
+    path: str
+    node: dict[str, str]
+
+
+@dataclass
+class Description:
+    """The structure as JSON, and where its leaves are, in the order of the walk."""
+
+    structure: Any = None
+    leaves: list[Leaf] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    """Path of each value, as a person would write it."""
+
+
+def describe(node: Any) -> Description:
+    """What ``flatten`` leaves out; needed when the structure is new."""
+    out = Description()
+    out.structure = _describe(node, "", "", out)
+    return out
+
+
+def _describe(node: Any, name: str, path: str, out: Description) -> Any:
+    kind = type(node)
+    if isinstance(node, torch.Tensor):
+        leaf = Leaf(name, path, {})
+        out.leaves.append(leaf)
+        return leaf.node
+    if kind in _LISTS:
+        items = [_describe(item, f"{name}.{i}", f"{path}[{i}]", out) for i, item in enumerate(node)]
+        return items if kind is list else {_LISTS[kind]: items}
+    if kind in _DICTS:
+        children = [
+            (key, _describe(value, f"{name}.{key}" if name else str(key), path_of(path, key), out))
+            for key, value in node.items()
+        ]
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in node):
+            return dict(children)
+        try:
+            return {_DICTS[kind]: [[encode(key), child] for key, child in children]}
+        except UnsupportedValueError as error:
+            raise UnsupportedValueError(f"{path}: a key of the dictionary: {error}") from None
+    out.paths.append(path)
+    return {"$value": len(out.paths) - 1}
+
+
+def path_of(path: str, key: Any) -> str:
+    """``path`` extended by a dictionary's key, as a person would write it."""
+    if not path:
+        return str(key)
+    return f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]"
+
+
+def assemble(node: Any, values: list[Any], tensor: Callable[[str], torch.Tensor], allow_pickle: bool) -> Any:
+    """The state that ``node``, a structure, describes. ``values`` are still encoded."""
+
+    def build(node: Any) -> Any:
+        return assemble(node, values, tensor, allow_pickle)
+
+    if isinstance(node, list):
+        return [build(item) for item in node]
+    if not isinstance(node, dict):
+        raise FormatError(f"structure is not readable: {node!r:.80}")
+    tag, body = next(iter(node.items()), ("", None))
+    if not tag.startswith("$"):
+        return {key: build(value) for key, value in node.items()}
+    if tag == "$tensor":
+        return tensor(body)
+    if tag == "$value":
+        return decode(values[body], allow_pickle)
+    if tag == "$tuple":
+        return tuple(build(item) for item in body)
+    for kind, name in _DICTS.items():
+        if tag == name:
+            return kind({decode(key): build(value) for key, value in body})
+    raise FormatError(f"unknown structure {tag!r}")

@@ -1,0 +1,1 @@
+"""Where checkpoints are kept, and how a shard gets from one store to another. No torch here."""

@@ -1,0 +1,53 @@
+"""Is a checkpoint whole and sound? Every byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rekindle.errors import CorruptError
+from rekindle.snapshot.documents import checksum, parse
+from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name
+from rekindle.snapshot.shard import OpenShard, read_verified
+from rekindle.storage.catalog import STORAGE, Copy
+
+__all__ = ["check_manifest", "verify"]
+
+
+def check_manifest(path: Path) -> list[CorruptError]:
+    """What is wrong with a checkpoint's manifest, or with the receipts that it names."""
+    try:
+        manifest = parse((path / MANIFEST).read_bytes(), MANIFEST_KIND, path / MANIFEST)
+    except (OSError, CorruptError) as error:
+        return [CorruptError(str(error))]
+    problems = []
+    for entry in manifest["shards"]:
+        receipt = path / entry["receipt"]
+        try:
+            if checksum(receipt.read_bytes()) != entry["receipt_checksum"]:
+                problems.append(CorruptError(f"{receipt}: is not the receipt that the manifest names"))
+        except OSError as error:
+            problems.append(CorruptError(f"{receipt}: {error.strerror}"))
+    return problems
+
+
+def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[CorruptError]:
+    """Everything that is wrong with one copy of a checkpoint; an empty list when it is sound.
+
+    ``progress`` is given byte counts. Raises FileNotFoundError when the copy is recycled meanwhile.
+    """
+    problems = check_manifest(copy.path) if copy.place == STORAGE else []
+    for rank in sorted(copy.ranks):
+        try:
+            with OpenShard.open(copy.path / receipt_name(rank, copy.world), copy.place != STORAGE) as shard:
+                if shard.receipt.stamp.key != copy.key or shard.receipt.stamp.rank != rank:
+                    problems.append(CorruptError(f"{shard.path}: belongs to another checkpoint"))
+                _, damaged = read_verified(shard, progress)
+                problems += damaged
+        except FileNotFoundError as error:
+            if copy.place != STORAGE:
+                raise
+            problems.append(CorruptError(f"{error.filename}: is missing"))
+        except CorruptError as error:
+            problems.append(error)
+    return problems
