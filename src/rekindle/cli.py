@@ -1,0 +1,265 @@
+"""The operator's wiring: ``rekindle ls | inspect | verify | status | stop | agent | run``.
+
+Exit code 0 only when all is well; otherwise the code of the error, as in rekindle.errors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from rekindle.agent.loop import run as run_agent
+from rekindle.errors import CorruptError, NotFoundError, RekindleError
+from rekindle.operate import Listed, copies_of, job_status, jobs, receipts, stop, values_of
+from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.snapshot.names import root_path
+from rekindle.storage.verify import verify
+
+__all__ = ["main"]
+
+_MAX_RESTARTS = 100
+
+
+class _Group(click.Group):
+    """Turns our errors into one line on stderr and their exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RekindleError as error:
+            failure = click.ClickException(str(error))
+            failure.exit_code = error.exit_code
+            raise failure from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rekindle", message="%(prog)s %(version)s")
+def main() -> None:
+    """Keep large PyTorch training jobs alive through faults."""
+
+
+_ROOT = click.argument("root", callback=lambda _ctx, _param, value: value and root_path(value))
+_STEP = click.argument("step", type=click.IntRange(min=0), required=False)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+_MEMORY = click.option("--memory", type=click.Path(path_type=Path), help="Memory store; default $REKINDLE_MEMORY, /dev/shm.")
+
+
+def _print(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def _table(*columns: str, **options: Any) -> Table:
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold", **options)
+    return table
+
+
+def _show(table: Table) -> None:
+    # A pipe has no width: then rows are as long as they need to be.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@main.command("ls")
+@_ROOT
+@_JSON
+@_MEMORY
+def ls(root: Path, as_json: bool, memory: Path | None) -> None:
+    """List the checkpoints of ROOT: on storage, and in this node's memory."""
+    listed = copies_of(root, memory_base(memory))
+    if as_json:
+        _print([entry.to_json() for entry in listed])
+        return
+    table = _table("step", "where", "condition", "ranks", "size", "start", "continued from")
+    for entry in listed:
+        copy = entry.copy
+        table.add_row(
+            str(copy.step),
+            copy.place,
+            entry.condition,
+            f"{len(copy.ranks)} of {copy.world}",
+            decimal(entry.nbytes),
+            str(copy.incarnation.generation),
+            f"step {copy.incarnation.parent_step}" if copy.incarnation.parent else "scratch",
+        )
+    _show(table)
+
+
+@main.command("inspect")
+@_ROOT
+@_STEP
+@_JSON
+@_MEMORY
+def inspect(root: Path, step: int | None, as_json: bool, memory: Path | None) -> None:
+    """Show the tensors and values of a checkpoint of ROOT: of STEP, or the newest complete one."""
+    listed = copies_of(root, memory_base(memory), step)
+    entry = next((e for e in listed if e.condition == "complete"), listed[0])
+    found = list(receipts(entry.copy))
+    if as_json:
+        shards = [
+            {
+                "rank": receipt.stamp.rank,
+                "tensors": [chunk.to_json() for chunk in receipt.layout.chunks],
+                "values": dict(values_of(receipt)),
+            }
+            for receipt in found
+        ]
+        _print({**entry.to_json(), "shards": shards})
+        return
+    click.echo(f"step {entry.copy.step} from {entry.copy.place}, {entry.condition}: {entry.copy.path}\n")
+    tensors = _table("rank", "tensor", "dtype", "shape", "bytes")
+    values = _table("rank", "value", "")
+    for receipt in found:
+        rank = str(receipt.stamp.rank)
+        for chunk in receipt.layout.chunks:
+            tensors.add_row(rank, chunk.name, chunk.dtype, str(list(chunk.sizes)), f"{chunk.nbytes:,}")
+        for path, value in values_of(receipt):
+            text = json.dumps(value)
+            values.add_row(rank, path, text if len(text) <= 60 else f"{text[:57]}...")
+    _show(tensors)
+    click.echo()
+    _show(values)
+
+
+def _bar(as_json: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty())
+
+
+@main.command("verify")
+@_ROOT
+@_STEP
+@_JSON
+@_MEMORY
+def verify_command(root: Path, step: int | None, as_json: bool, memory: Path | None) -> None:
+    """Read every byte of the checkpoints of ROOT, or of one STEP, and compare it with its checksum."""
+    results: list[dict[str, Any]] = []
+    with _bar(as_json) as bar:
+        for entry in copies_of(root, memory_base(memory), step):
+            results.append(_verify_one(entry, bar))
+    if as_json:
+        _print(results)
+    else:
+        table = _table("step", "where", "condition", "verdict")
+        for result in results:
+            table.add_row(str(result["step"]), result["place"], result["condition"], result["verdict"])
+        _show(table)
+        for problem in (problem for result in results for problem in result["problems"]):
+            click.echo(problem, err=True)
+    damaged = [r for r in results if r["problems"]]
+    if damaged:
+        raise CorruptError(f"{len(damaged)} of {len(results)} copies are damaged")
+
+
+def _verify_one(entry: Listed, bar: Progress) -> dict[str, Any]:
+    task = bar.add_task(f"step {entry.copy.step} in {entry.copy.place}", total=entry.nbytes)
+    try:
+        problems = verify(entry.copy, lambda nbytes: bar.advance(task, nbytes))
+        verdict = "damaged" if problems else "sound"
+    except FileNotFoundError:
+        problems, verdict = [], "gone: a newer step has taken its place"
+    return {**entry.to_json(), "verdict": verdict, "problems": [str(problem) for problem in problems]}
+
+
+@main.command("status")
+@click.argument("root", required=False, callback=lambda _ctx, _param, value: value and root_path(value))
+@_JSON
+@_MEMORY
+def status(root: Path | None, as_json: bool, memory: Path | None) -> None:
+    """Show this node's jobs, or that of ROOT: who is alive, what is in memory, what is on storage."""
+    base = memory_base(memory)
+    wanted = jobs(base) if root is None else [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
+    if root is not None and not wanted:
+        raise NotFoundError(f"{root}: has nothing in memory on this node")
+    found = [job_status(job) for job in wanted]
+    if as_json:
+        _print(found)
+    elif not found:
+        click.echo("no jobs have memory on this node")
+    else:
+        table = _table("root", "trainers", "agent", "memory", "in memory", "durable", "draining")
+        for one in found:
+            drain = one["drain"] or {}
+            percent = f"step {drain['step']}: {100 * drain['done'] // max(drain['total'], 1)} %" if drain.get("step") else ""
+            table.add_row(
+                one["root"] or one["directory"],
+                " ".join(f"{rank}:{pid}" for rank, pid in one["trainers"].items()) or "none",
+                str(one["agent"] or "none"),
+                decimal(one["memory_bytes"]),
+                " ".join(map(str, one["memory_steps"])) or "-",
+                str(one["durable_step"] if one["durable_step"] is not None else "-"),
+                percent,
+            )
+        _show(table)
+    problems = [f"{one['root'] or one['directory']}: {one['problem']}" for one in found if one["problem"]]
+    if problems:
+        raise RekindleError("; ".join(problems))
+
+
+@main.command("stop")
+@click.argument("root", required=False, callback=lambda _ctx, _param, value: value and root_path(value))
+@click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
+@click.option("--discard", is_flag=True, help="Give memory back at once; what only memory holds is lost.")
+@click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")
+@_MEMORY
+def stop_command(root: Path | None, stale: bool, discard: bool, timeout: float, memory: Path | None) -> None:
+    """End the job of ROOT on this node: carry what only memory holds to storage, then give the memory back."""
+    if (root is None) == (not stale):
+        raise click.UsageError("give either ROOT or --stale")
+    base = memory_base(memory)
+    if root is not None:
+        wanted = [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
+        if not wanted:
+            raise NotFoundError(f"{root}: has nothing in memory on this node")
+    else:
+        wanted = [job for job in jobs(base) if not job.trainers() and job.agent() is None]
+    failures: list[RekindleError] = []
+    with _bar(False) as bar:
+        task = bar.add_task("draining", total=None)
+        for job in wanted:
+            held = job.held_bytes()
+            try:
+                stop(job, timeout, discard, lambda p: bar.update(task, completed=p["done"], total=p["total"] or None))
+                click.echo(f"{job.path}: ended, {decimal(held)} given back")
+            except RekindleError as error:
+                failures.append(error)
+    for extra in failures[:-1]:
+        click.echo(f"Error: {extra}", err=True)
+    if failures:
+        raise failures[-1]
+    if stale and not wanted:
+        click.echo("nothing is stale")
+
+
+@main.command("agent")
+@_ROOT
+@_MEMORY
+def agent(root: Path, memory: Path | None) -> None:
+    """Serve ROOT's memory on this node in the foreground. Trainers start their agents themselves."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    job = JobDir.of(root, memory_base(memory))
+    if not job.path.is_dir():
+        raise NotFoundError(f"{root}: has nothing in memory on this node")
+    sys.exit(run_agent(job))
+
+
+@main.command(
+    "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, add_help_option=False
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(arguments: tuple[str, ...]) -> None:
+    """Launch training: torchrun itself, with torchrun's arguments, set up so that restarts work."""
+    # Without this, restarted ranks meet the addresses that dead ones left in torchrun's store.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("PET_MAX_RESTARTS", str(_MAX_RESTARTS))  # torchrun's own default is not to restart at all
+    from torch.distributed.run import main as torchrun  # noqa: PLC0415  the other commands need no torch
+
+    torchrun(list(arguments))

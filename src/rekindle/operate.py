@@ -1,0 +1,219 @@
+"""What an operator can learn of jobs and do to them, without a word on how it is shown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rekindle.agent.drain import Drainer
+from rekindle.agent.http import ask
+from rekindle.agent.spawn import TICK
+from rekindle.errors import AgentError, BusyError, NotDurableError, NotFoundError
+from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.lineage import retired
+from rekindle.snapshot.memory import JobDir, Lock
+from rekindle.snapshot.names import receipt_name
+from rekindle.storage.catalog import MEMORY, Copy, survey
+from rekindle.storage.posix import PosixStore
+
+__all__ = ["Listed", "copies_of", "jobs", "job_status", "receipts", "stop", "values_of"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One copy of a checkpoint and what it is worth."""
+
+    copy: Copy
+    nbytes: int
+    condition: str
+    """``complete``, ``incomplete`` (a rank of this node lacks it) or ``abandoned`` (the job went on from before it)."""
+
+    def to_json(self) -> dict[str, Any]:
+        copy = self.copy
+        return {
+            "step": copy.step,
+            "place": copy.place,
+            "condition": self.condition,
+            "generation": copy.incarnation.generation,
+            "incarnation": copy.incarnation.id,
+            "continued_from": copy.incarnation.parent_step if copy.incarnation.parent else None,
+            "world": copy.world,
+            "ranks": sorted(copy.ranks),
+            "bytes": self.nbytes,
+            "path": str(copy.path),
+        }
+
+
+def copies_of(root: Path, base: Path, step: int | None = None) -> list[Listed]:
+    """Every copy of every checkpoint of ``root`` that this node can see, newest first; of one step if given.
+
+    Raises NotFoundError when there is none.
+    """
+    job = JobDir.of(root, base)
+    job.check()
+    info = job.read_job()
+    copies = survey(job, PosixStore(root))
+    seen = {copy.incarnation for copy in copies}
+    listed = []
+    for copy in copies:
+        if step is not None and copy.step != step:
+            continue
+        local = info.ranks if info is not None and copy.world == info.world else range(copy.world)
+        condition = "complete" if copy.place != MEMORY or copy.ranks.issuperset(local) else "incomplete"
+        if retired(copy.step, copy.incarnation, seen):
+            condition = "abandoned"
+        listed.append(Listed(copy, _bytes(copy), condition))
+    if not listed:
+        raise NotFoundError(f"{root}: no checkpoint" + (f" of step {step}" if step is not None else ""))
+    return listed
+
+
+def _bytes(copy: Copy) -> int:
+    total = 0
+    for rank in copy.ranks:
+        try:
+            total += (copy.path / receipt_name(rank, copy.world)).with_suffix(".safetensors").stat().st_size
+        except OSError:
+            continue
+    return total
+
+
+def receipts(copy: Copy) -> Iterator[Receipt]:
+    """The receipts of one copy, rank by rank. Raises CorruptError or FileNotFoundError."""
+    for rank in sorted(copy.ranks):
+        path = copy.path / receipt_name(rank, copy.world)
+        yield Receipt.decode(path.read_bytes(), path)
+
+
+def values_of(receipt: Receipt) -> Iterator[tuple[str, Any]]:
+    """(path, typed JSON) of every value in the state that is not a tensor."""
+
+    def walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(node, list):
+            for index, item in enumerate(node):
+                yield from walk(item, f"{path}[{index}]")
+        elif isinstance(node, dict):
+            tag, body = next(iter(node.items()), ("", None))
+            if tag == "$value":
+                yield path, receipt.values[body]
+            elif tag == "$tuple":
+                yield from walk(body, path)
+            elif tag.startswith("$") and tag != "$tensor":
+                for key, item in body:
+                    yield from walk(item, f"{path}[{key!r}]")
+            elif tag != "$tensor":
+                for key, item in node.items():
+                    yield from walk(item, f"{path}.{key}" if path else key)
+
+    return walk(receipt.structure, "")
+
+
+def jobs(base: Path) -> list[JobDir]:
+    """Every job that has memory on this node."""
+    if not base.is_dir():
+        return []
+    found = [JobDir(path) for path in sorted(base.iterdir()) if path.is_dir()]
+    for job in found:
+        job.check()
+    return found
+
+
+def job_status(job: JobDir) -> dict[str, Any]:
+    """What is known of one job; ``problem`` is None when all is well."""
+    info, agent, trainers = job.read_job(), job.agent(), job.trainers()
+    memory = survey(job, None)
+    status: dict[str, Any] = {
+        "root": info.root if info else None,
+        "directory": str(job.path),
+        "trainers": trainers,
+        "agent": agent,
+        "memory_bytes": job.held_bytes(),
+        "memory_steps": sorted({copy.step for copy in memory}, reverse=True),
+        "durable_step": job.durable(),
+        "problem": None,
+        "drain": None,
+    }
+    try:
+        if agent is not None:
+            status["drain"] = ask(job.socket, "GET", "/status")
+    except AgentError as error:
+        # A trainer that could get no agent drains in a thread, holds the agent's lock and answers no questions.
+        status["problem"] = None if agent in trainers.values() else str(error)
+    if agent is None and trainers:
+        status["problem"] = "no agent: nothing is being carried to storage"
+    elif status["drain"] and status["drain"]["error"]:
+        status["problem"] = status["drain"]["error"]
+    return status
+
+
+def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
+    """End a job for good: what only memory holds goes to storage, then the memory is given back.
+
+    With ``discard`` it is given back at once, and what only it held is lost. Raises BusyError while trainers live,
+    NotDurableError when storage didn't take everything in ``timeout`` seconds: the memory then stays.
+    """
+    deadline = time.monotonic() + timeout
+    if job.trainers():
+        raise BusyError(f"{job.path}: is being trained by processes {sorted(job.trainers().values())}")
+    agent = job.agent()
+    if agent is not None:
+        _end_agent(job, agent, deadline, discard, progress)
+    if job.path.exists():
+        _end_here(job, deadline, discard, progress)
+
+
+def _end_agent(
+    job: JobDir, agent: int, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]
+) -> None:
+    if discard:
+        os.kill(agent, signal.SIGTERM)  # it leaves after the drain in hand, and leaves the memory to us
+    else:
+        ask(job.socket, "POST", "/stop")
+    while job.agent() == agent:
+        if time.monotonic() > deadline:
+            raise NotDurableError(f"{job.path}: agent {agent} is still at it: {_error(job) or 'draining'}")
+        try:
+            progress(ask(job.socket, "GET", "/status", timeout=2.0))
+        except AgentError:
+            pass  # it is just leaving
+        time.sleep(TICK)
+
+
+def _error(job: JobDir) -> str | None:
+    try:
+        error: str | None = ask(job.socket, "GET", "/status", timeout=2.0)["error"]
+    except AgentError as failure:
+        error = str(failure)
+    return error
+
+
+def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
+    lock = Lock(job.agent_lock)
+    if not lock.acquire(5.0):
+        raise BusyError(f"{job.path}: process {job.agent()} has become its agent")
+    try:
+        drainer = Drainer(job)
+        while not discard and _pending(drainer):
+            if not drainer.tick():
+                time.sleep(TICK)
+            progress(vars(drainer.progress))
+            if time.monotonic() > deadline:
+                why = drainer.progress.error or "storage is slow, or other nodes have not finished"
+                raise NotDurableError(f"{job.path}: step {drainer.pending()} is only in memory: {why}")
+        if not job.remove():
+            raise BusyError(f"{job.path}: a trainer has come back")
+    finally:
+        lock.release()
+
+
+def _pending(drainer: Drainer) -> bool:
+    try:
+        return drainer.pending() is not None
+    except OSError as error:
+        drainer.progress.error = str(error)
+        return True
