@@ -7,13 +7,12 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rekindle.agent.spawn import AgentKeeper
-from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, RekindleError, UsageError
-from rekindle.recovery.group import Alone, Group, node_id, this_group
+from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
+from rekindle.recovery.group import node_id, this_group
 from rekindle.recovery.restore import Sight, look, restore
 from rekindle.savers import DirectSaver, MemorySaver
 from rekindle.snapshot.lineage import Incarnation, Stamp, retired
@@ -378,6 +377,8 @@ class Checkpointer:
                 self._keeper.close()
             if self._lock is not None:
                 self._lock.release()
+            if self._job is not None and durable and self._job.agent() is None:
+                self._job.remove()  # else the agent does it, once the last rank has left
 
     def _report(self) -> None:
         m = self.metrics

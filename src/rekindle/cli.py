@@ -37,9 +37,8 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except RekindleError as error:
-            failure = click.ClickException(str(error))
-            failure.exit_code = error.exit_code
-            raise failure from error
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(error.exit_code)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,7 +50,7 @@ def main() -> None:
 _ROOT = click.argument("root", callback=lambda _ctx, _param, value: value and root_path(value))
 _STEP = click.argument("step", type=click.IntRange(min=0), required=False)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-_MEMORY = click.option("--memory", type=click.Path(path_type=Path), help="Memory store; default $REKINDLE_MEMORY, /dev/shm.")
+_MEMORY = click.option("--memory", type=click.Path(path_type=Path), help="Memory store; $REKINDLE_MEMORY if unset.")
 
 
 def _print(value: Any) -> None:
@@ -188,7 +187,9 @@ def status(root: Path | None, as_json: bool, memory: Path | None) -> None:
         table = _table("root", "trainers", "agent", "memory", "in memory", "durable", "draining")
         for one in found:
             drain = one["drain"] or {}
-            percent = f"step {drain['step']}: {100 * drain['done'] // max(drain['total'], 1)} %" if drain.get("step") else ""
+            percent = (
+                f"step {drain['step']}: {100 * drain['done'] // max(drain['total'], 1)} %" if drain.get("step") else ""
+            )
             table.add_row(
                 one["root"] or one["directory"],
                 " ".join(f"{rank}:{pid}" for rank, pid in one["trainers"].items()) or "none",

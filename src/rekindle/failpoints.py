@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["POINTS", "reach"]
+__all__ = ["POINTS", "arm", "reach"]
 
 POINTS = {
     "save": (
@@ -33,10 +33,19 @@ POINTS = {
     ),
 }
 
-_NAME, _, _STEP = os.environ.get("REKINDLE_FAILPOINT", "").partition("@")
+_name, _step = "", ""
+
+
+def arm(point: str) -> None:
+    """Die at ``point`` from now on: ``name``, ``name@step``, or an empty string for never."""
+    global _name, _step
+    _name, _, _step = point.partition("@")
+
+
+arm(os.environ.get("REKINDLE_FAILPOINT", ""))
 
 
 def reach(name: str, step: int) -> None:
     """Die here when the environment says so."""
-    if name == _NAME and (not _STEP or int(_STEP) == step):
+    if name == _name and (not _step or int(_step) == step):
         os.kill(os.getpid(), signal.SIGKILL)

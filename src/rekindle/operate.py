@@ -98,7 +98,8 @@ def values_of(receipt: Receipt) -> Iterator[tuple[str, Any]]:
             for index, item in enumerate(node):
                 yield from walk(item, f"{path}[{index}]")
         elif isinstance(node, dict):
-            tag, body = next(iter(node.items()), ("", None))
+            tag: str = next(iter(node), "")
+            body: Any = node.get(tag)
             if tag == "$value":
                 yield path, receipt.values[body]
             elif tag == "$tuple":
@@ -198,13 +199,16 @@ def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[d
         raise BusyError(f"{job.path}: process {job.agent()} has become its agent")
     try:
         drainer = Drainer(job)
-        while not discard and _pending(drainer):
-            if not drainer.tick():
-                time.sleep(TICK)
+        while not discard:
+            busy = drainer.tick()  # at least once: it also gives a killed drain's checkpoint its proper name
             progress(vars(drainer.progress))
+            if not _pending(drainer):
+                break
             if time.monotonic() > deadline:
                 why = drainer.progress.error or "storage is slow, or other nodes have not finished"
-                raise NotDurableError(f"{job.path}: step {drainer.pending()} is only in memory: {why}")
+                raise NotDurableError(f"{job.path}: what memory holds is not on storage: {why}")
+            if not busy:
+                time.sleep(TICK)
         if not job.remove():
             raise BusyError(f"{job.path}: a trainer has come back")
     finally:

@@ -66,25 +66,23 @@ class Drainer:
         info = self.job.read_job()
         if info is None or time.monotonic() < self._retry_at:
             return False
-        step = None
+        copy = None
         try:
             copy = self._next(info)
-            if copy is None:
-                return False
-            step = copy.step
-            done = self._drain(info, copy)
+            done = copy is not None and self._drain(info, copy)
         except FileNotFoundError as error:
-            log.info("step %s: given up for a newer one (%s)", step, error)
+            log.info("given up for a newer step: %s", error)
             return False
         except CorruptError as error:
-            self._broken.add(copy.key)
+            if copy is not None:
+                self._broken.add(copy.key)
             self.progress.error = str(error)
-            log.error("step %s is damaged in memory and will not be drained: %s", step, error)
+            log.error("a snapshot is damaged in memory and will not be drained: %s", error)
             return False
         except OSError as error:
             self.progress.error = f"{info.root}: {error.strerror or error}"
             self._retry_at = time.monotonic() + self._delay
-            log.warning("step %s not drained, next try in %.1f s: %s", step, self._delay, self.progress.error)
+            log.warning("not drained, next try in %.1f s: %s", self._delay, self.progress.error)
             self._delay = min(2 * self._delay, _RETRY_LONGEST)
             return False
         finally:
@@ -178,5 +176,3 @@ class Drainer:
 def _local(info: Job, copy: Copy) -> list[int]:
     """This node's ranks in the world that wrote the copy; all of its ranks that are here, if that was another world."""
     return info.ranks if copy.world == info.world else sorted(copy.ranks)
-
-

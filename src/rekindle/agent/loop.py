@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import json
 import logging
 import os
 import signal
+import sys
 import time
 from dataclasses import asdict
 from typing import Any
@@ -73,7 +76,7 @@ class Agent:
     def _work(self) -> bool:
         busy = self.drainer.tick()
         text = json.dumps({"pid": os.getpid(), **asdict(self.drainer.progress)})
-        if text != self._written:
+        if text != self._written and self.job.path.exists():
             write_atomic(self.job.agent_status, text.encode())
             self._written = text
         return busy
@@ -87,7 +90,7 @@ class Agent:
         alone = now - self._alone_since
         info = self.job.read_job()
         if info is None:
-            return alone > _NO_JOB
+            return alone > _NO_JOB or not self.job.path.exists()
         empty = next(self.job.stamps(), None) is None
         if not (empty or self.stopping or alone > info.idle_timeout):
             return False
@@ -98,13 +101,23 @@ class Agent:
             return False
 
 
+def _trim() -> None:
+    """Give back what importing left over: some megabytes, of the few that an agent may hold."""
+    gc.collect()
+    if sys.platform.startswith("linux"):
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
+
+
 def run(job: JobDir) -> int:
     """Serve one job until it is over. Returns 0 also when another agent is already there."""
     job.check()
     lock = Lock(job.agent_lock)
+    if not job.path.is_dir():
+        return 0  # the job ended before its agent had come up
     if not lock.acquire(1.0):
         log.info("another agent serves %s", job.path)
         return 0
+    _trim()
     asyncio.run(Agent(job).run())
     log.info("agent %d leaves", os.getpid())
     return 0

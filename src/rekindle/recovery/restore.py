@@ -51,7 +51,7 @@ class Sight:
 
 @dataclass
 class Verdict:
-    """What came of opening one candidate on one rank. ``reasons`` tells what was wrong with copies that were passed over."""
+    """What came of opening one candidate on one rank. ``reasons`` tell why copies were passed over."""
 
     place: str | None = None
     nbytes: int = 0
@@ -118,7 +118,8 @@ def restore(
             done = Restored(*key, verdict.place, receipt.file_bytes, time.monotonic() - began)
             _report(group.rank, done, verdicts)
             return done
-    return _nothing(group.rank, choice, step, sights)
+    _nothing(group.rank, choice, step, sights)
+    return None
 
 
 def _open(
@@ -196,4 +197,3 @@ def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight]) -
         for line in why:
             log.warning("restore: out: %s", line)
         log.info("nothing to restore: starting from step 0")
-    return None

@@ -16,10 +16,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +34,7 @@ __all__ = ["Job", "JobDir", "Lock", "memory_base", "write_atomic"]
 
 
 def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
-    """Where this user's jobs keep their memory: ``override``, else $REKINDLE_MEMORY, else tmpfs, else a plain folder."""
+    """Where this user's jobs keep their memory: ``override``, else $REKINDLE_MEMORY, else tmpfs, else a folder."""
     chosen = override or os.environ.get("REKINDLE_MEMORY")
     if not chosen:
         chosen = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
@@ -87,7 +89,6 @@ class Lock:
         return True
 
     def _try(self) -> bool:
-        self.path.parent.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,10 +205,26 @@ class JobDir:
     def lock_rank(self, rank: int, timeout: float) -> Lock:
         """Become that rank's trainer. Raises BusyError when another process is it and stays so."""
         lock = Lock(self.rank_lock(rank))
-        if not lock.acquire(timeout):
-            pid = Lock.holder(lock.path)
-            raise BusyError(f"rank {rank} of this root is already being trained by process {pid} on this node")
-        return lock
+        deadline = time.monotonic() + timeout
+        while True:
+            self.create()
+            with self._guard():
+                if self.slots.is_dir() and lock.acquire():
+                    return lock
+            if time.monotonic() >= deadline:
+                pid = Lock.holder(lock.path)
+                raise BusyError(f"rank {rank} of this root is already being trained by process {pid} on this node")
+            time.sleep(0.02)
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Keep a job's removal and a trainer's arrival apart: one of them at a time, in all jobs of this user."""
+        fd = os.open(self.path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # held for milliseconds, and freed by the kernel if its holder dies
+            yield
+        finally:
+            os.close(fd)
 
     # -- the job ------------------------------------------------------------------------------------------------
 
@@ -280,7 +297,7 @@ class JobDir:
         return info.f_bavail * info.f_frsize
 
     def remove_snapshots(self, rank: int | None = None) -> None:
-        """Give the memory of one rank's, or all ranks', snapshots back. Receipts go first, so nothing half-gone shows."""
+        """Give back the memory of one rank's, or all, snapshots. Receipts go first, so nothing half-gone shows."""
         pattern = "shard-*" if rank is None else f"shard-{rank:05d}-of-*"
         for suffix in (".json", ".safetensors"):
             for directory in self._step_dirs():
@@ -297,30 +314,13 @@ class JobDir:
     def remove(self) -> bool:
         """Remove the whole directory unless a trainer is there. True when it is gone.
 
-        Locks are taken first and removed last: a trainer that comes meanwhile finds its lock's file replaced and
-        starts over with a new directory.
+        A trainer that comes meanwhile waits for the guard, and then makes a new directory.
         """
-        held = []
-        try:
-            for path in self.path.glob("rank-*.lock"):
-                lock = Lock(path)
-                if not lock.acquire(0.1):
-                    return False
-                held.append(lock)
-            self.remove_snapshots()
-            for path in self.path.iterdir():
-                if path.is_dir():
-                    for inner in path.iterdir():
-                        inner.unlink(missing_ok=True)
-                    path.rmdir()
-                else:
-                    path.unlink(missing_ok=True)
-            self.path.rmdir()
+        if not self.path.exists():
             return True
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-        finally:
-            for lock in held:
-                lock.release()
+        with self._guard():
+            if self.trainers():
+                return False
+            self.remove_snapshots()  # in an order that shows no half-gone snapshot, should this process be killed
+            shutil.rmtree(self.path, ignore_errors=True)
+            return not self.path.exists()

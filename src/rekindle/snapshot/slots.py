@@ -73,7 +73,9 @@ class Slot:
         except OSError as error:
             os.ftruncate(self.fd, 0)
             why = "no room left" if error.errno == errno.ENOSPC else error.strerror
-            raise MemoryStoreError(f"memory store {self.path.parent}: {why} for a snapshot of {nbytes:,} bytes") from error
+            raise MemoryStoreError(
+                f"memory store {self.path.parent}: {why} for a snapshot of {nbytes:,} bytes"
+            ) from error
         self.map = mmap.mmap(self.fd, nbytes)
         return self.map
 
@@ -195,7 +197,7 @@ class Slots:
         return stamp.step > incarnation.parent_step
 
     def _take(self, nbytes: int) -> Slot:
-        """A locked slot: a free one, else the oldest that can be spared, else a new one, else one of two complete ones."""
+        """A locked slot: a free one, else the oldest that can be spared, else a new one, else any but the last."""
         committed = sorted((s for s in self.slots if s.stamp), key=_step_of)
         complete = self._complete()
         keep = {complete[-1]} if complete else set()

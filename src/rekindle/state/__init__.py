@@ -1,1 +1,1 @@
-"""Between live training state and the bytes of a snapshot. The only layer, with what lies above it, that knows torch."""
+"""Between live training state and the bytes of a snapshot. Only this layer, and those above, know torch."""

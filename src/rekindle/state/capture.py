@@ -83,7 +83,7 @@ class Capture:
                 )
         if rng:
             if RNG in self.state:
-                raise UsageError(f"state: {RNG!r} is the name of the random generators; rename yours, or pass rng=False")
+                raise UsageError(f"state: {RNG!r} names the random generators; rename yours, or pass rng=False")
             self.state[RNG] = RngState()
         self._allow_pickle = allow_pickle
         self._signature: list[Any] | None = None
@@ -94,9 +94,7 @@ class Capture:
 
     def _collect(self) -> dict[str, Any]:
         return {
-            name: dict(entry.state_dict(keep_vars=True))
-            if isinstance(entry, torch.nn.Module)
-            else entry.state_dict()
+            name: dict(entry.state_dict(keep_vars=True)) if isinstance(entry, torch.nn.Module) else entry.state_dict()
             for name, entry in self.state.items()
         }
 
@@ -187,7 +185,7 @@ def _units(layout: Layout, stored: Mapping[str, torch.Tensor]) -> tuple[list[Uni
         source = stored[chunk.name].detach()
         pieces = [source]
         if chunk.nbytes > BLOCK and source.is_contiguous():
-            pieces = list(source.view(-1).split(BLOCK // source.element_size()))
+            pieces = list(torch.split(source.view(-1), BLOCK // source.element_size()))
         at = chunk.start
         for piece in pieces:
             nbytes = piece.numel() * piece.element_size()

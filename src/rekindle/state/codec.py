@@ -1,4 +1,4 @@
-"""Values that are not tensors, as typed JSON. Reading them runs no code, pickles excepted, which are asked for by name."""
+"""Values that are not tensors, as typed JSON. Reading them runs no code, but for pickles, asked for by name."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _encode_numpy(value: Any) -> Any:
 
 
 def decode(value: Any, allow_pickle: bool = False) -> Any:
-    """The value that ``encode`` was given. Raises FormatError for an unknown type, UsageError for an unwanted pickle."""
+    """What ``encode`` was given. Raises FormatError for an unknown type, UsageError for an unwanted pickle."""
     if isinstance(value, list):
         return [decode(item, allow_pickle) for item in value]
     if not isinstance(value, dict):
@@ -82,7 +82,7 @@ def decode(value: Any, allow_pickle: bool = False) -> Any:
     if tag == "$pickle":
         if not allow_pickle:
             raise UsageError(
-                "this checkpoint holds pickled values, and loading those runs code: restore(allow_pickle=True) allows it"
+                "this checkpoint holds pickled values; loading those runs code: restore(allow_pickle=True) allows it"
             )
         return pickle.loads(base64.b64decode(body))
     decoder = _DECODERS.get(tag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,9 +104,7 @@ def load(state: Mapping[str, Any], receipt: Receipt, shard: memoryview, allow_pi
             raise StateMismatchError(f"{name}: load_state_dict() refused the checkpoint: {error}") from error
 
 
-def _load_module(
-    module: torch.nn.Module, receipt: Receipt, name: str, view: Any, own: Any, allow_pickle: bool
-) -> None:
+def _load_module(module: torch.nn.Module, receipt: Receipt, name: str, view: Any, own: Any, allow_pickle: bool) -> None:
     live = module.state_dict(keep_vars=True)
     tree = {
         # What load_state_dict() copies into a live tensor needs no copy of its own; what it hands to
@@ -113,8 +112,9 @@ def _load_module(
         key: assemble(node, receipt.values, view if isinstance(live.get(key), torch.Tensor) else own, allow_pickle)
         for key, node in receipt.structure[name].items()
     }
-    loaded = type(live)(tree)
-    loaded._metadata = getattr(live, "_metadata", None)  # versions of the modules' own formats; we require the same
+    loaded = OrderedDict(tree)
+    # Versions of the modules' own formats; torch keeps them in an attribute, and we require them to be the same.
+    setattr(loaded, "_metadata", getattr(live, "_metadata", None))  # noqa: B010
     module.load_state_dict(loaded)
 
 
@@ -126,6 +126,6 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, tree: Any) -> None:
         for parameter, number in zip(live["params"], saved["params"], strict=True):
             for key, value in tree["state"].get(number, {}).items():
                 current = optimizer.state[parameter].get(key)
-                if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
-                    if current.dtype != value.dtype:
-                        optimizer.state[parameter][key] = value.to(current.device)
+                both = isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor)
+                if both and current.dtype != value.dtype:
+                    optimizer.state[parameter][key] = value.to(current.device)

@@ -25,7 +25,7 @@ class RngState:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state["numpy"] = numpy.random.get_state(legacy=False)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = [_bytes(s) for s in torch.cuda.get_rng_state_all()]
         return state
 

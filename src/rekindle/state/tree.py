@@ -117,7 +117,8 @@ def assemble(node: Any, values: list[Any], tensor: Callable[[str], torch.Tensor]
         return [build(item) for item in node]
     if not isinstance(node, dict):
         raise FormatError(f"structure is not readable: {node!r:.80}")
-    tag, body = next(iter(node.items()), ("", None))
+    tag: str = next(iter(node), "")
+    body: Any = node.get(tag)
     if not tag.startswith("$"):
         return {key: build(value) for key, value in node.items()}
     if tag == "$tensor":

@@ -195,7 +195,7 @@ class PosixStore:
                 path.unlink(missing_ok=True)
 
     def prune(self, keep: int, keep_every: int | None) -> list[int]:
-        """Remove surplus checkpoints; the steps removed. The newest ``keep`` stay, and every multiple of ``keep_every``.
+        """Remove surplus checkpoints, and tell their steps. The newest ``keep`` and multiples of ``keep_every`` stay.
 
         What an incarnation abandoned goes as soon as that incarnation has a checkpoint of its own on storage.
         """

@@ -1,0 +1,39 @@
+"""Fixtures for the fault tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rekindle.snapshot.memory import JobDir, memory_base
+from tests.faults.harness import Run, digest_of, kill, train, wait_for
+
+
+@pytest.fixture
+def job(root: Path, memory: Path) -> Iterator[JobDir]:
+    """The job's directory; whoever is still in it at the end is killed."""
+    job = JobDir.of(root, memory_base(memory))
+    yield job
+    for pid in [*job.trainers().values(), *filter(None, [job.agent()])]:
+        kill(pid)
+    wait_for(lambda: job.agent() is None and not job.trainers(), what="everybody is gone")
+
+
+_unbroken: dict[tuple[int, int, int], list[str]] = {}
+
+
+@pytest.fixture
+def unbroken(tmp_path: Path) -> Callable[[Run], list[str]]:
+    """What each rank of an unbroken run of the same shape ends with."""
+
+    def digest(run: Run) -> list[str]:
+        key = run.steps, run.world, run.width
+        if key not in _unbroken:
+            twin = Run(tmp_path / "unbroken", run.memory / "unbroken", run.steps, run.world, width=run.width)
+            assert train(twin) == [0] * run.world, twin.log(0).read_text()
+            _unbroken[key] = [digest_of(twin, rank) for rank in range(run.world)]
+        return _unbroken[key]
+
+    return digest
