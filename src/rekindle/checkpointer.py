@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rekindle.agent.spawn import AgentKeeper
-from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
-from rekindle.recovery.group import node_id, this_group
-from rekindle.recovery.restore import Sight, look, restore
+from rekindle.errors import MemoryStoreError, NotDurableError, UsageError
+from rekindle.recovery.group import this_group
+from rekindle.recovery.meet import meet
+from rekindle.recovery.restore import restore
 from rekindle.savers import DirectSaver, MemorySaver
 from rekindle.snapshot.lineage import Incarnation, Stamp, retired
-from rekindle.snapshot.memory import Job, JobDir, Lock, memory_base
+from rekindle.snapshot.memory import Job, JobDir, memory_base
 from rekindle.snapshot.names import root_path
 from rekindle.snapshot.slots import Slots
 from rekindle.state.capture import Capture
@@ -28,8 +29,6 @@ __all__ = ["Checkpoint", "Checkpointer", "Metrics"]
 log = logging.getLogger("rekindle")
 
 _POLL = 0.02
-_DYING = 30.0
-"""Seconds that a restarted rank waits for its dying predecessor."""
 _SEVERAL_NODES_EVERY = 100
 
 
@@ -139,78 +138,47 @@ class Checkpointer:
         self._keeper: AgentKeeper | None = None
         self._memory: MemorySaver | None = None
         self._direct: DirectSaver | None = None
-        self._lock: Lock | None = None
         self._newest: Stamp | None = None
-        self._restored = False
-        self._closed = False
+        self._restored = self._closed = False
         self._group = this_group()
-        self._join(memory_limit, idle_timeout)
+        nbytes = self._capture.estimate()
+        settings = {"persist_every": persist_every, "snapshot_every": snapshot_every}
+        self._meeting = meet(self._group, self._job, self.root, nbytes, memory_limit, settings)
+        self._incarnation = self._meeting.incarnation
+        if self._meeting.nodes > 1 and persist_every is None:
+            self._persist_every = _SEVERAL_NODES_EVERY
+        if self._meeting.no_memory:
+            self._without_memory(self._meeting.no_memory)
+        else:
+            self._with_memory(self._job, nbytes, memory_limit, idle_timeout)
         _warn_of_shared_store(self._group.rank)
 
     # -- starting -----------------------------------------------------------------------------------------------
 
-    def _join(self, memory_limit: int | None, idle_timeout: float) -> None:
-        """Meet the other ranks: one incarnation, one opinion of what exists, one memory store per node."""
-        assert self._job is not None
-        nbytes = self._capture.estimate()
-        lock: Lock | None = None
-        busy = unusable = None
-        try:
-            self._job.create()
-            lock = self._job.lock_rank(self._group.rank, _DYING)
-        except BusyError as error:
-            busy = str(error)
-        except (MemoryStoreError, OSError) as error:
-            unusable = str(error)
-        first = self._group.gather((node_id(self._job.path.parent.parent), str(self.root), busy, self._persist_every))
-        everyone = [entry[0] for entry in first]
-        mates = [rank for rank, node in enumerate(everyone) if node == everyone[self._group.rank]]
-        _agree([entry[1] for entry in first], "root")
-        _agree([entry[3] for entry in first], "persist_every")
-        for entry in first:
-            if entry[2]:
-                raise BusyError(entry[2])
-        if unusable is None:
-            unusable = _no_room(self._job, nbytes, len(mates), memory_limit)
-        sight = look(None if unusable else self._job, self._store, self._group.rank)
-        second = self._group.gather((unusable, _generation(sight), bool(sight.offers), Incarnation.begin(0).id))
-        self._incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
-        self._something_exists = any(entry[2] for entry in second)
-        unusable = next((entry[0] for rank, entry in enumerate(second) if entry[0] and rank in mates), None)
-        self._lock = lock
-        if len(set(everyone)) > 1 and self._persist_every is None:
-            self._persist_every = _SEVERAL_NODES_EVERY
-        if unusable:
-            self._without_memory(unusable, first_on_node=self._group.rank == mates[0])
-        else:
-            self._with_memory(nbytes, mates, memory_limit, idle_timeout)
-
-    def _with_memory(self, nbytes: int, mates: list[int], limit: int | None, idle_timeout: float) -> None:
-        assert self._job is not None
-        if self._group.rank == mates[0]:
-            job = Job(str(self.root), mates, self._group.world, self._keep, self._keep_every, idle_timeout)
-            self._job.write_job(job)
-            self._keeper = AgentKeeper(self._job)
+    def _with_memory(self, job: JobDir, nbytes: int, limit: int | None, idle_timeout: float) -> None:
+        mates, rank = self._meeting.mates, self._group.rank
+        if rank == mates[0]:
+            job.forget_durable()
+            job.write_job(
+                Job(str(self.root), mates, self._group.world, self._keep, self._keep_every, idle_timeout),
+            )
+            self._keeper = AgentKeeper(job)
             self._keeper.check()
-        share = None if limit is None else limit // len(mates)
-        slots = Slots(self._job, self._group.rank, self._group.world, mates, share)
+        slots = Slots(job, rank, self._group.world, mates, None if limit is None else limit // len(mates))
         slots.adopt()
         slots.reserve(nbytes)
         self._memory = MemorySaver(self._capture, slots)
         log.info(
             "rank %d of %d, generation %d: snapshots of about %.1f MB in %s, checkpoints in %s",
-            *(self._group.rank, self._group.world, self._incarnation.generation, nbytes / 1e6),
-            *(self._job.path, self.root),
+            *(rank, self._group.world, self._incarnation.generation, nbytes / 1e6, job.path, self.root),
         )
 
-    def _without_memory(self, why: str, first_on_node: bool) -> None:
+    def _without_memory(self, why: str) -> None:
         if self._strict:
             raise MemoryStoreError(why)
-        if first_on_node:
+        if self._group.rank == self._meeting.mates[0]:
             log.warning("%s. Checkpoints go straight to storage, which slows training at each save.", why)
-        if self._lock is not None:
-            self._lock.release()
-        self._job = self._lock = None
+        self._job = None
         self._direct = DirectSaver(self._capture, self._store, self._keep, self._keep_every)
 
     # -- restoring ----------------------------------------------------------------------------------------------
@@ -242,7 +210,7 @@ class Checkpointer:
     def step(self, n: int) -> None:
         """Tell that ``n`` optimizer updates are complete; saves when the policy says so. Never waits for storage."""
         persist = self._persist_every is not None and n % self._persist_every == 0
-        every = self._persist_every if self._direct and self._persist_every else self._snapshot_every
+        every = self._persist_every if self._memory is None and self._persist_every else self._snapshot_every
         if persist or n % every == 0:
             self._save(n, persist or self._persist_every is None)
         elif self._keeper is not None:
@@ -303,7 +271,7 @@ class Checkpointer:
             raise UsageError(f"step {n} after step {self._newest.step}: steps must grow")
         if self._newest is None and n <= self._incarnation.parent_step and self._incarnation.parent:
             raise UsageError(f"step {n} after restoring step {self._incarnation.parent_step}: steps must grow")
-        if not self._restored and self._something_exists:
+        if not self._restored and self._meeting.found:
             raise UsageError(
                 f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"
             )
@@ -335,10 +303,9 @@ class Checkpointer:
         """All complete checkpoints that this node can see, newest first; abandoned ones are left out."""
         copies = survey(self._job, self._store)
         seen = [copy.incarnation for copy in copies]
-        local = {0} if self._job is None else set((self._job.read_job() or _NOBODY).ranks)
         found: dict[tuple[int, Incarnation], Checkpoint] = {}
         for copy in copies:
-            whole = copy.place == STORAGE or copy.ranks.issuperset(local)
+            whole = copy.place == STORAGE or copy.ranks.issuperset(self._meeting.mates)
             if whole and not retired(copy.step, copy.incarnation, seen):
                 known = found.get(copy.key)
                 places = (*known.places, copy.place) if known else (copy.place,)
@@ -375,8 +342,8 @@ class Checkpointer:
                 self._direct.close()
             if self._keeper is not None:
                 self._keeper.close()
-            if self._lock is not None:
-                self._lock.release()
+            if self._meeting.lock is not None:
+                self._meeting.lock.release()
             if self._job is not None and durable and self._job.agent() is None:
                 self._job.remove()  # else the agent does it, once the last rank has left
 
@@ -387,33 +354,6 @@ class Checkpointer:
             *(self._newest.step if self._newest else 0, m.saves, m.bytes_saved / max(m.saves, 1) / 1e6, m.failed),
             *(statistics.median(m.stalls or [0.0]) * 1e3, m.max_stall * 1e3),
         )
-
-
-_NOBODY = Job("", [], 0, 1, None, 0.0)
-
-
-def _agree(values: list[Any], what: str) -> None:
-    if any(value != values[0] for value in values):
-        raise UsageError(f"ranks disagree on {what}: {sorted({str(value) for value in values})}")
-
-
-def _generation(sight: Sight) -> int:
-    return max((offer.incarnation.generation for offer in sight.offers), default=0)
-
-
-def _no_room(job: JobDir, nbytes: int, ranks: int, limit: int | None) -> str | None:
-    """Why this node's memory can't hold two snapshots of each rank, or None when it can."""
-    need = 2 * nbytes * ranks
-    held, free = job.held_bytes(), job.free_bytes()
-    room = f"{free / 1e6:,.1f} MB are free" + (f" beside {held / 1e6:,.1f} MB of this job" if held else "")
-    if limit is not None and need > limit:
-        room = f"memory_limit is {limit / 1e6:,.1f} MB"
-    elif need <= held + free:
-        return None
-    return (
-        f"memory store {job.path.parent}: two snapshots of about {nbytes / 1e6:,.1f} MB for each of {ranks} rank(s) "
-        f"need {need / 1e6:,.1f} MB, {room}"
-    )
 
 
 def _warn_of_shared_store(rank: int) -> None:

@@ -38,6 +38,8 @@ class Run:
     restore_step: int | None = None
     pause: float = 0.0
     """Seconds between steps."""
+    wait: str | None = None
+    """``durable`` makes every step wait until it is on storage."""
     width: int = 16
     executable: str | None = None
     """Interpreter that the agent is started with."""
@@ -200,7 +202,7 @@ def _train(run: Run, rank: int, rendezvous: str) -> None:
         os.write(trace, b"restored %d\n" % first)
         for step in range(first + 1, run.steps + 1):
             one_step(state, model, run.width)
-            ckpt.step(step)
+            ckpt.save(step, wait=run.wait) if run.wait else ckpt.step(step)
             os.write(trace, b"step %d\n" % step)
             time.sleep(run.pause)
         ckpt.close(timeout=30)

@@ -76,6 +76,7 @@ class Drainer:
         except CorruptError as error:
             if copy is not None:
                 self._broken.add(copy.key)
+                PosixStore(Path(info.root)).discard(copy.stamp)
             self.progress.error = str(error)
             log.error("a snapshot is damaged in memory and will not be drained: %s", error)
             return False
@@ -94,12 +95,15 @@ class Drainer:
         """Snapshots in this node's memory that all of its ranks have, newest first, none abandoned or damaged."""
         copies = survey(self.job, None)
         seen = [c.incarnation for c in copies]
+        store = PosixStore(Path(info.root))
+
+        def has_all(copy: Copy) -> bool:
+            # A rank that found no room in memory has put its part straight into the unfinished checkpoint.
+            missing = set(_local(info, copy)) - copy.ranks
+            return all(store.has_shard(Stamp(copy.step, rank, copy.world, copy.incarnation)) for rank in missing)
+
         return [
-            c
-            for c in copies
-            if c.ranks.issuperset(_local(info, c))
-            and c.key not in self._broken
-            and not retired(c.step, c.incarnation, seen)
+            c for c in copies if c.key not in self._broken and not retired(c.step, c.incarnation, seen) and has_all(c)
         ]
 
     def _next(self, info: Job) -> Copy | None:

@@ -244,6 +244,10 @@ class JobDir:
         """Note the newest step that is on storage, for writers that wonder which snapshot they may give up."""
         write_atomic(self.path / "durable", b"%d" % step)
 
+    def forget_durable(self) -> None:
+        """A new start may have gone back to before that step."""
+        (self.path / "durable").unlink(missing_ok=True)
+
     def durable(self) -> int | None:
         try:
             return int((self.path / "durable").read_bytes())

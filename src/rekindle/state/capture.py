@@ -167,6 +167,8 @@ def _check_kind(tensor: torch.Tensor, path: str) -> None:
         torch.Tensor.__torch_dispatch__
     ):
         raise UnsupportedValueError(f"{path}: {type(tensor).__name__} can't be saved yet, only whole tensors can")
+    if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
+        raise UnsupportedValueError(f"{path}: its memory has been freed, as by a sharded model outside of forward()")
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or name not in DTYPES:
         raise UnsupportedValueError(f"{path}: a tensor of layout {tensor.layout}, dtype {name}, device {tensor.device}")
 

@@ -107,6 +107,10 @@ class PosixStore:
         _sync_directory(directory)
         reach("drain.receipt", stamp.step)
 
+    def discard(self, stamp: Stamp) -> None:
+        """Remove an unfinished checkpoint that can't be finished."""
+        _remove(self.partial(stamp))
+
     def publish(self, stamp: Stamp) -> bool:
         """Write the manifest if every rank's part is there. True when the checkpoint is durable.
 

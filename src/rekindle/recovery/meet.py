@@ -1,0 +1,99 @@
+"""How a start of a job begins: the ranks meet, and agree on who they are and what they have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rekindle.errors import BusyError, MemoryStoreError, UsageError
+from rekindle.recovery.group import Alone, Group, node_id
+from rekindle.recovery.restore import look
+from rekindle.snapshot.lineage import Incarnation
+from rekindle.snapshot.memory import JobDir, Lock
+from rekindle.storage.posix import PosixStore
+
+__all__ = ["Meeting", "meet"]
+
+_DYING = 30.0
+"""Seconds that a restarted rank waits for its dying predecessor."""
+
+
+@dataclass
+class Meeting:
+    """What the ranks agreed on."""
+
+    incarnation: Incarnation
+    mates: list[int]
+    """Ranks on this node, in order."""
+    nodes: int
+    lock: Lock | None
+    """Makes this process the rank's only trainer; None without a memory store."""
+    no_memory: str | None
+    """Why this node's memory can't be used; None when it can."""
+    found: bool
+    """Whether any rank sees a checkpoint of an earlier start."""
+
+
+def meet(
+    group: Alone | Group, job: JobDir, root: Path, nbytes: int, limit: int | None, settings: dict[str, Any]
+) -> Meeting:
+    """Two rounds with all ranks. A collective.
+
+    ``nbytes`` is what one snapshot of this rank takes, ``limit`` what all may take on a node, ``settings`` what every
+    rank must have been given alike. Raises BusyError or UsageError, on all ranks.
+    """
+    lock, busy, no_memory = _take_place(job, group.rank)
+    try:
+        place = node_id(job.path.parent.parent)
+        first = group.gather((place, busy, {"root": str(root), **settings}))
+        mates = [rank for rank, (node, _, _) in enumerate(first) if node == place]
+        for rank, (_, problem, given) in enumerate(first):
+            if problem:
+                raise BusyError(problem)
+            differing = [name for name in given if given[name] != first[0][2][name]]
+            if differing:
+                name = differing[0]
+                raise UsageError(f"{name} is {given[name]!r} on rank {rank} and {first[0][2][name]!r} on rank 0")
+        no_memory = no_memory or _no_room(job, nbytes, len(mates), limit)
+        offers = look(None if no_memory else job, PosixStore(root), group.rank).offers
+        generation = max((offer.incarnation.generation for offer in offers), default=0)
+        second = group.gather((no_memory, generation, bool(offers), Incarnation.begin(0).id))
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    no_memory = next((second[rank][0] for rank in mates if second[rank][0]), None)
+    if no_memory and lock is not None:
+        lock.release()
+        lock = None
+    incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
+    nodes = len({node for node, _, _ in first})
+    return Meeting(incarnation, mates, nodes, lock, no_memory, any(entry[2] for entry in second))
+
+
+def _take_place(job: JobDir, rank: int) -> tuple[Lock | None, str | None, str | None]:
+    """(lock, who else has it, why there is no memory): errors are told to all ranks before anybody raises."""
+    try:
+        return job.lock_rank(rank, _DYING), None, None
+    except BusyError as error:
+        return None, str(error), None
+    except MemoryStoreError as error:
+        return None, None, str(error)
+    except OSError as error:
+        return None, None, f"memory store {job.path}: {error.strerror or error}"
+
+
+def _no_room(job: JobDir, nbytes: int, ranks: int, limit: int | None) -> str | None:
+    """Why this node's memory can't hold two snapshots of each rank, or None when it can."""
+    need = 2 * nbytes * ranks
+    held, free = job.held_bytes(), job.free_bytes()
+    room = f"{free / 1e6:,.1f} MB are free" + (f" beside {held / 1e6:,.1f} MB of this job" if held else "")
+    if limit is not None and need > limit:
+        room = f"memory_limit is {limit / 1e6:,.1f} MB"
+    elif need <= held + free:
+        return None
+    return (
+        f"memory store {job.path.parent}: two snapshots of about {nbytes / 1e6:,.1f} MB for each of {ranks} rank(s) "
+        f"need {need / 1e6:,.1f} MB, {room}"
+    )

@@ -1,0 +1,267 @@
+"""The public surface, used as a trainer uses it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.snapshot.memory import JobDir, memory_base
+from tests.faults.harness import wait_for
+
+
+class Training:
+    """A model in training, without randomness."""
+
+    def __init__(self, width: int = 8) -> None:
+        self.model = torch.nn.Linear(width, width, bias=False)
+        torch.nn.init.eye_(self.model.weight)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.progress = rekindle.Values(epoch=0)
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
+
+    def update(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, self.model.in_features)).sum().backward()
+        self.optimizer.step()
+        self.progress.epoch += 1
+
+
+def go(ckpt: rekindle.Checkpointer, training: Training, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        training.update()
+        ckpt.step(step)
+
+
+def test_save_close_and_restore(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state)
+    assert ckpt.restore() == 0
+    assert ckpt.latest() is None
+    go(ckpt, training, 1, 3)
+    ckpt.close()
+    ckpt.close()
+    again = Training()
+    ckpt = rekindle.Checkpointer(f"file://{root}", again.state)
+    assert ckpt.restore() == 3
+    assert torch.equal(again.model.weight, training.model.weight)
+    assert again.progress.epoch == 3
+    latest = ckpt.latest()
+    assert latest is not None and latest.durable and latest.step == 3
+    ckpt.close()
+
+
+def test_snapshot_and_persist_intervals(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, snapshot_every=2, persist_every=4, keep=9)
+    ckpt.restore()
+    for step in range(1, 13):
+        training.update()
+        ckpt.step(step)
+        if step % 4 == 0:
+            wait_for(lambda step=step: (root / f"step-{step:010d}").exists(), what=f"step {step} on storage")
+    assert ckpt.metrics.saves == 6
+    assert {c.step for c in ckpt.checkpoints() if c.durable} == {4, 8, 12}
+    ckpt.close()
+
+
+def test_retention_keeps_the_newest_and_milestones(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, keep=2, keep_every=5)
+    ckpt.restore()
+    for step in range(1, 13):
+        training.update()
+        ckpt.save(step, wait="durable", timeout=30)
+    ckpt.close()
+    wait_for(lambda: sorted(int(p.name[5:]) for p in root.iterdir()) == [5, 10, 11, 12], what="retention")
+
+
+def test_wait_durable_upgrades_a_snapshot_that_policy_left_in_memory(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=1000)
+    ckpt.restore()
+    go(ckpt, training, 1, 2)
+    assert not root.exists() or not list(root.iterdir())
+    ckpt.save(2, wait="durable", timeout=30)
+    latest = ckpt.latest()
+    assert latest is not None and latest.step == 2 and latest.durable
+    ckpt.close()
+
+
+def test_a_checkpoint_that_cannot_become_durable_is_not_reported_saved(root: Path, memory: Path) -> None:
+    root.write_text("a file where the directory should be")
+    training = Training()
+    with pytest.raises((rekindle.NotFoundError, NotADirectoryError)):
+        ckpt = rekindle.Checkpointer(root, training.state)
+        ckpt.restore()
+    ckpt.restore(step=0) if False else None
+
+
+def test_restore_of_an_older_step_leaves_newer_ones_until_the_new_branch_is_durable(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, keep=5)
+    ckpt.restore()
+    for step in (1, 2, 3, 4):
+        training.update()
+        ckpt.save(step, wait="durable", timeout=30)
+    ckpt.close()
+    wait_for(lambda: not JobDir.of(root, memory_base()).path.exists())
+    again = Training()
+    ckpt = rekindle.Checkpointer(root, again.state, keep=5)
+    assert ckpt.restore(step=2) == 2
+    assert again.progress.epoch == 2
+    assert sorted(int(p.name[5:]) for p in root.iterdir()) == [1, 2, 3, 4]
+    again.update()
+    ckpt.save(3, wait="durable", timeout=30)
+    wait_for(lambda: sorted(p.name for p in root.iterdir()) == [f"step-{s:010d}" for s in (1, 2, 3)])
+    assert [c.generation for c in ckpt.checkpoints() if c.durable] == [2, 1, 1]
+    ckpt.close()
+    with pytest.raises(rekindle.NotFoundError, match="step 4"):
+        rekindle.Checkpointer(root, Training().state).restore(step=4)
+
+
+def test_a_run_that_forgot_to_restore_is_stopped_before_it_buries_the_old_one(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state)
+    ckpt.restore()
+    go(ckpt, training, 1, 3)
+    ckpt.close()
+    ckpt = rekindle.Checkpointer(root, Training().state)
+    with pytest.raises(rekindle.UsageError, match="call restore"):
+        ckpt.step(1)
+    ckpt.close()
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "1", True])
+def test_steps_are_whole_numbers(step: object, root: Path, memory: Path) -> None:
+    ckpt = rekindle.Checkpointer(root, Training().state)
+    with pytest.raises(rekindle.UsageError):
+        ckpt.save(step)  # type: ignore[arg-type]
+    ckpt.close()
+
+
+def test_steps_grow(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state)
+    ckpt.restore()
+    ckpt.step(5)
+    ckpt.step(5)
+    with pytest.raises(rekindle.UsageError, match="must grow"):
+        ckpt.step(4)
+    assert ckpt.metrics.saves == 1
+    ckpt.close()
+    with pytest.raises(rekindle.UsageError, match="closed"):
+        ckpt.step(6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"snapshot_every": 0}, {"persist_every": -1}, {"keep": 0}, {"keep_every": 0.5}, {"snapshot_every": "auto"}],
+)
+def test_arguments_that_make_no_sense(wrong: dict[str, object], root: Path, memory: Path) -> None:
+    with pytest.raises(rekindle.UsageError, match=next(iter(wrong))):
+        rekindle.Checkpointer(root, Training().state, **wrong)  # type: ignore[arg-type]
+
+
+def test_roots_that_are_not_directories(memory: Path) -> None:
+    for root in ("s3://bucket/run", "file://host/run", ""):
+        with pytest.raises(rekindle.UsageError, match="root"):
+            rekindle.Checkpointer(root, Training().state)
+
+
+def test_state_without_state_dict_is_refused_by_name(root: Path, memory: Path) -> None:
+    with pytest.raises(rekindle.UsageError, match="epoch"):
+        rekindle.Checkpointer(root, {"epoch": 3})
+
+
+def test_a_second_trainer_of_the_same_rank_is_refused(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.recovery.meet._DYING", 0.2)
+    ckpt = rekindle.Checkpointer(root, Training().state)
+    with pytest.raises(rekindle.BusyError, match=str(os.getpid())):
+        rekindle.Checkpointer(root, Training().state)
+    ckpt.close()
+
+
+def test_ranks_without_a_process_group_are_refused(root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(rekindle.UsageError, match="init_process_group"):
+        rekindle.Checkpointer(root, Training().state)
+
+
+def test_a_failing_save_warns_and_strict_raises(
+    root: Path, tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for strict in (False, True):
+        training = Training()
+        ckpt = rekindle.Checkpointer(tmp_path / str(strict), training.state, strict=strict)
+        ckpt.restore()
+        go(ckpt, training, 1, 1)
+        training.progress.lock = threading.Lock()
+        if strict:
+            with pytest.raises(rekindle.UnsupportedValueError, match=r"progress\.lock"):
+                ckpt.step(2)
+        else:
+            ckpt.step(2)
+            assert "progress.lock" in caplog.text
+        assert ckpt.metrics.failed == 1
+        del training.progress.__dict__["lock"]
+        ckpt.step(3)
+        ckpt.close()
+        assert [c.step for c in ckpt.checkpoints()][0] == 3
+
+
+def test_memory_is_given_back_after_close_and_no_agent_stays(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state)
+    ckpt.restore()
+    go(ckpt, training, 1, 2)
+    ckpt.close()
+    wait_for(lambda: not JobDir.of(root, memory_base()).path.exists(), what="the job's memory to be given back")
+
+
+def test_plain_torchrun_is_warned_of_its_shared_store(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    rekindle.Checkpointer(root, Training().state).close()
+    assert caplog.text.count("rekindle run") == 1
+    caplog.clear()
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    rekindle.Checkpointer(root, Training().state).close()
+    assert "rekindle run" not in caplog.text
+
+
+def test_restore_by_a_world_of_another_size(root: Path, memory: Path) -> None:
+    """State is whole on every rank, so any number of ranks can read what any number wrote."""
+    from tests.faults.harness import Run, restored, train
+
+    assert train(Run(root, memory, steps=3, world=2)) == [0, 0]
+    assert train(Run(root, memory, steps=4, world=1)) == [0]
+    assert restored(Run(root, memory))[-1] == 3
+    assert train(Run(root, memory, steps=5, world=3)) == [0, 0, 0]
+    assert [restored(Run(root, memory), rank)[-1] for rank in range(3)] == [4, 4, 4]
+
+
+def test_nothing_of_it_needs_a_terminal_or_a_home(root: Path, memory: Path) -> None:
+    code = (
+        "import sys, torch, rekindle\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "ckpt = rekindle.Checkpointer(sys.argv[1], {'model': model})\n"
+        "ckpt.restore(); ckpt.step(1); ckpt.close()\n"
+    )
+    env = {"PATH": os.environ["PATH"], "REKINDLE_MEMORY": str(memory)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(root)], env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

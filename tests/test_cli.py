@@ -1,0 +1,163 @@
+"""The command line: tables for people, JSON for programs, exit codes that can be trusted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import rekindle
+from rekindle.cli import main
+from rekindle.snapshot.memory import JobDir, memory_base
+from tests.faults.harness import Run, finish, kill, start, train, wait_for
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+def parsed(*arguments: object) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def trained(root: Path, memory: Path) -> Path:
+    """A root with two durable checkpoints and nothing in memory."""
+    assert train(Run(root, memory, steps=3, pause=0.2)) == [0]
+    wait_for(lambda: not JobDir.of(root, memory_base(memory)).path.exists())
+    return root
+
+
+@pytest.fixture
+def crashed(root: Path, memory: Path) -> JobDir:
+    """A job whose trainer and agent were killed after step 3; nothing is on storage."""
+    dying = Run(root, memory, points={0: "save.committed@3"}, options={"persist_every": 1000}, executable="/bin/false")
+    assert train(dying) == [-9]
+    return JobDir.of(root, memory_base(memory))
+
+
+def test_ls_shows_every_copy(trained: Path) -> None:
+    listed = parsed("ls", trained)
+    assert [entry["step"] for entry in listed] == [3, 2]
+    assert {entry["place"] for entry in listed} == {"storage"}
+    table = run("ls", trained)
+    assert table.exit_code == 0
+    assert "step" in table.stdout and "scratch" in table.stdout
+
+
+def test_ls_of_nothing_is_an_error(tmp_path: Path, memory: Path) -> None:
+    result = run("ls", tmp_path / "none")
+    assert result.exit_code == rekindle.NotFoundError.exit_code
+    assert result.stderr.startswith("Error: ")
+
+
+def test_inspect_shows_tensors_and_values(trained: Path) -> None:
+    found = parsed("inspect", trained, 2)
+    assert found["step"] == 2
+    names = {tensor["name"]: tensor for tensor in found["shards"][0]["tensors"]}
+    assert names["model.0.weight"]["sizes"] == [16, 16]
+    assert "model.3.weight" not in names, "tied to model.0.weight, so stored once"
+    assert found["shards"][0]["values"]["scheduler.last_epoch"] == 2
+    table = run("inspect", trained)
+    assert "optimizer.param_groups[0].lr" in table.stdout
+
+
+def test_verify_reads_every_byte(trained: Path) -> None:
+    assert {entry["verdict"] for entry in parsed("verify", trained)} == {"sound"}
+    assert run("verify", trained, 99).exit_code == rekindle.NotFoundError.exit_code
+
+
+def test_status_of_a_live_job(root: Path, memory: Path) -> None:
+    processes = start(Run(root, memory, steps=10_000, pause=0.02))
+    job = JobDir.of(root, memory_base(memory))
+    wait_for(lambda: job.agent() and job.socket.exists() and job.durable())
+    (found,) = parsed("status", root)
+    assert found["trainers"] == {"0": processes[0].pid}
+    assert found["agent"] == job.agent() == found["drain"]["pid"]
+    assert found["memory_steps"] and found["memory_bytes"] > 0
+    assert run("status").exit_code == 0
+    busy = run("stop", root)
+    assert busy.exit_code == rekindle.BusyError.exit_code
+    kill(processes[0].pid or 0)
+    assert finish(processes) == [-9]
+    ended = run("stop", root)
+    assert ended.exit_code == 0, ended.output
+    assert not job.path.exists()
+    assert parsed("status") == []
+
+
+def test_status_of_a_job_without_an_agent_is_a_failure(root: Path, memory: Path) -> None:
+    job = JobDir.of(root, memory_base(memory))
+    job.create()
+    with open(job.rank_lock(0), "w") as held:
+        code = (
+            "import fcntl,sys,time; fcntl.flock(int(sys.argv[1]), fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)"
+        )
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(held.fileno())], pass_fds=[held.fileno()], stdout=subprocess.PIPE
+        )
+    assert child.stdout is not None and child.stdout.readline()
+    result = run("status", root)
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    assert result.exit_code == 1
+    assert "no agent" in result.stderr
+
+
+def test_stop_carries_what_only_memory_holds_to_storage(crashed: JobDir, root: Path) -> None:
+    result = run("stop", root)
+    assert result.exit_code == 0, result.output
+    assert not crashed.path.exists()
+    assert [entry["step"] for entry in parsed("ls", root)] == [3]
+
+
+def test_stop_stale_finds_jobs_that_are_gone(crashed: JobDir, root: Path) -> None:
+    result = run("stop", "--stale")
+    assert result.exit_code == 0, result.output
+    assert str(crashed.path) in result.stdout
+    assert not crashed.path.exists()
+    assert [entry["step"] for entry in parsed("ls", root)] == [3]
+    assert "nothing is stale" in run("stop", "--stale").stdout
+
+
+def test_stop_never_drops_what_storage_does_not_take(crashed: JobDir, root: Path) -> None:
+    root.write_text("a file where the directory should be")
+    result = run("stop", root, "--timeout", "1")
+    assert result.exit_code == rekindle.NotDurableError.exit_code
+    assert crashed.path.exists()
+    assert run("stop", root, "--discard").exit_code == 0
+    assert not crashed.path.exists()
+
+
+def test_stop_wants_one_of_root_and_stale(memory: Path) -> None:
+    assert run("stop").exit_code == 2
+    assert run("stop", "x", "--stale").exit_code == 2
+
+
+def test_run_is_torchrun_with_what_restarts_need(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, sys\n"
+        "assert os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] == '1'\n"
+        "first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "print('start', os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+        "sys.exit(1 if first else 0)\n"
+    )
+    command = [sys.executable, "-m", "rekindle", "run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("start 0 2") == done.stdout.count("start 1 2") + 0 == 2
+
+
+def test_every_command_says_what_it_does() -> None:
+    for name, command in main.commands.items():
+        assert command.help, name
+    assert run("--version").stdout.startswith("main") is False
