@@ -42,7 +42,7 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="rekindle", message="%(prog)s %(version)s")
+@click.version_option(package_name="rekindle", message="rekindle %(version)s")
 def main() -> None:
     """Keep large PyTorch training jobs alive through faults."""
 

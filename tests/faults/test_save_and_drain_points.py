@@ -80,7 +80,7 @@ def test_a_new_agent_goes_on_from_the_files(point: str, root: Path, memory: Path
 
 
 def test_agent_killed_while_it_removes_a_surplus_checkpoint(root: Path, memory: Path, job: JobDir) -> None:
-    assert train(Run(root, memory, steps=3, options={"keep": 3})) == [0]
+    assert train(Run(root, memory, steps=3, options={"keep": 3}, wait="durable")) == [0]
     dying = Run(root, memory, steps=4, points={0: "save.committed@4"}, agent_point="drain.prune", options={"keep": 1})
     processes = start(dying)
     assert finish(processes) == [KILLED]
@@ -94,7 +94,7 @@ def test_agent_killed_while_it_removes_a_surplus_checkpoint(root: Path, memory: 
 
 
 def test_agent_killed_while_it_moves_an_older_incarnations_step_aside(root: Path, memory: Path, job: JobDir) -> None:
-    assert train(Run(root, memory, steps=6, options={"keep": 9}, pause=0.2)) == [0]
+    assert train(Run(root, memory, steps=6, options={"keep": 9}, wait="durable")) == [0]
     first = root / "step-0000000006" / "shard-00000-of-00001.json"
     before = first.read_bytes()
     again = Run(

@@ -179,7 +179,7 @@ def test_a_flipped_byte_in_the_only_copy_sends_the_job_back_to_an_older_step(
 def test_a_flipped_byte_on_storage_is_never_loaded(
     root: Path, memory: Path, job: JobDir, unbroken: Callable[[Run], list[str]]
 ) -> None:
-    assert train(Run(root, memory, steps=5, pause=0.2)) == [0]
+    assert train(Run(root, memory, steps=5, wait="durable")) == [0]
     wait_for(lambda: not job.path.exists())
     shard = root / "step-0000000005" / "shard-00000-of-00001.safetensors"
     flip(shard, weight_offset(shard.with_suffix(".json")))
