@@ -264,6 +264,18 @@ def test_restore_by_a_world_of_another_size(root: Path, memory: Path) -> None:
     assert [restored(Run(root, memory), rank)[-1] for rank in range(3)] == [4, 4, 4]
 
 
+def test_memory_of_ranks_that_are_no_more_is_given_back(root: Path, memory: Path) -> None:
+    from tests.faults.harness import Run, finish, kill, start, train
+
+    assert train(Run(root, memory, world=2, points={0: "save.committed@3"}))[0] == -9
+    job = JobDir.of(root, memory_base(memory))
+    assert job.rank_files(1)
+    processes = start(Run(root, memory, world=1, steps=1000, pause=0.05))
+    wait_for(lambda: job.rank_files(0) and not job.rank_files(1), what="the second rank's memory to be given back")
+    kill(processes[0].pid or 0)
+    finish(processes)
+
+
 def test_nothing_of_it_needs_a_terminal_or_a_home(root: Path, memory: Path) -> None:
     code = (
         "import sys, torch, rekindle\n"

@@ -6,6 +6,7 @@ import logging
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -61,14 +62,14 @@ class Metrics:
     restored_step: int = 0
     restored_from: str = ""
     restore_seconds: float = 0.0
-    stalls: list[float] = field(default_factory=list, repr=False)
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=1000), repr=False)
     """The newest 1,000 stalls."""
 
     def count(self, stall: float, nbytes: int) -> None:
         self.saves += 1
         self.bytes_saved += nbytes
         self.last_stall, self.max_stall = stall, max(stall, self.max_stall)
-        self.stalls = [*self.stalls[-999:], stall]
+        self.stalls.append(stall)
 
 
 class Checkpointer:
@@ -241,10 +242,7 @@ class Checkpointer:
         try:
             nbytes = self._write(stamp)
         except Exception as error:
-            self.metrics.failed += 1
-            if self._strict:
-                raise
-            log.error("step %d is not saved, training goes on: %s: %s", n, type(error).__name__, error)
+            self._failed(n, error)
             return
         self._newest = stamp
         self.metrics.count(time.perf_counter() - began, nbytes)
@@ -260,7 +258,16 @@ class Checkpointer:
                     log.warning("step %d goes straight to storage: %s", stamp.step, error)
         if self._direct is None:
             self._direct = DirectSaver(self._capture, self._store, self._keep, self._keep_every)
+        before = self._direct.finish()
+        if before is not None and self._newest is not None:
+            self._failed(self._newest.step, before)
         return self._direct.save(stamp)
+
+    def _failed(self, n: int, error: BaseException) -> None:
+        self.metrics.failed += 1
+        if self._strict:
+            raise error
+        log.error("step %d is not saved, training goes on: %s: %s", n, type(error).__name__, error)
 
     def _check_step(self, n: int) -> None:
         if self._closed:
@@ -281,8 +288,9 @@ class Checkpointer:
         if stamp is None:
             raise NotDurableError("nothing was saved: see the log for why")
         deadline = time.monotonic() + timeout
-        if self._direct is not None:
-            self._direct.wait(timeout)
+        error = self._direct.finish(timeout) if self._direct is not None else None
+        if error is not None and not self._store.durable(stamp):
+            raise NotDurableError(f"step {stamp.step} did not reach storage: {error}") from error
         while not self._store.durable(stamp):
             if self._keeper is not None:
                 self._keeper.check()

@@ -86,8 +86,7 @@ class DirectSaver:
         self._writing: Future[None] | None = None
 
     def save(self, stamp: Stamp) -> int:
-        """Bytes copied. Raises what the save before this one met while it was written, or when it is still at it."""
-        self.wait(_WRITE_TIMEOUT)
+        """Bytes copied; storage gets them in the background. Call ``finish`` first."""
         plan, values = self._capture.prepare()
         nbytes = plan.layout.file_bytes
         if self._buffer is None or len(self._buffer) != nbytes:
@@ -103,18 +102,16 @@ class DirectSaver:
             self._store.prune(*self._keep)
             self._store.settle()
 
-    def wait(self, timeout: float) -> None:
-        """Wait until the last save is written. Raises what went wrong with it."""
-        writing, self._writing = self._writing, None
-        if writing is None:
-            return
+    def finish(self, timeout: float = _WRITE_TIMEOUT) -> BaseException | None:
+        """Wait until the last save is written, and tell what went wrong with it. Raises NotDurableError."""
+        if self._writing is None:
+            return None
         try:
-            writing.result(timeout)
+            error = self._writing.exception(timeout)
         except FutureTimeout:
-            if not writing.done():
-                self._writing = writing
-                raise NotDurableError(f"storage has not taken the last checkpoint within {timeout:.0f} s") from None
-            raise
+            raise NotDurableError(f"storage has not taken the last checkpoint within {timeout:.0f} s") from None
+        self._writing = None
+        return error
 
     def close(self) -> None:
         self._thread.shutdown(wait=self._writing is None or self._writing.done())

@@ -171,6 +171,7 @@ class Drainer:
         self.job.write_durable(copy.step)
         self.progress.durable, self.progress.error = copy.step, None
         self._settled = copy.key
+        self.job.remove_strangers(info.ranks)
         removed = store.prune(info.keep, info.keep_every)
         store.settle()
         if removed:
