@@ -1,0 +1,44 @@
+# Each target does its own set-up: all it needs is Python 3.10 or newer with pip, and the network the first time.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+
+help:
+	@echo 'make demo    train on two ranks, kill them, show that nothing is lost'
+	@echo 'make test    run the tests; ARGS="-k memory" runs some of them'
+	@echo 'make check   check style, types and import rules'
+	@echo 'make bench   measure saving against torch.save and torch.distributed.checkpoint'
+	@echo 'make clean   remove the virtual environment and all caches'
+
+# torch comes first and by itself, so that TORCH, and an index given in pip's own settings, decide which build it is.
+.venv/ready: pyproject.toml
+	@echo 'Setting up .venv (once)'
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install '$(TORCH)'
+	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+demo: .venv/ready
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: .venv/ready
+	$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+bench: .venv/ready
+	$(BIN)/python bench/stall.py $(ARGS)
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help demo test check bench clean
