@@ -188,7 +188,8 @@ class Checkpointer:
         """Load the newest checkpoint that all ranks can read, or that of ``step``. A collective.
 
         Returns the number of completed steps: 0 when there is nothing to restore. ``restore(step=0)`` starts anew and
-        leaves all there is behind. Nothing that is left behind is removed before this run has a durable checkpoint.
+        leaves all there is behind. What is left behind on storage is removed once this run has a durable checkpoint
+        there, what is left behind in memory at its first save.
 
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
         StateMismatchError when the checkpoint doesn't fit the live state.

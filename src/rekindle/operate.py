@@ -15,10 +15,10 @@ from rekindle.agent.http import ask
 from rekindle.agent.spawn import TICK
 from rekindle.errors import AgentError, BusyError, NotDurableError, NotFoundError
 from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.lineage import retired
+from rekindle.snapshot.lineage import Incarnation, retired
 from rekindle.snapshot.memory import JobDir, Lock
 from rekindle.snapshot.names import receipt_name
-from rekindle.storage.catalog import MEMORY, Copy, survey
+from rekindle.storage.catalog import MEMORY, STORAGE, Copy, survey
 from rekindle.storage.posix import PosixStore
 
 __all__ = ["Listed", "copies_of", "jobs", "job_status", "receipts", "stop", "values_of"]
@@ -31,7 +31,8 @@ class Listed:
     copy: Copy
     nbytes: int
     condition: str
-    """``complete``, ``incomplete`` (a rank of this node lacks it) or ``abandoned`` (the job went on from before it)."""
+    """``complete``, ``incomplete`` (a rank of this node lacks it), ``abandoned`` (the job went on from before it) or
+    ``damaged`` (its manifest can't be read)."""
 
     def to_json(self) -> dict[str, Any]:
         copy = self.copy
@@ -68,6 +69,9 @@ def copies_of(root: Path, base: Path, step: int | None = None) -> list[Listed]:
         if retired(copy.step, copy.incarnation, seen):
             condition = "abandoned"
         listed.append(Listed(copy, _bytes(copy), condition))
+    for number, path in PosixStore(root).damaged():
+        if step is None or number == step:
+            listed.append(Listed(Copy(number, Incarnation(0, ""), 0, STORAGE, path, frozenset(), True), 0, "damaged"))
     if not listed:
         raise NotFoundError(f"{root}: no checkpoint" + (f" of step {step}" if step is not None else ""))
     return listed

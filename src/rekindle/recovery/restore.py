@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle.errors import CorruptError, NotFoundError, StateMismatchError
+from rekindle.errors import CorruptError, NotFoundError, RekindleError, StateMismatchError, UsageError
 from rekindle.recovery.choose import Choice, Offer, choose
 from rekindle.recovery.group import Alone, Group
 from rekindle.snapshot.documents import Receipt
@@ -57,7 +57,8 @@ class Verdict:
     nbytes: int = 0
     seconds: float = 0.0
     reasons: list[str] = field(default_factory=list)
-    mismatch: str | None = None
+    error: RekindleError | None = None
+    """Why it must not be loaded though it is sound; raised on all ranks."""
 
 
 def look(job: JobDir | None, store: PosixStore, rank: int) -> Sight:
@@ -99,13 +100,13 @@ def restore(
     worlds = {(o.step, o.incarnation): o.world for s in sights for o in s.offers}
     for key in choice.candidates:
         began = time.monotonic()
-        verdict, receipt, shard = _open(state, sight.receipts[key])
+        verdict, receipt, shard = _open(state, sight.receipts[key], allow_pickle)
         verdict.seconds = time.monotonic() - began
         verdicts = group.gather(verdict)
         _explain(group.rank, choice, key, verdicts)
-        mismatch = next((v.mismatch for v in verdicts if v.mismatch), None)
-        if mismatch:
-            raise StateMismatchError(mismatch)
+        for other in verdicts:
+            if other.error is not None:
+                raise other.error
         if all(v.place for v in verdicts):
             assert receipt is not None and shard is not None and verdict.place is not None
             if group.rank == 0 and worlds[key] != group.world:
@@ -123,7 +124,7 @@ def restore(
 
 
 def _open(
-    state: Mapping[str, Any], receipts: list[tuple[str, Path]]
+    state: Mapping[str, Any], receipts: list[tuple[str, Path]], allow_pickle: bool
 ) -> tuple[Verdict, Receipt | None, memoryview | None]:
     """The first sound copy of this rank's shard, memory before storage."""
     verdict = Verdict()
@@ -134,9 +135,9 @@ def _open(
             with OpenShard.open(path, in_memory=place == MEMORY) as opened:
                 view, problems = read_verified(opened)
             _raise_first(problems)
-            check(state, opened.receipt)
-        except StateMismatchError as error:
-            verdict.mismatch = str(error)
+            check(state, opened.receipt, allow_pickle)
+        except (StateMismatchError, UsageError) as error:
+            verdict.error = error
         except (OSError, CorruptError) as error:
             verdict.reasons.append(f"{place}: {error}")
             continue

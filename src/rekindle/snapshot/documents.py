@@ -1,7 +1,8 @@
 """JSON files that can tell when they are damaged, and the receipt of a shard.
 
-A document starts with ``{"digest":"<16 hex digits>",``: the xxh3_64 of every byte after that. It stays plain JSON for
-everybody else.
+A document starts with ``{"digest":"<16 hex digits>",``: the xxh3_64 of every byte after that. Its stamp comes next,
+with a digest of its own, so that a store can be listed without reading whole documents and without believing damaged
+ones. It stays plain JSON for everybody else.
 """
 
 from __future__ import annotations
@@ -38,8 +39,13 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def seal(stamp: Stamp, kind: str, body: bytes) -> bytes:
-    """The document ``{"digest", "stamp", "format", "version", body...}``; ``body`` is the inside of a JSON object."""
-    head = json.dumps({"stamp": stamp.to_json(), "format": kind, "version": VERSION}, separators=(",", ":"))
+    """The document ``{"digest", "stamp", "stamp_digest", "format", "version", body...}``.
+
+    ``body`` is the inside of a JSON object.
+    """
+    mark = json.dumps(stamp.to_json(), separators=(",", ":"))
+    fields = {"stamp_digest": checksum(mark.encode()), "format": kind, "version": VERSION}
+    head = f'{{"stamp":{mark},{json.dumps(fields, separators=(",", ":"))[1:]}'
     rest = head[1:-1].encode() + b"," + body + b"}"
     return b'{"digest":"' + checksum(rest).encode() + b'",' + rest
 
@@ -59,7 +65,7 @@ def parse(data: bytes, kind: str, where: str | os.PathLike[str]) -> dict[str, An
 
 
 def read_stamp(path: Path) -> Stamp:
-    """The stamp at the head of a receipt or manifest, unverified: for listing, never for loading.
+    """The stamp at the head of a receipt or manifest, verified; nothing is said of the rest.
 
     Raises FileNotFoundError when the file is gone and FormatError when it doesn't start with a stamp.
     """
@@ -69,9 +75,12 @@ def read_stamp(path: Path) -> Stamp:
     if not _PREFIX.match(head) or not text.startswith('"stamp":'):
         raise FormatError(f"{path}: does not start with a stamp")
     try:
-        value, _ = json.JSONDecoder().raw_decode(text, len('"stamp":'))
+        value, end = json.JSONDecoder().raw_decode(text, len('"stamp":'))
     except ValueError as error:
         raise FormatError(f"{path}: its stamp is not readable") from error
+    mark = text[len('"stamp":') : end].encode()
+    if not text.startswith(f',"stamp_digest":"{checksum(mark)}"', end):
+        raise FormatError(f"{path}: its stamp is damaged")
     return Stamp.from_json(value)
 
 

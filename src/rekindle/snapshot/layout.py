@@ -129,14 +129,17 @@ class Layout:
     @cached_property
     def header(self) -> bytes:
         """The safetensors header, length prefix included, padded so that data starts on a page."""
-        sharding = {c.name: {"saved_offsets": list(c.offsets)} for c in self.chunks}
-        table: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}}
+        sharding: dict[str, Any] = {}
+        table: dict[str, Any] = {}
         for chunk in self.chunks:
             code, itemsize = DTYPES[chunk.dtype]
-            shape = list(chunk.sizes)
+            shape, offsets = list(chunk.sizes), list(chunk.offsets)
             if code == "U8" and chunk.dtype != "uint8":
                 shape.append(itemsize)
+                offsets.append(0)
+            sharding[chunk.name] = {"saved_offsets": offsets}
             table[chunk.name] = {"dtype": code, "shape": shape, "data_offsets": [chunk.start, chunk.stop]}
+        table["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
         text = json.dumps(table, separators=(",", ":")).encode()
         length = -(-(8 + len(text)) // PAGE) * PAGE
         return (length - 8).to_bytes(8, "little") + text.ljust(length - 8)

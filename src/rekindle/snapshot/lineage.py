@@ -70,7 +70,7 @@ class Stamp:
     def from_json(value: Any) -> Stamp:
         try:
             inc = value["incarnation"]
-            return Stamp(
+            stamp = Stamp(
                 step=int(value["step"]),
                 rank=int(value["rank"]),
                 world=int(value["world"]),
@@ -82,6 +82,9 @@ class Stamp:
                     parent_step=int(inc["parent_step"]),
                 ),
             )
+            if stamp.step < 0 or not 0 <= stamp.rank < stamp.world:
+                raise ValueError(f"step {stamp.step}, rank {stamp.rank} of {stamp.world}")
+            return stamp
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"stamp is not readable: {error!r}") from error
 

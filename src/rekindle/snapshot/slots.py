@@ -128,6 +128,7 @@ class Slots:
         for directory in self.job.path.glob("step-*"):
             for path in directory.glob(f".shard-{self.rank:05d}-*"):
                 path.unlink(missing_ok=True)  # a receipt that its writer did not live to finish
+            _remove_empty(directory)
 
     def reserve(self, nbytes: int, count: int = 2) -> None:
         """Allocate and fault in ``count`` slots of ``nbytes`` in the background. Snapshots that exist stay untouched.
@@ -256,12 +257,11 @@ class Slots:
     def _uncommit(self, slot: Slot) -> None:
         """Make a snapshot's file a free one. Whoever has it open reads on; nobody finds it any more."""
         directory = slot.path.parent
+        if directory == self.job.slots:
+            return
         slot.path.with_suffix(".json").unlink(missing_ok=True)
         self._park(slot)
-        try:
-            directory.rmdir()
-        except OSError:
-            pass  # other ranks have snapshots in it
+        _remove_empty(directory)
 
     def _park(self, slot: Slot) -> None:
         """Move a file back among the free ones, under a name that no other file can have."""
@@ -290,22 +290,21 @@ class Slots:
         """Put a committed snapshot's receipt in place, or replace it."""
         path = self.job.path / step_dir(stamp.step) / receipt_name(stamp.rank, stamp.world)
         temporary = path.with_name(f".{path.name}.tmp")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            half = len(receipt) // 2
-            _write(fd, receipt[:half])
-            reach("save.receipt", stamp.step)
-            _write(fd, receipt[half:])
+            with open(temporary, "wb", buffering=0) as file:
+                half = len(receipt) // 2
+                _write(file.fileno(), receipt[:half])
+                reach("save.receipt", stamp.step)
+                _write(file.fileno(), receipt[half:])
         except OSError as error:
+            temporary.unlink(missing_ok=True)
             raise MemoryStoreError(f"memory store {path}: {error.strerror}") from error
-        finally:
-            os.close(fd)
         os.replace(temporary, path)
         reach("save.committed", stamp.step)
 
     def abandon(self, slot: Slot) -> None:
         """Give back a slot whose writing failed."""
-        self._park(slot)
+        self._uncommit(slot)
         slot.unlock()
 
     def close(self, release: bool) -> None:
@@ -316,6 +315,13 @@ class Slots:
         self.slots.clear()
         if release:
             self.job.remove_snapshots(self.rank)
+
+
+def _remove_empty(directory: Path) -> None:
+    try:
+        directory.rmdir()
+    except OSError:
+        pass  # other ranks have snapshots in it
 
 
 def _write(fd: int, data: bytes) -> None:

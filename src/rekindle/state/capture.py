@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from rekindle.errors import UnsupportedValueError, UsageError
 from rekindle.snapshot.documents import Receipt
@@ -26,7 +27,7 @@ __all__ = ["Capture", "Plan", "unwrap"]
 
 RNG = "rng"
 
-Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
+Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device, bool, bool]
 
 
 def unwrap(module: Any) -> Any:
@@ -64,6 +65,8 @@ class Plan:
     static: bytes
     """The part of the receipt that only changes with the layout."""
     units: list[Unit]
+    cut: list[tuple[int, tuple[int, ...]]]
+    """(first byte, shape) of each unit: views into a slot that were made for an equal cut of the layout stay good."""
     batches: list[tuple[int, int, int, int]]
     """(first unit, last unit + 1, first checksum block, last + 1): what is copied before it is handed on to hashing."""
 
@@ -106,7 +109,12 @@ class Capture:
         tree = self._collect()
         flat = Flat()
         flatten(tree, flat)
-        keys = [_key(t) for t in flat.tensors]
+        try:
+            keys = [_key(t) for t in flat.tensors]
+        except (RuntimeError, ValueError):  # a tensor without an address: say which
+            for tensor, leaf in zip(flat.tensors, describe(tree).leaves, strict=True):
+                _check_kind(tensor, leaf.path)
+            raise
         if self._plan is None or flat.signature != self._signature or keys != self._keys:
             self._plan = self._make_plan(tree, flat, keys)
             self._signature, self._keys, self._tensors = flat.signature, keys, flat.tensors
@@ -151,26 +159,34 @@ class Capture:
             leaf.node["$tensor"] = first[place]  # tied tensors are stored once
         layout = Layout.build(_chunk(name, tensor) for name, tensor in stored.items())
         if self._plan is not None and layout == self._plan.layout:
-            layout = self._plan.layout  # the same object, so views into slots made for it stay good
+            layout = self._plan.layout  # the same object: its header is made once
         static = Receipt.static_part(layout, description.structure)
         units, batches = _units(layout, stored)
-        return Plan(layout, static, units, batches)
+        cut = [(unit.start, tuple(unit.source.shape)) for unit in units]
+        if self._plan is not None and layout is self._plan.layout and cut == self._plan.cut:
+            cut = self._plan.cut
+        return Plan(layout, static, units, cut, batches)
 
 
 def _key(tensor: torch.Tensor) -> Key:
-    return (id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return (
+        *(id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
+        *(tensor.is_conj(), tensor.is_neg()),  # lazily conjugated or negated: same bytes, other values
+    )
 
 
 def _check_kind(tensor: torch.Tensor, path: str) -> None:
     name = str(tensor.dtype).removeprefix("torch.")
+    if is_lazy(tensor):
+        raise UnsupportedValueError(f"{path}: has no shape yet; run the module once before making a Checkpointer")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and type(tensor).__torch_dispatch__ is not (
         torch.Tensor.__torch_dispatch__
     ):
         raise UnsupportedValueError(f"{path}: {type(tensor).__name__} can't be saved yet, only whole tensors can")
-    if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
-        raise UnsupportedValueError(f"{path}: its memory has been freed, as by a sharded model outside of forward()")
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or name not in DTYPES:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or name not in DTYPES:
         raise UnsupportedValueError(f"{path}: a tensor of layout {tensor.layout}, dtype {name}, device {tensor.device}")
+    if tensor.numel() and not tensor.data_ptr():
+        raise UnsupportedValueError(f"{path}: its memory has been freed, as by a sharded model outside of forward()")
 
 
 def _chunk(name: str, tensor: torch.Tensor) -> Chunk:

@@ -12,7 +12,7 @@ import torch
 
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "has_pickle"]
 
 _EXACT = 1 << 53
 """JSON readers other than Python's hold integers as doubles; beyond this they are written as text."""
@@ -24,13 +24,24 @@ def _b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
+def _encodes(text: str) -> bool:
+    """False for lone surrogates: JSON readers join two that happen to meet."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def encode(value: Any, allow_pickle: bool = False) -> Any:
     """The JSON for a value. Raises UnsupportedValueError for what has no type in the format."""
     kind = type(value)
-    if kind is str or kind is bool or value is None:
+    if kind is bool or value is None:
         return value
+    if kind is str:
+        return value if value.isascii() or _encodes(value) else {"$str": _b64(value.encode("utf-8", "surrogatepass"))}
     if kind is int:
-        return value if -_EXACT < value < _EXACT else {"$int": str(value)}
+        return value if -_EXACT < value < _EXACT else {"$int": hex(value)}  # decimal would be slow, and is limited
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if kind is bytes:
@@ -70,6 +81,13 @@ def _encode_numpy(value: Any) -> Any:
     return {"$array": [dtype.str, list(value.shape), _b64(value.tobytes())]}
 
 
+def has_pickle(value: Any) -> bool:
+    """Whether decoding the value would run code."""
+    if isinstance(value, list):
+        return any(map(has_pickle, value))
+    return isinstance(value, dict) and ("$pickle" in value or any(map(has_pickle, value.values())))
+
+
 def decode(value: Any, allow_pickle: bool = False) -> Any:
     """What ``encode`` was given. Raises FormatError for an unknown type, UsageError for an unwanted pickle."""
     if isinstance(value, list):
@@ -90,7 +108,7 @@ def decode(value: Any, allow_pickle: bool = False) -> Any:
         raise FormatError(f"unknown type {tag!r} of a value")
     try:
         return decoder(body, allow_pickle)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
         if isinstance(error, (FormatError, UsageError)):
             raise
         raise FormatError(f"a value of type {tag!r} is not readable: {error}") from error
@@ -114,11 +132,16 @@ def _array(body: Any, _: bool) -> Any:
 
 
 def _scalar(body: Any, _: bool) -> Any:
+    import numpy  # noqa: PLC0415
+
+    if not numpy.dtype(body[0]).itemsize:  # an empty string, which an array can't hold
+        return numpy.dtype(body[0]).type()
     return _array([body[0], [1], body[1]], False)[0]
 
 
 _DECODERS = {
-    "$int": lambda body, _: int(body),
+    "$int": lambda body, _: int(body, 16),
+    "$str": lambda body, _: base64.b64decode(body).decode("utf-8", "surrogatepass"),
     "$float": lambda body, _: float(body),
     "$bytes": lambda body, _: base64.b64decode(body),
     "$tuple": lambda body, allow: tuple(_items(body, allow)),

@@ -14,7 +14,7 @@ from rekindle.state.capture import Plan
 __all__ = ["ShardWriter", "Views"]
 
 Views = tuple[object, list[torch.Tensor]]
-"""A layout, and where each of its units lies in one buffer."""
+"""A plan's cut, and where each of its units lies in one buffer."""
 
 
 class ShardWriter:
@@ -30,11 +30,11 @@ class ShardWriter:
         """
         layout = plan.layout
         base = len(layout.header)
-        if isinstance(cache, tuple) and cache[0] is layout:
+        if isinstance(cache, tuple) and cache[0] is plan.cut:
             views: Views = cache
         else:
             buffer[:base] = layout.header
-            views = layout, [unit.view(buffer, base) for unit in plan.units]
+            views = plan.cut, [unit.view(buffer, base) for unit in plan.units]
         data = memoryview(buffer)
         ranges = layout.blocks
 

@@ -8,20 +8,27 @@ from typing import Any
 
 import torch
 
-from rekindle.errors import RekindleError, StateMismatchError
+from rekindle.errors import StateMismatchError, UsageError
 from rekindle.snapshot.documents import Receipt
+from rekindle.state.codec import has_pickle
 from rekindle.state.rng import RngState
-from rekindle.state.tree import assemble
+from rekindle.state.tree import assemble, entries
 
 __all__ = ["check", "load"]
 
 
-def check(state: Mapping[str, Any], receipt: Receipt) -> None:
-    """Raise StateMismatchError unless the checkpoint fits the live state. Changes nothing.
+def check(state: Mapping[str, Any], receipt: Receipt, allow_pickle: bool) -> None:
+    """Raise unless the checkpoint can be loaded into the live state. Changes nothing.
 
-    Modules are compared tensor by tensor, because torch would copy what fits before it complains about the rest.
+    StateMismatchError when it doesn't fit; modules are compared tensor by tensor, because torch would copy what fits
+    before it complains about the rest. UsageError when it holds pickles and those weren't asked for.
     """
-    saved = receipt.structure
+    if not allow_pickle and has_pickle(receipt.values):
+        raise UsageError(
+            f"the checkpoint of step {receipt.stamp.step} holds pickled values; loading those runs code: "
+            "restore(allow_pickle=True) allows it"
+        )
+    saved = entries(receipt.structure)
     missing = [name for name in state if name not in saved and not isinstance(state[name], RngState)]
     surplus = [name for name in saved if name not in state and name != "rng"]
     if missing or surplus:
@@ -35,9 +42,9 @@ def check(state: Mapping[str, Any], receipt: Receipt) -> None:
     chunks = {chunk.name: chunk for chunk in receipt.layout.chunks}
     for name, entry in state.items():
         if isinstance(entry, torch.nn.Module):
-            _check_module(name, entry, saved[name], chunks)
+            _check_module(name, entry, entries(saved[name]), chunks)
         elif isinstance(entry, torch.optim.Optimizer):
-            _check_optimizer(name, entry, receipt)
+            _check_optimizer(name, entry, entries(saved[name]))
 
 
 def _check_module(name: str, module: torch.nn.Module, saved: Any, chunks: Mapping[str, Any]) -> None:
@@ -55,12 +62,11 @@ def _check_module(name: str, module: torch.nn.Module, saved: Any, chunks: Mappin
         raise StateMismatchError("; ".join(sorted(problems)[:5]) + more)
 
 
-def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, receipt: Receipt) -> None:
+def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    if "param_groups" not in optimizer.state_dict():
+        return  # an optimizer with a state of its own kind: its load_state_dict() will judge
     ours = [len(group["params"]) for group in optimizer.param_groups]
-    try:
-        theirs = [len(group["params"]) for group in receipt.structure[name]["param_groups"]]
-    except (KeyError, TypeError):
-        return  # an optimizer with a state of its own kind; its load_state_dict() will judge
+    theirs = [len(entries(group).get("params", ())) for group in saved.get("param_groups", ())]
     if ours != theirs:
         raise StateMismatchError(f"{name}: parameters per group are {ours}, in the checkpoint {theirs}")
 
@@ -89,45 +95,46 @@ def load(state: Mapping[str, Any], receipt: Receipt, shard: memoryview, allow_pi
             copies[name] = view(name).clone()
         return copies[name]
 
-    for name, entry in sorted(state.items(), key=lambda item: isinstance(item[1], RngState)):
-        if name not in receipt.structure:
+    saved = entries(receipt.structure)
+    trees = {}
+    for name, entry in state.items():
+        if name not in saved:
             continue  # the generators, of a job that began without them
+        live = entry.state_dict(keep_vars=True) if isinstance(entry, torch.nn.Module) else {}
+        trees[name] = {
+            # What load_state_dict() copies into a live tensor needs no copy of its own; the rest might be kept.
+            key: assemble(node, receipt.values, view if isinstance(live.get(key), torch.Tensor) else own, allow_pickle)
+            for key, node in entries(saved[name]).items()
+        }
+        if live:
+            # Versions of the modules' own formats; torch keeps them in an attribute, and we require the same ones.
+            trees[name] = OrderedDict(trees[name])
+            setattr(trees[name], "_metadata", getattr(live, "_metadata", None))  # noqa: B010
+    for name in sorted(trees, key=lambda name: isinstance(state[name], RngState)):
         try:
-            if isinstance(entry, torch.nn.Module):
-                _load_module(entry, receipt, name, view, own, allow_pickle)
-            else:
-                tree = assemble(receipt.structure[name], receipt.values, own, allow_pickle)
-                entry.load_state_dict(tree)
-                if isinstance(entry, torch.optim.Optimizer):
-                    _keep_dtypes(entry, tree)
-        except RekindleError:
-            raise
+            state[name].load_state_dict(trees[name])
         except Exception as error:
             raise StateMismatchError(f"{name}: load_state_dict() refused the checkpoint: {error}") from error
+        if isinstance(state[name], torch.optim.Optimizer):
+            _keep_dtypes(state[name], trees[name])
 
 
-def _load_module(module: torch.nn.Module, receipt: Receipt, name: str, view: Any, own: Any, allow_pickle: bool) -> None:
-    live = module.state_dict(keep_vars=True)
-    tree = {
-        # What load_state_dict() copies into a live tensor needs no copy of its own; what it hands to
-        # set_extra_state() might be kept.
-        key: assemble(node, receipt.values, view if isinstance(live.get(key), torch.Tensor) else own, allow_pickle)
-        for key, node in receipt.structure[name].items()
-    }
-    loaded = OrderedDict(tree)
-    # Versions of the modules' own formats; torch keeps them in an attribute, and we require them to be the same.
-    setattr(loaded, "_metadata", getattr(live, "_metadata", None))  # noqa: B010
-    module.load_state_dict(loaded)
-
-
-def _keep_dtypes(optimizer: torch.optim.Optimizer, tree: Any) -> None:
+def _keep_dtypes(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
     """Undo a cast: torch gives optimizer state the parameter's dtype, which loses bits of float32 state of bfloat16."""
-    if not isinstance(tree, dict) or "state" not in tree or "param_groups" not in tree:
+    if "state" not in tree or "param_groups" not in tree:
         return
     for live, saved in zip(optimizer.param_groups, tree["param_groups"], strict=True):
         for parameter, number in zip(live["params"], saved["params"], strict=True):
-            for key, value in tree["state"].get(number, {}).items():
-                current = optimizer.state[parameter].get(key)
-                both = isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor)
-                if both and current.dtype != value.dtype:
-                    optimizer.state[parameter][key] = value.to(current.device)
+            if number in tree["state"]:
+                optimizer.state[parameter] = _uncast(optimizer.state[parameter], tree["state"][number])
+
+
+def _uncast(live: Any, saved: Any) -> Any:
+    """``live``, with each tensor of another dtype than the saved one replaced by that, on the live one's device."""
+    if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return live if live.dtype == saved.dtype else saved.to(live.device)
+    if isinstance(live, dict):
+        return {key: _uncast(value, saved.get(key)) for key, value in live.items()}
+    if type(live) in (list, tuple):
+        return type(live)(_uncast(value, other) for value, other in zip(live, saved, strict=True))
+    return live

@@ -12,7 +12,7 @@ import torch
 from rekindle.errors import FormatError, UnsupportedValueError
 from rekindle.state.codec import decode, encode
 
-__all__ = ["Flat", "assemble", "describe", "flatten", "path_of"]
+__all__ = ["Flat", "assemble", "describe", "entries", "flatten"]
 
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 _LISTS: dict[type, str] = {list: "$list", tuple: "$tuple"}
@@ -90,7 +90,7 @@ def _describe(node: Any, name: str, path: str, out: Description) -> Any:
             (key, _describe(value, f"{name}.{key}" if name else str(key), path_of(path, key), out))
             for key, value in node.items()
         ]
-        if kind is dict and all(type(key) is str and not key.startswith("$") for key in node):
+        if kind is dict and all(type(key) is str and not key.startswith("$") and encode(key) is key for key in node):
             return dict(children)
         try:
             return {_DICTS[kind]: [[encode(key), child] for key, child in children]}
@@ -98,6 +98,16 @@ def _describe(node: Any, name: str, path: str, out: Description) -> Any:
             raise UnsupportedValueError(f"{path}: a key of the dictionary: {error}") from None
     out.paths.append(path)
     return {"$value": len(out.paths) - 1}
+
+
+def entries(node: Any) -> dict[Any, Any]:
+    """Key and structure of each child of a dictionary's structure; empty for anything else."""
+    if not isinstance(node, dict):
+        return {}
+    tag: str = next(iter(node), "")
+    if not tag.startswith("$"):
+        return node
+    return {decode(key): child for key, child in node[tag]} if tag in _DICTS.values() else {}
 
 
 def path_of(path: str, key: Any) -> str:

@@ -11,6 +11,7 @@ import datetime
 import errno
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 from rekindle.errors import FormatError
 from rekindle.failpoints import reach
-from rekindle.snapshot.documents import Receipt, checksum, read_stamp, seal
+from rekindle.snapshot.documents import Receipt, checksum, parse, seal
 from rekindle.snapshot.lineage import Incarnation, Stamp, retired
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.storage.copy import copy_blocks
@@ -66,10 +67,17 @@ class PosixStore:
 
     @staticmethod
     def _stamp(path: Path) -> Stamp | None:
+        """The stamp of a sound manifest."""
         try:
-            return read_stamp(path / MANIFEST)
+            manifest = parse((path / MANIFEST).read_bytes(), MANIFEST_KIND, path / MANIFEST)
+            return Stamp.from_json(manifest["stamp"])
         except (FileNotFoundError, NotADirectoryError, FormatError):
             return None
+
+    def damaged(self) -> list[tuple[int, Path]]:
+        """Step and directory of every checkpoint that has a manifest which can't be read."""
+        directories = [(step, path) for path, step, _, _ in self._directories()]
+        return [(s, p) for s, p in directories if (p / MANIFEST).exists() and self._stamp(p) is None]
 
     def find(self, step: int, incarnation: Incarnation | None = None) -> Published | None:
         """The durable checkpoint of ``step``, of one incarnation if given; else the youngest one."""
@@ -164,13 +172,15 @@ class PosixStore:
         """Give a durable checkpoint its proper name. What an older incarnation left there is moved aside."""
         final = self.root / step_dir(stamp.step)
         other = self._stamp(final)
-        if other is not None and other.key != stamp.key:
+        if other is None and (final / MANIFEST).exists():  # damaged: a person may still want its shards
+            os.rename(final, self.root / f"{final.name}.{secrets.token_hex(8)}.retired")
+        elif other is None and final.exists():
+            _remove(final)
+        elif other is not None and other.key != stamp.key:
             if other.incarnation.generation > stamp.incarnation.generation:
                 return  # a later start of the job has overtaken this drain
             os.rename(final, self.root / f"{final.name}.{other.incarnation.id}.retired")
             reach("drain.aside", stamp.step)
-        elif other is None and final.exists():
-            _remove(final)
         try:
             os.rename(directory, final)
         except OSError as error:
@@ -192,7 +202,7 @@ class PosixStore:
                 self._name(entry.path, entry.stamp)
         known = {entry.path for entry in durable}
         for path, step, _, kind in list(self._directories()):
-            if path not in known and (kind != "partial" or step <= newest) and self._stamp(path) is None:
+            if path not in known and (kind != "partial" or step <= newest) and not (path / MANIFEST).exists():
                 _remove(path)
         for path in self.root.glob(".step-*.partial.*.tmp"):
             if not (self.root / f"{path.name[1:].rpartition('.partial.')[0]}.partial").exists():

@@ -1,0 +1,59 @@
+"""The pipeline between live state and a shard, without the stores."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.state.capture import Capture
+from rekindle.state.copy import ShardWriter
+from rekindle.state.load import check, load
+
+
+class Pipeline:
+    """What a checkpointer does with its state: saves into one slot after the other, loads from the last one."""
+
+    def __init__(self, state: Mapping[str, Any], *, rng: bool = False, allow_pickle: bool = False) -> None:
+        self.capture = Capture(state, rng, allow_pickle)
+        self.writer = ShardWriter()
+        self.slots: list[mmap.mmap | None] = [None, None]
+        self.caches: list[Any] = [None, None]
+        self.saves = 0
+        self.receipt: Receipt | None = None
+
+    def save(self) -> Receipt:
+        plan, values = self.capture.prepare()
+        number = self.saves % 2
+        slot = self.slots[number]
+        if slot is None or len(slot) != plan.layout.file_bytes:
+            self.caches[number] = None
+            slot = self.slots[number] = mmap.mmap(-1, plan.layout.file_bytes)
+        self.caches[number], sums = self.writer.write(plan, slot, self.caches[number], self.saves)
+        stamp = Stamp(self.saves, 0, 1, Incarnation(1, "a" * 16))
+        self.saves += 1
+        self.receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), "memory")
+        return self.receipt
+
+    def load_into(self, state: Mapping[str, Any], *, rng: bool = False, allow_pickle: bool = False) -> None:
+        """The last save into another state: first the check, as a restore does."""
+        live = Capture(state, rng).state
+        check(live, self.receipt, allow_pickle)
+        load(live, self.receipt, memoryview(self.slots[(self.saves - 1) % 2]), allow_pickle)
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Callable[..., Pipeline]]:
+    made: list[Pipeline] = []
+
+    def make(state: Mapping[str, Any], **options: Any) -> Pipeline:
+        made.append(Pipeline(state, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.writer.close()

@@ -1,0 +1,383 @@
+"""Checkpoints in a directory: what is durable, what goes, and what a killed writer leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from rekindle.errors import CorruptError
+from rekindle.failpoints import POINTS
+from rekindle.snapshot.documents import parse
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name, step_dir
+from rekindle.storage.catalog import STORAGE, survey
+from rekindle.storage.posix import PosixStore
+from rekindle.storage.verify import verify
+from tests.conftest import make_shard
+
+FIRST = Incarnation(1, "a" * 16)
+SECOND = Incarnation(2, "b" * 16, FIRST.id, 4)
+"""Continued from step 4."""
+
+
+@pytest.fixture
+def store(root: Path) -> PosixStore:
+    return PosixStore(root)
+
+
+def content(step: int, rank: int = 0) -> dict[str, bytes]:
+    return {"x": b"step %d " % step * 1000, "y": b"rank %d" % rank}
+
+
+def write(store: PosixStore, step: int, rank: int = 0, world: int = 1, incarnation: Incarnation = FIRST) -> Stamp:
+    receipt, data = make_shard(Stamp(step, rank, world, incarnation), content(step, rank))
+    store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+    return receipt.stamp
+
+
+def save(store: PosixStore, *steps: int, incarnation: Incarnation = FIRST) -> None:
+    for step in steps:
+        assert store.publish(write(store, step, incarnation=incarnation))
+
+
+def steps(store: PosixStore) -> list[int]:
+    return [p.stamp.step for p in store.published()]
+
+
+def files(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def assert_sound(store: PosixStore) -> None:
+    for copy in survey(None, store):
+        assert verify(copy) == []
+
+
+# -- becoming durable ------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_or_missing_root_has_no_checkpoints(store, root):
+    assert store.published() == [] and store.find(1) is None
+    root.mkdir()
+    assert store.published() == []
+    store.settle()
+    assert store.prune(1, None) == []
+
+
+def test_a_root_that_can_not_be_listed_is_an_error(store, root):
+    root.write_text("not a directory")
+    with pytest.raises(OSError):
+        store.published()
+
+
+def test_a_published_checkpoint_is_the_documented_files(store, root):
+    save(store, 12)
+    expected = {shard_name(0, 1), receipt_name(0, 1), MANIFEST}
+    assert files(root) == {f"{step_dir(12)}/{name}" for name in expected}
+    with safe_open(root / step_dir(12) / shard_name(0, 1), framework="numpy") as file:
+        assert file.get_tensor("v.x").tobytes() == content(12)["x"]
+    assert_sound(store)
+
+
+def test_the_manifest_names_every_shard_with_its_receipts_checksum(store, root):
+    for rank in (1, 0):
+        stamp = write(store, 3, rank, 2)
+    assert store.publish(stamp)
+    path = root / step_dir(3) / MANIFEST
+    manifest = parse(path.read_bytes(), MANIFEST_KIND, path)
+    assert json.loads(path.read_bytes()) == manifest
+    assert [entry["file"] for entry in manifest["shards"]] == [shard_name(0, 2), shard_name(1, 2)]
+    for entry in manifest["shards"]:
+        assert entry["bytes"] == (root / step_dir(3) / entry["file"]).stat().st_size
+
+
+def test_what_is_not_published_is_not_listed(store):
+    save(store, 1)
+    stamp = write(store, 2)
+    assert steps(store) == [1]
+    assert store.find(2) is None and not store.durable(stamp)
+    assert store.has_shard(stamp)
+
+
+def test_a_step_is_published_only_when_every_rank_is_there(store):
+    stamp = write(store, 5, 0, 3)
+    assert not store.publish(stamp)
+    write(store, 5, 2, 3)
+    assert not store.publish(stamp) and not store.durable(stamp)
+    assert steps(store) == []
+    write(store, 5, 1, 3)
+    assert store.publish(stamp) and store.durable(stamp)
+    assert steps(store) == [5]
+    assert_sound(store)
+
+
+def test_every_rank_may_publish(store, root):
+    stamps = [write(store, 5, rank, 2) for rank in (0, 1)]
+    assert all(store.publish(stamp) for stamp in stamps)
+    assert steps(store) == [5] and len(list(root.iterdir())) == 1
+
+
+def test_a_step_of_another_incarnation_does_not_complete_this_one(store):
+    """Half the ranks wrote step 5; after the restart the other half did."""
+    old = write(store, 5, 0, 2, FIRST)
+    new = write(store, 5, 1, 2, SECOND)
+    assert not store.publish(old) and not store.publish(new)
+    write(store, 5, 0, 2, SECOND)
+    assert store.publish(new)
+    assert [p.stamp.incarnation for p in store.published()] == [SECOND]
+    assert_sound(store)
+
+
+def test_finding_a_step(store):
+    save(store, 1, 5)
+    save(store, 5, incarnation=SECOND)
+    assert store.find(1).stamp.incarnation == FIRST
+    assert store.find(5).stamp.incarnation == SECOND
+    assert store.find(5, FIRST).stamp.incarnation == FIRST
+    assert store.find(1, SECOND) is None and store.find(2) is None
+
+
+def test_foreign_files_are_no_checkpoints_and_stay(store, root):
+    save(store, 1, 2, 3)
+    (root / "notes.txt").write_text("mine")
+    (root / "step-12").mkdir()
+    (root / "step-0000000099").mkdir()
+    (root / "step-0000000099" / "mine.bin").write_text("mine")
+    (root / step_dir(1) / "mine.bin").write_text("mine")
+    store.prune(1, None)
+    store.settle()
+    assert steps(store) == [3]
+    assert {"notes.txt", "step-0000000099/mine.bin", f"{step_dir(1)}/mine.bin"} <= files(root)
+
+
+# -- a damaged source ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("at", "name"), [(8, "header"), (4096, "'v.x'"), (-1, "'v.y'")])
+def test_a_damaged_source_is_never_published_and_leaves_no_file(store, root, at, name):
+    receipt, data = make_shard(Stamp(7, 0, 1, FIRST), content(7))
+    damaged = bytearray(data)
+    damaged[at] ^= 1
+    with pytest.raises(CorruptError) as caught:
+        store.write_shard(receipt, memoryview(damaged), lambda nbytes: None)
+    assert name in str(caught.value) and "step 7" in str(caught.value)
+    assert files(root) == set()
+    assert not store.has_shard(receipt.stamp) and not store.publish(receipt.stamp)
+    store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+    assert store.publish(receipt.stamp)
+    assert_sound(store)
+
+
+def test_progress_counts_the_data(store):
+    receipt, data = make_shard(Stamp(7, 0, 1, FIRST), content(7))
+    counted: list[int] = []
+    store.write_shard(receipt, memoryview(data), counted.append)
+    assert sum(counted) == receipt.layout.nbytes
+
+
+def test_a_full_storage_is_an_error_and_leaves_no_file_behind(small_tmpfs):
+    store = PosixStore(small_tmpfs(1 << 20) / "run")
+    save(store, 1)
+    receipt, data = make_shard(Stamp(2, 0, 1, FIRST), {"x": b"x" * (2 << 20)})
+    with pytest.raises(OSError, match="No space left"):
+        store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+    assert steps(store) == [1]
+    assert all(name.startswith(step_dir(1) + "/") for name in files(store.root))
+    assert_sound(store)
+
+
+# -- retention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_the_newest_steps_are_kept(store, root, keep, left):
+    save(store, 1, 2, 3, 4, 5)
+    assert store.prune(keep, None) == [step for step in range(1, 6) if step not in left]
+    assert steps(store) == left
+    assert {path.name for path in root.iterdir()} == {step_dir(step) for step in left}
+    assert_sound(store)
+
+
+def test_the_last_checkpoint_is_never_removed(store):
+    save(store, 1)
+    assert store.prune(0, None) == [] and steps(store) == [1]
+
+
+def test_milestones_are_kept(store):
+    save(store, *range(5, 46, 5))
+    assert store.prune(2, 20) == [5, 10, 15, 25, 30, 35]
+    assert steps(store) == [20, 40, 45]
+
+
+def test_unfinished_steps_do_not_count_for_retention(store):
+    save(store, 1, 2)
+    write(store, 3)
+    assert store.prune(2, None) == [] and steps(store) == [1, 2]
+
+
+def test_abandoned_steps_stay_until_their_successor_is_durable(store, root):
+    save(store, 3, 4, 5, 6)
+    write(store, 5, incarnation=SECOND)  # begun, not durable
+    assert store.prune(9, None) == []
+    store.settle()
+    assert steps(store) == [3, 4, 5, 6]
+    save(store, 5, incarnation=SECOND)
+    assert sorted(store.prune(9, None)) == [5, 6]
+    assert [(p.stamp.step, p.stamp.incarnation.generation) for p in store.published()] == [(3, 1), (4, 1), (5, 2)]
+    store.settle()
+    assert {path.name for path in root.iterdir()} == {step_dir(step) for step in (3, 4, 5)}
+    assert_sound(store)
+
+
+def test_abandoned_milestones_go_too(store):
+    save(store, 4, 10)
+    save(store, 5, incarnation=SECOND)
+    assert store.prune(9, 10) == [10]
+
+
+def test_abandoned_steps_do_not_fill_the_places_of_live_ones(store):
+    save(store, 4, 8, 9)
+    save(store, 5, incarnation=SECOND)
+    store.prune(2, None)
+    assert [(p.stamp.step, p.stamp.incarnation.generation) for p in store.published()] == [(4, 1), (5, 2)]
+
+
+# -- the same step twice ---------------------------------------------------------------------------------------------
+
+
+def test_an_older_incarnations_step_is_moved_aside_and_removed_only_afterwards(store, root):
+    save(store, 4, 5)
+    save(store, 5, incarnation=SECOND)
+    aside = root / f"{step_dir(5)}.{FIRST.id}.retired"
+    assert aside.is_dir() and (aside / MANIFEST).exists()
+    assert store.find(5).path == root / step_dir(5) and store.find(5).stamp.incarnation == SECOND
+    assert {p.kind for p in store.published()} == {None, "retired"}
+    assert_sound(store)
+    store.prune(2, None)
+    store.settle()
+    assert not aside.exists()
+    assert {path.name for path in root.iterdir()} == {step_dir(4), step_dir(5)}
+
+
+def test_a_drain_that_was_overtaken_does_not_replace_its_successors_step(store, root):
+    late = write(store, 5, incarnation=FIRST)
+    save(store, 5, incarnation=SECOND)
+    store.publish(late)
+    assert (root / step_dir(5)).is_dir()
+    assert store.find(5).stamp.incarnation == SECOND and store.find(5).path == root / step_dir(5)
+    store.settle()
+    store.prune(9, None)
+    store.settle()
+    assert {path.name for path in root.iterdir()} == {step_dir(5)}
+    assert_sound(store)
+
+
+def test_publishing_again_changes_nothing(store, root):
+    save(store, 1)
+    before = {name: (root / name).stat().st_mtime_ns for name in files(root)}
+    assert store.publish(Stamp(1, 0, 1, FIRST))
+    assert {name: (root / name).stat().st_mtime_ns for name in files(root)} == before
+
+
+# -- after a kill ----------------------------------------------------------------------------------------------------
+
+WRITER = """
+import sys
+from pathlib import Path
+from rekindle.storage.posix import PosixStore
+from tests.storage.test_posix import FIRST, SECOND, save
+store = PosixStore(Path(sys.argv[1]))
+save(store, 3, 4, 5)
+save(store, 5, 6, incarnation=SECOND)
+store.prune(2, None)
+store.settle()
+"""
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS["drain"]])
+@pytest.mark.parametrize("step", [3, 5])
+def test_whatever_a_killed_writer_leaves_is_settled_by_the_next(store, root, point, step):
+    done = subprocess.run(
+        [sys.executable, "-c", WRITER, str(root)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "REKINDLE_FAILPOINT": f"{point}@{step}"},
+        check=False,
+    )
+    reached = not (point == "drain.aside" and step == 3)
+    assert done.returncode == (-signal.SIGKILL if reached else 0)
+    assert_sound(store)
+    before = steps(store)
+    assert before or step == 3, "a durable step is gone"
+    store.settle()
+    assert_sound(store)
+    assert set(before) <= set(steps(store))
+    assert all(p.kind != "partial" for p in store.published())
+
+    third = Incarnation(3, "c" * 16, SECOND.id, 6)
+    save(store, 7, 8, incarnation=third)
+    store.prune(2, None)
+    store.settle()
+    assert steps(store) == [7, 8]
+    assert {path.name for path in root.iterdir()} == {step_dir(7), step_dir(8)}
+    assert not [name for name in files(root) if ".tmp" in name]
+    assert_sound(store)
+
+
+def test_a_durable_step_that_never_got_its_name_gets_it(store, root):
+    save(store, 1)
+    (root / step_dir(1)).rename(store.partial(Stamp(1, 0, 1, FIRST)))
+    assert steps(store) == [1] and store.durable(Stamp(1, 0, 1, FIRST))
+    store.settle()
+    assert [path.name for path in root.iterdir()] == [step_dir(1)]
+
+
+def test_settling_leaves_an_unfinished_newer_step_alone(store):
+    save(store, 1)
+    stamp = write(store, 2, 0, 2)
+    store.settle()
+    assert store.has_shard(stamp)
+    write(store, 2, 1, 2)
+    assert store.publish(stamp)
+
+
+def test_settling_removes_unfinished_steps_that_were_overtaken(store, root):
+    write(store, 1)
+    save(store, 2)
+    store.settle()
+    assert [path.name for path in root.iterdir()] == [step_dir(2)]
+
+
+def test_settling_removes_a_step_whose_removal_was_cut_short(store, root):
+    save(store, 1, 2)
+    (root / step_dir(1) / MANIFEST).unlink()
+    assert steps(store) == [2]
+    store.settle()
+    assert [path.name for path in root.iterdir()] == [step_dir(2)]
+
+
+def test_a_killed_writers_leftovers_are_written_over(store, root):
+    stamp = Stamp(2, 0, 1, FIRST)
+    directory = store.partial(stamp)
+    directory.mkdir(parents=True)
+    (directory / f".{shard_name(0, 1)}.tmp").write_bytes(b"half" * 100_000)
+    save(store, 2)
+    assert files(root) == {f"{step_dir(2)}/{name}" for name in (shard_name(0, 1), receipt_name(0, 1), MANIFEST)}
+    assert_sound(store)
+
+
+# -- listing both stores ---------------------------------------------------------------------------------------------
+
+
+def test_a_survey_lists_the_newest_first(store):
+    save(store, 3, 5)
+    save(store, 5, incarnation=SECOND)
+    copies = survey(None, store)
+    assert [(c.step, c.incarnation.generation) for c in copies] == [(5, 2), (5, 1), (3, 1)]
+    assert all(c.place == STORAGE and c.ranks == {0} for c in copies)

@@ -1,0 +1,160 @@
+"""The rules of the source tree, held by a test: who may import whom, and how long a module may get."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import rekindle
+
+PACKAGE = Path(rekindle.__file__).parent
+
+LAYERS = {
+    "errors": 0,
+    "failpoints": 0,
+    "snapshot": 1,
+    "storage": 2,
+    "agent": 3,
+    "state": 3,
+    "recovery": 4,
+    "savers": 5,
+    "checkpointer": 6,
+    "operate": 6,
+    "integrations": 7,
+    "cli": 7,
+    "__main__": 8,
+}
+"""Imports point to a lower number, or stay within one package. Packages of equal number never import each other."""
+
+WITHOUT_TORCH = {"errors", "failpoints", "snapshot", "storage", "agent", "operate"}
+LONGEST = 400
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+FACADE = "rekindle"
+
+
+def part_of(module: str) -> str:
+    """``snapshot`` for rekindle.snapshot.layout."""
+    return module.split(".")[1]
+
+
+@cache
+def imports(module: str) -> tuple[tuple[str, int], ...]:
+    """(module, line) of all that a module imports, in functions too; relative imports are resolved."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(
+                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
+                )
+            for alias in node.names:  # "from rekindle.snapshot import layout" imports a module
+                inner = f"{base}.{alias.name}"
+                found.append((inner if inner in MODULES else base, node.lineno))
+    return tuple(found)
+
+
+def ours(module: str) -> list[tuple[str, int]]:
+    return [(name, line) for name, line in imports(module) if name.split(".")[0] == "rekindle"]
+
+
+def test_every_module_has_its_place_in_the_layers():
+    unplaced = {part_of(m) for m in MODULES if m != FACADE} - LAYERS.keys()
+    assert not unplaced, f"say in LAYERS where {sorted(unplaced)} belong"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != FACADE])
+def test_imports_point_down(module):
+    wrong = []
+    for name, line in ours(module):
+        if name == FACADE:
+            assert part_of(module) in ("cli", "integrations"), (
+                f"{module}:{line} imports the facade, which lies above it"
+            )
+            continue
+        here, there = part_of(module), part_of(name)
+        if here != there and LAYERS[there] >= LAYERS[here]:
+            wrong.append(f"{module}:{line} imports {name}")
+    assert not wrong
+
+
+def test_agent_and_state_do_not_know_each_other():
+    meet = [
+        (m, name) for m in MODULES for name, _ in ours(m) if m.startswith("rekindle.agent") and "rekindle.state" in name
+    ]
+    meet += [
+        (m, name) for m in MODULES for name, _ in ours(m) if m.startswith("rekindle.state") and "rekindle.agent" in name
+    ]
+    assert not meet
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != FACADE and part_of(m) in WITHOUT_TORCH])
+def test_what_outlives_the_trainer_never_imports_torch(module):
+    assert not [(name, line) for name, line in imports(module) if name.split(".")[0] == "torch"]
+
+
+def test_what_a_torchless_module_imports_is_torchless_too():
+    """Follows the chain of imports: a helper in between would bring torch in just as well."""
+    for start in (m for m in MODULES if m != FACADE and part_of(m) in WITHOUT_TORCH):
+        seen, todo = set(), [start]
+        while todo:
+            module = todo.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            assert "torch" not in {name.split(".")[0] for name, _ in imports(module)}, f"{start} gets torch by {module}"
+            todo += [name for name, _ in ours(module) if name in MODULES and name != FACADE]
+
+
+def test_there_are_no_import_cycles():
+    state: dict[str, int] = {}
+    path: list[str] = []
+
+    def visit(module: str) -> None:
+        state[module] = 1
+        path.append(module)
+        for name, _ in ours(module):
+            assert state.get(name) != 1, " -> ".join([*path[path.index(name) :], name])
+            if name in MODULES and name not in state:
+                visit(name)
+        path.pop()
+        state[module] = 2
+
+    for module in MODULES:
+        if module not in state:
+            visit(module)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_can_be_read_in_one_go(module):
+    lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
+    assert lines <= LONGEST, f"{MODULES[module].name} has {lines} lines: split it"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_declared_dependencies_are_imported(module):
+    allowed = {"aiohttp", "click", "rich", "torch", "xxhash", "rekindle"} | set(sys.stdlib_module_names)
+    top_level = {
+        alias.name.split(".")[0]
+        for node in ast.parse(MODULES[module].read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    foreign = {name.split(".")[0] for name, _ in imports(module)} - allowed
+    # NumPy is optional: asked for inside a function, where a checkpoint or the state has it already.
+    assert foreign <= ({"numpy"} - top_level)
