@@ -117,6 +117,31 @@ def test_storage_that_cannot_be_read_does_not_pass_for_an_empty_one(root: Path, 
         ckpt.restore()
 
 
+def test_waiting_for_a_save_that_failed_is_an_error(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state)
+    ckpt.restore()
+    ckpt.save(1, wait="durable", timeout=30)
+    training.progress.lock = threading.Lock()
+    for wait in ("memory", "durable"):
+        with pytest.raises(rekindle.NotDurableError, match="step 2 is not saved"):
+            ckpt.save(2, wait=wait, timeout=30)  # type: ignore[arg-type]
+    del training.progress.__dict__["lock"]
+    ckpt.close()
+
+
+def test_a_look_at_a_job_takes_nothing_from_its_memory(root: Path, memory: Path) -> None:
+    """A run that restores, saves nothing and closes must not drop what only memory holds."""
+    from tests.faults.harness import Run, train
+
+    dying = Run(root, memory, width=8, points={0: "save.committed@3"}, executable="/bin/false")
+    assert train(Run(**{**vars(dying), "options": {"persist_every": 1000}})) == [-9]
+    job = JobDir.of(root, memory_base(memory))
+    looking = Run(root, memory, width=8, steps=3, options={"persist_every": 1000}, executable="/bin/false")
+    assert train(looking) == [0]
+    assert {stamp.step for stamp, _ in job.stamps()} == {2, 3}
+
+
 def test_restore_of_an_older_step_leaves_newer_ones_until_the_new_branch_is_durable(root: Path, memory: Path) -> None:
     training = Training()
     ckpt = rekindle.Checkpointer(root, training.state, keep=5)

@@ -211,6 +211,7 @@ class Checkpointer:
 
     def step(self, n: int) -> None:
         """Tell that ``n`` optimizer updates are complete; saves when the policy says so. Never waits for storage."""
+        self._check_step(n)
         persist = self._persist_every is not None and n % self._persist_every == 0
         every = self._persist_every if self._memory is None and self._persist_every else self._snapshot_every
         if persist or n % every == 0:
@@ -222,23 +223,26 @@ class Checkpointer:
         """Save step ``n`` now, whatever the policy, and send it to storage.
 
         ``wait="memory"`` returns when it is in memory, which is when it returns anyway; ``wait="durable"`` when it is
-        on storage. Raises NotDurableError after ``timeout`` seconds; the checkpoint is then still on its way.
+        on storage. Raises NotDurableError when the save failed, or after ``timeout`` seconds; in the latter case the
+        checkpoint is still on its way.
         """
         if wait not in (None, "memory", "durable"):
             raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
+        self._check_step(n)
         self._save(n, persist=True)
+        if wait is not None and (self._newest is None or self._newest.step != n):
+            raise NotDurableError(f"step {n} is not saved: see the log for why")
         if wait == "durable":
             self._wait_durable(timeout)
 
     def _save(self, n: int, persist: bool) -> None:
-        self._check_step(n)
+        began = time.perf_counter()
         if self._keeper is not None:
             self._keeper.check()
         if self._newest is not None and self._newest.step == n:
             if persist and self._memory is not None:
                 self._memory.persist(n)
             return
-        began = time.perf_counter()
         stamp = Stamp(n, self._group.rank, self._group.world, self._incarnation, persist)
         try:
             nbytes = self._write(stamp)
@@ -286,8 +290,7 @@ class Checkpointer:
 
     def _wait_durable(self, timeout: float) -> None:
         stamp = self._newest
-        if stamp is None:
-            raise NotDurableError("nothing was saved: see the log for why")
+        assert stamp is not None
         deadline = time.monotonic() + timeout
         error = self._direct.finish(timeout) if self._direct is not None else None
         if error is not None and not self._store.durable(stamp):
@@ -335,25 +338,25 @@ class Checkpointer:
         """
         if self._closed:
             return
-        durable = self._newest is None
+        saved = False
         try:
             if self._newest is not None:
                 if self._memory is not None:
                     self._memory.persist(self._newest.step)
                 self._wait_durable(timeout)
-                durable = True
+                saved = True
                 self._report()
         finally:
             self._closed = True
             if self._memory is not None:
-                self._memory.close(release=durable and self._newest is not None)
+                self._memory.close(release=saved)
             if self._direct is not None:
                 self._direct.close()
             if self._keeper is not None:
                 self._keeper.close()
             if self._meeting.lock is not None:
                 self._meeting.lock.release()
-            if self._job is not None and durable and self._job.agent() is None:
+            if self._job is not None and self._job.agent() is None and (saved or not any(self._job.stamps())):
                 self._job.remove()  # else the agent does it, once the last rank has left
 
     def _report(self) -> None:

@@ -70,7 +70,11 @@ class AgentKeeper:
         while not self._stop.is_set():
             if lock.acquire(1.0):
                 while not self._stop.wait(TICK):
-                    drainer.tick()
+                    try:
+                        drainer.tick()
+                    except Exception:
+                        log.exception("the drain failed and is tried again")
+                        self._stop.wait(1.0)
         lock.release()
 
     def close(self) -> None:

@@ -220,8 +220,16 @@ class JobDir:
     def _guard(self) -> Iterator[None]:
         """Keep a job's removal and a trainer's arrival apart: one of them at a time, in all jobs of this user."""
         fd = os.open(self.path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        deadline = time.monotonic() + 10.0  # it is held for milliseconds, and freed by the kernel if its holder dies
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # held for milliseconds, and freed by the kernel if its holder dies
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise BusyError(f"{self.path.parent}: another process has kept its lock for 10 s") from None
+                    time.sleep(0.005)
             yield
         finally:
             os.close(fd)
