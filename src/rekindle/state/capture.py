@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from rekindle.errors import UnsupportedValueError, UsageError
 from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.layout import BLOCK, DTYPES, Chunk, Layout
+from rekindle.snapshot.layout import DTYPES, Chunk, Layout, blocks
 from rekindle.state.codec import encode
 from rekindle.state.rng import RngState
 from rekindle.state.tree import Flat, describe, flatten
@@ -26,6 +26,9 @@ from rekindle.state.tree import Flat, describe, flatten
 __all__ = ["Capture", "Plan", "unwrap"]
 
 RNG = "rng"
+
+_BATCH = 4 << 20
+"""Bytes after which a batch is full: small enough to share out among threads, large enough to be worth handing over."""
 
 Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device, bool, bool]
 
@@ -43,11 +46,13 @@ def unwrap(module: Any) -> Any:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one copy moves: a whole tensor, or a piece of a large contiguous one."""
+    """What one copy moves: a tensor, or one checksum block of a tensor whose bytes can be copied as they lie."""
 
     source: torch.Tensor
+    address: int
+    """Where the bytes are; 0 when torch has to copy them, from a device or into order."""
     start: int
-    """First byte, counted from the start of the data."""
+    """First byte in the shard, counted from the start of its data."""
     nbytes: int
 
     def view(self, buffer: Any, base: int) -> torch.Tensor:
@@ -64,11 +69,8 @@ class Plan:
     layout: Layout
     static: bytes
     """The part of the receipt that only changes with the layout."""
-    units: list[Unit]
-    cut: list[tuple[int, tuple[int, ...]]]
-    """(first byte, shape) of each unit: views into a slot that were made for an equal cut of the layout stay good."""
-    batches: list[tuple[int, int, int, int]]
-    """(first unit, last unit + 1, first checksum block, last + 1): what is copied before it is handed on to hashing."""
+    batches: list[list[Unit]]
+    """Units in the order of their bytes, some MiB at a time: what one thread copies and hashes in one go."""
 
 
 class Capture:
@@ -161,11 +163,7 @@ class Capture:
         if self._plan is not None and layout == self._plan.layout:
             layout = self._plan.layout  # the same object: its header is made once
         static = Receipt.static_part(layout, description.structure)
-        units, batches = _units(layout, stored)
-        cut = [(unit.start, tuple(unit.source.shape)) for unit in units]
-        if self._plan is not None and layout is self._plan.layout and cut == self._plan.cut:
-            cut = self._plan.cut
-        return Plan(layout, static, units, cut, batches)
+        return Plan(layout, static, _batches(layout, stored))
 
 
 def _key(tensor: torch.Tensor) -> Key:
@@ -194,27 +192,24 @@ def _chunk(name: str, tensor: torch.Tensor) -> Chunk:
     return Chunk(name, str(tensor.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape)
 
 
-def _units(layout: Layout, stored: Mapping[str, torch.Tensor]) -> tuple[list[Unit], list[tuple[int, int, int, int]]]:
-    """Cut the state into copies, and these into batches of about one checksum block, to copy and hash in step."""
-    units: list[Unit] = []
-    batches = []
-    first_unit = first_block = block = waiting = 0
+def _batches(layout: Layout, stored: Mapping[str, torch.Tensor]) -> list[list[Unit]]:
+    batches: list[list[Unit]] = [[]]
+    waiting = 0
     for chunk in layout.chunks:
-        source = stored[chunk.name].detach()
-        pieces = [source]
-        if chunk.nbytes > BLOCK and source.is_contiguous():
-            pieces = list(torch.split(source.view(-1), BLOCK // source.element_size()))
-        at = chunk.start
-        for piece in pieces:
-            nbytes = piece.numel() * piece.element_size()
-            if nbytes:
-                units.append(Unit(piece, at, nbytes))
-            at += nbytes
-            waiting += nbytes
-            block += -(-nbytes // BLOCK)
-            if waiting >= BLOCK:
-                batches.append((first_unit, len(units), first_block, block))
-                first_unit, first_block, waiting = len(units), block, 0
-    if first_unit < len(units):
-        batches.append((first_unit, len(units), first_block, block))
-    return units, batches
+        for unit in _units(chunk, stored[chunk.name].detach()):
+            batches[-1].append(unit)
+            waiting += unit.nbytes
+            if waiting >= _BATCH:
+                batches.append([])
+                waiting = 0
+    return [batch for batch in batches if batch]
+
+
+def _units(chunk: Chunk, source: torch.Tensor) -> list[Unit]:
+    if not chunk.nbytes:
+        return []
+    plain = source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+    if not plain:
+        return [Unit(source, 0, chunk.start, chunk.nbytes)]
+    address = source.data_ptr() - chunk.start
+    return [Unit(source, address + start, start, stop - start) for start, stop in blocks(chunk)]
