@@ -177,11 +177,13 @@ def test_a_run_that_forgot_to_restore_is_stopped_before_it_buries_the_old_one(ro
     ckpt.close()
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, "1", True])
+@pytest.mark.parametrize("step", [-1, 1.0, "1", True, 10**10])
 def test_steps_are_whole_numbers(step: object, root: Path, memory: Path) -> None:
     ckpt = rekindle.Checkpointer(root, Training().state)
     with pytest.raises(rekindle.UsageError):
         ckpt.save(step)  # type: ignore[arg-type]
+    with pytest.raises(rekindle.UsageError):
+        ckpt.step(step)  # type: ignore[arg-type]
     ckpt.close()
 
 

@@ -19,7 +19,7 @@ from rekindle.recovery.restore import restore
 from rekindle.savers import DirectSaver, MemorySaver
 from rekindle.snapshot.lineage import Incarnation, Stamp, retired
 from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.names import root_path
+from rekindle.snapshot.names import LAST_STEP, root_path
 from rekindle.snapshot.slots import Slots
 from rekindle.state.capture import Capture
 from rekindle.storage.catalog import STORAGE, survey
@@ -179,7 +179,8 @@ class Checkpointer:
             raise MemoryStoreError(why)
         if self._group.rank == self._meeting.mates[0]:
             log.warning("%s. Checkpoints go straight to storage, which slows training at each save.", why)
-        self._job = None
+        if self._meeting.lock is None:
+            self._job = None
         self._direct = DirectSaver(self._capture, self._store, self._keep, self._keep_every)
 
     # -- restoring ----------------------------------------------------------------------------------------------
@@ -196,8 +197,6 @@ class Checkpointer:
         """
         if self._newest is not None:
             raise UsageError("restore() comes before the first save of a run")
-        if self._memory is not None:
-            self._memory.slots.ready()
         done = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle)
         self._restored = True
         if done is None:
@@ -277,8 +276,8 @@ class Checkpointer:
     def _check_step(self, n: int) -> None:
         if self._closed:
             raise UsageError("the checkpointer is closed")
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise UsageError(f"step {n!r}: must be the number of completed updates, a whole number of at least 0")
+        if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= LAST_STEP:
+            raise UsageError(f"step {n!r}: must be the number of completed updates, a whole number of 0 to {LAST_STEP}")
         if self._newest is not None and n < self._newest.step:
             raise UsageError(f"step {n} after step {self._newest.step}: steps must grow")
         if self._newest is None and n <= self._incarnation.parent_step and self._incarnation.parent:
@@ -349,7 +348,9 @@ class Checkpointer:
         finally:
             self._closed = True
             if self._memory is not None:
-                self._memory.close(release=saved)
+                self._memory.close()
+            if self._job is not None and saved:
+                self._job.remove_snapshots(self._group.rank)
             if self._direct is not None:
                 self._direct.close()
             if self._keeper is not None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 
-from rekindle.errors import NotDurableError
+from rekindle.errors import MemoryStoreError, NotDurableError
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.slots import Slots
@@ -42,15 +42,17 @@ class MemorySaver:
         self._last: _Committed | None = None
 
     def save(self, stamp: Stamp) -> int:
-        """Bytes saved. Raises MemoryStoreError when there is no slot to be had; then nothing has changed."""
+        """Bytes saved. Raises MemoryStoreError when memory has no room, or is gone."""
         plan, values = self._capture.prepare()
-        slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
         try:
+            slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
             assert slot.map is not None
             slot.cache, checksums = self._writer.write(plan, slot.map, slot.cache, stamp.step)
             self.slots.commit(slot, stamp, Receipt.encode(stamp, plan.static, checksums, values))
-        except BaseException:
-            self.slots.abandon(slot)
+        except MemoryStoreError:
+            raise
+        except BaseException:  # a signal handler may raise between any two instructions, Ctrl-C's for one
+            self.slots.recover()
             raise
         self._last = _Committed(stamp, plan, checksums, values)
         return plan.layout.file_bytes
@@ -64,9 +66,9 @@ class MemorySaver:
         receipt = Receipt.encode(last.stamp, last.plan.static, last.checksums, last.values)
         self.slots.write_receipt(last.stamp, receipt)
 
-    def close(self, release: bool) -> None:
+    def close(self) -> None:
         self._writer.close()
-        self.slots.close(release)
+        self.slots.close()
 
 
 class DirectSaver:

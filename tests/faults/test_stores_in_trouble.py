@@ -17,7 +17,7 @@ import rekindle
 from rekindle.cli import main
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.memory import JobDir, memory_base
-from tests.faults.harness import Run, build, digest_of, finish, leftovers, restored, start, train, wait_for
+from tests.faults.harness import Run, build, digest_of, finish, leftovers, restored, start, traced, train, wait_for
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system needs root")
 
@@ -231,3 +231,81 @@ def test_the_trainer_counts_what_it_lost(root: Path, memory: Path) -> None:
     ckpt.step(3)
     ckpt.close()
     assert ckpt.latest() is not None and ckpt.latest().step == 3  # type: ignore[union-attr]
+
+
+@needs_root
+def test_what_memory_holds_is_restored_even_when_there_is_no_room_for_more(
+    root: Path, tmp_path: Path, unbroken: Callable[[Run], list[str]]
+) -> None:
+    with tmpfs(tmp_path / "small", "size=8m") as small:
+        options = {"persist_every": 1000}
+        job = JobDir.of(root, memory_base(small))
+        crash_after(Run(root, small, options=options, executable="/bin/false"), 5, durable=False, job=job)
+        lowered = Run(root, small, options={"memory_limit": 1000})
+        assert train(lowered) == [0], lowered.log(0).read_text()
+        assert restored(lowered)[-1] == 5
+        assert "go straight to storage" in lowered.log(0).read_text()
+        assert [digest_of(lowered)] == unbroken(lowered)
+        wait_for(lambda: not job.path.exists(), what="the memory to be given back")
+
+
+def test_a_memory_store_that_is_removed_under_a_live_job_costs_no_step(
+    root: Path, memory: Path, job: JobDir, unbroken: Callable[[Run], list[str]]
+) -> None:
+    run = Run(root, memory, steps=60, pause=0.05)
+    processes = start(run)
+    wait_for(lambda: list(root.glob("step-*")), what="a durable step")
+    shutil.rmtree(job.path)
+    assert finish(processes) == [0], run.log(0).read_text()
+    assert "has been removed by somebody" in run.log(0).read_text()
+    assert ("metrics", '{"failed":0}') in traced(run)
+    assert [digest_of(run)] == unbroken(run)
+    assert (root / "step-0000000060").exists()
+
+
+def test_an_interrupt_in_the_middle_of_a_save_spoils_no_later_one(root: Path, memory: Path) -> None:
+    import random
+    import signal
+    import time
+
+    import torch
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    weights = torch.zeros(1 << 20)
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory)
+    ckpt.restore()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    chance, step, interrupted = random.Random(0), 0, 0
+    deadline = time.monotonic() + 20
+    try:
+        while interrupted < 40 and time.monotonic() < deadline:
+            step += 1
+            weights.fill_(step)
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.00002, 0.003))
+            try:
+                ckpt.step(step)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupt:
+                interrupted += 1
+                step += 1
+                weights.fill_(step)
+                ckpt.step(step)
+                assert ckpt.metrics.failed == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted >= 10
+    step += 1
+    weights.fill_(step)
+    ckpt.save(step, wait="durable", timeout=30)
+    ckpt.close()
+    back = rekindle.Values()
+    ckpt = rekindle.Checkpointer(root, {"values": back}, memory=memory)
+    assert ckpt.restore() == step
+    assert torch.equal(back.weights, weights)
+    ckpt.close()

@@ -137,7 +137,8 @@ def test_saving_a_step_again_replaces_it(job):
 def test_an_abandoned_save_leaves_nothing_visible_and_its_slot_is_used_again(job):
     slots = alone(job)
     save(slots, 1)
-    slots.abandon(begin(slots, 2))
+    begin(slots, 2)
+    slots.recover()
     assert steps(job) == [1]
     save(slots, 2)
     assert steps(job) == [1, 2] and len(files(job)) == 2
@@ -155,11 +156,12 @@ def test_a_receipt_can_be_replaced_in_place(job):
 def test_closing_gives_the_memory_back_only_when_asked_to(job):
     slots = alone(job)
     save(slots, 1)
-    slots.close(release=False)
+    slots.close()
     assert_sound(job, 1)
     again = alone(job)
     again.adopt()
-    again.close(release=True)
+    again.close()
+    again.job.remove_snapshots(again.rank)
     assert steps(job) == [] and files(job) == []
 
 
@@ -170,7 +172,7 @@ def test_a_successor_adopts_snapshots_and_files(job):
     slots = alone(job)
     for step in (1, 2):
         save(slots, step)
-    slots.close(release=False)
+    slots.close()
     successor = alone(job)
     successor.adopt()
     assert sorted(slot.stamp.step for slot in successor.slots) == [1, 2]
@@ -216,7 +218,7 @@ def test_a_shard_without_a_receipt_is_a_free_file(job):
     save(slots, 2)
     (job.path / step_dir(2) / receipt_name(0, 1)).unlink()
     (job.path / step_dir(2) / f".{receipt_name(0, 1)}.tmp").write_bytes(b'{"digest":"')
-    slots.close(release=False)
+    slots.close()
     successor = alone(job)
     successor.adopt()
     assert [slot.stamp.step if slot.stamp else None for slot in successor.slots].count(None) == 1
@@ -233,7 +235,7 @@ def test_a_successor_uncommits_what_it_left_behind_before_it_writes(job):
             save(slots, step)
             pins.enter_context(open_step(job, step))  # so that all three stay
     assert steps(job) == [3, 4, 5]
-    slots.close(release=False)
+    slots.close()
     successor = alone(job)
     successor.adopt()
     second = Incarnation(2, "b" * 16, FIRST.id, 3)
@@ -250,7 +252,7 @@ def test_adopting_alone_takes_nothing_away(job):
     slots = alone(job)
     for step in (4, 5):
         save(slots, step)
-    slots.close(release=False)
+    slots.close()
     successor = alone(job)
     successor.adopt()
     successor.reserve(FILE)
@@ -522,7 +524,8 @@ def test_whatever_happens_a_complete_snapshot_stays_and_pinned_bytes_do_not_chan
         for shard in pins:
             shard.close()
         for slots in ranks:
-            slots.close(release=True)
+            slots.close()
+            slots.job.remove_snapshots(slots.rank)
 
 
 # -- no room ---------------------------------------------------------------------------------------------------------
@@ -581,7 +584,6 @@ def test_memory_that_somebody_else_fills_is_an_error_and_the_next_save_leaves_no
     receipt, _ = make_shard(stamp, {"x": content(2)})
     with pytest.raises(MemoryStoreError):
         slots.commit(slot, stamp, receipt.raw)
-    slots.abandon(slot)
     assert steps(job) == [1]
     assert_sound(job, 1)
     (base / "filler").unlink()

@@ -235,5 +235,5 @@ def test_no_flipped_byte_of_a_receipt_in_memory_keeps_an_older_step_from_being_r
     for where in flips(job.path / step_dir(2) / receipt_name(0, 1)):
         if (came := load(job, PosixStore(root))) != "step 1":
             wrong[where] = came
-    slots.close(release=True)
+    slots.close()
     assert not wrong, report(wrong)

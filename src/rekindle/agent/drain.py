@@ -116,7 +116,7 @@ class Drainer:
         newest = self._newest_durable(store)
         if newest is not None and newest.key == copy.key:
             self._became_durable(store, info, copy)
-        elif newest is None or newest.step < copy.step:
+        elif newest is None or _goes_beyond(copy, newest):
             return copy
         self._settled = copy.key
         return None
@@ -135,7 +135,7 @@ class Drainer:
         if info is None or not complete:
             return None
         newest = self._newest_durable(PosixStore(Path(info.root)))
-        return complete[0].step if newest is None or newest.step < complete[0].step else None
+        return complete[0].step if newest is None or _goes_beyond(complete[0], newest) else None
 
     def _drain(self, info: Job, copy: Copy) -> bool:
         began = time.monotonic()
@@ -171,11 +171,22 @@ class Drainer:
         self.job.write_durable(copy.step)
         self.progress.durable, self.progress.error = copy.step, None
         self._settled = copy.key
-        self.job.remove_strangers(info.ranks)
+        self.job.remove_strangers()
         removed = store.prune(info.keep, info.keep_every)
         store.settle()
         if removed:
             log.info("removed surplus checkpoints of steps %s", removed)
+
+
+def _goes_beyond(copy: Copy, newest: Stamp) -> bool:
+    """Whether storage should get ``copy`` though it has ``newest``.
+
+    Not when another start of the same generation is on storage: the job went on elsewhere, unable to see this node's
+    memory, and what this node holds is a branch that nobody follows.
+    """
+    other = newest.incarnation
+    elsewhere = other != copy.incarnation and other.generation >= copy.incarnation.generation
+    return newest.step < copy.step and not elsewhere
 
 
 def _local(info: Job, copy: Copy) -> list[int]:

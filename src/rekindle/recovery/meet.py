@@ -28,9 +28,9 @@ class Meeting:
     """Ranks on this node, in order."""
     nodes: int
     lock: Lock | None
-    """Makes this process the rank's only trainer; None without a memory store."""
+    """Makes this process the rank's only trainer; None where even the job's directory can't be had."""
     no_memory: str | None
-    """Why this node's memory can't be used; None when it can."""
+    """Why snapshots can't go into this node's memory; None when they can. What is there can be read if ``lock`` is."""
     found: bool
     """Whether any rank sees a checkpoint of an earlier start."""
 
@@ -56,7 +56,7 @@ def meet(
                 name = differing[0]
                 raise UsageError(f"{name} is {given[name]!r} on rank {rank} and {first[0][2][name]!r} on rank 0")
         no_memory = no_memory or _no_room(job, nbytes, len(mates), limit)
-        offers = look(None if no_memory else job, PosixStore(root), group.rank).offers
+        offers = look(None if lock is None else job, PosixStore(root), group.rank).offers
         generation = max((offer.incarnation.generation for offer in offers), default=0)
         second = group.gather((no_memory, generation, bool(offers), Incarnation.begin(0).id))
     except BaseException:
@@ -64,9 +64,6 @@ def meet(
             lock.release()
         raise
     no_memory = next((second[rank][0] for rank in mates if second[rank][0]), None)
-    if no_memory and lock is not None:
-        lock.release()
-        lock = None
     incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
     nodes = len({node for node, _, _ in first})
     return Meeting(incarnation, mates, nodes, lock, no_memory, any(entry[2] for entry in second))

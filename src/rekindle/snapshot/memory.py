@@ -20,7 +20,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -323,12 +323,16 @@ class JobDir:
             except OSError:
                 continue
 
-    def remove_strangers(self, ranks: Collection[int]) -> None:
+    def remove_strangers(self) -> None:
         """Give back the memory of ranks that this node no longer has: the job came back with fewer."""
-        found = {int(path.name[5:10]) for path in self.slots.glob("rank-*.slot")}
-        found |= {stamp.rank for stamp, _ in self.stamps()}
-        for rank in found.difference(ranks):
-            self.remove_snapshots(rank)
+        with self._guard():  # no rank arrives meanwhile
+            info, trainers = self.read_job(), self.trainers()
+            if info is None or not trainers:
+                return
+            found = {int(path.name[5:10]) for path in self.slots.glob("rank-*.slot")}
+            found |= {stamp.rank for stamp, _ in self.stamps()}
+            for rank in found.difference(info.ranks, trainers):
+                self.remove_snapshots(rank)
 
     def remove(self) -> bool:
         """Remove the whole directory unless a trainer is there. True when it is gone.

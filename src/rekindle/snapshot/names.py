@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 from rekindle.errors import UsageError
 
 __all__ = [
+    "LAST_STEP",
     "MANIFEST",
     "MANIFEST_KIND",
     "STEP_DIR",
@@ -27,6 +28,9 @@ MANIFEST_KIND = "rekindle-checkpoint"
 
 STEP_DIR = re.compile(r"step-(?P<step>\d{10})(?:\.(?P<id>[0-9a-f]{16})\.(?P<kind>partial|retired))?\Z")
 """A step's directory; with a suffix while it is being written, or after it was moved out of a successor's way."""
+
+LAST_STEP = 10**10 - 1
+"""What ten digits can hold."""
 
 _SHARD = re.compile(r"shard-(\d{5})-of-(\d{5})\.(safetensors|json)\Z")
 

@@ -177,6 +177,8 @@ class Slots:
         that somebody is reading is never touched. Raises MemoryStoreError when no slot is left.
         """
         self.ready()
+        if not self.job.slots.is_dir():
+            raise MemoryStoreError(f"memory store {self.job.path}: has been removed by somebody")
         for slot in self.slots:
             if slot.stamp and self._abandoned(slot.stamp, step, incarnation):
                 self._uncommit(slot)
@@ -266,11 +268,26 @@ class Slots:
     def _park(self, slot: Slot) -> None:
         """Move a file back among the free ones, under a name that no other file can have."""
         free = self.job.slots / f"rank-{self.rank:05d}-{os.fstat(slot.fd).st_ino}.slot"
-        os.rename(slot.path, free)
-        slot.path, slot.stamp = free, None
+        slot.stamp = None
+        try:
+            os.rename(slot.path, free)
+        except OSError as error:
+            raise MemoryStoreError(f"memory store {slot.path}: {error.strerror}") from error
+        slot.path = free
 
     def commit(self, slot: Slot, stamp: Stamp, receipt: bytes) -> None:
-        """Make the written slot the snapshot of ``stamp``. Visible from the moment its receipt has its name."""
+        """Make the written slot the snapshot of ``stamp``. Visible from the moment its receipt has its name.
+
+        Raises MemoryStoreError when that can't be; the slot is then free again.
+        """
+        try:
+            self._commit(slot, stamp, receipt)
+        except OSError as error:
+            self._uncommit(slot)
+            slot.unlock()
+            raise MemoryStoreError(f"memory store {slot.path}: {error.strerror or error}") from error
+
+    def _commit(self, slot: Slot, stamp: Stamp, receipt: bytes) -> None:
         reach("save.copied", stamp.step)
         path = self.job.path / step_dir(stamp.step) / shard_name(stamp.rank, stamp.world)
         while True:
@@ -302,19 +319,22 @@ class Slots:
         os.replace(temporary, path)
         reach("save.committed", stamp.step)
 
-    def abandon(self, slot: Slot) -> None:
-        """Give back a slot whose writing failed."""
-        self._uncommit(slot)
-        slot.unlock()
+    def recover(self) -> None:
+        """Begin again from the files, after a save broke off at an unknown point.
 
-    def close(self, release: bool) -> None:
-        """Forget all slots; with ``release`` give their memory back as well."""
+        Free files are removed, not used again: threads of the save that broke off may still be writing into one.
+        """
+        self.close()
+        for path in self.job.slots.glob(f"rank-{self.rank:05d}-*.slot"):
+            path.unlink(missing_ok=True)
+        self.adopt()
+
+    def close(self) -> None:
+        """Let go of all slots. Their files stay."""
         self.ready()
         for slot in self.slots:
             slot.close()
         self.slots.clear()
-        if release:
-            self.job.remove_snapshots(self.rank)
 
 
 def _remove_empty(directory: Path) -> None:

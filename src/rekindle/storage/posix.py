@@ -146,7 +146,7 @@ class PosixStore:
         return True
 
     def _published_as(self, stamp: Stamp) -> Path | None:
-        """Where the checkpoint is, if it is durable: one or two look-ups, not a listing."""
+        """Where the checkpoint is, if it is durable under either of its names."""
         for path in (self.root / step_dir(stamp.step), self.partial(stamp)):
             found = self._stamp(path)
             if found is not None and found.key == stamp.key:
@@ -154,7 +154,9 @@ class PosixStore:
         return None
 
     def durable(self, stamp: Stamp) -> bool:
-        return self._published_as(stamp) is not None
+        """Whether the checkpoint is durable and has its proper name. One look-up, not a listing."""
+        found = self._stamp(self.root / step_dir(stamp.step))
+        return found is not None and found.key == stamp.key
 
     @staticmethod
     def _shard_entry(directory: Path, rank: int, world: int) -> dict[str, Any]:
