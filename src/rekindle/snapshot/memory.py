@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import fcntl
+import fnmatch
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ from rekindle.snapshot.documents import read_stamp
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.names import STEP_DIR, job_name, shard_pattern
 
-__all__ = ["Job", "JobDir", "Lock", "memory_base", "write_atomic"]
+__all__ = ["Job", "JobDir", "Lock", "matching", "memory_base", "write_atomic"]
 
 
 def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
@@ -39,6 +40,14 @@ def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
     if not chosen:
         chosen = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     return Path(chosen).absolute() / f"rekindle-{os.getuid()}"
+
+
+def matching(directory: Path, pattern: str) -> list[Path]:
+    """Files in a directory that may vanish at any moment, which pathlib's glob() takes for an error."""
+    try:
+        return [directory / name for name in os.listdir(directory) if fnmatch.fnmatchcase(name, pattern)]
+    except OSError:
+        return []
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -192,7 +201,7 @@ class JobDir:
     def trainers(self) -> dict[int, int]:
         """Process id of each rank's live trainer."""
         found = {}
-        for path in self.path.glob("rank-*.lock"):
+        for path in matching(self.path, "rank-*.lock"):
             pid = Lock.holder(path)
             if pid is not None:
                 found[int(path.stem.removeprefix("rank-"))] = pid
@@ -266,7 +275,7 @@ class JobDir:
 
     def stamps(self) -> Iterator[tuple[Stamp, Path]]:
         """Every committed snapshot, as (stamp, receipt's path). What vanishes or is damaged meanwhile is left out."""
-        for directory in self._step_dirs():
+        for directory in self.step_dirs():
             try:
                 names = os.listdir(directory)
             except OSError:
@@ -279,7 +288,7 @@ class JobDir:
                     except (OSError, FormatError):
                         continue
 
-    def _step_dirs(self) -> list[Path]:
+    def step_dirs(self) -> list[Path]:
         try:
             return [self.path / name for name in os.listdir(self.path) if STEP_DIR.match(name)]
         except OSError:
@@ -287,9 +296,9 @@ class JobDir:
 
     def rank_files(self, rank: int) -> list[Path]:
         """All of a rank's shards and free files."""
-        found = list(self.slots.glob(f"rank-{rank:05d}-*.slot"))
-        for directory in self._step_dirs():
-            found += directory.glob(f"shard-{rank:05d}-of-*.safetensors")
+        found = matching(self.slots, f"rank-{rank:05d}-*.slot")
+        for directory in self.step_dirs():
+            found += matching(directory, f"shard-{rank:05d}-of-*.safetensors")
         return found
 
     def held_bytes(self) -> int:
@@ -312,12 +321,12 @@ class JobDir:
         """Give back the memory of one rank's, or all, snapshots. Receipts go first, so nothing half-gone shows."""
         pattern = "shard-*" if rank is None else f"shard-{rank:05d}-of-*"
         for suffix in (".json", ".safetensors"):
-            for directory in self._step_dirs():
-                for path in directory.glob(pattern + suffix):
+            for directory in self.step_dirs():
+                for path in matching(directory, pattern + suffix):
                     path.unlink(missing_ok=True)
-        for path in self.slots.glob("*.slot" if rank is None else f"rank-{rank:05d}-*.slot"):
+        for path in matching(self.slots, "*.slot" if rank is None else f"rank-{rank:05d}-*.slot"):
             path.unlink(missing_ok=True)
-        for directory in self._step_dirs():
+        for directory in self.step_dirs():
             try:
                 directory.rmdir()
             except OSError:
@@ -329,7 +338,7 @@ class JobDir:
             info, trainers = self.read_job(), self.trainers()
             if info is None or not trainers:
                 return
-            found = {int(path.name[5:10]) for path in self.slots.glob("rank-*.slot")}
+            found = {int(path.name[5:10]) for path in matching(self.slots, "rank-*.slot")}
             found |= {stamp.rank for stamp, _ in self.stamps()}
             for rank in found.difference(info.ranks, trainers):
                 self.remove_snapshots(rank)

@@ -22,7 +22,7 @@ from rekindle.errors import FormatError, MemoryStoreError
 from rekindle.failpoints import reach
 from rekindle.snapshot.documents import read_stamp
 from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.memory import JobDir, matching
 from rekindle.snapshot.names import receipt_name, shard_name, step_dir
 
 __all__ = ["Slot", "Slots"]
@@ -125,8 +125,8 @@ class Slots:
                     slot.stamp = read_stamp(path.with_suffix(".json"))
                 except (FileNotFoundError, FormatError):
                     self._uncommit(slot)
-        for directory in self.job.path.glob("step-*"):
-            for path in directory.glob(f".shard-{self.rank:05d}-*"):
+        for directory in self.job.step_dirs():
+            for path in matching(directory, f".shard-{self.rank:05d}-*"):
                 path.unlink(missing_ok=True)  # a receipt that its writer did not live to finish
             _remove_empty(directory)
 
@@ -325,7 +325,7 @@ class Slots:
         Free files are removed, not used again: threads of the save that broke off may still be writing into one.
         """
         self.close()
-        for path in self.job.slots.glob(f"rank-{self.rank:05d}-*.slot"):
+        for path in matching(self.job.slots, f"rank-{self.rank:05d}-*.slot"):
             path.unlink(missing_ok=True)
         self.adopt()
 
