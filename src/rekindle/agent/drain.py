@@ -58,6 +58,9 @@ class Drainer:
     progress: Progress = field(default_factory=Progress)
     _settled: tuple[int, Incarnation] | None = None
     _broken: set[tuple[int, Incarnation]] = field(default_factory=set)
+    _waiting: dict[tuple[int, Incarnation], Stamp] = field(default_factory=dict)
+    """Steps of which this node's part is on storage, and other ranks' parts are not."""
+    _ask_at: float = 0.0
     _retry_at: float = 0.0
     _delay: float = _RETRY_FIRST
 
@@ -68,6 +71,8 @@ class Drainer:
             return False
         copy = None
         try:
+            if self._waiting and time.monotonic() >= self._ask_at:
+                self._ask_again(info)
             copy = self._next(info)
             done = copy is not None and self._drain(info, copy)
         except FileNotFoundError as error:
@@ -85,6 +90,9 @@ class Drainer:
             self._retry_at = time.monotonic() + self._delay
             log.warning("not drained, next try in %.1f s: %s", self._delay, self.progress.error)
             self._delay = min(2 * self._delay, _RETRY_LONGEST)
+            if copy is not None:
+                with contextlib.suppress(OSError):  # the next try may be of a newer step, and would want the room
+                    PosixStore(Path(info.root)).discard(copy.stamp)
             return False
         finally:
             self.progress.step = None
@@ -103,7 +111,12 @@ class Drainer:
             return all(store.has_shard(Stamp(copy.step, rank, copy.world, copy.incarnation)) for rank in missing)
 
         return [
-            c for c in copies if c.key not in self._broken and not retired(c.step, c.incarnation, seen) and has_all(c)
+            c
+            for c in copies
+            if c.key not in self._broken
+            and c.key not in self._waiting
+            and not retired(c.step, c.incarnation, seen)
+            and has_all(c)
         ]
 
     def _next(self, info: Job) -> Copy | None:
@@ -115,7 +128,7 @@ class Drainer:
         copy, store = complete[0], PosixStore(Path(info.root))
         newest = self._newest_durable(store)
         if newest is not None and newest.key == copy.key:
-            self._became_durable(store, info, copy)
+            self._became_durable(store, info, copy.key)
         elif newest is None or _goes_beyond(copy, newest):
             return copy
         self._settled = copy.key
@@ -156,21 +169,34 @@ class Drainer:
                 with shard.map() as source:
                     store.write_shard(shard.receipt, source, self._count)
         if not store.publish(stamps[0]):
-            self._retry_at = time.monotonic() + _OTHER_NODES
-            return False  # the last node to finish publishes
+            self._waiting[copy.key] = stamps[0]  # the last node to finish publishes
+            return False
         self.progress.drained += 1
         self.progress.seconds = time.monotonic() - began
-        self._became_durable(store, info, copy)
+        self._became_durable(store, info, copy.key)
         log.info("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
         return True
 
     def _count(self, nbytes: int) -> None:
         self.progress.done += nbytes
 
-    def _became_durable(self, store: PosixStore, info: Job, copy: Copy) -> None:
-        self.job.write_durable(copy.step)
-        self.progress.durable, self.progress.error = copy.step, None
-        self._settled = copy.key
+    def _ask_again(self, info: Job) -> None:
+        """Publish what the other nodes have finished meanwhile; forget what they have given up."""
+        self._ask_at = time.monotonic() + _OTHER_NODES
+        store = PosixStore(Path(info.root))
+        for key, stamp in list(self._waiting.items()):
+            if store.publish(stamp):
+                self._became_durable(store, info, key)
+                del self._waiting[key]
+            elif not store.has_shard(stamp):
+                del self._waiting[key]
+                self._broken.add(key)
+
+    def _became_durable(self, store: PosixStore, info: Job, key: tuple[int, Incarnation]) -> None:
+        with contextlib.suppress(OSError):  # full memory: the note only saves look-ups
+            self.job.write_durable(key[0])
+        self.progress.durable, self.progress.error = key[0], None
+        self._settled = key
         self.job.remove_strangers()
         removed = store.prune(info.keep, info.keep_every)
         store.settle()

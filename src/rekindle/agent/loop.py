@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import json
@@ -77,7 +78,8 @@ class Agent:
         busy = self.drainer.tick()
         text = json.dumps({"pid": os.getpid(), **asdict(self.drainer.progress)})
         if text != self._written and self.job.path.exists():
-            write_atomic(self.job.agent_status, text.encode())
+            with contextlib.suppress(OSError):  # full memory must not end the one who could empty it
+                write_atomic(self.job.agent_status, text.encode())
             self._written = text
         return busy
 

@@ -18,6 +18,9 @@ __all__ = ["Meeting", "meet"]
 _DYING = 30.0
 """Seconds that a restarted rank waits for its dying predecessor."""
 
+_SLACK = 1 << 20
+"""Bytes that must be free beside the snapshots, for receipts and the job's small files."""
+
 
 @dataclass
 class Meeting:
@@ -88,7 +91,7 @@ def _no_room(job: JobDir, nbytes: int, ranks: int, limit: int | None) -> str | N
     room = f"{free / 1e6:,.1f} MB are free" + (f" beside {held / 1e6:,.1f} MB of this job" if held else "")
     if limit is not None and need > limit:
         room = f"memory_limit is {limit / 1e6:,.1f} MB"
-    elif need <= held + free:
+    elif need <= held + free and free >= _SLACK:
         return None
     return (
         f"memory store {job.path.parent}: two snapshots of about {nbytes / 1e6:,.1f} MB for each of {ranks} rank(s) "

@@ -22,7 +22,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -103,8 +103,9 @@ class Lock:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.stat(self.path).st_ino == os.fstat(fd).st_ino:  # else it was removed while we opened it
                 self._fd = fd
-                os.ftruncate(fd, 0)
-                os.write(fd, f"{os.getpid()}\n".encode())
+                with suppress(OSError):  # full memory: then nobody learns our process id
+                    os.ftruncate(fd, 0)
+                    os.write(fd, f"{os.getpid()}\n".encode())
                 return True
         except (BlockingIOError, FileNotFoundError):
             pass
