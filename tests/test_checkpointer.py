@@ -187,6 +187,33 @@ def test_steps_are_whole_numbers(step: object, root: Path, memory: Path) -> None
     ckpt.close()
 
 
+def test_saving_the_step_that_was_restored_is_no_error(root: Path, memory: Path) -> None:
+    for _ in range(2):
+        training = Training()
+        ckpt = rekindle.Checkpointer(root, training.state)
+        start = ckpt.restore()
+        ckpt.save(start, wait="durable", timeout=30)
+        ckpt.close()
+    assert ckpt.metrics.saves == 0
+
+
+def test_a_checkpointer_that_nobody_closed_gives_its_rank_back(root: Path, memory: Path) -> None:
+    import gc
+
+    ckpt = rekindle.Checkpointer(root, Training().state)
+    del ckpt
+    gc.collect()
+    rekindle.Checkpointer(root, Training().state).close()
+
+
+def test_values_nested_too_deeply_are_refused_before_they_are_saved(root: Path, memory: Path) -> None:
+    nested: list[object] = []
+    for _ in range(300):
+        nested = [nested]
+    with pytest.raises(rekindle.UnsupportedValueError, match="nested more than"):
+        rekindle.Checkpointer(root, {"values": rekindle.Values(nested=nested)})
+
+
 def test_steps_grow(root: Path, memory: Path) -> None:
     training = Training()
     ckpt = rekindle.Checkpointer(root, training.state)

@@ -140,6 +140,8 @@ class Checkpointer:
         self._memory: MemorySaver | None = None
         self._direct: DirectSaver | None = None
         self._newest: Stamp | None = None
+        self._base: Stamp | None = None
+        """What this run went on from."""
         self._restored = self._closed = False
         self._group = this_group()
         nbytes = self._capture.estimate()
@@ -201,6 +203,7 @@ class Checkpointer:
         self._restored = True
         if done is None:
             return 0
+        self._base = Stamp(done.step, self._group.rank, self._group.world, done.incarnation)
         self._incarnation = replace(self._incarnation, parent=done.incarnation.id, parent_step=done.step)
         self.metrics.restored_step, self.metrics.restored_from = done.step, done.place
         self.metrics.restore_seconds = done.seconds
@@ -229,18 +232,24 @@ class Checkpointer:
             raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
         self._check_step(n)
         self._save(n, persist=True)
-        if wait is not None and (self._newest is None or self._newest.step != n):
+        stamp = self._newest or self._base
+        if wait is not None and (stamp is None or stamp.step != n):
             raise NotDurableError(f"step {n} is not saved: see the log for why")
-        if wait == "durable":
-            self._wait_durable(timeout)
+        if wait == "durable" and stamp is not None:
+            self._wait_durable(stamp, timeout)
 
     def _save(self, n: int, persist: bool) -> None:
         began = time.perf_counter()
         if self._keeper is not None:
             self._keeper.check()
+        if self._newest is None and self._base is not None and self._base.step == n:
+            return  # it has just been restored
         if self._newest is not None and self._newest.step == n:
-            if persist and self._memory is not None:
-                self._memory.persist(n)
+            try:
+                if persist and self._memory is not None:
+                    self._memory.persist(n)
+            except Exception as error:
+                self._failed(n, error)
             return
         stamp = Stamp(n, self._group.rank, self._group.world, self._incarnation, persist)
         try:
@@ -280,16 +289,14 @@ class Checkpointer:
             raise UsageError(f"step {n!r}: must be the number of completed updates, a whole number of 0 to {LAST_STEP}")
         if self._newest is not None and n < self._newest.step:
             raise UsageError(f"step {n} after step {self._newest.step}: steps must grow")
-        if self._newest is None and n <= self._incarnation.parent_step and self._incarnation.parent:
-            raise UsageError(f"step {n} after restoring step {self._incarnation.parent_step}: steps must grow")
+        if self._newest is None and self._base is not None and n < self._base.step:
+            raise UsageError(f"step {n} after restoring step {self._base.step}: steps must grow")
         if not self._restored and self._meeting.found:
             raise UsageError(
                 f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"
             )
 
-    def _wait_durable(self, timeout: float) -> None:
-        stamp = self._newest
-        assert stamp is not None
+    def _wait_durable(self, stamp: Stamp, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         error = self._direct.finish(timeout) if self._direct is not None else None
         if error is not None and not self._store.durable(stamp):
@@ -342,7 +349,7 @@ class Checkpointer:
             if self._newest is not None:
                 if self._memory is not None:
                     self._memory.persist(self._newest.step)
-                self._wait_durable(timeout)
+                self._wait_durable(self._newest, timeout)
                 saved = True
                 self._report()
         finally:

@@ -39,6 +39,9 @@ class _Group(click.Group):
         except RekindleError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:  # for one, a live job has recycled what was being looked at
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(RekindleError.exit_code)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,7 +50,11 @@ def main() -> None:
     """Keep large PyTorch training jobs alive through faults."""
 
 
-_ROOT = click.argument("root", callback=lambda _ctx, _param, value: value and root_path(value))
+def _root(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Path | None:
+    return None if value is None else root_path(value)
+
+
+_ROOT = click.argument("root", callback=_root)
 _STEP = click.argument("step", type=click.IntRange(min=0), required=False)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 _MEMORY = click.option("--memory", type=click.Path(path_type=Path), help="Memory store; $REKINDLE_MEMORY if unset.")
@@ -169,7 +176,7 @@ def _verify_one(entry: Listed, bar: Progress) -> dict[str, Any]:
 
 
 @main.command("status")
-@click.argument("root", required=False, callback=lambda _ctx, _param, value: value and root_path(value))
+@click.argument("root", required=False, callback=_root)
 @_JSON
 @_MEMORY
 def status(root: Path | None, as_json: bool, memory: Path | None) -> None:
@@ -206,7 +213,7 @@ def status(root: Path | None, as_json: bool, memory: Path | None) -> None:
 
 
 @main.command("stop")
-@click.argument("root", required=False, callback=lambda _ctx, _param, value: value and root_path(value))
+@click.argument("root", required=False, callback=_root)
 @click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
 @click.option("--discard", is_flag=True, help="Give memory back at once; what only memory holds is lost.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")

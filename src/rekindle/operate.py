@@ -175,9 +175,9 @@ def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[st
 def _end_agent(
     job: JobDir, agent: int, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]
 ) -> None:
-    if discard:
+    if discard and agent > 0:  # 0: it has not written down its process id yet
         os.kill(agent, signal.SIGTERM)  # it leaves after the drain in hand, and leaves the memory to us
-    else:
+    elif not discard:
         ask(job.socket, "POST", "/stop")
     while job.agent() == agent:
         if time.monotonic() > deadline:

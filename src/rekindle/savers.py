@@ -62,9 +62,9 @@ class MemorySaver:
         last = self._last
         if last is None or last.stamp.step != step or last.stamp.persist:
             return
-        last.stamp = replace(last.stamp, persist=True)
-        receipt = Receipt.encode(last.stamp, last.plan.static, last.checksums, last.values)
-        self.slots.write_receipt(last.stamp, receipt)
+        stamp = replace(last.stamp, persist=True)
+        self.slots.write_receipt(stamp, Receipt.encode(stamp, last.plan.static, last.checksums, last.values))
+        last.stamp = stamp
 
     def close(self) -> None:
         self._writer.close()

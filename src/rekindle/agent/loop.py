@@ -87,7 +87,7 @@ class Agent:
         """Whether to leave now; with the job's memory given back, unless storage still lacks something."""
         now = time.monotonic()
         if self.job.trainers():
-            self._alone_since = now
+            self._alone_since, self.stopping = now, False
             return False
         alone = now - self._alone_since
         info = self.job.read_job()

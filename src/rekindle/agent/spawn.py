@@ -68,13 +68,14 @@ class AgentKeeper:
         lock = Lock(self.job.agent_lock)
         drainer = Drainer(self.job)
         while not self._stop.is_set():
-            if lock.acquire(1.0):
-                while not self._stop.wait(TICK):
-                    try:
+            try:
+                if lock.acquire(1.0):
+                    while not self._stop.wait(TICK):
                         drainer.tick()
-                    except Exception:
-                        log.exception("the drain failed and is tried again")
-                        self._stop.wait(1.0)
+            except Exception:
+                log.exception("the drain failed and is tried again")
+                lock.release()
+                self._stop.wait(1.0)
         lock.release()
 
     def close(self) -> None:
@@ -89,7 +90,8 @@ class AgentKeeper:
 def spawn(job: JobDir) -> subprocess.Popen[bytes]:
     """Start an agent in a session of its own, so that what kills the trainers' process group spares it."""
     package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+    installed = Path(package).name in ("site-packages", "dist-packages")  # then it is found without our help
+    path = os.pathsep.join(filter(None, ["" if installed else package, os.environ.get("PYTHONPATH", "")]))
     with open(job.log, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "rekindle.agent", str(job.path)],

@@ -100,7 +100,7 @@ def restore(
     worlds = {(o.step, o.incarnation): o.world for s in sights for o in s.offers}
     for key in choice.candidates:
         began = time.monotonic()
-        verdict, receipt, shard = _open(state, sight.receipts[key], allow_pickle)
+        verdict, receipt, shard = _open(state, key, sight.receipts[key], allow_pickle)
         verdict.seconds = time.monotonic() - began
         verdicts = group.gather(verdict)
         _explain(group.rank, choice, key, verdicts)
@@ -124,7 +124,7 @@ def restore(
 
 
 def _open(
-    state: Mapping[str, Any], receipts: list[tuple[str, Path]], allow_pickle: bool
+    state: Mapping[str, Any], key: Key, receipts: list[tuple[str, Path]], allow_pickle: bool
 ) -> tuple[Verdict, Receipt | None, memoryview | None]:
     """The first sound copy of this rank's shard, memory before storage."""
     verdict = Verdict()
@@ -135,6 +135,8 @@ def _open(
             with OpenShard.open(path, in_memory=place == MEMORY) as opened:
                 view, problems = read_verified(opened)
             _raise_first(problems)
+            if opened.receipt.stamp.key != key:
+                raise CorruptError(f"{path}: belongs to another checkpoint")
             check(state, opened.receipt, allow_pickle)
         except (StateMismatchError, UsageError) as error:
             verdict.error = error

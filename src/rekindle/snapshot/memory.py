@@ -21,6 +21,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -53,8 +54,12 @@ def matching(directory: Path, pattern: str) -> list[Path]:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace ``path`` as one step, for readers on this machine. Nothing is synced: memory needs none."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _private(path: Path) -> None:
@@ -94,7 +99,7 @@ class Lock:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.02)
-        os.register_at_fork(after_in_child=self._forget)
+        _held.add(self)
         return True
 
     def _try(self) -> bool:
@@ -112,16 +117,12 @@ class Lock:
         os.close(fd)
         return False
 
-    def _forget(self) -> None:
-        # A data loader's worker must not keep the rank locked after the trainer's death.
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
     def release(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    __del__ = release
 
     @staticmethod
     def holder(path: Path) -> int | None:
@@ -137,6 +138,18 @@ class Lock:
             return int(os.read(fd, 32).strip() or b"0")
         finally:
             os.close(fd)
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    """A data loader's worker must not keep the rank locked after the trainer's death."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 @dataclass(frozen=True)
@@ -321,9 +334,9 @@ class JobDir:
     def remove_snapshots(self, rank: int | None = None) -> None:
         """Give back the memory of one rank's, or all, snapshots. Receipts go first, so nothing half-gone shows."""
         pattern = "shard-*" if rank is None else f"shard-{rank:05d}-of-*"
-        for suffix in (".json", ".safetensors"):
+        for name in (f"{pattern}.json", f".{pattern}.json.tmp", f"{pattern}.safetensors"):
             for directory in self.step_dirs():
-                for path in matching(directory, pattern + suffix):
+                for path in matching(directory, name):
                     path.unlink(missing_ok=True)
         for path in matching(self.slots, "*.slot" if rank is None else f"rank-{rank:05d}-*.slot"):
             path.unlink(missing_ok=True)

@@ -72,4 +72,4 @@ def job_name(root: Path) -> str:
     It is short because the agent's socket lies in that directory and a socket's path is limited to 107 bytes.
     """
     slug = re.sub(r"[^A-Za-z0-9]+", "-", root.name).strip("-")[:24] or "root"
-    return f"{slug}-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}"
+    return f"{slug}-{hashlib.sha256(os.fsencode(root)).hexdigest()[:12]}"

@@ -15,6 +15,9 @@ from rekindle.state.codec import decode, encode
 __all__ = ["Flat", "assemble", "describe", "entries", "flatten"]
 
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_DEEPEST = 100
+"""Levels of nesting: what is put together again by recursion must not run out of stack when it is loaded."""
+
 _LISTS: dict[type, str] = {list: "$list", tuple: "$tuple"}
 
 
@@ -76,18 +79,20 @@ def describe(node: Any) -> Description:
     return out
 
 
-def _describe(node: Any, name: str, path: str, out: Description) -> Any:
+def _describe(node: Any, name: str, path: str, out: Description, depth: int = 0) -> Any:
     kind = type(node)
+    if depth > _DEEPEST:
+        raise UnsupportedValueError(f"{path[:80]}...: nested more than {_DEEPEST} deep")
     if isinstance(node, torch.Tensor):
         leaf = Leaf(name, path, {})
         out.leaves.append(leaf)
         return leaf.node
     if kind in _LISTS:
-        items = [_describe(item, f"{name}.{i}", f"{path}[{i}]", out) for i, item in enumerate(node)]
+        items = [_describe(item, f"{name}.{i}", f"{path}[{i}]", out, depth + 1) for i, item in enumerate(node)]
         return items if kind is list else {_LISTS[kind]: items}
     if kind in _DICTS:
         children = [
-            (key, _describe(value, f"{name}.{key}" if name else str(key), path_of(path, key), out))
+            (key, _describe(value, f"{name}.{key}" if name else str(key), path_of(path, key), out, depth + 1))
             for key, value in node.items()
         ]
         if kind is dict and all(type(key) is str and not key.startswith("$") and encode(key) is key for key in node):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def check_manifest(path: Path) -> list[CorruptError]:
 def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[CorruptError]:
     """Everything that is wrong with one copy of a checkpoint; an empty list when it is sound.
 
-    ``progress`` is given byte counts. Raises FileNotFoundError when the copy is recycled meanwhile.
+    ``progress`` is given byte counts. Raises FileNotFoundError when the copy is recycled or removed meanwhile.
     """
     problems = check_manifest(copy.path) if copy.place == STORAGE else []
     for rank in sorted(copy.ranks):
@@ -50,4 +51,6 @@ def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[
             problems.append(CorruptError(f"{error.filename}: is missing"))
         except CorruptError as error:
             problems.append(error)
+    if problems and copy.place == STORAGE and not (copy.path / MANIFEST).exists():
+        raise FileNotFoundError(errno.ENOENT, "was removed meanwhile", str(copy.path))
     return problems
