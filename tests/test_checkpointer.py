@@ -302,7 +302,7 @@ def test_plain_torchrun_is_warned_of_its_shared_store(
     rekindle.Checkpointer(root, Training().state).close()
     assert caplog.text.count("rekindle run") == 1
     caplog.clear()
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # as torchrun says when it is told not to share
     rekindle.Checkpointer(root, Training().state).close()
     assert "rekindle run" not in caplog.text
 

@@ -379,8 +379,9 @@ class Checkpointer:
 def _warn_of_shared_store(rank: int) -> None:
     """torchrun of torch 2.13 lets restarted workers meet the addresses of dead ones; say so before it happens."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank == 0 and shared and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+    if rank == 0 and shared:
         log.warning(
-            "torchrun reuses its store after a restart, and restarted ranks may fail to find each other: "
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or launch with 'rekindle run'"
+            "torchrun reuses its store after a restart, and restarted ranks may fail to find each other: launch with "
+            "'rekindle run', or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with several nodes use --rdzv-backend c10d "
+            "rather than --master-addr and --master-port"
         )

@@ -27,7 +27,9 @@ from rekindle.storage.verify import verify
 
 __all__ = ["main"]
 
-_MAX_RESTARTS = 100
+_MAX_RESTARTS = 20
+"""Faults in the life of a job, by default. torchrun counts them and never forgets; an error that comes again at each
+start should not be repeated for an hour."""
 
 
 class _Group(click.Group):
@@ -65,13 +67,15 @@ def _print(value: Any) -> None:
 
 
 def _table(*columns: str, **options: Any) -> Table:
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold", **options)
+    table = Table(box=None, pad_edge=False, header_style="bold", **options)
+    for column in columns:
+        table.add_column(column, overflow="fold")
     return table
 
 
 def _show(table: Table) -> None:
     # A pipe has no width: then rows are as long as they need to be.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    Console(width=None if sys.stdout.isatty() else 4000).print(table)
 
 
 @main.command("ls")
@@ -84,7 +88,7 @@ def ls(root: Path, as_json: bool, memory: Path | None) -> None:
     if as_json:
         _print([entry.to_json() for entry in listed])
         return
-    table = _table("step", "where", "condition", "ranks", "size", "start", "continued from")
+    table = _table("step", "where", "condition", "ranks", "size", "generation", "continued from")
     for entry in listed:
         copy = entry.copy
         table.add_row(
@@ -189,7 +193,7 @@ def status(root: Path | None, as_json: bool, memory: Path | None) -> None:
     if as_json:
         _print(found)
     elif not found:
-        click.echo("no jobs have memory on this node")
+        click.echo(f"no jobs have memory on this node, in {base}")
     else:
         table = _table("root", "trainers", "agent", "memory", "in memory", "durable", "draining")
         for one in found:

@@ -151,6 +151,8 @@ def job_status(job: JobDir) -> dict[str, Any]:
         status["problem"] = None if agent in trainers.values() else str(error)
     if agent is None and trainers:
         status["problem"] = "no agent: nothing is being carried to storage"
+    elif agent is None and memory and (status["durable_step"] is None or memory[0].step > status["durable_step"]):
+        status["problem"] = f"step {memory[0].step} is only in memory, and nobody is there: run 'rekindle stop ROOT'"
     elif status["drain"] and status["drain"]["error"]:
         status["problem"] = status["drain"]["error"]
     return status

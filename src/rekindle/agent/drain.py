@@ -75,8 +75,7 @@ class Drainer:
                 self._ask_again(info)
             copy = self._next(info)
             done = copy is not None and self._drain(info, copy)
-        except FileNotFoundError as error:
-            log.info("given up for a newer step: %s", error)
+        except _Superseded:
             return False
         except CorruptError as error:
             if copy is not None:
@@ -156,16 +155,10 @@ class Drainer:
         stamps = [Stamp(copy.step, rank, copy.world, copy.incarnation) for rank in _local(info, copy)]
         with contextlib.ExitStack() as pins:
             # All pinned before the first byte moves: from here on nothing that the trainers do can take the step away.
-            shards = [
-                pins.enter_context(OpenShard.open(copy.path / receipt_name(s.rank, s.world), in_memory=True))
-                for s in stamps
-                if not store.has_shard(s)
-            ]
+            shards = [pins.enter_context(_pin(copy, s)) for s in stamps if not store.has_shard(s)]
             self.progress.step, self.progress.done = copy.step, 0
             self.progress.total = sum(shard.receipt.file_bytes for shard in shards)
             for shard in shards:
-                if shard.receipt.stamp.key != copy.key:
-                    raise FileNotFoundError(f"{shard.path}: another incarnation has written it")
                 with shard.map() as source:
                     store.write_shard(shard.receipt, source, self._count)
         if not store.publish(stamps[0]):
@@ -174,7 +167,7 @@ class Drainer:
         self.progress.drained += 1
         self.progress.seconds = time.monotonic() - began
         self._became_durable(store, info, copy.key)
-        log.info("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
+        log.debug("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
         return True
 
     def _count(self, nbytes: int) -> None:
@@ -201,7 +194,22 @@ class Drainer:
         removed = store.prune(info.keep, info.keep_every)
         store.settle()
         if removed:
-            log.info("removed surplus checkpoints of steps %s", removed)
+            log.debug("removed surplus checkpoints of steps %s", removed)
+
+
+class _Superseded(Exception):
+    """The trainers have taken the snapshot's file for a newer one."""
+
+
+def _pin(copy: Copy, stamp: Stamp) -> OpenShard:
+    try:
+        shard = OpenShard.open(copy.path / receipt_name(stamp.rank, stamp.world), in_memory=True)
+    except FileNotFoundError as error:
+        raise _Superseded from error
+    if shard.receipt.stamp.key != copy.key:
+        shard.close()
+        raise _Superseded
+    return shard
 
 
 def _goes_beyond(copy: Copy, newest: Stamp) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -35,6 +36,7 @@ class AgentKeeper:
         self._attempts = 0
         self._looked = -_LOOK_EVERY
         self._thread: threading.Thread | None = None
+        self._told: str | None = None
         self._stop = threading.Event()
 
     def check(self) -> None:
@@ -46,6 +48,7 @@ class AgentKeeper:
         ended = self._process is not None and self._process.poll() is not None  # also reaps it
         if self.job.agent() is not None:
             self._attempts = 0
+            self._tell()
             return
         if self._process is not None and not ended and now - self._started < _START_WITHIN:
             return
@@ -58,6 +61,16 @@ class AgentKeeper:
             self._process = spawn(self.job)
         except OSError as error:
             self._drain_here(str(error))
+
+    def _tell(self) -> None:
+        """Pass on what the agent suffers from, once, and that it is over."""
+        try:
+            error = json.loads(self.job.agent_status.read_bytes())["error"]
+        except (OSError, ValueError, KeyError):
+            return
+        if (error is None) != (self._told is None):
+            log.warning("drain: %s", error or "storage takes checkpoints again")
+        self._told = error
 
     def _drain_here(self, why: str) -> None:
         log.warning("no agent on this node (%s): this process drains to storage itself, in a thread", why)

@@ -291,11 +291,14 @@ class Slots:
         reach("save.copied", stamp.step)
         path = self.job.path / step_dir(stamp.step) / shard_name(stamp.rank, stamp.world)
         while True:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
             try:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
                 os.rename(slot.path, path)
                 break
-            except FileNotFoundError:  # another rank left the directory, and with it removed it, meanwhile
+            except (
+                FileNotFoundError,
+                FileExistsError,
+            ):  # another rank has just removed it, empty
                 if not slot.path.exists():
                     raise
         slot.path, slot.stamp = path, stamp

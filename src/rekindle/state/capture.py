@@ -77,6 +77,8 @@ class Capture:
     """The training state of this process, as ``state`` names it. Not thread-safe."""
 
     def __init__(self, state: Mapping[str, Any], rng: bool = True, allow_pickle: bool = False) -> None:
+        if not isinstance(state, Mapping):
+            raise UsageError(f"state is a {type(state).__name__}: give a dictionary, such as {{'model': model}}")
         self.state = {name: unwrap(entry) for name, entry in state.items()}
         for name, entry in self.state.items():
             if not isinstance(name, str) or not name:
