@@ -21,12 +21,15 @@ LAYERS = {
     "agent": 3,
     "state": 3,
     "recovery": 4,
+    "metrics": 5,
+    "cadence": 5,
     "savers": 5,
-    "checkpointer": 6,
-    "operate": 6,
-    "integrations": 7,
-    "cli": 7,
-    "__main__": 8,
+    "saves": 6,
+    "checkpointer": 7,
+    "operate": 7,
+    "integrations": 8,
+    "cli": 8,
+    "__main__": 9,
 }
 """Imports point to a lower number, or stay within one package. Packages of equal number never import each other."""
 

@@ -6,22 +6,27 @@ import logging
 import os
 import statistics
 import time
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rekindle.agent.spawn import AgentKeeper
+from rekindle.cadence import Auto, Cadence, Fixed, agreement
 from rekindle.errors import MemoryStoreError, NotDurableError, UsageError
+from rekindle.metrics import Metrics
 from rekindle.recovery.group import this_group
 from rekindle.recovery.meet import meet
 from rekindle.recovery.restore import restore
 from rekindle.savers import DirectSaver, MemorySaver
+from rekindle.saves import Saves
 from rekindle.snapshot.lineage import Incarnation, Stamp, retired
 from rekindle.snapshot.memory import Job, JobDir, memory_base
 from rekindle.snapshot.names import LAST_STEP, root_path
 from rekindle.snapshot.slots import Slots
 from rekindle.state.capture import Capture
+from rekindle.state.device import page_lock
+from rekindle.state.fence import Fence
 from rekindle.storage.catalog import STORAGE, survey
 from rekindle.storage.posix import PosixStore
 
@@ -50,28 +55,6 @@ class Checkpoint:
         return STORAGE in self.places
 
 
-@dataclass
-class Metrics:
-    """What saving has cost this rank since it started. Times in seconds, sizes in bytes."""
-
-    saves: int = 0
-    failed: int = 0
-    last_stall: float = 0.0
-    max_stall: float = 0.0
-    bytes_saved: int = 0
-    restored_step: int = 0
-    restored_from: str = ""
-    restore_seconds: float = 0.0
-    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=1000), repr=False)
-    """The newest 1,000 stalls."""
-
-    def count(self, stall: float, nbytes: int) -> None:
-        self.saves += 1
-        self.bytes_saved += nbytes
-        self.last_stall, self.max_stall = stall, max(stall, self.max_stall)
-        self.stalls.append(stall)
-
-
 class Checkpointer:
     """Saves training state into memory, sees it carried to storage, and brings it back after a fault.
 
@@ -84,12 +67,17 @@ class Checkpointer:
         Maps names to modules, optimizers and anything else with ``state_dict()`` and ``load_state_dict()``;
         ``rekindle.Values`` holds plain values.
     snapshot_every
-        ``step(n)`` saves into memory when n is a multiple of this.
+        ``step(n)`` saves into memory when n is a multiple of this. "auto" takes the smallest number at which that slows
+        training by no more than ``snapshot_budget``, and goes on measuring.
     persist_every
         Snapshots of steps that are a multiple of this go to storage; None sends the newest one whenever storage is
         free (on several nodes: every 100 steps, so that all nodes send the same ones).
     keep, keep_every
         Durable checkpoints that stay: the newest ``keep``, and every multiple of ``keep_every``.
+    overlap
+        Copy what only the optimizers in ``state`` change, parameters and their own state, while training goes on, and
+        let an update wait for what is left. False copies everything inside of ``step()``. "verify" compares checksums
+        and names what is changed by anything else meanwhile; it is slow, and meant for a first try.
     rng
         Save the random generators of Python, NumPy, torch and its devices too.
     allow_pickle
@@ -113,10 +101,12 @@ class Checkpointer:
         root: str | os.PathLike[str],
         state: Mapping[str, Any],
         *,
-        snapshot_every: int = 1,
+        snapshot_every: int | Literal["auto"] = 1,
+        snapshot_budget: float = 0.01,
         persist_every: int | None = None,
         keep: int = 2,
         keep_every: int | None = None,
+        overlap: bool | Literal["verify"] = True,
         rng: bool = True,
         allow_pickle: bool = False,
         strict: bool = False,
@@ -124,28 +114,33 @@ class Checkpointer:
         memory_limit: int | None = None,
         idle_timeout: float = 900.0,
     ) -> None:
-        counts = {"snapshot_every": snapshot_every, "keep": keep}
-        counts |= {k: v for k, v in {"persist_every": persist_every, "keep_every": keep_every}.items() if v is not None}
-        for name, value in counts.items():
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name} is {value!r}: must be a whole number of at least 1")
+        every = 1 if snapshot_every == "auto" else snapshot_every
+        _check_counts(snapshot_every=every, persist_every=persist_every, keep=keep, keep_every=keep_every)
+        if overlap not in (True, False, "verify"):
+            raise UsageError(f"overlap is {overlap!r}: must be True, False or 'verify'")
+        if not 0 < snapshot_budget <= 1:
+            raise UsageError(f"snapshot_budget is {snapshot_budget!r}: must be a share of training time, such as 0.01")
         self.root = root_path(root)
         self.metrics = Metrics()
-        self._snapshot_every, self._persist_every = snapshot_every, persist_every
+        self._persist_every = persist_every
         self._keep, self._keep_every, self._strict = keep, keep_every, strict
         self._capture = Capture(state, rng, allow_pickle)
         self._store = PosixStore(self.root)
         self._job: JobDir | None = JobDir.of(self.root, memory_base(memory))
         self._keeper: AgentKeeper | None = None
-        self._memory: MemorySaver | None = None
-        self._direct: DirectSaver | None = None
-        self._newest: Stamp | None = None
+        self._saves = Saves(DirectSaver(self._capture, self._store, keep, keep_every), self.metrics, strict)
+        self._seen = 0
+        """Saves that the cadence has been told of."""
+        self._verify = overlap == "verify"
+        self._fence = Fence(self._capture.state, self._saves.hold) if overlap else None
+        if self._fence is not None:
+            self._capture.overlap(self._fence)
         self._base: Stamp | None = None
         """What this run went on from."""
         self._restored = self._closed = False
         self._group = this_group()
         nbytes = self._capture.estimate()
-        settings = {"persist_every": persist_every, "snapshot_every": snapshot_every}
+        settings = {"persist_every": persist_every, "snapshot_every": snapshot_every, "overlap": overlap}
         self._meeting = meet(self._group, self._job, self.root, nbytes, memory_limit, settings)
         self._incarnation = self._meeting.incarnation
         if self._meeting.nodes > 1 and persist_every is None:
@@ -154,6 +149,9 @@ class Checkpointer:
             self._without_memory(self._meeting.no_memory)
         else:
             self._with_memory(self._job, nbytes, memory_limit, idle_timeout)
+        self._cadence: Cadence = Fixed(every)
+        if snapshot_every == "auto":
+            self._cadence = Auto(snapshot_budget, agreement(self._group.world))
         _warn_of_shared_store(self._group.rank)
 
     # -- starting -----------------------------------------------------------------------------------------------
@@ -167,10 +165,12 @@ class Checkpointer:
             )
             self._keeper = AgentKeeper(job)
             self._keeper.check()
-        slots = Slots(job, rank, self._group.world, mates, None if limit is None else limit // len(mates))
+        share = None if limit is None else limit // len(mates)
+        slots = Slots(job, rank, self._group.world, mates, share, page_lock)
         slots.adopt()
-        slots.reserve(nbytes)
-        self._memory = MemorySaver(self._capture, slots)
+        self._saves.memory = MemorySaver(self._capture, slots, self._verify)
+        if not self._meeting.found:  # else after the restore, which would have to share the cores with it
+            slots.reserve(nbytes)
         log.info(
             "rank %d of %d, generation %d: snapshots of about %.1f MB in %s, checkpoints in %s",
             *(rank, self._group.world, self._incarnation.generation, nbytes / 1e6, job.path, self.root),
@@ -183,7 +183,6 @@ class Checkpointer:
             log.warning("%s. Checkpoints go straight to storage, which slows training at each save.", why)
         if self._meeting.lock is None:
             self._job = None
-        self._direct = DirectSaver(self._capture, self._store, self._keep, self._keep_every)
 
     # -- restoring ----------------------------------------------------------------------------------------------
 
@@ -197,9 +196,11 @@ class Checkpointer:
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
         StateMismatchError when the checkpoint doesn't fit the live state.
         """
-        if self._newest is not None:
+        if self._saves.newest is not None:
             raise UsageError("restore() comes before the first save of a run")
         done = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle)
+        if self._saves.memory is not None and not self._restored and self._meeting.found:
+            self._saves.memory.slots.reserve(self._capture.estimate())
         self._restored = True
         if done is None:
             return 0
@@ -212,11 +213,19 @@ class Checkpointer:
     # -- saving -------------------------------------------------------------------------------------------------
 
     def step(self, n: int) -> None:
-        """Tell that ``n`` optimizer updates are complete; saves when the policy says so. Never waits for storage."""
+        """Tell that ``n`` optimizer updates are complete; saves when the policy says so. Never waits for storage.
+
+        Until the next update, parameters and optimizer state may only be changed inside of ``updating()``.
+        """
+        self._saves.settle()
         self._check_step(n)
+        saved, self._seen = self.metrics.saves > self._seen, self.metrics.saves
+        due = self._cadence.due(n, self.metrics.last_stall if saved else None)
+        self.metrics.snapshot_every = self._cadence.every
         persist = self._persist_every is not None and n % self._persist_every == 0
-        every = self._persist_every if self._memory is None and self._persist_every else self._snapshot_every
-        if persist or n % every == 0:
+        if self._saves.memory is None and self._persist_every:
+            due = persist
+        if persist or due:
             self._save(n, persist or self._persist_every is None)
         elif self._keeper is not None:
             self._keeper.check()
@@ -224,72 +233,50 @@ class Checkpointer:
     def save(self, n: int, wait: Literal["memory", "durable"] | None = None, timeout: float = 600.0) -> None:
         """Save step ``n`` now, whatever the policy, and send it to storage.
 
-        ``wait="memory"`` returns when it is in memory, which is when it returns anyway; ``wait="durable"`` when it is
-        on storage. Raises NotDurableError when the save failed, or after ``timeout`` seconds; in the latter case the
+        ``wait="memory"`` returns when it is in memory, where it survives this process; ``wait="durable"`` when it is on
+        storage. Raises NotDurableError when the save failed, or after ``timeout`` seconds; in the latter case the
         checkpoint is still on its way.
         """
         if wait not in (None, "memory", "durable"):
             raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
+        self._saves.settle()
         self._check_step(n)
         self._save(n, persist=True)
-        stamp = self._newest or self._base
+        if wait is not None:
+            self._saves.settle()
+        stamp = self._saves.newest or self._base
         if wait is not None and (stamp is None or stamp.step != n):
             raise NotDurableError(f"step {n} is not saved: see the log for why")
         if wait == "durable" and stamp is not None:
             self._wait_durable(stamp, timeout)
 
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Wrap updates that torch's step hooks don't announce: optimizers of other kinds, replayed CUDA graphs.
+
+        Waits until the newest snapshot has what the update will change. From its first use on, what such an optimizer
+        owns is copied behind the training's back too, so every update must then be wrapped.
+        """
+        if self._fence is not None:
+            self._fence.by_hand()
+        self._saves.hold()
+        yield
+
     def _save(self, n: int, persist: bool) -> None:
-        began = time.perf_counter()
         if self._keeper is not None:
             self._keeper.check()
-        if self._newest is None and self._base is not None and self._base.step == n:
+        if self._saves.newest is None and self._base is not None and self._base.step == n:
             return  # it has just been restored
-        if self._newest is not None and self._newest.step == n:
-            try:
-                if persist and self._memory is not None:
-                    self._memory.persist(n)
-            except Exception as error:
-                self._failed(n, error)
-            return
-        stamp = Stamp(n, self._group.rank, self._group.world, self._incarnation, persist)
-        try:
-            nbytes = self._write(stamp)
-        except Exception as error:
-            self._failed(n, error)
-            return
-        self._newest = stamp
-        self.metrics.count(time.perf_counter() - began, nbytes)
-
-    def _write(self, stamp: Stamp) -> int:
-        if self._memory is not None:
-            try:
-                return self._memory.save(stamp)
-            except MemoryStoreError as error:
-                if self._strict:
-                    raise
-                if self._direct is None:
-                    log.warning("step %d goes straight to storage: %s", stamp.step, error)
-        if self._direct is None:
-            self._direct = DirectSaver(self._capture, self._store, self._keep, self._keep_every)
-        before = self._direct.finish()
-        if before is not None and self._newest is not None:
-            self._failed(self._newest.step, before)
-        return self._direct.save(stamp)
-
-    def _failed(self, n: int, error: BaseException) -> None:
-        self.metrics.failed += 1
-        if self._strict:
-            raise error
-        log.error("step %d is not saved, training goes on: %s: %s", n, type(error).__name__, error)
+        self._saves.save(Stamp(n, self._group.rank, self._group.world, self._incarnation, persist))
 
     def _check_step(self, n: int) -> None:
         if self._closed:
             raise UsageError("the checkpointer is closed")
         if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= LAST_STEP:
             raise UsageError(f"step {n!r}: must be the number of completed updates, a whole number of 0 to {LAST_STEP}")
-        if self._newest is not None and n < self._newest.step:
-            raise UsageError(f"step {n} after step {self._newest.step}: steps must grow")
-        if self._newest is None and self._base is not None and n < self._base.step:
+        if self._saves.newest is not None and n < self._saves.newest.step:
+            raise UsageError(f"step {n} after step {self._saves.newest.step}: steps must grow")
+        if self._saves.newest is None and self._base is not None and n < self._base.step:
             raise UsageError(f"step {n} after restoring step {self._base.step}: steps must grow")
         if not self._restored and self._meeting.found:
             raise UsageError(
@@ -298,7 +285,7 @@ class Checkpointer:
 
     def _wait_durable(self, stamp: Stamp, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        error = self._direct.finish(timeout) if self._direct is not None else None
+        error = self._saves.direct.finish(timeout)
         if error is not None and not self._store.durable(stamp):
             raise NotDurableError(f"step {stamp.step} did not reach storage: {error}") from error
         while not self._store.durable(stamp):
@@ -319,6 +306,7 @@ class Checkpointer:
 
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints that this node can see, newest first; abandoned ones are left out."""
+        self._saves.settle()
         copies = survey(self._job, self._store)
         seen = [copy.incarnation for copy in copies]
         found: dict[tuple[int, Incarnation], Checkpoint] = {}
@@ -346,20 +334,19 @@ class Checkpointer:
             return
         saved = False
         try:
-            if self._newest is not None:
-                if self._memory is not None:
-                    self._memory.persist(self._newest.step)
-                self._wait_durable(self._newest, timeout)
+            self._saves.settle()
+            if self._saves.newest is not None:
+                self._saves.persist()
+                self._wait_durable(self._saves.newest, timeout)
                 saved = True
                 self._report()
         finally:
             self._closed = True
-            if self._memory is not None:
-                self._memory.close()
+            if self._fence is not None:
+                self._fence.close()
+            self._saves.close()
             if self._job is not None and saved:
                 self._job.remove_snapshots(self._group.rank)
-            if self._direct is not None:
-                self._direct.close()
             if self._keeper is not None:
                 self._keeper.close()
             if self._meeting.lock is not None:
@@ -371,9 +358,20 @@ class Checkpointer:
         m = self.metrics
         log.info(
             "closed: step %d is durable; %d saves of %.1f MB, %d failed, stall median %.2f ms, longest %.2f ms",
-            *(self._newest.step if self._newest else 0, m.saves, m.bytes_saved / max(m.saves, 1) / 1e6, m.failed),
+            *(
+                self._saves.newest.step if self._saves.newest else 0,
+                m.saves,
+                m.bytes_saved / max(m.saves, 1) / 1e6,
+                m.failed,
+            ),
             *(statistics.median(m.stalls or [0.0]) * 1e3, m.max_stall * 1e3),
         )
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name} is {value!r}: must be a whole number of at least 1")
 
 
 def _warn_of_shared_store(rank: int) -> None:

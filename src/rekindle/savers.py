@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import mmap
+import threading
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from rekindle.errors import MemoryStoreError, NotDurableError
+from rekindle.errors import MemoryStoreError, NotDurableError, UsageError
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
-from rekindle.snapshot.slots import Slots
+from rekindle.snapshot.slots import Slot, Slots
 from rekindle.state.capture import Capture, Plan
-from rekindle.state.copy import ShardWriter
+from rekindle.state.copy import Copying, ShardWriter, fingerprints
 from rekindle.storage.posix import PosixStore
 
-__all__ = ["DirectSaver", "MemorySaver"]
+__all__ = ["Changed", "DirectSaver", "Flight", "MemorySaver"]
 
 log = logging.getLogger("rekindle")
 
@@ -24,47 +26,172 @@ _WRITE_TIMEOUT = 1800.0
 """Seconds that a save waits for the one before it to reach storage."""
 
 
+class Changed(UsageError):
+    """Tensors were changed after ``step()`` by something that no fence stands before. ``names`` says which."""
+
+    def __init__(self, step: int, names: Collection[str]) -> None:
+        self.names = names
+        some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        super().__init__(
+            f"{some}: changed between ckpt.step({step}) and the optimizer's next step(), by something else than that "
+            "step(): do it before ckpt.step(), or inside of 'with ckpt.updating():'"
+        )
+
+
 @dataclass
-class _Committed:
+class Flight:
+    """One snapshot, from the moment at which ``step()`` returns until it is committed. Safe to use from any thread."""
+
     stamp: Stamp
     plan: Plan
-    checksums: list[str]
     values: bytes
+    slot: Slot
+    slots: Slots
+    copying: Copying
+    expected: list[tuple[int, str]] | None
+    """Checksums of what is copied late, taken at the start; None unless the copy is to be verified."""
+    versions: list[int] = field(init=False)
+    checksums: list[str] = field(default_factory=list)
+    committed: bool = False
+    error: BaseException | None = None
+    """What went wrong."""
+    _landed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [tensor._version for tensor in self.plan.watched.values()]
+
+    def behind(self) -> None:
+        """All that is left to do, by a thread that makes way for training."""
+        try:
+            self.copying.queue()
+            self.copying.help()
+        except Exception as error:
+            self.error = error
+        self.land()
+
+    def hold(self) -> None:
+        """Return when the state may change; on the host, when the snapshot is committed. ``error`` as for ``land``."""
+        try:
+            if not self._landed:
+                self.copying.hold()
+            if self.expected is not None:
+                self._compare(fingerprints(self.plan))
+        except Exception as error:
+            self.error = self.error or error
+        if self.copying.holds_all:
+            self.land()
+
+    def land(self) -> None:
+        """Wait for the copy and commit it. Doesn't raise: ``error`` tells what went wrong."""
+        with self._lock:
+            if self._landed:
+                return
+            try:
+                self.checksums = self.copying.finish()
+                self._check()
+                self.slots.commit(self.slot, self.stamp, self.receipt())
+                self.committed = True
+            except BaseException as error:
+                self.error = self.error or error
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                self._landed = True
+
+    def _check(self) -> None:
+        """That nothing was changed while it was being copied. Writes past torch's counters are only found by hashes."""
+        if self.error is not None:
+            raise self.error
+        names = [
+            name
+            for name, before, after in zip(self.plan.watched, self.versions, self._versions(), strict=True)
+            if before != after
+        ]
+        if names:
+            raise Changed(self.stamp.step, names)
+        if self.expected is not None:
+            self._compare([(block, self.checksums[block]) for block, _ in self.expected])
+
+    def _compare(self, found: list[tuple[int, str]]) -> None:
+        changed = {block for (block, was), (_, now) in zip(self.expected or [], found, strict=True) if was != now}
+        if changed:
+            raise Changed(self.stamp.step, {self.plan.layout.at(block) for block in changed})
+
+    def receipt(self) -> bytes:
+        return Receipt.encode(self.stamp, self.plan.static, self.checksums, self.values)
 
 
 class MemorySaver:
-    """Copies the state into a slot and commits it. The agent does the rest."""
+    """Copies the state into a slot and commits it. The agent does the rest.
 
-    def __init__(self, capture: Capture, slots: Slots) -> None:
+    For the thread that trains, but for ``hold``.
+    """
+
+    def __init__(self, capture: Capture, slots: Slots, verify: bool) -> None:
         self._capture = capture
         self.slots = slots
+        self._verify = verify
         self._writer = ShardWriter()
-        self._last: _Committed | None = None
+        self.flight: Flight | None = None
+        """The newest save that didn't fail at once."""
 
     def save(self, stamp: Stamp) -> int:
-        """Bytes saved. Raises MemoryStoreError when memory has no room, or is gone."""
+        """Bytes to be saved. Raises MemoryStoreError when memory has no room, or is gone. Call ``settle`` first.
+
+        Parameters and optimizer state may still be on their way when this returns.
+        """
         plan, values = self._capture.prepare()
         try:
             slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
             assert slot.map is not None
-            slot.cache, checksums = self._writer.write(plan, slot.map, slot.cache, stamp.step)
-            self.slots.commit(slot, stamp, Receipt.encode(stamp, plan.static, checksums, values))
+            expected = fingerprints(plan) if self._verify else None
+            copying = self._writer.start(plan, slot.map, slot.cache, stamp.step)
+            slot.cache = copying.target
+            self.flight = Flight(stamp, plan, values, slot, self.slots, copying, expected)
+            if plan.late:
+                self._writer.behind(self.flight.behind)
+            else:
+                self.flight.behind()
         except MemoryStoreError:
             raise
         except BaseException:  # a signal handler may raise between any two instructions, Ctrl-C's for one
             self.slots.recover()
             raise
-        self._last = _Committed(stamp, plan, checksums, values)
         return plan.layout.file_bytes
 
+    def hold(self) -> None:
+        """Return when the state may change. For the thread that updates it."""
+        if self.flight is not None:
+            self.flight.hold()
+
+    def settle(self) -> Flight | None:
+        """See the newest save to its end. It is returned once if something went wrong with it."""
+        flight = self.flight
+        if flight is None:
+            return None
+        flight.land()
+        if flight.error is None:
+            return None
+        self.flight = None
+        if isinstance(flight.error, Changed):
+            self._capture.distrust(flight.error.names)
+        if isinstance(flight.error, (Changed, MemoryStoreError)):
+            flight.slot.unlock()
+        else:
+            self.slots.recover()  # threads may still be writing into the slot
+        return flight
+
     def persist(self, step: int) -> None:
-        """Ask the agent to carry the snapshot of ``step``, the newest one, to storage."""
-        last = self._last
-        if last is None or last.stamp.step != step or last.stamp.persist:
+        """Ask the agent to carry the snapshot of ``step``, the newest one, to storage. Call ``settle`` first."""
+        flight = self.flight
+        if flight is None or flight.stamp.step != step or flight.stamp.persist:
             return
-        stamp = replace(last.stamp, persist=True)
-        self.slots.write_receipt(stamp, Receipt.encode(stamp, last.plan.static, last.checksums, last.values))
-        last.stamp = stamp
+        flight.stamp = replace(flight.stamp, persist=True)
+        self.slots.write_receipt(flight.stamp, flight.receipt())
 
     def close(self) -> None:
         self._writer.close()
@@ -94,9 +221,18 @@ class DirectSaver:
         if self._buffer is None or len(self._buffer) != nbytes:
             self._cache, self._buffer = None, mmap.mmap(-1, nbytes)
         self._cache, checksums = self._writer.write(plan, self._buffer, self._cache, stamp.step)
-        receipt = Receipt.decode(Receipt.encode(stamp, plan.static, checksums, values), f"step {stamp.step}")
-        self._writing = self._thread.submit(self._write, receipt, memoryview(self._buffer))
+        self._submit(stamp, Receipt.encode(stamp, plan.static, checksums, values), self._buffer)
         return nbytes
+
+    def rescue(self, flight: Flight) -> None:
+        """Write a snapshot that is whole but could not be committed to memory. Call ``finish`` first, and before the
+        next save into memory."""
+        assert flight.slot.map is not None
+        self._submit(flight.stamp, flight.receipt(), flight.slot.map)
+
+    def _submit(self, stamp: Stamp, raw: bytes, buffer: mmap.mmap) -> None:
+        receipt = Receipt.decode(raw, f"step {stamp.step}")
+        self._writing = self._thread.submit(self._write, receipt, memoryview(buffer)[: receipt.file_bytes])
 
     def _write(self, receipt: Receipt, data: memoryview) -> None:
         self._store.write_shard(receipt, data, lambda nbytes: None)

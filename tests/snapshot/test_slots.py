@@ -43,7 +43,7 @@ def begin(slots: Slots, step: int, incarnation: Incarnation = FIRST, size: int =
         Stamp(step, slots.rank, slots.world, incarnation), {"x": content(step, slots.rank, size)}
     )
     slot = slots.acquire(step, incarnation, receipt.file_bytes)
-    slot.map[:] = data
+    slot.map[: len(data)] = data  # the mapping may be longer than the file
     return slot
 
 

@@ -14,7 +14,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class Slot:
     map: mmap.mmap | None = None
     cache: object = None
     """The writer's own: views into ``map``. Dropped with it."""
+    prepared: object = None
+    """What ``Slots.prepare`` made of ``map``. Dropped with it."""
 
     @property
     def size(self) -> int:
@@ -58,14 +60,17 @@ class Slot:
     def unlock(self) -> None:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
-    def resize(self, nbytes: int) -> mmap.mmap:
-        """Give the file exactly ``nbytes`` of memory, and map them.
+    def resize(self, nbytes: int) -> None:
+        """Give the file exactly ``nbytes`` of memory, and map at least these.
 
         A store into a hole of a full tmpfs kills the process with SIGBUS; posix_fallocate fails with ENOSPC instead.
         """
-        if self.map is not None and len(self.map) == nbytes == self.size:
-            return self.map
-        self.cache, self.map = None, None
+        size = self.size
+        if self.map is not None and len(self.map) >= nbytes and size >= nbytes:
+            if size > nbytes:  # nobody touches the rest of the mapping, and its pages need not be faulted in again
+                os.ftruncate(self.fd, nbytes)
+            return
+        self._unmap()
         try:
             os.ftruncate(self.fd, nbytes)
             if hasattr(os, "posix_fallocate"):
@@ -77,7 +82,6 @@ class Slot:
                 f"memory store {self.path.parent}: {why} for a snapshot of {nbytes:,} bytes"
             ) from error
         self.map = mmap.mmap(self.fd, nbytes)
-        return self.map
 
     def fault_in(self) -> None:
         """Map every page now, so that the first save runs at the speed of later ones. Outside the interpreter lock."""
@@ -91,8 +95,12 @@ class Slot:
             ):
                 return  # an older kernel: the first save faults the pages itself
 
+    def _unmap(self) -> None:
+        self.cache = self.prepared = None  # both before the mapping that they speak of
+        self.map = None
+
     def close(self) -> None:
-        self.cache, self.map = None, None
+        self._unmap()
         os.close(self.fd)
 
 
@@ -102,7 +110,7 @@ def _step_of(slot: Slot) -> int:
 
 @dataclass
 class Slots:
-    """The slots of one rank. Used by one thread at a time, after ``reserve`` has ended."""
+    """The slots of one rank. Used by one thread at a time, ``reserve``'s included."""
 
     job: JobDir
     rank: int
@@ -111,6 +119,8 @@ class Slots:
     """Ranks on this node, this one included."""
     limit: int | None = None
     """Bytes that this rank may hold."""
+    prepare: Callable[[mmap.mmap], object] | None = None
+    """Called once with each new mapping that is to be written to."""
     slots: list[Slot] = field(default_factory=list)
     _reserving: threading.Thread | None = None
     _unneeded: int = 0
@@ -147,6 +157,7 @@ class Slots:
                     elif slot.stamp is not None and slot.size:
                         slot.map = mmap.mmap(slot.fd, slot.size)
                     slot.fault_in()
+                    self._prepare(slot)
             except (OSError, ValueError):
                 return
 
@@ -158,6 +169,10 @@ class Slots:
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
+
+    def _prepare(self, slot: Slot) -> None:
+        if self.prepare is not None and slot.prepared is None and slot.map is not None:
+            slot.prepared = self.prepare(slot.map)
 
     def _new(self) -> Slot:
         path = self.job.slots / f"rank-{self.rank:05d}-new.slot"
@@ -191,6 +206,7 @@ class Slots:
         except MemoryStoreError:
             slot.unlock()
             raise
+        self._prepare(slot)
         return slot
 
     @staticmethod

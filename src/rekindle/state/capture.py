@@ -1,14 +1,15 @@
 """From live state to the layout of a snapshot, and the re-check that it still holds.
 
-The layout is worked out once. Each save walks the state again, which is cheap, and compares every tensor's identity,
-address, shape, strides and dtype with what the layout was made from. Skipping that check would save old weights after
-a parameter was replaced.
+The layout is worked out once. Each save walks the state again, which takes 1 to 2 microseconds a tensor, and compares
+every tensor's identity, address, shape, strides and dtype with what the layout was made from. Skipping that check would
+save old weights after a parameter was replaced.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import operator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from rekindle.errors import UnsupportedValueError, UsageError
 from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.layout import DTYPES, Chunk, Layout, blocks
+from rekindle.snapshot.layout import DTYPES, PAGE, Chunk, Layout, blocks
 from rekindle.state.codec import encode
+from rekindle.state.fence import Fence
 from rekindle.state.rng import RngState
 from rekindle.state.tree import Flat, describe, flatten
 
@@ -29,8 +31,10 @@ RNG = "rng"
 
 _BATCH = 4 << 20
 """Bytes after which a batch is full: small enough to share out among threads, large enough to be worth handing over."""
-
-Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.device, bool, bool]
+_NAMES = 1024
+"""Bytes of the header for what an optimizer keeps of one parameter: ample."""
+_DEVICE_BATCH = 64 << 20
+"""The same for a device's tensors, whose copies are waited for batch by batch."""
 
 
 def unwrap(module: Any) -> Any:
@@ -54,6 +58,8 @@ class Unit:
     start: int
     """First byte in the shard, counted from the start of its data."""
     nbytes: int
+    block: int
+    """Number of its first checksum in the receipt."""
 
     def view(self, buffer: Any, base: int) -> torch.Tensor:
         """The unit's place in a shard whose data starts at byte ``base`` of ``buffer``."""
@@ -63,14 +69,49 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Some MiB of units, in the order of their bytes: what one thread copies and hashes in one go."""
+
+    device: torch.device
+    """Where all of them are."""
+    units: list[Unit]
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything about a state that stays the same from save to save."""
 
     layout: Layout
     static: bytes
     """The part of the receipt that only changes with the layout."""
-    batches: list[list[Unit]]
-    """Units in the order of their bytes, some MiB at a time: what one thread copies and hashes in one go."""
+    early: list[Batch]
+    """What may change as soon as training goes on: copied before ``step()`` returns."""
+    late: list[Batch]
+    """What stays as it is until the next update."""
+    watched: dict[str, torch.Tensor]
+    """The tensors of ``late``, by name."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A walk through the state, as far as the layout depends on it. Lists in the order of ``tensors``."""
+
+    signature: list[Any]
+    tensors: list[torch.Tensor]
+    places: list[tuple[Any, ...]]
+
+    @staticmethod
+    def at(flat: Flat) -> _Look:
+        places: list[tuple[Any, ...]] = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in flat.tensors]
+        return _Look(flat.signature, flat.tensors, places)
+
+    def same(self, other: _Look) -> bool:
+        """Whether the same layout serves both."""
+        return (
+            self.signature == other.signature
+            and all(map(operator.is_, self.tensors, other.tensors))
+            and self.places == other.places
+        )
 
 
 class Capture:
@@ -93,9 +134,9 @@ class Capture:
                 raise UsageError(f"state: {RNG!r} names the random generators; rename yours, or pass rng=False")
             self.state[RNG] = RngState()
         self._allow_pickle = allow_pickle
-        self._signature: list[Any] | None = None
-        self._keys: list[Key] = []
-        self._tensors: list[torch.Tensor] = []
+        self._fence: Fence | None = None
+        self._restless: set[str] = set()
+        self._look: _Look | None = None
         self._paths: list[str] = []
         self._plan: Plan | None = None
 
@@ -113,28 +154,40 @@ class Capture:
         tree = self._collect()
         flat = Flat()
         flatten(tree, flat)
+        if self._fence is not None and self._fence.changed():
+            self._look = None
         try:
-            keys = [_key(t) for t in flat.tensors]
+            look = _Look.at(flat)
         except (RuntimeError, ValueError):  # a tensor without an address: say which
             for tensor, leaf in zip(flat.tensors, describe(tree).leaves, strict=True):
                 _check_kind(tensor, leaf.path)
             raise
-        if self._plan is None or flat.signature != self._signature or keys != self._keys:
-            self._plan = self._make_plan(tree, flat, keys)
-            self._signature, self._keys, self._tensors = flat.signature, keys, flat.tensors
+        if self._plan is None or self._look is None or not look.same(self._look):
+            self._plan, self._look = self._make_plan(tree, flat), look
         return self._plan, self._encode(flat.values)
+
+    def overlap(self, fence: Fence) -> None:
+        """From now on plan to copy late what ``fence`` stands before."""
+        self._fence = fence
+
+    def distrust(self, names: Collection[str]) -> None:
+        """From now on copy these tensors inside of ``step()``: they have been seen to change after it."""
+        self._restless.update(names)
+        self._look = None
 
     def estimate(self) -> int:
         """Bytes that a snapshot will take, before the optimizers have made their state.
 
         Two tensors per trained parameter are assumed for an optimizer that has none yet: what Adam and most others
-        keep. A wrong guess costs a new allocation at the first save, nothing else.
+        keep, and room for a counter and for their names. Too much costs nothing but a little memory until the first
+        save, too little costs a new allocation then.
         """
         plan, _ = self.prepare()
         later = 0
         for entry in self.state.values():
             if isinstance(entry, torch.optim.Optimizer) and not entry.state:
-                later += 2 * sum(p.nbytes for g in entry.param_groups for p in g["params"] if p.requires_grad)
+                trained = [p for g in entry.param_groups for p in g["params"] if p.requires_grad]
+                later += sum(2 * p.nbytes + 8 + _NAMES for p in trained) + PAGE
         return plan.layout.file_bytes + later
 
     def _encode(self, values: list[Any]) -> bytes:
@@ -146,33 +199,39 @@ class Capture:
                 raise UnsupportedValueError(f"{self._paths[index]}: {error}") from None
         return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
 
-    def _make_plan(self, tree: dict[str, Any], flat: Flat, keys: list[Key]) -> Plan:
+    def _make_plan(self, tree: dict[str, Any], flat: Flat) -> Plan:
         description = describe(tree)
         self._paths = description.paths
         first: dict[tuple[Any, ...], str] = {}
         stored: dict[str, torch.Tensor] = {}
-        for tensor, key, leaf in zip(flat.tensors, keys, description.leaves, strict=True):
+        late: dict[str, torch.Tensor] = {}
+        lasting = self._fence.lasting() if self._fence is not None else set()
+        for tensor, leaf in zip(flat.tensors, description.leaves, strict=True):
             _check_kind(tensor, leaf.path)
-            place = key[1:] if tensor.numel() else (id(tensor),)
+            place = _place(tensor)
             if place not in first:
                 name = leaf.name
                 while name in stored:  # {"a.b": x, "a": {"b": y}} are two tensors
                     name += "~"
                 first[place] = name
                 stored[name] = tensor
+                if id(tensor) in lasting and name not in self._restless and tensor.device.type in ("cpu", "cuda"):
+                    late[name] = tensor
             leaf.node["$tensor"] = first[place]  # tied tensors are stored once
         layout = Layout.build(_chunk(name, tensor) for name, tensor in stored.items())
         if self._plan is not None and layout == self._plan.layout:
             layout = self._plan.layout  # the same object: its header is made once
         static = Receipt.static_part(layout, description.structure)
-        return Plan(layout, static, _batches(layout, stored))
+        early, behind = _batches(layout, stored, late)
+        return Plan(layout, static, early, behind, late)
 
 
-def _key(tensor: torch.Tensor) -> Key:
-    return (
-        *(id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
-        *(tensor.is_conj(), tensor.is_neg()),  # lazily conjugated or negated: same bytes, other values
-    )
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tied tensors. Lazily conjugated or negated ones have other values in the same bytes."""
+    if not tensor.numel():
+        return (id(tensor),)
+    flags = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, *flags
 
 
 def _check_kind(tensor: torch.Tensor, path: str) -> None:
@@ -194,24 +253,33 @@ def _chunk(name: str, tensor: torch.Tensor) -> Chunk:
     return Chunk(name, str(tensor.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape)
 
 
-def _batches(layout: Layout, stored: Mapping[str, torch.Tensor]) -> list[list[Unit]]:
-    batches: list[list[Unit]] = [[]]
-    waiting = 0
+def _batches(
+    layout: Layout, stored: Mapping[str, torch.Tensor], late: Collection[str]
+) -> tuple[list[Batch], list[Batch]]:
+    """Units to copy at once, and those that can wait, in batches of one device each."""
+    full: tuple[list[Batch], list[Batch]] = ([], [])
+    filling: dict[tuple[bool, torch.device], tuple[Batch, int]] = {}
+    block = 0
     for chunk in layout.chunks:
-        for unit in _units(chunk, stored[chunk.name].detach()):
-            batches[-1].append(unit)
+        source = stored[chunk.name].detach()  # an alias: its memory stays ours though the tensor is given another
+        which = chunk.name in late, source.device
+        limit = _BATCH if source.device.type == "cpu" else _DEVICE_BATCH
+        for unit in _units(chunk, source, block):
+            batch, waiting = filling.get(which) or (Batch(source.device, []), 0)
+            if not batch.units:
+                full[which[0]].append(batch)
+            batch.units.append(unit)
             waiting += unit.nbytes
-            if waiting >= _BATCH:
-                batches.append([])
-                waiting = 0
-    return [batch for batch in batches if batch]
+            filling[which] = (batch, waiting) if waiting < limit else (Batch(source.device, []), 0)
+        block += len(blocks(chunk))
+    return full
 
 
-def _units(chunk: Chunk, source: torch.Tensor) -> list[Unit]:
+def _units(chunk: Chunk, source: torch.Tensor, block: int) -> list[Unit]:
     if not chunk.nbytes:
         return []
     plain = source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg())
     if not plain:
-        return [Unit(source, 0, chunk.start, chunk.nbytes)]
+        return [Unit(source, 0, chunk.start, chunk.nbytes, block)]
     address = source.data_ptr() - chunk.start
-    return [Unit(source, address + start, start, stop - start) for start, stop in blocks(chunk)]
+    return [Unit(source, address + at, at, stop - at, block + i) for i, (at, stop) in enumerate(blocks(chunk))]

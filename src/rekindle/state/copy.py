@@ -1,22 +1,29 @@
-"""Bytes from live tensors into a shard, checksummed on the way."""
+"""Bytes from live tensors into a shard, checksummed on the way: inside of ``step()``, or behind the training's back."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 import xxhash
 
+from rekindle.errors import RekindleError
 from rekindle.failpoints import reach
 from rekindle.snapshot.documents import checksum
 from rekindle.snapshot.layout import BLOCK
-from rekindle.state.capture import Plan, Unit
+from rekindle.state.capture import Batch, Plan, Unit
+from rekindle.state.device import Event, Lanes, reached
 
-__all__ = ["ShardWriter"]
+__all__ = ["Copying", "ShardWriter", "fingerprints"]
 
 _PIECE = 256 << 10
 """Bytes copied and then hashed while the processor's cache still has them.
@@ -24,8 +31,11 @@ _PIECE = 256 << 10
 With pieces of this size copying 1 GiB with its checksums took 2 % longer than copying alone on one thread and 12 % on
 two; with pieces of 16 MiB it took 55 % longer.
 """
-_INLINE = 1 << 20
-"""A state up to so many bytes is copied by the calling thread: handing it over would take as long."""
+_STUCK = 600.0
+"""Seconds after which a copy that doesn't end counts as failed."""
+_NICENESS = 10
+"""Of the thread that copies while training goes on: it takes what training leaves of the cores. What it doesn't get
+done is copied by all threads when the update has to wait."""
 
 
 @dataclass
@@ -41,73 +51,231 @@ class _Target:
     """Keeps the address good."""
 
 
+class _Pile:
+    """Batches of which any number of threads take one after the other until none is left."""
+
+    def __init__(self, work: Callable[[Batch], None], batches: Iterable[Batch]) -> None:
+        self._work = work
+        self._todo = deque(batches)
+        self._left = len(self._todo)
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        if not self._left:
+            self._over.set()
+
+    def help(self) -> None:
+        """Take batches as long as there are any. ``wait`` tells what went wrong; interrupts are raised here too."""
+        try:
+            while self._error is None:
+                try:
+                    batch = self._todo.popleft()
+                except IndexError:
+                    return
+                self._work(batch)
+                with self._lock:
+                    self._left -= 1
+                    if not self._left:
+                        self._over.set()
+        except BaseException as error:  # also one that a signal's handler raises between any two instructions
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    @property
+    def open(self) -> int:
+        """How many nobody has taken yet."""
+        return len(self._todo)
+
+    def fail(self, error: BaseException) -> None:
+        """Give up: whoever waits is told why."""
+        self._error = error
+        self._over.set()
+
+    def wait(self) -> None:
+        """Wait for those that others have taken, and raise what went wrong."""
+        if not self._over.wait(_STUCK):
+            raise RekindleError(f"a copy has not ended within {_STUCK:.0f} s")
+        if self._error is not None:
+            raise self._error
+
+
+class Copying:
+    """One shard on its way into a buffer. ``target`` is what to pass as ``cache`` next time.
+
+    ``early`` comes first, then ``queue``, both by the thread that trains or, for ``queue``, one behind its back. Then
+    any threads may call the others, at the same time too. What goes wrong is raised by ``hold`` and ``finish``.
+    """
+
+    def __init__(self, writer: ShardWriter, plan: Plan, target: _Target, step: int) -> None:
+        self._writer, self._plan, self.target, self._step = writer, plan, target, step
+        self._sums = [""] * len(plan.layout.blocks)
+        batches = plan.late or plan.early
+        self._middle = batches[len(batches) // 2] if batches else None
+        self._host = _Pile(self._copy, (b for b in plan.late if _on_host(b)))
+        on_device = [b for b in plan.early + plan.late if not _on_host(b)]
+        self._device = _Pile(self._hash, on_device)
+        self._events: dict[int, Event | None] = {}
+        """By first byte of a batch: what tells that the device has copied it."""
+        self._queued = threading.Event()
+        self.holds_all = all(_on_host(b) for b in plan.late)
+        """Whether everything is in the buffer once ``hold`` has returned; else a device may still be copying."""
+
+    def early(self) -> None:
+        """Copy what may change as soon as training goes on, and let side streams go on from where training is."""
+        early, lanes = self._plan.early, self._writer.lanes
+        for batch in early:
+            if not _on_host(batch):
+                self._events[batch.units[0].start] = lanes.here(batch.device, *self._sides(batch))
+        lanes.start({batch.device for batch in self._plan.late if not _on_host(batch)})
+        pile = _Pile(self._copy, (b for b in early if _on_host(b)))
+        self._writer.all_hands(pile)
+
+    def queue(self) -> None:
+        """Tell the devices what to copy. Waits for none of it."""
+        try:
+            for batch in self._plan.late:
+                if not _on_host(batch):
+                    event = self._writer.lanes.aside(batch.device, *self._sides(batch))
+                    self._events[batch.units[0].start] = event
+        except BaseException as error:
+            self._device.fail(error)
+            raise
+        finally:
+            self._queued.set()
+
+    def help(self) -> None:
+        """Copy what is left on the host, in this thread alone."""
+        self._host.help()
+
+    def hold(self) -> None:
+        """Copy what is left, or let the device wait until it is copied: after this the state may change."""
+        self._writer.all_hands(self._host)
+        if not self.holds_all:
+            self._wait_queued()
+            self._writer.lanes.hold()
+
+    def finish(self) -> list[str]:
+        """The checksums of everything, once it is in the buffer."""
+        self._writer.all_hands(self._host)
+        self._wait_queued()
+        self._writer.all_hands(self._device)
+        return self._sums
+
+    def _wait_queued(self) -> None:
+        if not self._queued.wait(_STUCK):
+            raise RekindleError(f"copies from the device were not queued within {_STUCK:.0f} s")
+
+    def _sides(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return [self.target.views[unit.start] for unit in batch.units], [unit.source for unit in batch.units]
+
+    def _copy(self, batch: Batch) -> None:
+        """Copy and hash what lies in the host's memory."""
+        for unit in batch.units:
+            if unit.address:
+                self._sums[unit.block] = _move(unit, self.target)
+            else:
+                with torch.no_grad():
+                    self.target.views[unit.start].copy_(unit.source)
+                self._hash_unit(unit)
+        if batch is self._middle:
+            reach("save.copying", self._step)
+
+    def _hash(self, batch: Batch) -> None:
+        """Hash what a device copies, once it has."""
+        if not reached(self._events[batch.units[0].start], _STUCK):
+            raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
+        for unit in batch.units:
+            self._hash_unit(unit)
+        if batch is self._middle:
+            reach("save.copying", self._step)
+
+    def _hash_unit(self, unit: Unit) -> None:
+        stop = unit.start + unit.nbytes
+        for number, at in enumerate(range(unit.start, stop, BLOCK), unit.block):
+            self._sums[number] = checksum(self.target.data[at : min(at + BLOCK, stop)])
+
+
+def _on_host(batch: Batch) -> bool:
+    return batch.device.type == "cpu"
+
+
+def _move(unit: Unit, target: _Target) -> str:
+    """Copy a unit and give its checksum. Large copies and hashes run outside the interpreter lock."""
+    start, stop = unit.start, unit.start + unit.nbytes
+    if unit.nbytes <= _PIECE:
+        ctypes.memmove(target.address + start, unit.address, unit.nbytes)
+        return checksum(target.data[start:stop])
+    state = xxhash.xxh3_64()
+    for at in range(start, stop, _PIECE):
+        end = min(at + _PIECE, stop)
+        ctypes.memmove(target.address + at, unit.address + at - start, end - at)
+        state.update(target.data[at:end])
+    return state.hexdigest()
+
+
 class ShardWriter:
-    """Copies a plan's tensors into buffers, with several threads; each hashes what it has just copied."""
+    """The threads that copy a plan's tensors into buffers; each hashes what it has just copied."""
 
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # The trainer waits meanwhile, so its cores are free; ranks on the same node save at the same time.
-        threads = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rekindle-copy")
+        self._helpers = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) - 1
+        self._threads = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="rekindle-copy")
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-behind", initializer=_step_back)
+        self.lanes = Lanes()
+
+    def start(self, plan: Plan, buffer: mmap.mmap, cache: object, step: int) -> Copying:
+        """Begin to fill ``buffer``, of at least ``plan.layout.file_bytes`` bytes. What may change at once is copied."""
+        target = cache if isinstance(cache, _Target) and cache.plan is plan else _target(plan, buffer)
+        copying = Copying(self, plan, target, step)
+        copying.early()
+        return copying
 
     def write(self, plan: Plan, buffer: mmap.mmap, cache: object, step: int) -> tuple[object, list[str]]:
-        """Fill ``buffer`` with the shard. Returns what to pass as ``cache`` next time, and the checksums.
+        """Fill ``buffer`` with the shard. Returns what to pass as ``cache`` next time, and the checksums."""
+        copying = self.start(plan, buffer, cache, step)
+        copying.queue()
+        return copying.target, copying.finish()
 
-        The tensors must not change meanwhile. ``buffer`` holds ``plan.layout.file_bytes`` bytes.
-        """
-        target = cache if isinstance(cache, _Target) and cache.plan is plan else _target(plan, buffer)
-        sums: list[str] = []
-        if plan.layout.nbytes <= _INLINE:
-            for batch in plan.batches:
-                _fetch(batch, target)
-                sums += _store(batch, target)
-            reach("save.copying", step)
-            return target, sums
-        pending = []
-        for batch in plan.batches:
-            _fetch(batch, target)
-            pending.append(self._threads.submit(_store, batch, target))
-        for number, future in enumerate(pending):
-            sums += future.result()
-            if number == len(pending) // 2:
-                reach("save.copying", step)
-        return target, sums
+    def behind(self, work: Callable[[], object]) -> None:
+        """Do ``work`` in the thread that makes way for training."""
+        self._behind.submit(work)
+
+    def all_hands(self, pile: _Pile) -> None:
+        """Work off the pile with all threads, the caller's included. Raises what went wrong."""
+        for _ in range(min(self._helpers, pile.open - 1)):
+            self._threads.submit(pile.help)
+        pile.help()
+        pile.wait()
 
     def close(self) -> None:
+        self._behind.shutdown()
         self._threads.shutdown()
+
+
+def _step_back() -> None:
+    """Let this thread make way for others."""
+    if hasattr(os, "setpriority") and sys.platform.startswith("linux"):  # elsewhere it would slow the whole process
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _target(plan: Plan, buffer: mmap.mmap) -> _Target:
     base = len(plan.layout.header)
     buffer[:base] = plan.layout.header
     anchor = ctypes.c_char.from_buffer(buffer)
-    views = {u.start: u.view(buffer, base) for batch in plan.batches for u in batch if not u.address}
+    views = {u.start: u.view(buffer, base) for batch in plan.early + plan.late for u in batch.units if not u.address}
     return _Target(plan, ctypes.addressof(anchor) + base, memoryview(buffer)[base:], views, anchor)
 
 
-def _fetch(batch: list[Unit], target: _Target) -> None:
-    """Let torch copy what only it can. In the calling thread, whose CUDA stream is the one that the update ran on."""
-    units = [unit for unit in batch if not unit.address]
-    if units:
-        with torch.no_grad():
-            torch._foreach_copy_([target.views[unit.start] for unit in units], [unit.source for unit in units])
-
-
-def _store(batch: list[Unit], target: _Target) -> list[str]:
-    """Copy the other units, and give the checksums of all. Copies and hashes run outside the interpreter lock."""
-    sums = []
-    for unit in batch:
-        start, stop = unit.start, unit.start + unit.nbytes
-        if not unit.address:
-            sums += [checksum(target.data[at : min(at + BLOCK, stop)]) for at in range(start, stop, BLOCK)]
-        elif unit.nbytes <= _PIECE:
-            ctypes.memmove(target.address + start, unit.address, unit.nbytes)
-            sums.append(checksum(target.data[start:stop]))
-        else:
-            state = xxhash.xxh3_64()
-            for at in range(start, stop, _PIECE):
-                end = min(at + _PIECE, stop)
-                ctypes.memmove(target.address + at, unit.address + at - start, end - at)
-                state.update(target.data[at:end])
-            sums.append(state.hexdigest())
-    return sums
+def fingerprints(plan: Plan) -> list[tuple[int, str]]:
+    """Number and checksum, as they would be in a receipt, of all blocks that are copied late, as they are now."""
+    found = []
+    for unit in (unit for batch in plan.late for unit in batch.units):
+        source = unit.source.resolve_conj().resolve_neg().cpu().contiguous()
+        address = unit.address or source.data_ptr()
+        data = memoryview((ctypes.c_char * unit.nbytes).from_address(address))
+        for number, at in enumerate(range(0, unit.nbytes, BLOCK), unit.block):
+            found.append((number, checksum(data[at : at + BLOCK])))
+    return found

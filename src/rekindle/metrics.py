@@ -1,0 +1,41 @@
+"""What saving has cost, counted where it happens."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+__all__ = ["Metrics"]
+
+
+@dataclass
+class Metrics:
+    """What saving has cost this rank since it started. Times in seconds, sizes in bytes."""
+
+    saves: int = 0
+    failed: int = 0
+    last_stall: float = 0.0
+    """What the newest save held training up for: inside of ``step()``, and then before the update."""
+    max_stall: float = 0.0
+    bytes_saved: int = 0
+    snapshot_every: int = 1
+    """Steps between snapshots, as it is now."""
+    restored_step: int = 0
+    restored_from: str = ""
+    restore_seconds: float = 0.0
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=1000), repr=False)
+    """The newest 1,000 stalls."""
+
+    def saved(self, stall: float, nbytes: int) -> None:
+        """Count a save whose ``step()`` took ``stall`` seconds."""
+        self.saves += 1
+        self.bytes_saved += nbytes
+        self.stalls.append(0.0)
+        self.last_stall = 0.0
+        self.waited(stall)
+
+    def waited(self, seconds: float) -> None:
+        """Add what the newest save has cost since."""
+        self.last_stall += seconds
+        self.stalls[-1] = self.last_stall
+        self.max_stall = max(self.last_stall, self.max_stall)

@@ -1,0 +1,110 @@
+"""A run's saves: which one is the newest, what has become of it, and where to go when memory won't take it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rekindle.errors import MemoryStoreError
+from rekindle.metrics import Metrics
+from rekindle.savers import DirectSaver, MemorySaver
+from rekindle.snapshot.lineage import Stamp
+
+__all__ = ["Saves"]
+
+log = logging.getLogger("rekindle")
+
+
+class Saves:
+    """For the thread that trains, but for ``hold``. With ``strict`` failures are raised, else they are logged."""
+
+    def __init__(self, direct: DirectSaver, metrics: Metrics, strict: bool) -> None:
+        self.memory: MemorySaver | None = None
+        """None where there is no memory store."""
+        self.direct = direct
+        self.newest: Stamp | None = None
+        """What was saved last. It may still be on its way into memory, until ``settle``."""
+        self._before: Stamp | None = None
+        self._metrics, self._strict = metrics, strict
+        self._fallen_back = False
+
+    def save(self, stamp: Stamp) -> None:
+        """Save the state as that of ``stamp``. Call ``settle`` first."""
+        if self.newest is not None and self.newest.step == stamp.step:
+            if stamp.persist:
+                self.persist()
+            return
+        began = time.perf_counter()
+        try:
+            nbytes = self._write(stamp)
+        except Exception as error:
+            self._failed(stamp.step, error)
+            return
+        self._before, self.newest = self.newest, stamp
+        self._metrics.saved(time.perf_counter() - began, nbytes)
+
+    def _write(self, stamp: Stamp) -> int:
+        if self.memory is not None:
+            try:
+                self._finish_direct()  # it may be writing what a slot holds
+                return self.memory.save(stamp)
+            except MemoryStoreError as error:
+                if self._strict:
+                    raise
+                if not self._fallen_back:
+                    log.warning("step %d goes straight to storage: %s", stamp.step, error)
+                self._fallen_back = True
+        self._finish_direct()
+        return self.direct.save(stamp)
+
+    def _finish_direct(self) -> None:
+        error = self.direct.finish()
+        if error is not None and self.newest is not None:
+            self._failed(self.newest.step, error)
+
+    def persist(self) -> None:
+        """Send the newest save to storage, whatever the policy said of it. Call ``settle`` first."""
+        if self.memory is None or self.newest is None:
+            return
+        try:
+            self.memory.persist(self.newest.step)
+        except Exception as error:
+            self._failed(self.newest.step, error)
+
+    def hold(self) -> None:
+        """Wait until the newest save has what an update will change. For the thread that updates."""
+        if self.memory is not None and self.memory.flight is not None:
+            began = time.perf_counter()
+            self.memory.hold()
+            self._metrics.waited(time.perf_counter() - began)
+
+    def settle(self) -> None:
+        """See the newest save into memory, and say what went wrong with it."""
+        flight = self.memory.settle() if self.memory is not None else None
+        if flight is None or flight.error is None:
+            return
+        if not flight.committed:
+            self.newest = self._before
+        if isinstance(flight.error, MemoryStoreError) and not self._strict:
+            log.warning("step %d goes straight to storage: %s", flight.stamp.step, flight.error)
+            try:
+                self._finish_direct()
+                self.direct.rescue(flight)
+                self.newest = flight.stamp
+            except Exception as error:
+                self._failed(flight.stamp.step, error)
+            return
+        self._failed(flight.stamp.step, flight.error, flight.committed)
+
+    def _failed(self, step: int, error: BaseException, saved: bool = False) -> None:
+        self._metrics.failed += 1
+        if self._strict:
+            raise error
+        what = "is saved, but by luck" if saved else "is not saved, training goes on"
+        log.error("step %d %s: %s: %s", step, what, type(error).__name__, error)
+
+    def close(self) -> None:
+        """Let go of memory and threads. What is being written to storage goes on being written."""
+        if self.memory is not None:
+            self.memory.close()
+        self.direct.close()

@@ -1,0 +1,96 @@
+"""What keeps an update from overtaking the copy of what it changes: hooks on optimizers, and ``updating()``.
+
+Parameters that an optimizer owns, and its state, last from ``ckpt.step(n)`` until that optimizer's next ``step()``. A
+hook before that step waits for the copy. Nothing else is known to last: what no fenced optimizer owns is not offered.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Fence"]
+
+log = logging.getLogger("rekindle")
+
+
+class Fence:
+    """Calls ``wait``, a method that is held weakly, before any update of ``state``, in the thread that updates."""
+
+    def __init__(self, state: Mapping[str, Any], wait: Callable[[], None]) -> None:
+        self._state, self._wait = state, weakref.WeakMethod(wait)
+        self._by_hand = self._changed = False
+        self._hooks: dict[int, RemovableHandle] = {}
+        for entry in state.values():
+            # torch calls hooks from the step() that Optimizer.__init__ has wrapped, and from no other.
+            if isinstance(entry, torch.optim.Optimizer) and getattr(type(entry).step, "hooked", False):
+                self._hooks[id(entry)] = entry.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            self._captured(optimizer)
+            return
+        wait = self._wait()
+        if wait is not None:
+            wait()
+
+    _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # a compiled step() still calls it
+
+    def _captured(self, optimizer: torch.optim.Optimizer) -> None:
+        """A CUDA graph replays the update without this hook."""
+        if self._hooks.pop(id(optimizer), None) is not None:
+            self._changed = True
+            if not self._by_hand:
+                log.warning(
+                    "an optimizer's step is being captured in a CUDA graph, whose replay calls no hooks: from now on "
+                    "its state is copied inside of ckpt.step(), unless replays are wrapped in 'with ckpt.updating():'"
+                )
+
+    def by_hand(self) -> None:
+        """``updating()`` has been used: from now on it stands before every update that no hook announces."""
+        self._changed |= not self._by_hand
+        self._by_hand = True
+
+    def changed(self) -> bool:
+        """Whether ``lasting`` may have another answer than at the last look."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def lasting(self) -> set[int]:
+        """Ids of the tensors that stay as they are until the next update."""
+        owners = [entry for entry in self._state.values() if isinstance(getattr(entry, "param_groups", None), list)]
+        fenced = [entry for entry in owners if self._by_hand or id(entry) in self._hooks]
+        owned = {id(p) for entry in fenced for group in entry.param_groups for p in group["params"]}
+        if self._by_hand and not owners:  # updates by somebody whose state is not ours
+            owned = {id(p) for module in self._modules() for p in module.parameters() if p.requires_grad}
+        for module in self._modules():
+            parameters = list(module.parameters())
+            if any(id(p) in owned for p in parameters):
+                # Frozen ones beside trained ones; but in a module of their own they may be an average of the others.
+                owned |= {id(p) for p in parameters if not p.requires_grad}
+        return owned | {id(t) for entry in fenced for t in _tensors(getattr(entry, "state", None))}
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return [entry for entry in self._state.values() if isinstance(entry, torch.nn.Module)]
+
+    def close(self) -> None:
+        """Leave the optimizers as they were."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+
+def _tensors(node: Any) -> Iterator[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif isinstance(node, Mapping):
+        for child in node.values():
+            yield from _tensors(child)
+    elif isinstance(node, (list, tuple)):
+        for child in node:
+            yield from _tensors(child)
