@@ -55,8 +55,10 @@ class Flight:
     committed: bool = False
     error: BaseException | None = None
     """What went wrong."""
+    _judged: bool = False
     _landed: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _judging: threading.Lock = field(default_factory=threading.Lock)
+    _landing: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.versions = self._versions()
@@ -75,11 +77,11 @@ class Flight:
 
     def hold(self) -> None:
         """Return when the state may change; on the host, when the snapshot is committed. ``error`` as for ``land``."""
+        if self._landed and self.expected is None:
+            return
         try:
-            if not self._landed:
-                self.copying.hold()
-            if self.expected is not None:
-                self._compare(fingerprints(self.plan))
+            self.copying.hold()
+            self._judge(by_hash=True)
         except Exception as error:
             self.error = self.error or error
         if self.copying.holds_all:
@@ -87,12 +89,14 @@ class Flight:
 
     def land(self) -> None:
         """Wait for the copy and commit it. Doesn't raise: ``error`` tells what went wrong."""
-        with self._lock:
+        with self._landing:
             if self._landed:
                 return
             try:
                 self.checksums = self.copying.finish()
-                self._check()
+                self._judge(by_hash=False)
+                if self.error is not None:
+                    raise self.error
                 self.slots.commit(self.slot, self.stamp, self.receipt())
                 self.committed = True
             except BaseException as error:
@@ -102,24 +106,29 @@ class Flight:
             finally:
                 self._landed = True
 
-    def _check(self) -> None:
-        """That nothing was changed while it was being copied. Writes past torch's counters are only found by hashes."""
-        if self.error is not None:
-            raise self.error
-        names = [
-            name
-            for name, before, after in zip(self.plan.watched, self.versions, self._versions(), strict=True)
-            if before != after
-        ]
+    def _judge(self, by_hash: bool) -> None:
+        """That nothing has changed the state since the start: once, and before the first update does.
+
+        Raises ``Changed``. Writes past torch's version counters are only found by hashes.
+        """
+        with self._judging:
+            if not self._judged:
+                self._judged = True
+                pairs = zip(self.plan.watched, self.versions, self._versions(), strict=True)
+                self._complain({name for name, before, after in pairs if before != after})
+            if self.expected is None:
+                return
+            found = fingerprints(self.plan) if by_hash else [(at, self.checksums[at]) for at, _ in self.expected]
+            changed = {at for (at, was), (_, now) in zip(self.expected, found, strict=True) if was != now}
+            if by_hash:
+                self.expected = (
+                    None  # optimizers update one after the other, and only the first one finds all as it was
+                )
+            self._complain({self.plan.layout.at(block) for block in changed})
+
+    def _complain(self, names: set[str]) -> None:
         if names:
             raise Changed(self.stamp.step, names)
-        if self.expected is not None:
-            self._compare([(block, self.checksums[block]) for block, _ in self.expected])
-
-    def _compare(self, found: list[tuple[int, str]]) -> None:
-        changed = {block for (block, was), (_, now) in zip(self.expected or [], found, strict=True) if was != now}
-        if changed:
-            raise Changed(self.stamp.step, {self.plan.layout.at(block) for block in changed})
 
     def receipt(self) -> bytes:
         return Receipt.encode(self.stamp, self.plan.static, self.checksums, self.values)

@@ -29,7 +29,9 @@ class Fence:
         for entry in state.values():
             # torch calls hooks from the step() that Optimizer.__init__ has wrapped, and from no other.
             if isinstance(entry, torch.optim.Optimizer) and getattr(type(entry).step, "hooked", False):
-                self._hooks[id(entry)] = entry.register_step_pre_hook(self._before_step)
+                # A compiled step() calls it too.
+                hook = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
+                self._hooks[id(entry)] = entry.register_step_pre_hook(hook)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -38,8 +40,6 @@ class Fence:
         wait = self._wait()
         if wait is not None:
             wait()
-
-    _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # a compiled step() still calls it
 
     def _captured(self, optimizer: torch.optim.Optimizer) -> None:
         """A CUDA graph replays the update without this hook."""

@@ -1,0 +1,341 @@
+"""Copies behind the training's back: they hold what ``step()`` was called with, whatever training does next."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.snapshot.names import receipt_name, step_dir
+
+WIDTH = 700
+"""Makes 8 MB of state: a copy that takes milliseconds."""
+
+
+class Adversaries:
+    """Two networks, two optimizers, dropout, batch statistics, clipping, a schedule: everything moves at each step."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        torch.manual_seed(7)
+        random.seed(7)
+        self.one = torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.2), torch.nn.Linear(width, 8)
+        )
+        self.two = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, width))
+        self.first = torch.optim.AdamW(self.one.parameters(), lr=1e-3)
+        self.second = torch.optim.SGD(self.two.parameters(), lr=1e-2, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.first, 200)
+        self.width = width
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "width"}
+
+    def update(self) -> None:
+        noise = torch.randn(4, self.width) * random.random()
+        loss = (self.two(self.one(noise)) - noise).square().mean()
+        self.first.zero_grad()
+        self.second.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([*self.one.parameters(), *self.two.parameters()], 0.5)
+        self.second.step()
+        self.first.step()
+        self.schedule.step()
+
+
+def snapshot_of(job: JobDir, step: int) -> Path:
+    return job.path / step_dir(step) / receipt_name(0, 1)
+
+
+def content(receipt: Path) -> tuple[str, Any, Any]:
+    """What a snapshot holds, without who saved it when: hash of the shard, and everything else that it says."""
+    found = Receipt.decode(receipt.read_bytes(), receipt)
+    shard = hashlib.sha256(receipt.with_suffix(".safetensors").read_bytes()).hexdigest()
+    return shard, found.checksums, (found.structure, found.values)
+
+
+def run(root: Path, memory: Path, steps: int, overlap: bool) -> tuple[list[Any], int]:
+    """What the snapshot of each step holds once the update after it is over, and how many were late for ``step()``."""
+    training = Adversaries()
+    ckpt = rekindle.Checkpointer(root, training.state, overlap=overlap, persist_every=10**6, strict=True)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    found, late = [], 0
+    training.update()
+    for step in range(1, steps + 1):
+        ckpt.step(step)
+        late += not snapshot_of(job, step).exists()
+        training.update()
+        found.append(content(snapshot_of(job, step)))
+    ckpt.close()
+    return found, late
+
+
+def test_two_hundred_overlapped_snapshots_equal_those_copied_at_once(root: Path, memory: Path) -> None:
+    at_once, none_late = run(root / "at-once", memory, 200, overlap=False)
+    overlapped, late = run(root / "overlapped", memory, 200, overlap=True)
+    assert none_late == 0 and late > 100, f"only {late} of 200 were still being copied when step() returned"
+    assert overlapped == at_once
+    assert len({shard for shard, _, _ in at_once}) == 200
+
+
+def test_a_snapshot_is_in_memory_before_the_update_touches_the_state(root: Path, memory: Path) -> None:
+    training = Adversaries()
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    seen = []
+    training.first.register_step_pre_hook(lambda *_: seen.append(snapshot_of(job, step).exists()))
+    training.second.register_step_pre_hook(lambda *_: seen.append(snapshot_of(job, step).exists()))
+    for step in range(1, 6):
+        ckpt.step(step)
+        training.update()
+    assert seen == [True] * 10
+    ckpt.close()
+
+
+def test_an_update_in_another_thread_waits_too(root: Path, memory: Path) -> None:
+    """As when gradients are applied while they are computed, by the threads that compute them."""
+    training = Adversaries()
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    for step in range(1, 6):
+        ckpt.step(step)
+        expected = [p.detach().clone() for p in training.one.parameters()]
+        thread = threading.Thread(target=training.update)
+        thread.start()
+        thread.join()
+        receipt = snapshot_of(job, step)
+        shard = receipt.with_suffix(".safetensors").read_bytes()
+        found = Receipt.decode(receipt.read_bytes(), receipt)
+        names = [f"one.{name}" for name, _ in training.one.named_parameters()]
+        for name, tensor in zip(names, expected, strict=True):
+            chunk = next(c for c in found.layout.chunks if c.name == name)
+            data = shard[found.header_bytes + chunk.start : found.header_bytes + chunk.stop]
+            assert data == tensor.numpy().tobytes()
+    ckpt.close()
+
+
+def test_what_no_optimizer_owns_is_copied_inside_of_step(root: Path, memory: Path) -> None:
+    """An average of the weights, buffers, and the parameters of an optimizer that isn't in the state."""
+    owned, average, foreign = (torch.nn.BatchNorm1d(200_000) for _ in range(3))
+    optimizer = torch.optim.SGD(owned.parameters(), lr=1.0)
+    ckpt = rekindle.Checkpointer(
+        root, {"owned": owned, "average": average, "foreign": foreign, "optimizer": optimizer}, strict=True
+    )
+    ckpt.restore()
+    torch.optim.SGD(foreign.parameters(), lr=1.0)
+    ckpt.save(1)
+    with torch.no_grad():
+        owned.running_mean.fill_(9)
+        average.weight.data.fill_(9)
+        foreign.weight.data.fill_(9)
+    assert [c.step for c in ckpt.checkpoints()] == [1]
+    ckpt.close()
+    again = [torch.nn.BatchNorm1d(200_000) for _ in range(3)]
+    for module in again:
+        torch.nn.init.constant_(module.weight, 5)
+    other = torch.optim.SGD(again[0].parameters(), lr=1.0)
+    ckpt = rekindle.Checkpointer(
+        root, {"owned": again[0], "average": again[1], "foreign": again[2], "optimizer": other}
+    )
+    assert ckpt.restore() == 1
+    for module in again:
+        assert torch.equal(module.weight, torch.ones(200_000)) and torch.equal(
+            module.running_mean, torch.zeros(200_000)
+        )
+    ckpt.close()
+
+
+def clip(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-1e-3, 1e-3)
+
+
+def clip_unseen(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-1e-3, 1e-3)  # ``data`` has a version counter of its own
+
+
+def test_a_late_writer_is_named_and_never_makes_a_torn_snapshot(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Adversaries(1500)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    training.update()
+    torn = 0
+    for step in range(1, 5):
+        before = {name: p.detach().clone() for name, p in training.one.named_parameters()}
+        with caplog.at_level(logging.ERROR, "rekindle"):
+            ckpt.step(step)
+            clip(training.one)  # too late: should have been done before step()
+            training.update()
+        torn += not snapshot_of(job, step).exists()
+        if snapshot_of(job, step).exists():  # it has the weights as they were at step(), not as they were clipped
+            found = Receipt.decode(snapshot_of(job, step).read_bytes(), "")
+            chunk = next(c for c in found.layout.chunks if c.name == "one.0.weight")
+            shard = snapshot_of(job, step).with_suffix(".safetensors").read_bytes()[found.header_bytes :]
+            assert shard[chunk.start : chunk.stop] == before["0.weight"].numpy().tobytes()
+    ckpt.close()
+    assert torn == ckpt.metrics.failed <= 1, "what was caught once is copied inside of step() from then on"
+    assert torn == 0 or ("one.0.weight" in caplog.text and "ckpt.updating()" in caplog.text)
+
+
+@pytest.mark.parametrize("writer", [clip, clip_unseen])
+def test_verify_finds_every_late_writer(
+    writer: Any, root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Adversaries(64)
+    ckpt = rekindle.Checkpointer(root, training.state, overlap="verify", persist_every=10**6)
+    ckpt.restore()
+    with caplog.at_level(logging.ERROR, "rekindle"):
+        for step in range(1, 4):
+            training.update()
+            ckpt.step(step)
+        assert ckpt.metrics.failed == 0 and not caplog.text
+        writer(training.two)
+        training.update()
+        ckpt.step(4)
+    assert ckpt.metrics.failed == 1
+    assert "two.0.weight" in caplog.text and "ckpt.step(3)" in caplog.text
+    ckpt.close()
+
+
+def test_verify_raises_where_failures_are_to_be_raised(root: Path, memory: Path) -> None:
+    training = Adversaries(64)
+    ckpt = rekindle.Checkpointer(root, training.state, overlap="verify", strict=True)
+    ckpt.restore()
+    ckpt.step(1)
+    clip_unseen(training.one)
+    training.update()
+    with pytest.raises(rekindle.UsageError, match=r"one\.0\.weight.*ckpt\.step\(1\)"):
+        ckpt.step(2)
+
+
+class Plain:
+    """An optimizer that torch's hooks know nothing of."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+        self.state = {"momentum": [torch.zeros_like(p) for p in self.param_groups[0]["params"]]}
+
+    def step(self) -> None:
+        for parameter, momentum in zip(self.param_groups[0]["params"], self.state["momentum"], strict=True):
+            momentum.mul_(0.9).add_(parameter.grad)
+            parameter.data.add_(momentum, alpha=-0.01)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": self.state["momentum"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state["momentum"] = state["momentum"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_optimizers_without_hooks(wrapped: bool, root: Path, memory: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1500, 1500)
+    optimizer = Plain(model.parameters())
+    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6, strict=True)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    late = 0
+    for step in range(1, 9):
+        ckpt.step(step)
+        late += not snapshot_of(job, step).exists()
+        expected = model.weight.detach().clone(), optimizer.state["momentum"][0].clone()
+        model(torch.randn(2, 1500)).square().mean().backward()
+        if wrapped:
+            with ckpt.updating():
+                optimizer.step()
+        else:
+            optimizer.step()
+        found = Receipt.decode(snapshot_of(job, step).read_bytes(), "")
+        shard = snapshot_of(job, step).with_suffix(".safetensors").read_bytes()[found.header_bytes :]
+        for name, tensor in zip(("model.weight", "optimizer.momentum.0"), expected, strict=True):
+            chunk = next(c for c in found.layout.chunks if c.name == name)
+            assert shard[chunk.start : chunk.stop] == tensor.numpy().tobytes()
+    assert bool(late) == wrapped, "without a fence nothing is copied late, with one it is"
+    ckpt.close()
+
+
+def test_a_compiled_step_is_fenced(root: Path, memory: Path) -> None:
+    training = Adversaries(64)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    compiled = torch.compile(training.second.step, backend="eager")
+    for step in range(1, 4):
+        ckpt.step(step)
+        training.two(torch.randn(4, 8)).square().mean().backward()
+        compiled()
+        assert snapshot_of(job, step).exists()
+        training.second.zero_grad()
+    ckpt.close()
+
+
+def test_a_step_without_an_update_keeps_its_snapshot(root: Path, memory: Path) -> None:
+    """As when a gradient scaler skips the update: nobody calls the hook."""
+    training = Adversaries()
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    for step in range(1, 6):
+        ckpt.step(step)
+    ckpt.save(5, wait="memory")
+    assert snapshot_of(job, 5).exists() and snapshot_of(job, 4).exists()
+    assert ckpt.metrics.failed == 0
+    ckpt.close()
+
+
+def test_closing_leaves_the_optimizer_as_it_was(root: Path, memory: Path) -> None:
+    training = Adversaries(64)
+    ckpt = rekindle.Checkpointer(root, training.state)
+    ckpt.restore()
+    assert training.first._optimizer_step_pre_hooks
+    ckpt.step(1)
+    ckpt.close()
+    assert not training.first._optimizer_step_pre_hooks and not training.second._optimizer_step_pre_hooks
+
+
+def test_hooks_keep_no_checkpointer_alive(root: Path, memory: Path) -> None:
+    training = Adversaries(64)
+    ckpt = rekindle.Checkpointer(root, training.state)
+    ckpt.restore()
+    del ckpt
+    ckpt = rekindle.Checkpointer(root, training.state)  # BusyError while the first one lives
+    ckpt.restore()
+    training.update()
+    ckpt.step(1)
+    ckpt.close()
+
+
+def test_a_parameter_that_gets_other_memory_in_the_window(root: Path, memory: Path) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(2000, 2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6, strict=True)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    expected = model.weight.detach().clone()
+    ckpt.step(1)
+    model.weight.data = torch.full((2000, 2000), 3.0)
+    ckpt.save(1, wait="memory")
+    found = Receipt.decode(snapshot_of(job, 1).read_bytes(), "")
+    shard = snapshot_of(job, 1).with_suffix(".safetensors").read_bytes()[found.header_bytes :]
+    chunk = next(c for c in found.layout.chunks if c.name == "model.weight")
+    assert shard[chunk.start : chunk.stop] == expected.numpy().tobytes()
+    ckpt.close()
