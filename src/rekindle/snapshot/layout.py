@@ -57,7 +57,7 @@ class Chunk:
     start: int = 0
     """First byte, counted from the start of the shard's data."""
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return math.prod(self.sizes) * DTYPES[self.dtype][1]
 

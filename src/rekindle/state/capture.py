@@ -1,14 +1,13 @@
 """From live state to the layout of a snapshot, and the re-check that it still holds.
 
-The layout is worked out once. Each save walks the state again, which takes 1 to 2 microseconds a tensor, and compares
-every tensor's identity, address, shape, strides and dtype with what the layout was made from. Skipping that check would
-save old weights after a parameter was replaced.
+The layout is worked out once. Each save walks the state again (``watch``) and compares every tensor's identity,
+address, shape, strides and dtype with what the layout was made from. Skipping that would save old weights after a
+parameter was replaced.
 """
 
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from rekindle.state.codec import encode
 from rekindle.state.fence import Fence
 from rekindle.state.rng import RngState
 from rekindle.state.tree import Flat, describe, flatten
+from rekindle.state.watch import Watch, content
 
 __all__ = ["Capture", "Plan", "unwrap"]
 
@@ -92,28 +92,6 @@ class Plan:
     """The tensors of ``late``, by name."""
 
 
-@dataclass(frozen=True)
-class _Look:
-    """A walk through the state, as far as the layout depends on it. Lists in the order of ``tensors``."""
-
-    signature: list[Any]
-    tensors: list[torch.Tensor]
-    places: list[tuple[Any, ...]]
-
-    @staticmethod
-    def at(flat: Flat) -> _Look:
-        places: list[tuple[Any, ...]] = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in flat.tensors]
-        return _Look(flat.signature, flat.tensors, places)
-
-    def same(self, other: _Look) -> bool:
-        """Whether the same layout serves both."""
-        return (
-            self.signature == other.signature
-            and all(map(operator.is_, self.tensors, other.tensors))
-            and self.places == other.places
-        )
-
-
 class Capture:
     """The training state of this process, as ``state`` names it. Not thread-safe."""
 
@@ -136,35 +114,32 @@ class Capture:
         self._allow_pickle = allow_pickle
         self._fence: Fence | None = None
         self._restless: set[str] = set()
-        self._look: _Look | None = None
+        self._watch: Watch | None = None
         self._paths: list[str] = []
         self._plan: Plan | None = None
-
-    def _collect(self) -> dict[str, Any]:
-        return {
-            name: dict(entry.state_dict(keep_vars=True)) if isinstance(entry, torch.nn.Module) else entry.state_dict()
-            for name, entry in self.state.items()
-        }
 
     def prepare(self) -> tuple[Plan, bytes]:
         """The plan for the state as it is now, and its values as a JSON array.
 
         Raises UnsupportedValueError, naming the path, when something in the state can't be saved.
         """
-        tree = self._collect()
+        if self._fence is not None and self._fence.changed():
+            self._watch = None
+        values = self._watch.values() if self._watch is not None else None
+        if self._plan is None or values is None:
+            values = self._begin_anew()
+        assert self._plan is not None
+        return self._plan, self._encode(values)
+
+    def _begin_anew(self) -> list[Any]:
+        """Make a plan for the state as it is now. Returns the values."""
+        tree = {name: content(entry) for name, entry in self.state.items()}
         flat = Flat()
         flatten(tree, flat)
-        if self._fence is not None and self._fence.changed():
-            self._look = None
-        try:
-            look = _Look.at(flat)
-        except (RuntimeError, ValueError):  # a tensor without an address: say which
-            for tensor, leaf in zip(flat.tensors, describe(tree).leaves, strict=True):
-                _check_kind(tensor, leaf.path)
-            raise
-        if self._plan is None or self._look is None or not look.same(self._look):
-            self._plan, self._look = self._make_plan(tree, flat), look
-        return self._plan, self._encode(flat.values)
+        self._watch = None
+        self._plan = self._make_plan(tree, flat)
+        self._watch = Watch(self.state, flat.tensors)
+        return flat.values
 
     def overlap(self, fence: Fence) -> None:
         """From now on plan to copy late what ``fence`` stands before."""
@@ -173,7 +148,7 @@ class Capture:
     def distrust(self, names: Collection[str]) -> None:
         """From now on copy these tensors inside of ``step()``: they have been seen to change after it."""
         self._restless.update(names)
-        self._look = None
+        self._watch = None
 
     def estimate(self) -> int:
         """Bytes that a snapshot will take, before the optimizers have made their state.

@@ -1,0 +1,166 @@
+"""Whether a state still is what a plan was made of: looked at in place, on the path of every save.
+
+``state_dict()`` builds dictionaries, and flattening them builds lists. For modules and optimizers that keep torch's own
+``state_dict()`` as it is, the same is learned from the dictionaries that they keep, without an object for each tensor.
+Such objects would also set off Python's collector, which then walks through all of the job's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from rekindle.state.tree import Flat, flatten
+
+__all__ = ["Watch", "content"]
+
+
+def content(entry: Any) -> Any:
+    """What an entry of the state says that it holds, with live tensors."""
+    return dict(entry.state_dict(keep_vars=True)) if isinstance(entry, Module) else entry.state_dict()
+
+
+class Watch:
+    """Remembers ``state``, of which ``tensors`` are all tensors in the order of their flattening."""
+
+    def __init__(self, state: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        self._entries = [_watch(entry) for entry in state.values()]
+        self._tensors = tensors
+        self._places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+
+    def values(self) -> list[Any] | None:
+        """All values that are not tensors, in the order of their flattening; None when anything else has changed."""
+        found: list[Any] = []
+        if not all(entry.same(found) for entry in self._entries):
+            return None
+        for tensor, (address, shape, stride, dtype) in zip(self._tensors, self._places, strict=True):
+            if (
+                tensor.data_ptr() != address
+                or tensor.shape != shape
+                or tensor.stride() != stride
+                or tensor.dtype is not dtype
+            ):
+                return None
+        return found
+
+
+class _Any:
+    """Anything with a ``state_dict()``."""
+
+    def __init__(self, entry: Any) -> None:
+        self._entry = entry
+        self._flat = self._look()
+
+    def _look(self) -> Flat:
+        flat = Flat()
+        flatten(content(self._entry), flat)
+        return flat
+
+    def same(self, values: list[Any]) -> bool:
+        """Whether structure and tensors are those of the start. Appends the values."""
+        flat = self._look()
+        values += flat.values
+        return flat.signature == self._flat.signature and _identical(flat.tensors, self._flat.tensors)
+
+
+class _Module:
+    """A module whose ``state_dict()`` is torch's own, hooks and extra state included: there are none."""
+
+    def __init__(self, module: Module) -> None:
+        self._modules = [(m, m._non_persistent_buffers_set.copy()) for m in module.modules()]
+        kept = (d for m, _ in self._modules for d in (m._parameters, m._buffers, m._modules))
+        self._kept = [(d, list(d), list(d.values())) for d in kept]
+        self._hooks = [(m._state_dict_hooks, m._state_dict_pre_hooks) for m, _ in self._modules]
+
+    @staticmethod
+    def suits(module: Module) -> bool:
+        return all(
+            type(m).state_dict is Module.state_dict
+            and type(m)._save_to_state_dict is Module._save_to_state_dict
+            and type(m).get_extra_state is Module.get_extra_state
+            and "state_dict" not in vars(m)
+            and not (m._state_dict_hooks or m._state_dict_pre_hooks)
+            for m in module.modules()
+        )
+
+    def same(self, values: list[Any]) -> bool:
+        return (
+            all(list(d) == names and _identical(d.values(), kept) for d, names, kept in self._kept)
+            and all(m._non_persistent_buffers_set == hidden for m, hidden in self._modules)
+            and not any(map(any, self._hooks))
+        )
+
+
+class _Optimizer:
+    """An optimizer whose ``state_dict()`` is torch's own, and whose state is nothing but tensors for each parameter."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [self._group(group) for group in optimizer.param_groups]
+        self._params = [list(group["params"]) for group in optimizer.param_groups]
+        self._state = [(p, list(kept), list(kept.values())) for p, kept in optimizer.state.items()]
+        numbers: dict[int, int] = {}
+        for p in (p for group in self._params for p in group):
+            numbers.setdefault(id(p), len(numbers))
+        self._numbers = [[numbers[id(p)] for p in group] for group in self._params]
+
+    @staticmethod
+    def suits(optimizer: Optimizer) -> bool:
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return (
+            type(optimizer).state_dict is Optimizer.state_dict
+            and "state_dict" not in vars(optimizer)
+            and not (optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks)
+            and all(id(p) in params and type(kept) is dict for p, kept in optimizer.state.items())
+            and all(isinstance(v, torch.Tensor) for kept in optimizer.state.values() for v in kept.values())
+        )
+
+    @staticmethod
+    def _group(group: dict[str, Any]) -> Flat:
+        flat = Flat()
+        flatten({key: value for key, value in group.items() if key != "params"}, flat)
+        return flat
+
+    def same(self, values: list[Any]) -> bool:
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        if (
+            len(groups) != len(self._groups)
+            or len(optimizer.state) != len(self._state)
+            or optimizer._optimizer_state_dict_pre_hooks
+            or optimizer._optimizer_state_dict_post_hooks
+        ):
+            return False
+        for (p, kept), (param, names, tensors) in zip(optimizer.state.items(), self._state, strict=True):
+            if p is not param or list(kept) != names or not _identical(kept.values(), tensors):
+                return False
+        for group, params, numbers, before in zip(groups, self._params, self._numbers, self._groups, strict=True):
+            now = self._group(group)
+            if not (
+                now.signature == before.signature
+                and _identical(now.tensors, before.tensors)
+                and _identical(group["params"], params)
+            ):
+                return False
+            values += now.values
+            values += numbers
+        return True
+
+
+def _identical(now: Iterable[Any], before: list[Any]) -> bool:
+    """Whether both have the same objects, in order."""
+    found = list(now)
+    return len(found) == len(before) and all(map(operator.is_, found, before))
+
+
+def _watch(entry: Any) -> _Any | _Module | _Optimizer:
+    if isinstance(entry, Module) and _Module.suits(entry):
+        return _Module(entry)
+    if isinstance(entry, Optimizer) and _Optimizer.suits(entry):
+        return _Optimizer(entry)
+    return _Any(entry)
