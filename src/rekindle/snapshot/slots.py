@@ -22,7 +22,7 @@ from rekindle.errors import FormatError, MemoryStoreError
 from rekindle.failpoints import reach
 from rekindle.snapshot.documents import read_stamp
 from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import JobDir, matching
+from rekindle.snapshot.memory import JobDir, Known, matching
 from rekindle.snapshot.names import receipt_name, shard_name, step_dir
 
 __all__ = ["Slot", "Slots"]
@@ -124,6 +124,7 @@ class Slots:
     slots: list[Slot] = field(default_factory=list)
     _reserving: threading.Thread | None = None
     _unneeded: int = 0
+    _known: dict[str, Known] = field(default_factory=dict)
 
     def adopt(self) -> None:
         """Take over what an earlier process of this rank left: snapshots to restore from, and free files."""
@@ -262,8 +263,11 @@ class Slots:
     def _complete(self) -> list[tuple[int, Incarnation]]:
         """Step and incarnation of the snapshots that every rank of this node has, oldest first."""
         ranks: dict[tuple[int, Incarnation], set[int]] = {}
-        for stamp, _ in self.job.stamps():
+        there = set()
+        for stamp, path in self.job.stamps(self._known):
+            there.add(str(path))
             ranks.setdefault(stamp.key, set()).add(stamp.rank)
+        self._known = {path: seen for path, seen in self._known.items() if path in there}
         return sorted(key for key, have in ranks.items() if have.issuperset(self.mates))
 
     def _pending(self, committed: list[Slot]) -> list[Slot]:

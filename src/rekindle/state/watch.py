@@ -8,7 +8,7 @@ Such objects would also set off Python's collector, which then walks through all
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -72,10 +72,12 @@ class _Module:
     """A module whose ``state_dict()`` is torch's own, hooks and extra state included: there are none."""
 
     def __init__(self, module: Module) -> None:
-        self._modules = [(m, m._non_persistent_buffers_set.copy()) for m in module.modules()]
-        kept = (d for m, _ in self._modules for d in (m._parameters, m._buffers, m._modules))
-        self._kept = [(d, list(d), list(d.values())) for d in kept]
-        self._hooks = [(m._state_dict_hooks, m._state_dict_pre_hooks) for m, _ in self._modules]
+        modules = list(module.modules())
+        self._hidden = [(m, m._non_persistent_buffers_set.copy()) for m in modules]
+        self._hooks = [hooks for m in modules for hooks in (m._state_dict_hooks, m._state_dict_pre_hooks)]
+        self._kept = [d for m in modules for d in (m._parameters, m._buffers, m._modules)]
+        self._before = _contents(self._kept)
+        self._alive = [list(d.values()) for d in self._kept]
 
     @staticmethod
     def suits(module: Module) -> bool:
@@ -90,9 +92,9 @@ class _Module:
 
     def same(self, values: list[Any]) -> bool:
         return (
-            all(list(d) == names and _identical(d.values(), kept) for d, names, kept in self._kept)
-            and all(m._non_persistent_buffers_set == hidden for m, hidden in self._modules)
-            and not any(map(any, self._hooks))
+            _contents(self._kept) == self._before
+            and all(m._non_persistent_buffers_set == hidden for m, hidden in self._hidden)
+            and not any(self._hooks)
         )
 
 
@@ -103,7 +105,9 @@ class _Optimizer:
         self._optimizer = optimizer
         self._groups = [self._group(group) for group in optimizer.param_groups]
         self._params = [list(group["params"]) for group in optimizer.param_groups]
-        self._state = [(p, list(kept), list(kept.values())) for p, kept in optimizer.state.items()]
+        self._owners = list(map(id, optimizer.state))
+        self._before = _contents(optimizer.state.values())
+        self._alive = list(optimizer.state), [list(kept.values()) for kept in optimizer.state.values()]
         numbers: dict[int, int] = {}
         for p in (p for group in self._params for p in group):
             numbers.setdefault(id(p), len(numbers))
@@ -131,14 +135,12 @@ class _Optimizer:
         groups = optimizer.param_groups
         if (
             len(groups) != len(self._groups)
-            or len(optimizer.state) != len(self._state)
+            or list(map(id, optimizer.state)) != self._owners
+            or _contents(optimizer.state.values()) != self._before
             or optimizer._optimizer_state_dict_pre_hooks
             or optimizer._optimizer_state_dict_post_hooks
         ):
             return False
-        for (p, kept), (param, names, tensors) in zip(optimizer.state.items(), self._state, strict=True):
-            if p is not param or list(kept) != names or not _identical(kept.values(), tensors):
-                return False
         for group, params, numbers, before in zip(groups, self._params, self._numbers, self._groups, strict=True):
             now = self._group(group)
             if not (
@@ -152,10 +154,14 @@ class _Optimizer:
         return True
 
 
-def _identical(now: Iterable[Any], before: list[Any]) -> bool:
+def _contents(kept: Collection[Mapping[str, Any]]) -> tuple[list[str], list[int]]:
+    """Names and identities in dictionaries whose contents somebody keeps alive, so that no identity comes back."""
+    return [name for d in kept for name in d], [id(value) for d in kept for value in d.values()]
+
+
+def _identical(now: list[Any], before: list[Any]) -> bool:
     """Whether both have the same objects, in order."""
-    found = list(now)
-    return len(found) == len(before) and all(map(operator.is_, found, before))
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _watch(entry: Any) -> _Any | _Module | _Optimizer:
