@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
@@ -48,13 +48,16 @@ class Flight:
     slot: Slot
     slots: Slots
     copying: Copying
-    expected: list[tuple[int, str]] | None
-    """Checksums of what is copied late, taken at the start; None unless the copy is to be verified."""
+    expected: dict[int, str]
+    """Checksums, by number, that are known beforehand of what is copied late."""
+    verify: bool
+    """``expected`` was taken at the start, of everything, and is to be compared before the first update too."""
     versions: list[int] = field(init=False)
     checksums: list[str] = field(default_factory=list)
     committed: bool = False
     error: BaseException | None = None
     """What went wrong."""
+    _held: bool = False
     _judged: bool = False
     _landed: bool = False
     _judging: threading.Lock = field(default_factory=threading.Lock)
@@ -77,11 +80,14 @@ class Flight:
 
     def hold(self) -> None:
         """Return when the state may change; on the host, when the snapshot is committed. ``error`` as for ``land``."""
-        if self._landed and self.expected is None:
+        first, self._held = not self._held, True
+        if self._landed and not (first and self.verify):
             return
         try:
             self.copying.hold()
-            self._judge(by_hash=True)
+            self._judge()
+            if first and self.verify:  # optimizers update one after the other: only the first finds all as it was
+                self._compare(fingerprints(self.plan))
         except Exception as error:
             self.error = self.error or error
         if self.copying.holds_all:
@@ -94,7 +100,8 @@ class Flight:
                 return
             try:
                 self.checksums = self.copying.finish()
-                self._judge(by_hash=False)
+                self._judge()
+                self._compare(self.checksums)
                 if self.error is not None:
                     raise self.error
                 self.slots.commit(self.slot, self.stamp, self.receipt())
@@ -106,25 +113,21 @@ class Flight:
             finally:
                 self._landed = True
 
-    def _judge(self, by_hash: bool) -> None:
+    def _judge(self) -> None:
         """That nothing has changed the state since the start: once, and before the first update does.
 
         Raises ``Changed``. Writes past torch's version counters are only found by hashes.
         """
         with self._judging:
-            if not self._judged:
-                self._judged = True
-                pairs = zip(self.plan.watched, self.versions, self._versions(), strict=True)
-                self._complain({name for name, before, after in pairs if before != after})
-            if self.expected is None:
+            if self._judged:
                 return
-            found = fingerprints(self.plan) if by_hash else [(at, self.checksums[at]) for at, _ in self.expected]
-            changed = {at for (at, was), (_, now) in zip(self.expected, found, strict=True) if was != now}
-            if by_hash:
-                self.expected = (
-                    None  # optimizers update one after the other, and only the first one finds all as it was
-                )
-            self._complain({self.plan.layout.at(block) for block in changed})
+            self._judged = True
+            pairs = zip(self.plan.watched, self.versions, self._versions(), strict=True)
+            self._complain({name for name, before, after in pairs if before != after})
+
+    def _compare(self, found: Mapping[int, str] | Sequence[str]) -> None:
+        changed = {number for number, expected in self.expected.items() if found[number] != expected}
+        self._complain({self.plan.layout.at(number) for number in changed})
 
     def _complain(self, names: set[str]) -> None:
         if names:
@@ -145,6 +148,7 @@ class MemorySaver:
         self.slots = slots
         self._verify = verify
         self._writer = ShardWriter()
+        self._frozen: dict[str, list[str]] = {}
         self.flight: Flight | None = None
         """The newest save that didn't fail at once."""
 
@@ -157,10 +161,10 @@ class MemorySaver:
         try:
             slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
             assert slot.map is not None
-            expected = fingerprints(plan) if self._verify else None
+            expected = fingerprints(plan) if self._verify else self._known(plan)
             copying = self._writer.start(plan, slot.map, slot.cache, stamp.step)
             slot.cache = copying.target
-            self.flight = Flight(stamp, plan, values, slot, self.slots, copying, expected)
+            self.flight = Flight(stamp, plan, values, slot, self.slots, copying, expected, self._verify)
             if plan.late:
                 self._writer.behind(self.flight.behind)
             else:
@@ -171,6 +175,18 @@ class MemorySaver:
             self.slots.recover()
             raise
         return plan.layout.file_bytes
+
+    def _known(self, plan: Plan) -> dict[int, str]:
+        """Checksums of the frozen parameters that are copied late: those of the last snapshot, or it may be torn."""
+        late = [name for name in plan.frozen if name in plan.watched]
+        return {number: was for name in late for number, was in zip(plan.frozen[name], self._frozen[name], strict=True)}
+
+    def _learn(self, flight: Flight) -> None:
+        """See which frozen parameters are still what they were at the last snapshot."""
+        if flight.plan.frozen:
+            found = {name: [flight.checksums[i] for i in at] for name, at in flight.plan.frozen.items()}
+            self._capture.trust([name for name, sums in found.items() if self._frozen.get(name) == sums])
+            self._frozen = found
 
     def hold(self) -> None:
         """Return when the state may change. For the thread that updates it."""
@@ -184,6 +200,7 @@ class MemorySaver:
             return None
         flight.land()
         if flight.error is None:
+            self._learn(flight)
             return None
         self.flight = None
         if isinstance(flight.error, Changed):

@@ -83,7 +83,7 @@ class Saves:
         flight = self.memory.settle() if self.memory is not None else None
         if flight is None or flight.error is None:
             return
-        if not flight.committed:
+        if not flight.committed and self.newest is not None and self.newest.step == flight.stamp.step:
             self.newest = self._before
         if isinstance(flight.error, MemoryStoreError) and not self._strict:
             log.warning("step %d goes straight to storage: %s", flight.stamp.step, flight.error)

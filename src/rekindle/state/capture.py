@@ -90,6 +90,8 @@ class Plan:
     """What stays as it is until the next update."""
     watched: dict[str, torch.Tensor]
     """The tensors of ``late``, by name."""
+    frozen: dict[str, range]
+    """Numbers of the checksums of parameters that are not trained."""
 
 
 class Capture:
@@ -113,6 +115,7 @@ class Capture:
             self.state[RNG] = RngState()
         self._allow_pickle = allow_pickle
         self._fence: Fence | None = None
+        self._still: set[str] = set()
         self._restless: set[str] = set()
         self._watch: Watch | None = None
         self._paths: list[str] = []
@@ -144,6 +147,12 @@ class Capture:
     def overlap(self, fence: Fence) -> None:
         """From now on plan to copy late what ``fence`` stands before."""
         self._fence = fence
+
+    def trust(self, names: Collection[str]) -> None:
+        """From now on copy these frozen parameters late: they have been seen not to change."""
+        if not self._still.issuperset(names):
+            self._still.update(names)
+            self._watch = None
 
     def distrust(self, names: Collection[str]) -> None:
         """From now on copy these tensors inside of ``step()``: they have been seen to change after it."""
@@ -180,7 +189,8 @@ class Capture:
         first: dict[tuple[Any, ...], str] = {}
         stored: dict[str, torch.Tensor] = {}
         late: dict[str, torch.Tensor] = {}
-        lasting = self._fence.lasting() if self._fence is not None else set()
+        frozen: set[str] = set()
+        lasting, untrained = (self._fence.lasting(), self._fence.frozen()) if self._fence else (set(), set())
         for tensor, leaf in zip(flat.tensors, description.leaves, strict=True):
             _check_kind(tensor, leaf.path)
             place = _place(tensor)
@@ -190,15 +200,29 @@ class Capture:
                     name += "~"
                 first[place] = name
                 stored[name] = tensor
-                if id(tensor) in lasting and name not in self._restless and tensor.device.type in ("cpu", "cuda"):
+                if id(tensor) in untrained:
+                    frozen.add(name)
+                if id(tensor) in lasting or name in frozen & self._still:
                     late[name] = tensor
             leaf.node["$tensor"] = first[place]  # tied tensors are stored once
+        late = {name: t for name, t in late.items() if name not in self._restless and t.device.type in ("cpu", "cuda")}
         layout = Layout.build(_chunk(name, tensor) for name, tensor in stored.items())
         if self._plan is not None and layout == self._plan.layout:
             layout = self._plan.layout  # the same object: its header is made once
         static = Receipt.static_part(layout, description.structure)
         early, behind = _batches(layout, stored, late)
-        return Plan(layout, static, early, behind, late)
+        return Plan(layout, static, early, behind, late, _numbers(layout, frozen))
+
+
+def _numbers(layout: Layout, names: Collection[str]) -> dict[str, range]:
+    """Numbers of the named chunks' checksums."""
+    found, number = {}, 0
+    for chunk in layout.chunks:
+        count = len(blocks(chunk))
+        if chunk.name in names:
+            found[chunk.name] = range(number, number + count)
+        number += count
+    return found
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -77,10 +77,11 @@ class _Pile:
                     self._left -= 1
                     if not self._left:
                         self._over.set()
-        except BaseException as error:  # also one that a signal's handler raises between any two instructions
+        except Exception as error:
             self.fail(error)
-            if not isinstance(error, Exception):
-                raise
+        except BaseException:  # a signal's handler may raise between any two instructions
+            self.fail(RekindleError("the copy was interrupted"))
+            raise
 
     @property
     def open(self) -> int:
@@ -269,13 +270,13 @@ def _target(plan: Plan, buffer: mmap.mmap) -> _Target:
     return _Target(plan, ctypes.addressof(anchor) + base, memoryview(buffer)[base:], views, anchor)
 
 
-def fingerprints(plan: Plan) -> list[tuple[int, str]]:
-    """Number and checksum, as they would be in a receipt, of all blocks that are copied late, as they are now."""
-    found = []
+def fingerprints(plan: Plan) -> dict[int, str]:
+    """Checksums by number, as a receipt would have them, of all blocks that are copied late, as they are now."""
+    found = {}
     for unit in (unit for batch in plan.late for unit in batch.units):
         source = unit.source.resolve_conj().resolve_neg().cpu().contiguous()
         address = unit.address or source.data_ptr()
         data = memoryview((ctypes.c_char * unit.nbytes).from_address(address))
         for number, at in enumerate(range(0, unit.nbytes, BLOCK), unit.block):
-            found.append((number, checksum(data[at : at + BLOCK])))
+            found[number] = checksum(data[at : at + BLOCK])
     return found
