@@ -28,6 +28,7 @@ from rekindle.state.capture import Capture
 from rekindle.state.device import page_lock
 from rekindle.state.fence import Fence
 from rekindle.storage.catalog import STORAGE, survey
+from rekindle.storage.pace import rate
 from rekindle.storage.posix import PosixStore
 
 __all__ = ["Checkpoint", "Checkpointer", "Metrics"]
@@ -72,6 +73,8 @@ class Checkpointer:
     persist_every
         Snapshots of steps that are a multiple of this go to storage; None sends the newest one whenever storage is
         free (on several nodes: every 100 steps, so that all nodes send the same ones).
+    drain_limit
+        What a node writes to storage at most: bytes per second, or a text such as "500MB/s".
     keep, keep_every
         Durable checkpoints that stay: the newest ``keep``, and every multiple of ``keep_every``.
     overlap
@@ -104,6 +107,7 @@ class Checkpointer:
         snapshot_every: int | Literal["auto"] = 1,
         snapshot_budget: float = 0.01,
         persist_every: int | None = None,
+        drain_limit: int | str | None = None,
         keep: int = 2,
         keep_every: int | None = None,
         overlap: bool | Literal["verify"] = True,
@@ -120,6 +124,7 @@ class Checkpointer:
             raise UsageError(f"overlap is {overlap!r}: must be True, False or 'verify'")
         if not 0 < snapshot_budget <= 1:
             raise UsageError(f"snapshot_budget is {snapshot_budget!r}: must be a share of training time, such as 0.01")
+        limit = rate(drain_limit)
         self.root = root_path(root)
         self.metrics = Metrics()
         self._persist_every = persist_every
@@ -148,7 +153,7 @@ class Checkpointer:
         if self._meeting.no_memory:
             self._without_memory(self._meeting.no_memory)
         else:
-            self._with_memory(self._job, nbytes, memory_limit, idle_timeout)
+            self._with_memory(self._job, nbytes, memory_limit, idle_timeout, limit)
         self._cadence: Cadence = Fixed(every)
         if snapshot_every == "auto":
             self._cadence = Auto(snapshot_budget, agreement(self._group.world))
@@ -156,12 +161,14 @@ class Checkpointer:
 
     # -- starting -----------------------------------------------------------------------------------------------
 
-    def _with_memory(self, job: JobDir, nbytes: int, limit: int | None, idle_timeout: float) -> None:
+    def _with_memory(
+        self, job: JobDir, nbytes: int, limit: int | None, idle_timeout: float, drain_limit: int | None
+    ) -> None:
         mates, rank = self._meeting.mates, self._group.rank
         if rank == mates[0]:
             job.forget_durable()
             job.write_job(
-                Job(str(self.root), mates, self._group.world, self._keep, self._keep_every, idle_timeout),
+                Job(str(self.root), mates, self._group.world, self._keep, self._keep_every, idle_timeout, drain_limit),
             )
             self._keeper = AgentKeeper(job)
             self._keeper.check()

@@ -7,7 +7,8 @@ import pytest
 from rekindle.errors import CorruptError, FormatError
 from rekindle.snapshot.layout import BLOCK
 from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.shard import OpenShard, read_verified
+from rekindle.snapshot.shard import OpenShard
+from rekindle.storage.verify import verify_shard
 
 STAMP = Stamp(7, 0, 1, Incarnation(1, "a" * 16))
 DATA = {"a": bytes(range(200)), "b": b"", "c": b"c" * (BLOCK + 5)}
@@ -25,14 +26,11 @@ both = pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "stora
 
 
 @both
-def test_a_sound_shard_is_read_whole(shard, in_memory):
+def test_a_sound_shard_has_no_problems_and_is_read_whole(shard, in_memory):
     counted = []
     with OpenShard.open(shard, in_memory) as opened:
-        view, problems = read_verified(opened, counted.append)
-        assert not problems
-        assert bytes(view) == shard.with_suffix(".safetensors").read_bytes()
-        assert sum(counted) == opened.receipt.file_bytes == len(view)
-        view.release()
+        assert verify_shard(opened, counted.append) == []
+        assert sum(counted) == opened.receipt.file_bytes
 
 
 @both
@@ -44,7 +42,7 @@ def test_a_flipped_byte_names_file_tensor_and_step(shard, in_memory, tensor, at)
     (start,) = [c.start for c in layout.chunks if c.name == tensor]
     flip(file, base + start + at)
     with OpenShard.open(shard, in_memory) as opened:
-        _, problems = read_verified(opened)
+        problems = verify_shard(opened)
     (problem,) = problems
     assert isinstance(problem, CorruptError)
     for part in (str(file), repr(tensor), "step 7"):
@@ -56,7 +54,7 @@ def test_a_flipped_byte_names_file_tensor_and_step(shard, in_memory, tensor, at)
 def test_a_flipped_byte_of_the_header_is_named(shard, in_memory, at):
     flip(shard.with_suffix(".safetensors"), at)
     with OpenShard.open(shard, in_memory) as opened:
-        _, problems = read_verified(opened)
+        problems = verify_shard(opened)
     (problem,) = problems
     assert "header" in str(problem) and "step 7" in str(problem)
 
@@ -67,7 +65,7 @@ def test_each_damaged_tensor_is_named_once(shard, in_memory):
     for at in (3, 4096, 4096 + 10_000, file.stat().st_size - 1):
         flip(file, at)
     with OpenShard.open(shard, in_memory) as opened:
-        _, problems = read_verified(opened)
+        problems = verify_shard(opened)
     assert len(problems) == 3
     assert "header" in str(problems[0]) and "'v.a'" in str(problems[1]) and "'v.c'" in str(problems[2])
 
@@ -86,7 +84,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged_and_kills_nobody(shard)
     with OpenShard.open(shard, in_memory=False) as opened:
         with open(shard.with_suffix(".safetensors"), "r+b") as file:
             file.truncate(5000)
-        _, problems = read_verified(opened)
+        problems = verify_shard(opened)
     assert {str(p).split("tensor ")[1].split()[0] for p in problems} == {"'v.c'"}
 
 

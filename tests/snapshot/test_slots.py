@@ -17,8 +17,9 @@ from rekindle.errors import MemoryStoreError
 from rekindle.snapshot.lineage import Incarnation, Stamp
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import receipt_name, shard_name, step_dir
-from rekindle.snapshot.shard import OpenShard, read_verified
+from rekindle.snapshot.shard import OpenShard
 from rekindle.snapshot.slots import Slot, Slots
+from rekindle.storage.verify import verify_shard
 from tests.conftest import make_shard
 
 FIRST = Incarnation(1, "a" * 16)
@@ -70,7 +71,7 @@ def open_step(job: JobDir, step: int, rank: int = 0, world: int = 1) -> OpenShar
 
 def assert_sound(job: JobDir, step: int, rank: int = 0, world: int = 1, size: int = SIZE) -> None:
     with open_step(job, step, rank, world) as shard:
-        view, problems = read_verified(shard)
+        view, problems = shard.map(), verify_shard(shard)
         assert not problems and shard.receipt.stamp.step == step
         assert bytes(view[shard.receipt.header_bytes :]) == content(step, rank, size)
 
@@ -276,7 +277,7 @@ def test_a_slow_reader_reads_the_bytes_it_opened_while_recycling_takes_other_fil
         assert os.fstat(slot.fd).st_ino != inode
         end(slots, slot, step)
         assert_sound(job, step)
-        view, problems = read_verified(pinned)
+        view, problems = pinned.map(), verify_shard(pinned)
         assert not problems
         assert bytes(view[pinned.receipt.header_bytes :]) == content(1)
         view.release()
@@ -303,12 +304,12 @@ READ_SLOWLY = """
 import sys
 from pathlib import Path
 from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.shard import read_verified
+from rekindle.storage.verify import verify_shard
 from tests.snapshot.test_slots import content, open_step
 shard = open_step(JobDir(Path(sys.argv[1])), 1)
 print("open", flush=True)
 sys.stdin.readline()
-view, problems = read_verified(shard)
+view, problems = shard.map(), verify_shard(shard)
 assert not problems
 assert bytes(view[shard.receipt.header_bytes :]) == content(1)
 print("sound", flush=True)
@@ -378,7 +379,7 @@ def test_readers_do_not_disturb_each_other(job):
     slots = alone(job)
     save(slots, 1)
     with open_step(job, 1), open_step(job, 1) as second:
-        assert not read_verified(second)[1]
+        assert not verify_shard(second)
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------
@@ -397,7 +398,7 @@ def test_with_room_for_two_and_one_being_read_saving_goes_on_and_the_newest_wins
             assert steps(job) == [1, step]
             assert_sound(job, step)
             assert len(files(job)) == 2 and job.held_bytes() <= 2 * (FILE + 3 * 4096)
-        assert not read_verified(drain)[1]
+        assert not verify_shard(drain)
 
 
 def test_with_room_for_two_and_both_being_read_it_is_an_error_and_nothing_is_lost(job):
@@ -491,7 +492,7 @@ def test_whatever_happens_a_complete_snapshot_stays_and_pinned_bytes_do_not_chan
         for rank in (0, 1):
             assert len(files(job, rank)) <= min(3, room or 3)
         for shard in pins:
-            view, problems = read_verified(shard)
+            view, problems = shard.map(), verify_shard(shard)
             assert not problems
             view.release()
 
@@ -570,7 +571,7 @@ def test_no_room_for_a_third_snapshot_beside_a_reader_takes_the_second(small_tmp
             save(slots, step, size=size)
             assert steps(job) == [1, step]
             assert len(files(job)) == 2
-        assert not read_verified(drain)[1]
+        assert not verify_shard(drain)
 
 
 def test_memory_that_somebody_else_fills_is_an_error_and_the_next_save_leaves_no_litter(small_tmpfs):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.pieces import Reader, pour
+from rekindle.snapshot.shard import OpenShard
 from rekindle.state.capture import Capture
 from rekindle.state.copy import ShardWriter
+from rekindle.state.fill import Destinations
 from rekindle.state.load import check, load
 
 
@@ -43,7 +48,14 @@ class Pipeline:
         """The last save into another state: first the check, as a restore does."""
         live = Capture(state, rng).state
         check(live, self.receipt, allow_pickle)
-        load(live, self.receipt, memoryview(self.slots[(self.saves - 1) % 2]), allow_pickle)
+        filled = Destinations(self.receipt, live)
+        fd = os.memfd_create("slot")
+        os.truncate(fd, self.receipt.file_bytes)
+        with mmap.mmap(fd, self.receipt.file_bytes) as file:
+            file[:] = self.slots[(self.saves - 1) % 2][:]
+        with OpenShard(self.receipt, fd, Path("slot"), in_memory=True) as shard:
+            assert pour(Reader(shard), filled, range(len(self.receipt.checksums))) == []
+        load(live, self.receipt, filled, allow_pickle)
 
 
 @pytest.fixture

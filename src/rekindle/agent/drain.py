@@ -14,6 +14,7 @@ from rekindle.snapshot.memory import Job, JobDir
 from rekindle.snapshot.names import receipt_name
 from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.catalog import Copy, survey
+from rekindle.storage.pace import Budget
 from rekindle.storage.posix import PosixStore
 
 __all__ = ["Drainer", "Progress"]
@@ -63,12 +64,19 @@ class Drainer:
     _ask_at: float = 0.0
     _retry_at: float = 0.0
     _delay: float = _RETRY_FIRST
+    _budget: Budget = field(default_factory=Budget)
+    """One for all ranks of the node, whose shards are carried one after the other."""
+
+    def hurry(self) -> None:
+        """No I/O budget from now on: somebody waits for the drain in hand to end. For any thread, at any moment."""
+        self._budget.lift()
 
     def tick(self) -> bool:
         """Drain the newest snapshot that should be on storage and isn't. True when one became durable."""
         info = self.job.read_job()
         if info is None or time.monotonic() < self._retry_at:
             return False
+        self._budget.limit = info.drain_limit
         copy = None
         try:
             if self._waiting and time.monotonic() >= self._ask_at:
@@ -160,7 +168,7 @@ class Drainer:
             self.progress.total = sum(shard.receipt.file_bytes for shard in shards)
             for shard in shards:
                 with shard.map() as source:
-                    store.write_shard(shard.receipt, source, self._count)
+                    store.write_shard(shard.receipt, source, self._count, self._budget)
         if not store.publish(stamps[0]):
             self._waiting[copy.key] = stamps[0]  # the last node to finish publishes
             return False

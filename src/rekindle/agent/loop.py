@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +21,7 @@ from rekindle.agent.http import serve
 from rekindle.agent.spawn import TICK
 from rekindle.errors import RekindleError
 from rekindle.snapshot.memory import JobDir, Lock, write_atomic
+from rekindle.storage.pace import step_back
 
 __all__ = ["run"]
 
@@ -41,6 +43,8 @@ class Agent:
         """Leave after the drain in hand; the memory stays."""
         self._alone_since = time.monotonic()
         self._written = ""
+        # The event loop keeps its priority: it must answer, and notice faults, while training has all cores busy.
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=step_back)
 
     def status(self) -> dict[str, Any]:
         info = self.job.read_job()
@@ -58,6 +62,7 @@ class Agent:
 
     def _quit(self) -> None:
         self.quitting = True
+        self.drainer.hurry()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -67,8 +72,8 @@ class Agent:
         log.info("agent %d serves %s", os.getpid(), self.job.path)
         try:
             while not self.quitting:
-                busy = await asyncio.to_thread(self._work)
-                if not busy and await asyncio.to_thread(self._done):
+                busy = await loop.run_in_executor(self._behind, self._work)
+                if not busy and await loop.run_in_executor(self._behind, self._done):
                     return
                 await asyncio.sleep(0 if busy else TICK)
         finally:

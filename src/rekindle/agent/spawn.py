@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from rekindle.agent.drain import Drainer
 from rekindle.snapshot.memory import JobDir, Lock
+from rekindle.storage.pace import step_back
 
 __all__ = ["AgentKeeper"]
 
@@ -38,6 +40,7 @@ class AgentKeeper:
         self._thread: threading.Thread | None = None
         self._told: str | None = None
         self._stop = threading.Event()
+        self._drainer = Drainer(job)
 
     def check(self) -> None:
         """Look after the agent, at most twice a second. Never waits for it."""
@@ -78,13 +81,13 @@ class AgentKeeper:
         self._thread.start()
 
     def _drain(self) -> None:
+        step_back()
         lock = Lock(self.job.agent_lock)
-        drainer = Drainer(self.job)
         while not self._stop.is_set():
             try:
                 if lock.acquire(1.0):
                     while not self._stop.wait(TICK):
-                        drainer.tick()
+                        self._drainer.tick()
             except Exception:
                 log.exception("the drain failed and is tried again")
                 lock.release()
@@ -94,6 +97,7 @@ class AgentKeeper:
     def close(self) -> None:
         """Stop draining here. An agent is left to itself."""
         self._stop.set()
+        self._drainer.hurry()
         if self._thread is not None:
             self._thread.join(timeout=60)
         if self._process is not None:
@@ -107,7 +111,7 @@ def spawn(job: JobDir) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, ["" if installed else package, os.environ.get("PYTHONPATH", "")]))
     with open(job.log, "ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "rekindle.agent", str(job.path)],
+            [*_last_at_the_disk(), sys.executable, "-m", "rekindle.agent", str(job.path)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -115,3 +119,15 @@ def spawn(job: JobDir) -> subprocess.Popen[bytes]:
             env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
             start_new_session=True,
         )
+
+
+def _last_at_the_disk() -> list[str]:
+    """A command that runs another one, in its own place, with the lowest I/O priority that still gets its turn.
+
+    Disks whose scheduler knows no priorities ignore it; where it can't be set, ``-t`` lets the agent start without.
+    BusyBox's ionice has no ``-t``.
+    """
+    ionice = shutil.which("ionice")
+    if ionice is None or Path(ionice).resolve().name == "busybox":
+        return []
+    return [ionice, "-c", "2", "-n", "7", "-t"]

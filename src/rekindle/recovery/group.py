@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rekindle.errors import UsageError
@@ -29,6 +31,7 @@ class Group:
     """All ranks of an initialised process group. Each call is a collective, and bounded by ``timeout``."""
 
     def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         # Objects travel on the host; a group that only speaks for devices gets a host twin.
@@ -40,6 +43,12 @@ class Group:
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def broadcast(self, data: torch.Tensor, source: int) -> Callable[[], object]:
+        """Begin to send ``data``, on the host, from rank ``source`` to all others. The result waits for the end."""
+        work = dist.broadcast(data, source, group=self._group, async_op=True)
+        assert work is not None
+        return lambda: work.wait(self._timeout)
 
 
 def this_group(timeout: timedelta = timedelta(minutes=5)) -> Alone | Group:

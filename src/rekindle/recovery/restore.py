@@ -1,32 +1,31 @@
-"""Agree with all ranks on the newest checkpoint that every one of them can read, verify it, and load it."""
+"""Agree with all ranks on the newest checkpoint that every one of them can read, and load it, verified on the way."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle.errors import CorruptError, NotFoundError, RekindleError, StateMismatchError, UsageError
+from rekindle.errors import CorruptError, NotFoundError, UsageError
+from rekindle.recovery.attempt import Attempt, Verdict, half_loaded
 from rekindle.recovery.choose import Choice, Offer, choose
 from rekindle.recovery.group import Alone, Group
-from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import receipt_name
-from rekindle.snapshot.shard import OpenShard, read_verified
-from rekindle.state.load import check, load
-from rekindle.storage.catalog import MEMORY, survey
+from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
-from rekindle.storage.verify import check_manifest
 
 __all__ = ["Restored", "look", "restore"]
 
 log = logging.getLogger("rekindle")
 
 Key = tuple[int, Incarnation]
+
+_SPOILT = "the live state is partly overwritten; build it anew, best in a new process"
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class Restored:
     incarnation: Incarnation
     place: str
     nbytes: int
+    read: int
+    """Bytes that this rank has read, copies that turned out damaged included; other ranks may have sent some more."""
     seconds: float
 
 
@@ -47,18 +48,8 @@ class Sight:
     offers: list[Offer]
     receipts: dict[Key, list[tuple[str, Path]]]
     storage_error: str | None
-
-
-@dataclass
-class Verdict:
-    """What came of opening one candidate on one rank. ``reasons`` tell why copies were passed over."""
-
-    place: str | None = None
-    nbytes: int = 0
-    seconds: float = 0.0
-    reasons: list[str] = field(default_factory=list)
-    error: RekindleError | None = None
-    """Why it must not be loaded though it is sound; raised on all ranks."""
+    half_loaded: bool = False
+    """Whether an earlier restore has left this rank's live state half overwritten."""
 
 
 def look(job: JobDir | None, store: PosixStore, rank: int) -> Sight:
@@ -95,62 +86,50 @@ def restore(
     StateMismatchError when the chosen one doesn't fit the live state: on all ranks alike.
     """
     sight = look(job, store, group.rank)
+    sight.half_loaded = half_loaded(state)
     sights = group.gather(sight)
+    spoilt = any(s.half_loaded for s in sights)
     choice = choose([s.offers for s in sights], step)
     worlds = {(o.step, o.incarnation): o.world for s in sights for o in s.offers}
     for key in choice.candidates:
         began = time.monotonic()
-        verdict, receipt, shard = _open(state, key, sight.receipts[key], allow_pickle)
-        verdict.seconds = time.monotonic() - began
-        verdicts = group.gather(verdict)
-        _explain(group.rank, choice, key, verdicts)
-        for other in verdicts:
-            if other.error is not None:
-                raise other.error
-        if all(v.place for v in verdicts):
-            assert receipt is not None and shard is not None and verdict.place is not None
-            if group.rank == 0 and worlds[key] != group.world:
-                log.warning(
-                    "step %d was saved by %d ranks and is read by %d: rank r takes the state, random generators "
-                    "included, of rank r modulo %d",
-                    *(key[0], worlds[key], group.world, worlds[key]),
-                )
-            load(state, receipt, shard, allow_pickle)
-            done = Restored(*key, verdict.place, receipt.file_bytes, time.monotonic() - began)
-            _report(group.rank, done, verdicts)
-            return done
-    _nothing(group.rank, choice, step, sights)
+        with Attempt(state, key, sight.receipts[key], allow_pickle) as attempt:
+            attempt.open()
+            verdicts = _agree(group, attempt.verdict)
+            if all(v.place for v in verdicts):
+                attempt.fill(group, verdicts)
+                attempt.verdict.seconds = time.monotonic() - began
+                verdicts = _agree(group, attempt.verdict)
+            spoilt = spoilt or any(v.half_loaded for v in verdicts)
+            _explain(group.rank, choice, key, verdicts)
+            if not all(v.place for v in verdicts):
+                continue
+            _warn_of_resize(group, key[0], worlds[key])
+            attempt.load()
+        verdict = attempt.verdict
+        done = Restored(*key, verdict.place or "", verdict.nbytes, verdict.read, time.monotonic() - began)
+        _report(group.rank, done, verdicts)
+        return done
+    _nothing(group.rank, choice, step, sights, spoilt)
     return None
 
 
-def _open(
-    state: Mapping[str, Any], key: Key, receipts: list[tuple[str, Path]], allow_pickle: bool
-) -> tuple[Verdict, Receipt | None, memoryview | None]:
-    """The first sound copy of this rank's shard, memory before storage."""
-    verdict = Verdict()
-    for place, path in receipts:
-        try:
-            if place != MEMORY:
-                _raise_first(check_manifest(path.parent))
-            with OpenShard.open(path, in_memory=place == MEMORY) as opened:
-                view, problems = read_verified(opened)
-            _raise_first(problems)
-            if opened.receipt.stamp.key != key:
-                raise CorruptError(f"{path}: belongs to another checkpoint")
-            check(state, opened.receipt, allow_pickle)
-        except (StateMismatchError, UsageError) as error:
-            verdict.error = error
-        except (OSError, CorruptError) as error:
-            verdict.reasons.append(f"{place}: {error}")
-            continue
-        verdict.place, verdict.nbytes = place, opened.receipt.file_bytes
-        return verdict, opened.receipt, view
-    return verdict, None, None
+def _agree(group: Alone | Group, verdict: Verdict) -> list[Verdict]:
+    """All ranks' verdicts. Raises on all of them what one of them has to raise."""
+    verdicts: list[Verdict] = group.gather(verdict)
+    for other in verdicts:
+        if other.error is not None:
+            raise other.error
+    return verdicts
 
 
-def _raise_first(problems: list[CorruptError]) -> None:
-    if problems:
-        raise problems[0]
+def _warn_of_resize(group: Alone | Group, step: int, world: int) -> None:
+    if group.rank == 0 and world != group.world:
+        log.warning(
+            "step %d was saved by %d ranks and is read by %d: rank r takes the state, random generators "
+            "included, of rank r modulo %d",
+            *(step, world, group.world, world),
+        )
 
 
 def _explain(rank: int, choice: Choice, key: Key, verdicts: list[Verdict]) -> None:
@@ -183,19 +162,22 @@ def _report(rank: int, done: Restored, verdicts: list[Verdict]) -> None:
     )
 
 
-def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight]) -> None:
+def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight], spoilt: bool) -> None:
     """No candidate was left: an empty root is a fresh start, everything else must not pass for one."""
     why = [f"step {k[0]} of generation {k[1].generation}: {choice.rejected[k]}" for k in sorted(choice.rejected)[::-1]]
     storage = next((s.storage_error for s in sights if s.storage_error), None)
     if storage:
         raise NotFoundError(f"nothing to restore in memory, and storage can't be read: {storage}")
     if choice.candidates:
+        anew = "restore(step=0) starts anew and leaves them behind"
         raise CorruptError(
-            "no checkpoint is sound; restore(step=0) starts anew and leaves them behind. " + "; ".join(why)
+            f"no checkpoint is sound; {f'{_SPOILT}, where {anew}' if spoilt else anew}. " + "; ".join(why)
         )
     if step:
         known = sorted({o.step for s in sights for o in s.offers})
         raise NotFoundError(f"no checkpoint of step {step}; {'; '.join(why) or f'there are {known}'}")
+    if spoilt:
+        raise UsageError(f"an earlier restore failed: {_SPOILT}")
     if rank == 0:
         for line in why:
             log.warning("restore: out: %s", line)

@@ -179,6 +179,8 @@ class Job:
     keep_every: int | None
     idle_timeout: float
     """Seconds without a trainer after which the agent leaves, everything being durable."""
+    drain_limit: int | None = None
+    """Bytes per second that the drain of all ranks of this node may write; None for what storage takes."""
 
 
 class JobDir:

@@ -1,4 +1,4 @@
-"""A committed shard, opened for reading and verified."""
+"""A committed shard, opened for reading."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rekindle.errors import CorruptError
-from rekindle.snapshot.documents import Receipt, checksum
+from rekindle.snapshot.documents import Receipt
 
-__all__ = ["OpenShard", "read_verified"]
+__all__ = ["OpenShard"]
 
 
 class OpenShard:
@@ -70,40 +68,3 @@ class OpenShard:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def read_verified(
-    shard: OpenShard, progress: Callable[[int], object] | None = None
-) -> tuple[memoryview, list[CorruptError]]:
-    """The whole shard's bytes, and an error for each tensor that differs from its checksums.
-
-    A shard in memory is mapped; one on storage is read into private memory, because a mapped file that is truncated
-    meanwhile would kill the process. Blocks are read and hashed by several threads. ``progress`` is given byte counts.
-    """
-    receipt = shard.receipt
-    base = receipt.header_bytes
-    view = shard.map() if shard.in_memory else memoryview(mmap.mmap(-1, receipt.file_bytes))
-
-    def check(block: int) -> int | None:
-        start, stop = (-base, 0) if block < 0 else receipt.layout.blocks[block]
-        part = view[base + start : base + stop]
-        if not shard.in_memory and not _fill(shard.fd, part, base + start):
-            return block
-        expected = receipt.header_checksum if block < 0 else receipt.checksums[block]
-        if progress is not None:
-            progress(len(part))
-        return block if checksum(part) != expected else None
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="rekindle-read") as pool:
-        bad = [block for block in pool.map(check, range(-1, len(receipt.checksums))) if block is not None]
-    return view, list({str(error): error for error in map(shard.complain, bad)}.values())
-
-
-def _fill(fd: int, into: memoryview, offset: int) -> bool:
-    """Read exactly ``len(into)`` bytes. False at the end of the file."""
-    while into:
-        got = os.preadv(fd, [into], offset)
-        if got == 0:
-            return False
-        into, offset = into[got:], offset + got
-    return True

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +20,7 @@ from rekindle.snapshot.documents import checksum
 from rekindle.snapshot.layout import BLOCK
 from rekindle.state.capture import Batch, Plan, Unit
 from rekindle.state.device import Event, Lanes, reached
+from rekindle.storage.pace import step_back
 
 __all__ = ["Copying", "ShardWriter", "fingerprints"]
 
@@ -33,9 +32,6 @@ two; with pieces of 16 MiB it took 55 % longer.
 """
 _STUCK = 600.0
 """Seconds after which a copy that doesn't end counts as failed."""
-_NICENESS = 10
-"""Of the thread that copies while training goes on: it takes what training leaves of the cores. What it doesn't get
-done is copied by all threads when the update has to wait."""
 
 
 @dataclass
@@ -223,7 +219,8 @@ class ShardWriter:
         # The trainer waits meanwhile, so its cores are free; ranks on the same node save at the same time.
         self._helpers = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) - 1
         self._threads = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="rekindle-copy")
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-behind", initializer=_step_back)
+        # It takes what training leaves of the cores; what it doesn't get done, all threads copy when the update waits.
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-behind", initializer=step_back)
         self.lanes = Lanes()
 
     def start(self, plan: Plan, buffer: mmap.mmap, cache: object, step: int) -> Copying:
@@ -253,13 +250,6 @@ class ShardWriter:
     def close(self) -> None:
         self._behind.shutdown()
         self._threads.shutdown()
-
-
-def _step_back() -> None:
-    """Let this thread make way for others."""
-    if hasattr(os, "setpriority") and sys.platform.startswith("linux"):  # elsewhere it would slow the whole process
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _target(plan: Plan, buffer: mmap.mmap) -> _Target:

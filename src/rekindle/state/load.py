@@ -1,9 +1,10 @@
-"""From a verified shard back into live state."""
+"""Does a checkpoint fit the live state, and from filled tensors back into live objects."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from rekindle.errors import StateMismatchError, UsageError
 from rekindle.snapshot.documents import Receipt
 from rekindle.state.codec import has_pickle
+from rekindle.state.fill import Destinations
 from rekindle.state.rng import RngState
 from rekindle.state.tree import assemble, entries
 
@@ -71,39 +73,37 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping
         raise StateMismatchError(f"{name}: parameters per group are {ours}, in the checkpoint {theirs}")
 
 
-def load(state: Mapping[str, Any], receipt: Receipt, shard: memoryview, allow_pickle: bool) -> None:
-    """Put the shard's state into the live objects. ``shard`` is the whole file, verified.
+def load(state: Mapping[str, Any], receipt: Receipt, filled: Destinations, allow_pickle: bool) -> None:
+    """Give the live objects what has been put, verified, into ``filled``, and all values.
 
-    Parameters and buffers are copied straight from ``shard``; everything else gets tensors of its own. Random
+    Each entry's ``load_state_dict()`` is called, so that hooks and classes with a mind of their own work as ever. It is
+    given live tensors where those have been filled in place: torch sees that there is nothing left to copy. Random
     generators come last, so nothing that runs while loading draws from them.
     """
-    chunks = {chunk.name: chunk for chunk in receipt.layout.chunks}
+    filled.settle()
+    saved = entries(receipt.structure)
     copies: dict[str, torch.Tensor] = {}
+    trees = {}
 
-    def view(name: str) -> torch.Tensor:
-        chunk = chunks[name]
-        dtype = getattr(torch, chunk.dtype)
-        if not chunk.nbytes:
-            return torch.empty(chunk.sizes, dtype=dtype)
-        count = chunk.nbytes // dtype.itemsize
-        return torch.frombuffer(shard, dtype=dtype, count=count, offset=receipt.header_bytes + chunk.start).view(
-            chunk.sizes
-        )
-
-    def own(name: str) -> torch.Tensor:
+    def own(entry: str, name: str) -> torch.Tensor:
+        if filled.live.get(name, entry) == entry:
+            return filled.tensors[name]
         if name not in copies:  # once per name, so that tied tensors come back tied
-            copies[name] = view(name).clone()
+            copies[name] = filled.tensors[name].detach().clone()
         return copies[name]
 
-    saved = entries(receipt.structure)
-    trees = {}
     for name, entry in state.items():
         if name not in saved:
             continue  # the generators, of a job that began without them
         live = entry.state_dict(keep_vars=True) if isinstance(entry, torch.nn.Module) else {}
         trees[name] = {
-            # What load_state_dict() copies into a live tensor needs no copy of its own; the rest might be kept.
-            key: assemble(node, receipt.values, view if isinstance(live.get(key), torch.Tensor) else own, allow_pickle)
+            # What load_state_dict() copies into a live tensor may be another entry's; what it might keep may not.
+            key: assemble(
+                node,
+                receipt.values,
+                filled.tensors.__getitem__ if isinstance(live.get(key), torch.Tensor) else partial(own, name),
+                allow_pickle,
+            )
             for key, node in entries(saved[name]).items()
         }
         if live:

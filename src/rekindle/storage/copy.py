@@ -2,44 +2,137 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import queue
+import threading
+from collections.abc import Callable, Iterator
 
 import xxhash
 
 from rekindle.errors import CorruptError
 from rekindle.failpoints import reach
-from rekindle.snapshot.documents import Receipt, checksum
+from rekindle.snapshot.documents import Receipt
+from rekindle.storage.pace import Budget
+from rekindle.storage.uncached import UncachedFile
 
-__all__ = ["copy_blocks"]
+__all__ = ["copy_shard"]
 
-_PIECE = 1 << 20
-"""Bytes hashed and then written: small enough that the write finds them in the processor's cache."""
+_PIECE = 4 << 20
+"""Bytes hashed and then written in one go."""
+_WRITERS = 2
+"""Pieces that are being written at a time, while the next one is hashed."""
 
 
-def copy_blocks(receipt: Receipt, source: memoryview, fd: int, progress: Callable[[int], object]) -> None:
-    """Write the shard ``source``, header included, to ``fd``. ``progress`` is given byte counts.
+def copy_shard(
+    receipt: Receipt, source: memoryview, file: UncachedFile, progress: Callable[[int], object], budget: Budget
+) -> None:
+    """Write the shard ``source``, header included, to ``file``. ``progress`` is given byte counts.
 
-    Raises CorruptError at the first block that differs from its checksum; what was written is then worthless.
+    Raises CorruptError at the first block that differs from its checksum, and OSError when the file can't be written;
+    what was written is then worthless.
     """
-    step, base = receipt.stamp.step, receipt.header_bytes
-    header = source[:base]
-    if checksum(header) != receipt.header_checksum:
-        raise CorruptError(f"step {step}, rank {receipt.stamp.rank}: the header differs from its checksum")
-    _write(fd, header)
-    for number, (start, stop) in enumerate(receipt.layout.blocks):
-        state = xxhash.xxh3_64()
-        for at in range(base + start, base + stop, _PIECE):
-            piece = source[at : min(at + _PIECE, base + stop)]
-            state.update(piece)
-            _write(fd, piece)
-            progress(len(piece))
-        if state.hexdigest() != receipt.checksums[number]:
-            name = receipt.layout.at(number)
-            raise CorruptError(f"step {step}, rank {receipt.stamp.rank}: tensor {name!r} differs from its checksum")
-        reach("drain.copying", step)
+    with _Writers(file) as writers:
+        for nbytes in writers.write(_verified(receipt, source, budget)):
+            progress(nbytes)
+            reach("drain.copying", receipt.stamp.step)
 
 
-def _write(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+def _verified(receipt: Receipt, source: memoryview, budget: Budget) -> Iterator[tuple[memoryview, int]]:
+    """The source in whole pages, each piece with its offset, once it has been hashed and may be written.
+
+    Checksums end where tensors do, not where pages do: what a piece ends with is compared with the piece after it.
+    """
+    hashing = _Hashing(receipt, source)
+    at = 0
+    while at < receipt.file_bytes:
+        stop = min(at + budget.piece(_PIECE), receipt.file_bytes)
+        hashing.go_on(stop)
+        budget.take(stop - at)
+        yield source[at:stop], at
+        at = stop
+
+
+class _Hashing:
+    """Hashes the source from its start on, and compares wherever one of the receipt's checksums ends."""
+
+    def __init__(self, receipt: Receipt, source: memoryview) -> None:
+        self._receipt, self._source = receipt, source
+        self._state = xxhash.xxh3_64()
+        self._block = -1
+        """Number of the block that is being hashed; -1 is the header."""
+        self._at, self._stop = 0, receipt.header_bytes
+
+    def go_on(self, to: int) -> None:
+        """Hash up to byte ``to``. Raises CorruptError."""
+        while self._at < to:
+            until = min(to, self._stop)
+            self._state.update(self._source[self._at : until])  # outside of the interpreter lock
+            self._at = until
+            if until == self._stop:
+                self._compare()
+
+    def _compare(self) -> None:
+        receipt, number = self._receipt, self._block
+        if self._state.hexdigest() != (receipt.header_checksum if number < 0 else receipt.checksums[number]):
+            what = "the header" if number < 0 else f"tensor {receipt.layout.at(number)!r}"
+            raise CorruptError(
+                f"step {receipt.stamp.step}, rank {receipt.stamp.rank}: {what} differs from its checksum"
+            )
+        self._block += 1
+        if self._block < len(receipt.checksums):
+            self._stop = receipt.header_bytes + receipt.layout.blocks[self._block][1]
+            self._state.reset()
+
+
+class _Writers:
+    """Threads that write pieces, while the caller's thread gets the next ones ready. Left when all of them are idle."""
+
+    def __init__(self, file: UncachedFile) -> None:
+        self._file = file
+        self._todo: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> _Writers:
+        try:
+            for number in range(_WRITERS):
+                # A daemon, like the thread of a trainer that drains: neither of them keeps a trainer from ending.
+                thread = threading.Thread(target=self._work, name=f"rekindle-write-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def write(self, pieces: Iterator[tuple[memoryview, int]]) -> Iterator[int]:
+        """Write them all. Yields byte counts as they are written; raises what went wrong with the first that failed."""
+        under_way = 0
+        for piece in pieces:
+            self._todo.put(piece)
+            under_way += 1
+            if under_way > _WRITERS:  # one of them waits, ready for whoever is free first
+                yield self._result()
+                under_way -= 1
+        for _ in range(under_way):
+            yield self._result()
+
+    def _result(self) -> int:
+        result = self._done.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _work(self) -> None:
+        while (piece := self._todo.get()) is not None:
+            data, offset = piece
+            try:
+                self._file.write(data, offset)
+                self._done.put(len(data))
+            except BaseException as error:
+                self._done.put(error)

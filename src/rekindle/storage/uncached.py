@@ -1,0 +1,106 @@
+"""A file that is written without filling the page cache, which belongs to the training's data."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from contextlib import suppress
+
+from rekindle.snapshot.layout import PAGE
+
+__all__ = ["UncachedFile"]
+
+_BEHIND = 64 << 20
+"""Bytes of a buffered file that may be on their way to the disk. More, and one of its writers waits for them."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class UncachedFile:
+    """Writes past the page cache to the open, empty file ``fd``, which is to have ``nbytes``.
+
+    If the file system won't have it, each piece is sent on its way to the disk as soon as it is written, and leaves the
+    page cache when it is there. Some file systems open a file for direct I/O and then refuse the write, or can't write
+    from where the data lies: the first refusal ends direct I/O for this file, at whatever piece it comes.
+
+    Raises OSError when there is no room for ``nbytes``. ``write`` is thread-safe. ``fd`` stays the caller's.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        _allocate(fd, nbytes)
+        self._fd = fd
+        self._direct_fd = _open_direct(fd)
+        self.direct = self._direct_fd >= 0
+        """Whether whole pages go past the page cache."""
+        self._lock = threading.Lock()
+        self._behind = 0
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of ``data`` at ``offset``, a multiple of a page. Raises OSError."""
+        nbytes = len(data)
+        while data:
+            done = self._write_pages(data[: len(data) // PAGE * PAGE], offset) or os.pwrite(self._fd, data, offset)
+            data, offset = data[done:], offset + done
+        self._forget(offset - nbytes, nbytes)
+
+    def _write_pages(self, pages: memoryview, offset: int) -> int:
+        """Bytes written past the page cache; none where that isn't to be had."""
+        if self.direct and pages:
+            try:
+                return os.pwrite(self._direct_fd, pages, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+        return 0
+
+    def _forget(self, offset: int, nbytes: int) -> None:
+        """Start writing a part out that is in the page cache, and drop it if it has been. No bytes: all to the end."""
+        if hasattr(os, "posix_fadvise"):  # which does both on Linux, at no cost where there is nothing in the cache
+            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        if self.direct or not nbytes:
+            return
+        with self._lock:
+            self._behind += nbytes
+            wait, self._behind = self._behind >= _BEHIND, self._behind % _BEHIND
+        if wait:
+            self.sync()
+
+    def sync(self) -> None:
+        """Return when all that was written is on storage, and out of the page cache."""
+        os.fsync(self._fd)
+        self._forget(0, 0)
+
+    def close(self) -> None:
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
+            self._direct_fd, self.direct = -1, False
+
+    def __enter__(self) -> UncachedFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _open_direct(fd: int) -> int:
+    """The same file for direct I/O; -1 where that isn't to be had."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if flag:
+        with suppress(OSError):
+            return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC | flag)
+    return -1
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    """Give the file its size and its place on the disk, so that its pieces can be written side by side.
+
+    Raises OSError when there is no room. Not ``os.posix_fallocate``: where the file system can't do it, glibc touches
+    every block of the file instead.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is not None and fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        number = ctypes.get_errno()
+        if number in _NO_ROOM:  # else it can't be done here, and the writes will tell what is wrong
+            raise OSError(number, os.strerror(number))
