@@ -163,7 +163,7 @@ def test_without_an_agent_the_trainer_drains_in_a_thread_and_says_so_once(
 
 
 def test_saves_go_on_while_a_drain_stands_still(root: Path, memory: Path, job: JobDir) -> None:
-    run = Run(root, memory, steps=80, pause=0.02, width=512)
+    run = Run(root, memory, steps=300, pause=0.02, width=512)
     processes = start(run)
     agent = wait_for(job.agent, what="an agent")
     wait_for(lambda: job.durable() or 0, what="a first durable step")
@@ -177,5 +177,5 @@ def test_saves_go_on_while_a_drain_stands_still(root: Path, memory: Path, job: J
     assert newest >= before + 20
     os.kill(agent, signal.SIGCONT)
     assert finish(processes) == [0]
-    assert (root / "step-0000000080").exists()
+    assert (root / "step-0000000300").exists()
     assert ("metrics", '{"failed":0}') in traced(run)

@@ -108,5 +108,5 @@ def test_agent_killed_while_it_moves_an_older_incarnations_step_aside(root: Path
     run = Run(root, memory, steps=7, options={"keep": 9})
     assert train(run) == [0]
     assert restored(run)[-1] == 6, "the step of the later incarnation, from memory or from its unnamed directory"
+    assert ended(job) and leftovers(root, memory) == []  # the agent, which names what was left unnamed, has gone
     assert first.read_bytes() != before
-    assert ended(job) and leftovers(root, memory) == []
