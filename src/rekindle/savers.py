@@ -16,6 +16,7 @@ from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.slots import Slot, Slots
 from rekindle.state.capture import Capture, Plan
 from rekindle.state.copy import Copying, ShardWriter, fingerprints
+from rekindle.storage.pace import step_back
 from rekindle.storage.posix import PosixStore
 
 __all__ = ["Changed", "DirectSaver", "Flight", "MemorySaver"]
@@ -235,7 +236,7 @@ class DirectSaver:
         self._store = store
         self._keep = keep, keep_every
         self._writer = ShardWriter()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rekindle-direct")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rekindle-direct", initializer=step_back)
         self._buffer: mmap.mmap | None = None
         self._cache: object = None
         self._writing: Future[None] | None = None

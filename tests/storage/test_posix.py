@@ -175,11 +175,11 @@ def test_a_damaged_source_is_never_published_and_leaves_no_file(store, root, at,
     assert_sound(store)
 
 
-def test_progress_counts_the_data(store):
+def test_progress_counts_the_file(store):
     receipt, data = make_shard(Stamp(7, 0, 1, FIRST), content(7))
     counted: list[int] = []
     store.write_shard(receipt, memoryview(data), counted.append)
-    assert sum(counted) == receipt.layout.nbytes
+    assert sum(counted) == receipt.file_bytes
 
 
 def test_a_full_storage_is_an_error_and_leaves_no_file_behind(small_tmpfs):

@@ -18,8 +18,10 @@ __all__ = ["copy_shard"]
 
 _PIECE = 4 << 20
 """Bytes hashed and then written in one go."""
-_WRITERS = 2
+_WRITERS = 4
 """Pieces that are being written at a time, while the next one is hashed."""
+_AHEAD = 4
+"""Pieces that lie ready to be written, so that the disk has work while the hashing waits for a core."""
 
 
 def copy_shard(
@@ -116,7 +118,7 @@ class _Writers:
         for piece in pieces:
             self._todo.put(piece)
             under_way += 1
-            if under_way > _WRITERS:  # one of them waits, ready for whoever is free first
+            while under_way > _WRITERS + _AHEAD or not self._done.empty():
                 yield self._result()
                 under_way -= 1
         for _ in range(under_way):

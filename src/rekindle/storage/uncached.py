@@ -14,7 +14,11 @@ __all__ = ["UncachedFile"]
 
 _BEHIND = 64 << 20
 """Bytes of a buffered file that may be on their way to the disk. More, and one of its writers waits for them."""
+_SYNC_FILE_RANGE_WRITE = 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = getattr(_libc, "fallocate", None)  # these two are Linux's own
+_start_writing = getattr(_libc, "sync_file_range", None)
 
 
 class UncachedFile:
@@ -42,7 +46,7 @@ class UncachedFile:
         while data:
             done = self._write_pages(data[: len(data) // PAGE * PAGE], offset) or os.pwrite(self._fd, data, offset)
             data, offset = data[done:], offset + done
-        self._forget(offset - nbytes, nbytes)
+        self._send_off(offset - nbytes, nbytes)
 
     def _write_pages(self, pages: memoryview, offset: int) -> int:
         """Bytes written past the page cache; none where that isn't to be had."""
@@ -55,22 +59,30 @@ class UncachedFile:
                 self.direct = False
         return 0
 
-    def _forget(self, offset: int, nbytes: int) -> None:
-        """Start writing a part out that is in the page cache, and drop it if it has been. No bytes: all to the end."""
-        if hasattr(os, "posix_fadvise"):  # which does both on Linux, at no cost where there is nothing in the cache
-            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-        if self.direct or not nbytes:
-            return
+    def _send_off(self, offset: int, nbytes: int) -> None:
+        """Keep what has just been written from piling up in the page cache.
+
+        Also after direct I/O: some file systems take it and write through the cache all the same.
+        """
+        if _start_writing is not None:
+            _start_writing(self._fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
         with self._lock:
             self._behind += nbytes
-            wait, self._behind = self._behind >= _BEHIND, self._behind % _BEHIND
-        if wait:
+            much, self._behind = self._behind >= _BEHIND, self._behind % _BEHIND
+        if much and self.direct:
+            self._forget()
+        elif much:
             self.sync()
+
+    def _forget(self) -> None:
+        """Drop all from the page cache that is on storage."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Return when all that was written is on storage, and out of the page cache."""
         os.fsync(self._fd)
-        self._forget(0, 0)
+        self._forget()
 
     def close(self) -> None:
         if self._direct_fd >= 0:
@@ -99,8 +111,7 @@ def _allocate(fd: int, nbytes: int) -> None:
     Raises OSError when there is no room. Not ``os.posix_fallocate``: where the file system can't do it, glibc touches
     every block of the file instead.
     """
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is not None and fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+    if _fallocate is not None and _fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         number = ctypes.get_errno()
         if number in _NO_ROOM:  # else it can't be done here, and the writes will tell what is wrong
             raise OSError(number, os.strerror(number))
