@@ -11,7 +11,7 @@ help:
 	@echo 'make demo    train on two ranks, kill them, show that nothing is lost'
 	@echo 'make test    run the tests; ARGS="-k memory" runs some of them'
 	@echo 'make check   check style, types and import rules'
-	@echo 'make bench   measure saving against torch.save and torch.distributed.checkpoint'
+	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
 	@echo 'make clean   remove the virtual environment and all caches'
 
 # torch comes first and by itself, so that TORCH, and an index given in pip's own settings, decide which build it is.
@@ -35,7 +35,7 @@ check: .venv/ready
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 bench: .venv/ready
-	$(BIN)/python bench/stall.py $(ARGS)
+	$(BIN)/python bench $(ARGS)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

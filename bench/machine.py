@@ -1,16 +1,11 @@
-"""What a benchmark ran on, and how fast that machine's disk is without any of the contenders. Linux only."""
+"""What a benchmark runs on, and what its processes hold. Linux only."""
 
 from __future__ import annotations
 
 import datetime
-import json
-import mmap
 import os
 import platform
-import shutil
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +13,16 @@ import torch
 
 import rekindle
 
-__all__ = ["describe", "disk_speeds", "evict", "fsync_tree"]
-
-_PIECE = 1 << 20
-_PATTERN = 64 << 20
-"""Random bytes that disk tests write again and again: zeros could be turned into holes by a clever disk."""
+__all__ = [
+    "describe",
+    "evict",
+    "free_memory",
+    "fsync_tree",
+    "held_bytes",
+    "settle",
+    "since_start",
+    "status_bytes",
+]
 
 
 def describe(target: Path, memory: Path, threads: int) -> dict[str, Any]:
@@ -77,64 +77,51 @@ def evict(path: Path) -> None:
             os.close(fd)
 
 
-def disk_speeds(directory: Path, nbytes: int) -> dict[str, float | None]:
-    """Seconds to write, and to read, ``nbytes`` with as little between us and the disk as there can be.
-
-    ``fio_*`` is None where fio isn't installed, ``direct_*`` where the file system knows no direct I/O.
-    """
-    path = directory / "disk-floor"
-    pattern = mmap.mmap(-1, min(_PATTERN, -(-nbytes // _PIECE) * _PIECE))  # page-aligned, as direct I/O wants it
-    for at in range(0, len(pattern), _PIECE):
-        pattern[at : at + _PIECE] = os.urandom(_PIECE)
-    data = memoryview(pattern)
-    fio = shutil.which("fio")
+def status_bytes(pid: int | str, field: str) -> int:
+    """A size from /proc/PID/status, in bytes; 0 for a process that is gone."""
     try:
-        return {
-            "buffered_write_fsync": _timed(lambda: _write(path, data, nbytes, 0)),
-            "direct_write": _timed(lambda: _write(path, data, nbytes, os.O_DIRECT)),
-            "direct_read": _timed(lambda: _read(path, data, nbytes)),
-            "fio_direct_write": _fio(fio, path, nbytes, "write") if fio else None,
-            "fio_direct_read": _fio(fio, path, nbytes, "read") if fio else None,
-        }
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _timed(work: Callable[[], None]) -> float | None:
-    began = time.perf_counter()
-    try:
-        work()
+        text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{field}:")), 0)
+
+
+def since_start() -> float:
+    """Seconds since this process was started, by the kernel's word: resolution is 10 ms."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def held_bytes(directory: Path) -> int:
+    """Bytes that the files under ``directory`` take up."""
+    total = 0
+    for path in directory.rglob("*"):
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:
+            continue  # others remove files while we look
+    return total
+
+
+def free_memory() -> int:
+    """Bytes that could be taken without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def settle(limit: float) -> float | None:
+    """Wait until the machine has little else to do, ``limit`` seconds at most. The share of it that was idle last."""
+    if not limit:
         return None
-    return time.perf_counter() - began
+    deadline = time.monotonic() + limit
+    while True:
+        before = _cpu_times()
+        time.sleep(0.25)
+        spent = [after - earlier for after, earlier in zip(_cpu_times(), before, strict=True)]
+        idle = (spent[3] + spent[4]) / max(sum(spent), 1)
+        if idle >= 0.9 or time.monotonic() > deadline:
+            return idle
 
 
-def _write(path: Path, data: memoryview, nbytes: int, flags: int) -> None:
-    path.unlink(missing_ok=True)  # a new file each time, as for a new checkpoint
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o600)
-    try:
-        for at in range(0, nbytes, _PIECE):
-            os.write(fd, data[at % len(data) :][:_PIECE])
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _read(path: Path, data: memoryview, nbytes: int) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        for at in range(0, nbytes, _PIECE):
-            os.preadv(fd, [data[at % len(data) :][:_PIECE]], at)
-    finally:
-        os.close(fd)
-
-
-def _fio(fio: str, path: Path, nbytes: int, what: str) -> float | None:
-    """Seconds that fio says it took: 1 MiB direct requests, one after another, synced at the end."""
-    options = f"--rw={what} --bs=1M --size={-(-nbytes // _PIECE)}M --direct=1 --ioengine=psync --end_fsync=1".split()
-    command = [fio, "--name=floor", f"--filename={path}", *options, "--output-format=json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        return None
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    return float(job["job_runtime"]) / 1e3
+def _cpu_times() -> list[int]:
+    return [int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]

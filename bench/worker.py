@@ -1,0 +1,64 @@
+"""One turn of one contender, in a process of its own: started as ``python worker.py '<json of Task>'``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Task"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process is to do. Travels as JSON."""
+
+    part: str
+    """A key of ``PARTS``."""
+    name: str = ""
+    """The contender, or the way to load."""
+    size: int = 0
+    batch: int = 1
+    count: int = 1
+    """Saves after the first; windows; repetitions: what the part makes of it."""
+    threads: int = 1
+    settle: float = 0.0
+    target: str = ""
+    result: str = ""
+    fingerprint: str = ""
+    """Of the state that a load must give."""
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")  # torch's, about itself
+    logging.disable(logging.WARNING)  # dlrover's and orbax's, about every save
+    import torch
+    from growth import run_bytes, run_history, run_ranks, run_tensors
+    from loads import run_load
+    from loop import run_loop
+    from saves import run_calibrate, run_drain, run_saves
+
+    parts = {
+        "calibrate": run_calibrate,
+        "saves": run_saves,
+        "drain": run_drain,
+        "loop": run_loop,
+        "load": run_load,
+        "tensors": run_tensors,
+        "bytes": run_bytes,
+        "ranks": run_ranks,
+        "history": run_history,
+    }
+    task = Task(**json.loads(sys.argv[1]))
+    torch.set_num_threads(task.threads)
+    # run_saves ends its process by a signal, so each part writes down what it found by itself.
+    parts[task.part](task, lambda result: Path(task.result).write_text(json.dumps(result)))
+
+
+if __name__ == "__main__":
+    main()
