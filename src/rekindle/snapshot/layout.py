@@ -56,10 +56,11 @@ class Chunk:
     sizes: tuple[int, ...]
     start: int = 0
     """First byte, counted from the start of the shard's data."""
+    nbytes: int = field(init=False, compare=False)
 
-    @cached_property
-    def nbytes(self) -> int:
-        return math.prod(self.sizes) * DTYPES[self.dtype][1]
+    def __post_init__(self) -> None:
+        # Worked out once: a plan asks for it eight times. Zero for a dtype that is refused a moment later.
+        object.__setattr__(self, "nbytes", math.prod(self.sizes) * DTYPES.get(self.dtype, ("", 0))[1])
 
     @property
     def stop(self) -> int:
