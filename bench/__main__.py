@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from scratch import Failed, Scratch, scratch
 from sizes import GIB, MIB, Size
-from summary import reach, summarize, summarize_growth
+from summary import reach, reach_growth, summarize, summarize_growth
 
 _HERE = Path(__file__).resolve().parent
 _DOCS = _HERE.parent / "docs"
@@ -83,6 +83,8 @@ def main(
     with scratch(directory) as place:
         document = _measure(place, plan, sizes, parts)
     rows = {size: reach(found["summary"]) for size, found in document["sizes"].items()}
+    if document["growth"]:
+        rows["growth"] = reach_growth(document["growth"]["summary"])
     document["reach"] = {size: [row._asdict() for row in found] for size, found in rows.items()}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(document, indent=1) + "\n")

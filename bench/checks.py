@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parts import SMOKE
-from registry import CONTENDERS, LOADS
+from registry import LOADS
 
 __all__ = ["check"]
 
@@ -38,9 +38,10 @@ def _numbers(node: Any, path: str = "") -> Iterator[tuple[str, float]]:
 def _check_size(found: dict[str, Any], skipped: dict[str, str], parts: tuple[str, ...]) -> Iterator[str]:
     raw, size = found["raw"], found["bytes"]
     if "stall" in parts or "load" in parts:
-        yield from (f"{name} did not save" for name in CONTENDERS if name not in skipped and not raw["saves"].get(name))
+        names = [name for name in SMOKE.contenders if name not in skipped]
+        yield from (f"{name} did not save" for name in names if not raw["saves"].get(name))
     if "load" in parts:
-        ways = [way for way, load in LOADS.items() if load.writer not in skipped]
+        ways = [way for way, load in LOADS.items() if load.writer in SMOKE.contenders and load.writer not in skipped]
         yield from (f"{way} did not load" for way in ways if not raw["loads"].get(way))
     if "loop" in parts:
         yield from (f"{name} did not train" for name in SMOKE.loop if name not in skipped and not raw["loop"].get(name))

@@ -135,6 +135,9 @@ def _line(axes: Any, x: list[float], points: Any, key: str, label: str, style: s
 
 
 def _finish(axes: Any, label: str, scale: str = "log") -> None:
+    if not any(len(line.get_xdata()) for line in axes.lines):  # no scale fits nothing
+        axes.set_axis_off()
+        return
     axes.set_xscale(scale)
     axes.set_yscale(scale)
     for axis in (axes.xaxis, axes.yaxis):

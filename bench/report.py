@@ -33,13 +33,14 @@ def _mib(nbytes: float) -> str:
 
 
 def tables(document: dict[str, Any], rows: dict[str, list[Reach]]) -> Iterator[Table]:
-    """All that there is something to say in. ``rows`` is what must be reached, by size."""
+    """All that there is something to say in. ``rows`` is what must be reached, by size, and for "growth"."""
     for size, found in document["sizes"].items():
         summary = found["summary"]
         made = (_stall(size, summary), _loop(size, summary), _load(size, summary), _disk(size, summary))
         yield from (table for table in (*made, _reach(size, rows[size])) if table.rows)
     if document["growth"]:
-        yield from _growth(document["growth"]["summary"])
+        yield _reach("growth", rows["growth"])
+        yield from (table for table in _growth(document["growth"]["summary"]) if table.rows)
     skipped = [[name, reason] for name, reason in document["skipped"].items()]
     yield Table("skipped", "Left out", ["what", "why"], skipped or [["nothing", ""]])
 
@@ -104,12 +105,12 @@ def _reach(size: str, found: list[Reach]) -> Table:
 def _growth(summary: dict[str, Any]) -> Iterator[Table]:
     for series in summary["tensors"]:
         rows = [
-            [f"{p['tensors']:,}", *(f"{p[key] * 1e3:.2f}" for key in ("call", "stall", "at_once", "copy"))]
+            [f"{p['tensors']:,}", *(f"{p[key] * 1e3:.2f}" for key in ("call", "stall", "at_once", "copy", "load"))]
             for p in series["points"]
         ]
-        rows.append(["each more", f"{series['per_tensor'] * 1e6:.2f} µs", "", "", ""])
+        rows.append(["each more", f"{series['per_tensor'] * 1e6:.2f} µs", "", "", "", ""])
         size = f"{series['bytes'] / MIB:,.0f} MiB"
-        columns = ["tensors", "step(), ms", "step() and wait", "overlap=False", "one copy"]
+        columns = ["tensors", "step(), ms", "step() and wait", "overlap=False", "one copy", "load from storage"]
         yield Table(f"tensors {size}", f"Over tensors, {size} in all", columns, rows)
     rows = [
         [_mib(p["bytes"]), *(_ms(p[key]) for key in ("call", "stall", "at_once", "copy"))]

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any, NamedTuple
 
-__all__ = ["Reach", "reach", "summarize", "summarize_growth"]
+from sizes import MIB
+
+__all__ = ["Reach", "reach", "reach_growth", "slope", "summarize", "summarize_growth"]
 
 Runs = dict[str, list[dict[str, Any]]]
 
@@ -91,6 +93,7 @@ def _point(point: dict[str, Any]) -> dict[str, float]:
         "stall": _stall(point["overlapped"]),
         "at_once": _stall(point["at_once"]),
         "copy": median(point["floors"]),
+        "load": point["load"],
     }
 
 
@@ -169,6 +172,17 @@ def _least(what: str, target: str, measured: float, limit: float, shown: str) ->
 def reach(summary: dict[str, Any]) -> list[Reach]:
     """Every row that the parts that were run can tell."""
     return [*_reach_saving(summary), *_reach_loading(summary["loads"])]
+
+
+def reach_growth(summary: dict[str, Any]) -> list[Reach]:
+    """The row of each series over tensors."""
+    return [
+        _most(
+            f"step() for each more tensor, {series['bytes'] / MIB:,.0f} MiB in all",
+            *("under 2 µs", series["per_tensor"] * 1e6, 2, "{:.2f} µs"),
+        )
+        for series in summary["tensors"]
+    ]
 
 
 def _reach_saving(summary: dict[str, Any]) -> Iterable[Reach]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -225,31 +227,85 @@ def test_verify_raises_where_failures_are_to_be_raised(root: Path, memory: Path)
         ckpt.step(2)
 
 
-def test_frozen_parameters_are_copied_late_once_they_are_seen_to_be_frozen(
-    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And one that turns out to move, past torch's counters too, never makes a torn snapshot."""
+def test_frozen_parameters_may_be_averages_of_the_others(root: Path, memory: Path) -> None:
+    """Beside trained ones, in inference mode, changed now and then: all of that is legal, and nothing is lost."""
     torch.manual_seed(0)
-    model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(900, 900), "trained": torch.nn.Linear(4, 4)})
-    model["frozen"].requires_grad_(False)
+    with torch.inference_mode():
+        still = torch.nn.Linear(300, 300)
+    model = torch.nn.ModuleDict({"still": still.requires_grad_(False), "mean": torch.nn.Linear(900, 900)})
+    model["mean"].requires_grad_(False)
+    model["trained"] = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model["trained"].parameters(), lr=0.1)
-    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6)
+    ckpt = rekindle.Checkpointer(
+        root, {"model": model, "optimizer": optimizer}, snapshot_every=2, persist_every=10**6, strict=True
+    )
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
-    late = []
     for step in range(1, 9):
-        ckpt.step(step)
-        late.append("model.frozen.weight" in ckpt._saves.memory.flight.plan.watched)
-        if step == 6:
-            model["frozen"].weight.data.mul_(2)  # an average of its own kind
         optimizer.step()
-        there = snapshot_of(job, step).exists()
-        assert there or step == 6
-        if step == 6 and there:
-            break  # the copy was over before: it has what step() was called with
-    else:
-        assert ckpt.metrics.failed == 1
-    assert late[:6] == [False, False, True, True, True, True] and not any(late[6:])
+        if step % 4 == 0:
+            model["mean"].weight.data.mul_(2)
+        ckpt.step(step)
+    ckpt.save(8, wait="memory")
+    assert snapshot_of(job, 8).exists() and ckpt.metrics.failed == 0
+    ckpt.close()
+
+
+def test_memory_that_is_taken_away_in_the_window_costs_the_snapshot_at_most(root: Path, memory: Path) -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6)
+    ckpt.restore()
+    flight = None
+    ckpt._saves.memory._writer._behind.submit(time.sleep, 0.3)  # the copy can't begin before
+    ckpt.step(1)
+    flight = ckpt._saves.memory.flight
+    model[7].untyped_storage().resize_(0)
+    with torch.no_grad():
+        model[7].set_(torch.zeros(1 << 20))
+    optimizer.step()
+    assert flight.error is not None and not flight.committed
+    ckpt.step(2)
+    ckpt.save(2, wait="memory")
+    assert ckpt.metrics.failed == 1
+    ckpt.close()
+
+
+def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Path) -> None:
+    training = Adversaries(1500)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True)
+    ckpt.restore()
+    ckpt._saves.memory._writer._behind.submit(time.sleep, 0.3)
+    ckpt.step(1)
+    child = os.fork()
+    if child == 0:
+        training.first.step()
+        os._exit(7)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if ended[0] == 0:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert ended[0] == child and os.waitstatus_to_exitcode(ended[1]) == 7
+    training.update()
+    ckpt.save(1, wait="memory")
+    ckpt.close()
+
+
+def test_a_checkpointer_that_is_forgotten_keeps_its_place_until_its_copy_is_whole(root: Path, memory: Path) -> None:
+    training = Adversaries(1500)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    ckpt._saves.memory._writer._behind.submit(time.sleep, 0.3)
+    ckpt.step(1)
+    del ckpt
+    assert job.trainers() == {0: os.getpid()}
+    training.update()
+    again = Adversaries(1500)
+    ckpt = rekindle.Checkpointer(root, again.state)  # waits until the place is free
+    assert ckpt.restore() == 1
     ckpt.close()
 
 

@@ -148,6 +148,7 @@ class Checkpointer:
         settings = {"persist_every": persist_every, "snapshot_every": snapshot_every, "overlap": overlap}
         self._meeting = meet(self._group, self._job, self.root, nbytes, memory_limit, settings)
         self._incarnation = self._meeting.incarnation
+        self._saves.lock = self._meeting.lock
         if self._meeting.nodes > 1 and persist_every is None:
             self._persist_every = _SEVERAL_NODES_EVERY
         if self._meeting.no_memory:
@@ -250,7 +251,7 @@ class Checkpointer:
         self._check_step(n)
         self._save(n, persist=True)
         if wait is not None:
-            self._saves.settle()
+            self._saves.secure(timeout)
         stamp = self._saves.newest or self._base
         if wait is not None and (stamp is None or stamp.step != n):
             raise NotDurableError(f"step {n} is not saved: see the log for why")
@@ -272,8 +273,9 @@ class Checkpointer:
     def _save(self, n: int, persist: bool) -> None:
         if self._keeper is not None:
             self._keeper.check()
-        if self._saves.newest is None and self._base is not None and self._base.step == n:
-            return  # it has just been restored
+        base = self._base if self._saves.newest is None else None
+        if base is not None and base.step == n and (not persist or self._store.durable(base)):
+            return  # it has just been restored, and there is nothing to add
         self._saves.save(Stamp(n, self._group.rank, self._group.world, self._incarnation, persist))
 
     def _check_step(self, n: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rekindle.errors import MemoryStoreError, NotDurableError, UsageError
 from rekindle.snapshot.documents import Receipt
@@ -50,9 +51,7 @@ class Flight:
     slots: Slots
     copying: Copying
     expected: dict[int, str]
-    """Checksums, by number, that are known beforehand of what is copied late."""
-    verify: bool
-    """``expected`` was taken at the start, of everything, and is to be compared before the first update too."""
+    """Checksums, by number, of what is copied late, taken at the start if the copy is to be verified."""
     versions: list[int] = field(init=False)
     checksums: list[str] = field(default_factory=list)
     committed: bool = False
@@ -75,19 +74,18 @@ class Flight:
         try:
             self.copying.queue()
             self.copying.help()
-        except Exception as error:
-            self.error = error
-        self.land()
+        finally:
+            self.land()
 
     def hold(self) -> None:
         """Return when the state may change; on the host, when the snapshot is committed. ``error`` as for ``land``."""
         first, self._held = not self._held, True
-        if self._landed and not (first and self.verify):
+        if self._landed and not (first and self.expected):
             return
         try:
             self.copying.hold()
             self._judge()
-            if first and self.verify:  # optimizers update one after the other: only the first finds all as it was
+            if first and self.expected:  # optimizers update one after the other: only the first finds all as it was
                 self._compare(fingerprints(self.plan))
         except Exception as error:
             self.error = self.error or error
@@ -115,24 +113,22 @@ class Flight:
                 self._landed = True
 
     def _judge(self) -> None:
-        """That nothing has changed the state since the start: once, and before the first update does.
+        """See, once and before the first update, that nothing has changed the state since the start; else ``error``.
 
-        Raises ``Changed``. Writes past torch's version counters are only found by hashes.
+        Writes past torch's version counters are only found by hashes.
         """
         with self._judging:
-            if self._judged:
-                return
-            self._judged = True
-            pairs = zip(self.plan.watched, self.versions, self._versions(), strict=True)
-            self._complain({name for name, before, after in pairs if before != after})
+            if not self._judged:
+                pairs = zip(self.plan.watched, self.versions, self._versions(), strict=True)
+                names = {name for name, before, after in pairs if before != after}
+                if names:
+                    self.error = self.error or Changed(self.stamp.step, names)
+                self._judged = True
 
     def _compare(self, found: Mapping[int, str] | Sequence[str]) -> None:
         changed = {number for number, expected in self.expected.items() if found[number] != expected}
-        self._complain({self.plan.layout.at(number) for number in changed})
-
-    def _complain(self, names: set[str]) -> None:
-        if names:
-            raise Changed(self.stamp.step, names)
+        if changed:
+            raise Changed(self.stamp.step, {self.plan.layout.at(number) for number in changed})
 
     def receipt(self) -> bytes:
         return Receipt.encode(self.stamp, self.plan.static, self.checksums, self.values)
@@ -149,45 +145,34 @@ class MemorySaver:
         self.slots = slots
         self._verify = verify
         self._writer = ShardWriter()
-        self._frozen: dict[str, list[str]] = {}
         self.flight: Flight | None = None
         """The newest save that didn't fail at once."""
 
-    def save(self, stamp: Stamp) -> int:
+    def save(self, stamp: Stamp, owner: object) -> int:
         """Bytes to be saved. Raises MemoryStoreError when memory has no room, or is gone. Call ``settle`` first.
 
-        Parameters and optimizer state may still be on their way when this returns.
+        Parameters and optimizer state may still be on their way when this returns; ``owner`` lives until they are not.
         """
         plan, values = self._capture.prepare()
         try:
             slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
             assert slot.map is not None
-            expected = fingerprints(plan) if self._verify else self._known(plan)
+            expected = fingerprints(plan) if self._verify else {}
             copying = self._writer.start(plan, slot.map, slot.cache, stamp.step)
             slot.cache = copying.target
-            self.flight = Flight(stamp, plan, values, slot, self.slots, copying, expected, self._verify)
-            if plan.late:
-                self._writer.behind(self.flight.behind)
-            else:
-                self.flight.behind()
+            flight = Flight(stamp, plan, values, slot, self.slots, copying, expected)
         except MemoryStoreError:
             raise
         except BaseException:  # a signal handler may raise between any two instructions, Ctrl-C's for one
+            self.flight = None
             self.slots.recover()
             raise
+        self.flight = flight
+        if plan.late:
+            self._writer.behind(partial(_fly, flight, owner))
+        else:
+            flight.land()
         return plan.layout.file_bytes
-
-    def _known(self, plan: Plan) -> dict[int, str]:
-        """Checksums of the frozen parameters that are copied late: those of the last snapshot, or it may be torn."""
-        late = [name for name in plan.frozen if name in plan.watched]
-        return {number: was for name in late for number, was in zip(plan.frozen[name], self._frozen[name], strict=True)}
-
-    def _learn(self, flight: Flight) -> None:
-        """See which frozen parameters are still what they were at the last snapshot."""
-        if flight.plan.frozen:
-            found = {name: [flight.checksums[i] for i in at] for name, at in flight.plan.frozen.items()}
-            self._capture.trust([name for name, sums in found.items() if self._frozen.get(name) == sums])
-            self._frozen = found
 
     def hold(self) -> None:
         """Return when the state may change. For the thread that updates it."""
@@ -201,7 +186,6 @@ class MemorySaver:
             return None
         flight.land()
         if flight.error is None:
-            self._learn(flight)
             return None
         self.flight = None
         if isinstance(flight.error, Changed):
@@ -210,6 +194,7 @@ class MemorySaver:
             flight.slot.unlock()
         else:
             self.slots.recover()  # threads may still be writing into the slot
+            self._capture.begin_anew()
         return flight
 
     def persist(self, step: int) -> None:
@@ -223,6 +208,10 @@ class MemorySaver:
     def close(self) -> None:
         self._writer.close()
         self.slots.close()
+
+
+def _fly(flight: Flight, owner: object) -> None:
+    flight.behind()
 
 
 class DirectSaver:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 
-from rekindle.errors import MemoryStoreError
+from rekindle.errors import MemoryStoreError, NotDurableError
 from rekindle.metrics import Metrics
 from rekindle.savers import DirectSaver, MemorySaver
 from rekindle.snapshot.lineage import Stamp
@@ -22,6 +23,9 @@ class Saves:
         self.memory: MemorySaver | None = None
         """None where there is no memory store."""
         self.direct = direct
+        self.lock: object = None
+        """What makes this process the rank's trainer: it stays so while a copy is on its way, whoever forgets us."""
+        self._pid = os.getpid()
         self.newest: Stamp | None = None
         """What was saved last. It may still be on its way into memory, until ``settle``."""
         self._before: Stamp | None = None
@@ -47,7 +51,7 @@ class Saves:
         if self.memory is not None:
             try:
                 self._finish_direct()  # it may be writing what a slot holds
-                return self.memory.save(stamp)
+                return self.memory.save(stamp, (self, self.lock))
             except MemoryStoreError as error:
                 if self._strict:
                     raise
@@ -73,7 +77,7 @@ class Saves:
 
     def hold(self) -> None:
         """Wait until the newest save has what an update will change. For the thread that updates."""
-        if self.memory is not None and self.memory.flight is not None:
+        if self.memory is not None and self.memory.flight is not None and os.getpid() == self._pid:  # no forked child
             began = time.perf_counter()
             self.memory.hold()
             self._metrics.waited(time.perf_counter() - began)
@@ -95,6 +99,13 @@ class Saves:
                 self._failed(flight.stamp.step, error)
             return
         self._failed(flight.stamp.step, flight.error, flight.committed)
+
+    def secure(self, timeout: float) -> None:
+        """Return when the newest save outlives this process. Raises NotDurableError when storage had to and didn't."""
+        self.settle()
+        error = self.direct.finish(timeout)
+        if error is not None:
+            raise NotDurableError(f"the newest save did not reach storage: {error}") from error
 
     def _failed(self, step: int, error: BaseException, saved: bool = False) -> None:
         self._metrics.failed += 1

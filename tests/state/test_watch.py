@@ -92,6 +92,7 @@ CHANGES: dict[str, Callable[[Job], Any]] = {
     "optimizer, state in another order": lambda job: job.sgd.state.update(
         {job.model[2][0].weight: job.sgd.state.pop(job.model[2][0].weight)}
     ),
+    "optimizer, a parameter twice": lambda job: job.sgd.param_groups[0]["params"].append(job.model[2][0].bias),
     "optimizer, loaded": lambda job: job.adam.load_state_dict(job.adam.state_dict()),
     "optimizer, hook of state_dict": lambda job: job.adam.register_state_dict_post_hook(
         lambda optimizer, state: {**state, "more": 1}

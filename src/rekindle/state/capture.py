@@ -60,6 +60,8 @@ class Unit:
     nbytes: int
     block: int
     """Number of its first checksum in the receipt."""
+    offset: int = 0
+    """Its first byte, counted from the first of ``source``."""
 
     def view(self, buffer: Any, base: int) -> torch.Tensor:
         """The unit's place in a shard whose data starts at byte ``base`` of ``buffer``."""
@@ -90,8 +92,6 @@ class Plan:
     """What stays as it is until the next update."""
     watched: dict[str, torch.Tensor]
     """The tensors of ``late``, by name."""
-    frozen: dict[str, range]
-    """Numbers of the checksums of parameters that are not trained."""
 
 
 class Capture:
@@ -115,7 +115,6 @@ class Capture:
             self.state[RNG] = RngState()
         self._allow_pickle = allow_pickle
         self._fence: Fence | None = None
-        self._still: set[str] = set()
         self._restless: set[str] = set()
         self._watch: Watch | None = None
         self._paths: list[str] = []
@@ -130,11 +129,15 @@ class Capture:
             self._watch = None
         values = self._watch.values() if self._watch is not None else None
         if self._plan is None or values is None:
-            values = self._begin_anew()
+            values = self._survey()
         assert self._plan is not None
         return self._plan, self._encode(values)
 
-    def _begin_anew(self) -> list[Any]:
+    def begin_anew(self) -> None:
+        """Forget the plan: what went wrong may have to do with it."""
+        self._watch = None
+
+    def _survey(self) -> list[Any]:
         """Make a plan for the state as it is now. Returns the values."""
         tree = {name: content(entry) for name, entry in self.state.items()}
         flat = Flat()
@@ -147,12 +150,6 @@ class Capture:
     def overlap(self, fence: Fence) -> None:
         """From now on plan to copy late what ``fence`` stands before."""
         self._fence = fence
-
-    def trust(self, names: Collection[str]) -> None:
-        """From now on copy these frozen parameters late: they have been seen not to change."""
-        if not self._still.issuperset(names):
-            self._still.update(names)
-            self._watch = None
 
     def distrust(self, names: Collection[str]) -> None:
         """From now on copy these tensors inside of ``step()``: they have been seen to change after it."""
@@ -189,8 +186,7 @@ class Capture:
         first: dict[tuple[Any, ...], str] = {}
         stored: dict[str, torch.Tensor] = {}
         late: dict[str, torch.Tensor] = {}
-        frozen: set[str] = set()
-        lasting, untrained = (self._fence.lasting(), self._fence.frozen()) if self._fence else (set(), set())
+        lasting = self._fence.lasting() if self._fence is not None else set()
         for tensor, leaf in zip(flat.tensors, description.leaves, strict=True):
             _check_kind(tensor, leaf.path)
             place = _place(tensor)
@@ -200,29 +196,20 @@ class Capture:
                     name += "~"
                 first[place] = name
                 stored[name] = tensor
-                if id(tensor) in untrained:
-                    frozen.add(name)
-                if id(tensor) in lasting or name in frozen & self._still:
+                if id(tensor) in lasting and name not in self._restless and _can_wait(tensor):
                     late[name] = tensor
             leaf.node["$tensor"] = first[place]  # tied tensors are stored once
-        late = {name: t for name, t in late.items() if name not in self._restless and t.device.type in ("cpu", "cuda")}
         layout = Layout.build(_chunk(name, tensor) for name, tensor in stored.items())
         if self._plan is not None and layout == self._plan.layout:
             layout = self._plan.layout  # the same object: its header is made once
         static = Receipt.static_part(layout, description.structure)
         early, behind = _batches(layout, stored, late)
-        return Plan(layout, static, early, behind, late, _numbers(layout, frozen))
+        return Plan(layout, static, early, behind, late)
 
 
-def _numbers(layout: Layout, names: Collection[str]) -> dict[str, range]:
-    """Numbers of the named chunks' checksums."""
-    found, number = {}, 0
-    for chunk in layout.chunks:
-        count = len(blocks(chunk))
-        if chunk.name in names:
-            found[chunk.name] = range(number, number + count)
-        number += count
-    return found
+def _can_wait(tensor: torch.Tensor) -> bool:
+    """Whether it can be copied late: there is a way to, and torch counts what is written to it."""
+    return tensor.device.type in ("cpu", "cuda") and not tensor.is_inference()
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -281,4 +268,7 @@ def _units(chunk: Chunk, source: torch.Tensor, block: int) -> list[Unit]:
     if not plain:
         return [Unit(source, 0, chunk.start, chunk.nbytes, block)]
     address = source.data_ptr() - chunk.start
-    return [Unit(source, address + at, at, stop - at, block + i) for i, (at, stop) in enumerate(blocks(chunk))]
+    return [
+        Unit(source, address + at, at, stop - at, block + i, at - chunk.start)
+        for i, (at, stop) in enumerate(blocks(chunk))
+    ]

@@ -100,8 +100,8 @@ class _Pile:
 class Copying:
     """One shard on its way into a buffer. ``target`` is what to pass as ``cache`` next time.
 
-    ``early`` comes first, then ``queue``, both by the thread that trains or, for ``queue``, one behind its back. Then
-    any threads may call the others, at the same time too. What goes wrong is raised by ``hold`` and ``finish``.
+    ``early`` comes first, by the thread that trains. Then any threads may call the others, at the same time too. What
+    goes wrong is raised by ``hold`` and ``finish``.
     """
 
     def __init__(self, writer: ShardWriter, plan: Plan, target: _Target, step: int) -> None:
@@ -114,7 +114,8 @@ class Copying:
         self._device = _Pile(self._hash, on_device)
         self._events: dict[int, Event | None] = {}
         """By first byte of a batch: what tells that the device has copied it."""
-        self._queued = threading.Event()
+        self._queueing = threading.Lock()
+        self._queued = False
         self.holds_all = all(_on_host(b) for b in plan.late)
         """Whether everything is in the buffer once ``hold`` has returned; else a device may still be copying."""
 
@@ -129,17 +130,19 @@ class Copying:
         self._writer.all_hands(pile)
 
     def queue(self) -> None:
-        """Tell the devices what to copy. Waits for none of it."""
-        try:
-            for batch in self._plan.late:
-                if not _on_host(batch):
-                    event = self._writer.lanes.aside(batch.device, *self._sides(batch))
-                    self._events[batch.units[0].start] = event
-        except BaseException as error:
-            self._device.fail(error)
-            raise
-        finally:
-            self._queued.set()
+        """Tell the devices what to copy, once. Waits for none of it."""
+        with self._queueing:
+            if self._queued:
+                return
+            self._queued = True
+            try:
+                for batch in self._plan.late:
+                    if not _on_host(batch):
+                        event = self._writer.lanes.aside(batch.device, *self._sides(batch))
+                        self._events[batch.units[0].start] = event
+            except BaseException as error:
+                self._device.fail(RekindleError(f"copies from a device could not be queued: {error}"))
+                raise
 
     def help(self) -> None:
         """Copy what is left on the host, in this thread alone."""
@@ -147,21 +150,17 @@ class Copying:
 
     def hold(self) -> None:
         """Copy what is left, or let the device wait until it is copied: after this the state may change."""
+        self.queue()
         self._writer.all_hands(self._host)
         if not self.holds_all:
-            self._wait_queued()
             self._writer.lanes.hold()
 
     def finish(self) -> list[str]:
         """The checksums of everything, once it is in the buffer."""
+        self.queue()
         self._writer.all_hands(self._host)
-        self._wait_queued()
         self._writer.all_hands(self._device)
         return self._sums
-
-    def _wait_queued(self) -> None:
-        if not self._queued.wait(_STUCK):
-            raise RekindleError(f"copies from the device were not queued within {_STUCK:.0f} s")
 
     def _sides(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return [self.target.views[unit.start] for unit in batch.units], [unit.source for unit in batch.units]
@@ -170,6 +169,8 @@ class Copying:
         """Copy and hash what lies in the host's memory."""
         for unit in batch.units:
             if unit.address:
+                if unit.source.data_ptr() + unit.offset != unit.address:  # reading on would end the process
+                    raise RekindleError("a tensor's memory was freed or resized while it was being copied")
                 self._sums[unit.block] = _move(unit, self.target)
             else:
                 with torch.no_grad():
@@ -233,7 +234,6 @@ class ShardWriter:
     def write(self, plan: Plan, buffer: mmap.mmap, cache: object, step: int) -> tuple[object, list[str]]:
         """Fill ``buffer`` with the shard. Returns what to pass as ``cache`` next time, and the checksums."""
         copying = self.start(plan, buffer, cache, step)
-        copying.queue()
         return copying.target, copying.finish()
 
     def behind(self, work: Callable[[], object]) -> None:

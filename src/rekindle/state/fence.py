@@ -70,16 +70,6 @@ class Fence:
             owned = {id(p) for module in self._modules() for p in module.parameters() if p.requires_grad}
         return owned | {id(t) for entry in fenced for t in _tensors(getattr(entry, "state", None))}
 
-    def frozen(self) -> set[int]:
-        """Ids of parameters beside them that nobody trains. They may last; but averages are kept like that too."""
-        found = set()
-        lasting = self.lasting()
-        for module in self._modules():
-            parameters = list(module.parameters())
-            if any(id(p) in lasting for p in parameters):
-                found |= {id(p) for p in parameters if not p.requires_grad}
-        return found - lasting
-
     def _modules(self) -> list[torch.nn.Module]:
         return [entry for entry in self._state.values() if isinstance(entry, torch.nn.Module)]
 

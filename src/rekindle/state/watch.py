@@ -7,6 +7,7 @@ Such objects would also set off Python's collector, which then walks through all
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -108,16 +109,16 @@ class _Optimizer:
         self._owners = list(map(id, optimizer.state))
         self._before = _contents(optimizer.state.values())
         self._alive = list(optimizer.state), [list(kept.values()) for kept in optimizer.state.values()]
-        numbers: dict[int, int] = {}
-        for p in (p for group in self._params for p in group):
-            numbers.setdefault(id(p), len(numbers))
-        self._numbers = [[numbers[id(p)] for p in group] for group in self._params]
+        count = itertools.count()
+        self._numbers = [[next(count) for _ in group] for group in self._params]
 
     @staticmethod
     def suits(optimizer: Optimizer) -> bool:
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        every = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        params = set(every)
         return (
-            type(optimizer).state_dict is Optimizer.state_dict
+            len(every) == len(params)  # torch has a numbering of its own for a parameter that is there twice
+            and type(optimizer).state_dict is Optimizer.state_dict
             and "state_dict" not in vars(optimizer)
             and not (optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks)
             and all(id(p) in params and type(kept) is dict for p, kept in optimizer.state.items())
