@@ -136,7 +136,14 @@ def test_a_real_job_chooses_by_itself(root: Path, memory: Path) -> None:
     ckpt.close()
 
 
-@pytest.mark.parametrize("wrong", [{"snapshot_every": "often"}, {"snapshot_budget": 0}, {"snapshot_budget": 1.5}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"snapshot_every": value} for value in ("often", None, 0)),
+        *({"snapshot_budget": value} for value in (0, 1, 1.5, "1%", None)),
+        *({"keep": None}, {"memory_limit": "1GB"}, {"memory_limit": -5}, {"drain_limit": "fast"}),
+    ],
+)
 def test_settings_that_make_no_sense(wrong: dict[str, object], root: Path, memory: Path) -> None:
-    with pytest.raises(rekindle.UsageError, match=next(iter(wrong))):
+    with pytest.raises(rekindle.UsageError, match="rate" if "drain_limit" in wrong else next(iter(wrong))):
         rekindle.Checkpointer(root, {"model": torch.nn.Linear(2, 2)}, **wrong)

@@ -119,10 +119,12 @@ class Checkpointer:
         idle_timeout: float = 900.0,
     ) -> None:
         every = 1 if snapshot_every == "auto" else snapshot_every
-        _check_counts(snapshot_every=every, persist_every=persist_every, keep=keep, keep_every=keep_every)
+        _check_counts(snapshot_every=every, keep=keep)
+        optional = {"persist_every": persist_every, "keep_every": keep_every, "memory_limit": memory_limit}
+        _check_counts(**{name: value for name, value in optional.items() if value is not None})
         if overlap not in (True, False, "verify"):
             raise UsageError(f"overlap is {overlap!r}: must be True, False or 'verify'")
-        if not 0 < snapshot_budget <= 1:
+        if not isinstance(snapshot_budget, (int, float)) or not 0 < snapshot_budget < 1:
             raise UsageError(f"snapshot_budget is {snapshot_budget!r}: must be a share of training time, such as 0.01")
         limit = rate(drain_limit)
         self.root = root_path(root)
@@ -146,6 +148,7 @@ class Checkpointer:
         self._group = this_group()
         nbytes = self._capture.estimate()
         settings = {"persist_every": persist_every, "snapshot_every": snapshot_every, "overlap": overlap}
+        settings |= {"snapshot_budget": snapshot_budget}
         self._meeting = meet(self._group, self._job, self.root, nbytes, memory_limit, settings)
         self._incarnation = self._meeting.incarnation
         self._saves.lock = self._meeting.lock
@@ -379,7 +382,7 @@ class Checkpointer:
 
 def _check_counts(**counts: Any) -> None:
     for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if not isinstance(value, int) or value < 1:
             raise UsageError(f"{name} is {value!r}: must be a whole number of at least 1")
 
 
