@@ -147,8 +147,8 @@ class Checkpointer:
         self._restored = self._closed = False
         self._group = this_group()
         nbytes = self._capture.estimate()
-        settings = {"persist_every": persist_every, "snapshot_every": snapshot_every, "overlap": overlap}
-        settings |= {"snapshot_budget": snapshot_budget}
+        settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
+        settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap}
         self._meeting = meet(self._group, self._job, self.root, nbytes, memory_limit, settings)
         self._incarnation = self._meeting.incarnation
         self._saves.lock = self._meeting.lock
