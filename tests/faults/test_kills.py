@@ -49,7 +49,9 @@ def test_twenty_random_kills_lose_no_completed_step(
         completed = min(_starts(run, rank)[before][1] for rank in (0, 1))
         resumed = {_starts(run, rank)[before + 1][0] for rank in (0, 1)}
         # The copy of the last one may have been under way: it is whole before the next update begins.
-        assert len(resumed) == 1 and resumed <= {completed - 1, completed, completed + 1}, f"kill {before}: completed {completed}, resumed from {resumed}"
+        assert len(resumed) == 1 and resumed <= {completed - 1, completed, completed + 1}, (
+            f"kill {before}: completed {completed}, resumed from {resumed}"
+        )
     assert [digest_of(run, rank) for rank in (0, 1)] == unbroken(run)
     wait_for(lambda: not job.path.exists(), what="the memory to be given back")
     assert leftovers(root, memory) == []
