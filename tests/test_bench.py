@@ -95,7 +95,9 @@ def test_the_page_has_a_place_for_every_table() -> None:
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, memory: Path) -> None:
     target = tmp_path / "target"
     run = subprocess.Popen(
-        [sys.executable, str(BENCH), "--smoke", "--dir", str(target), "--json", str(tmp_path / "out.json")],
+        # Where tests run in the background of a shell, SIGINT is ignored, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        args=[sys.executable, str(BENCH), "--smoke", "--dir", str(target), "--json", str(tmp_path / "out.json")],
         env={**os.environ, "REKINDLE_MEMORY": str(memory)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
