@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from rekindle.errors import MemoryStoreError, NotDurableError, UsageError
+from rekindle.errors import MemoryStoreError, NotDurableError, RekindleError, UsageError
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.slots import Slot, Slots
@@ -105,10 +105,11 @@ class Flight:
                     raise self.error
                 self.slots.commit(self.slot, self.stamp, self.receipt())
                 self.committed = True
-            except BaseException as error:
+            except Exception as error:
                 self.error = self.error or error
-                if not isinstance(error, Exception):
-                    raise
+            except BaseException:  # the caller's own; whoever asks later is told of it, and not given it again
+                self.error = RekindleError("the save was interrupted")
+                raise
             finally:
                 self._landed = True
 
@@ -160,18 +161,17 @@ class MemorySaver:
             expected = fingerprints(plan) if self._verify else {}
             copying = self._writer.start(plan, slot.map, slot.cache, stamp.step)
             slot.cache = copying.target
-            flight = Flight(stamp, plan, values, slot, self.slots, copying, expected)
+            self.flight = flight = Flight(stamp, plan, values, slot, self.slots, copying, expected)
+            if not plan.late:
+                flight.land()
         except MemoryStoreError:
             raise
         except BaseException:  # a signal handler may raise between any two instructions, Ctrl-C's for one
             self.flight = None
             self.slots.recover()
             raise
-        self.flight = flight
         if plan.late:
             self._writer.behind(partial(_fly, flight, owner))
-        else:
-            flight.land()
         return plan.layout.file_bytes
 
     def hold(self) -> None:
