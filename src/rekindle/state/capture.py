@@ -7,9 +7,12 @@ parameter was replaced.
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -84,14 +87,18 @@ class Plan:
     """Everything about a state that stays the same from save to save."""
 
     layout: Layout
-    static: bytes
-    """The part of the receipt that only changes with the layout."""
+    structure: Any
     early: list[Batch]
     """What may change as soon as training goes on: copied before ``step()`` returns."""
     late: list[Batch]
     """What stays as it is until the next update."""
     watched: dict[str, torch.Tensor]
     """The tensors of ``late``, by name."""
+
+    @cached_property
+    def static(self) -> bytes:
+        """The part of the receipt that only changes with the layout. Not made before a commit needs it."""
+        return Receipt.static_part(self.layout, self.structure)
 
 
 class Capture:
@@ -139,12 +146,13 @@ class Capture:
 
     def _survey(self) -> list[Any]:
         """Make a plan for the state as it is now. Returns the values."""
-        tree = {name: content(entry) for name, entry in self.state.items()}
-        flat = Flat()
-        flatten(tree, flat)
-        self._watch = None
-        self._plan = self._make_plan(tree, flat)
-        self._watch = Watch(self.state, flat.tensors)
+        with _no_collection():
+            tree = {name: content(entry) for name, entry in self.state.items()}
+            flat = Flat()
+            flatten(tree, flat)
+            self._watch = None
+            self._plan = self._make_plan(tree, flat)
+            self._watch = Watch(self.state, flat.tensors)
         return flat.values
 
     def overlap(self, fence: Fence) -> None:
@@ -202,9 +210,20 @@ class Capture:
         layout = Layout.build(_chunk(name, tensor) for name, tensor in stored.items())
         if self._plan is not None and layout == self._plan.layout:
             layout = self._plan.layout  # the same object: its header is made once
-        static = Receipt.static_part(layout, description.structure)
         early, behind = _batches(layout, stored, late)
-        return Plan(layout, static, early, behind, late)
+        return Plan(layout, description.structure, early, behind, late)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A plan is many small objects. Python's collector, looking for garbage among them, would double its cost."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _can_wait(tensor: torch.Tensor) -> bool:
