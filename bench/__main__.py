@@ -95,6 +95,8 @@ def main(
     if docs:
         for name in rewrite(_DOCS / "benchmarks.md", document, made, plots):
             console.print(f"docs/benchmarks.md has no place for {name!r}")
+    if "failed" in document:  # what was measured before is not lost
+        raise click.ClickException(document["failed"])
     if smoke:
         wrong = check(document, parts)
         if wrong:
@@ -121,9 +123,9 @@ def _measure(place: Scratch, plan: Plan, sizes: tuple[int, ...], names: tuple[st
             if "growth" in names:
                 raw = parts.growth()
                 document["growth"] = {"summary": summarize_growth(raw), "raw": raw}
+            progress.update(bar, description="done")
         except Failed as error:
-            raise click.ClickException(str(error)) from None
-        progress.update(bar, description="done")
+            document["failed"] = str(error)
     return document
 
 

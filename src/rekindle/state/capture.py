@@ -168,15 +168,15 @@ class Capture:
         """Bytes that a snapshot will take, before the optimizers have made their state.
 
         Two tensors per trained parameter are assumed for an optimizer that has none yet: what Adam and most others
-        keep, and room for a counter and for their names. Too much costs nothing but a little memory until the first
-        save, too little costs a new allocation then.
+        keep, and room for a counter and for their names; for torch's SGD it is known. Too much costs nothing but a
+        little memory until the first save, too little costs a new allocation then.
         """
         plan, _ = self.prepare()
         later = 0
         for entry in self.state.values():
             if isinstance(entry, torch.optim.Optimizer) and not entry.state:
                 trained = [p for g in entry.param_groups for p in g["params"] if p.requires_grad]
-                later += sum(2 * p.nbytes + 8 + _NAMES for p in trained) + PAGE
+                later += sum(_kept(entry) * p.nbytes + 8 + _NAMES for p in trained) + PAGE
         return plan.layout.file_bytes + later
 
     def _encode(self, values: list[Any]) -> bytes:
@@ -224,6 +224,13 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> int:
+    """Tensors that an optimizer will keep for each parameter."""
+    if type(optimizer) is torch.optim.SGD:
+        return int(any(group["momentum"] for group in optimizer.param_groups))
+    return 2
 
 
 def _can_wait(tensor: torch.Tensor) -> bool:
