@@ -70,7 +70,7 @@ class Flight:
         return [tensor._version for tensor in self.plan.watched.values()]
 
     def behind(self) -> None:
-        """All that is left to do, by a thread that makes way for training."""
+        """All that is left to do, by the thread that runs beside training."""
         try:
             self.copying.queue()
             self.copying.help()

@@ -20,7 +20,6 @@ from rekindle.snapshot.documents import checksum
 from rekindle.snapshot.layout import BLOCK
 from rekindle.state.capture import Batch, Plan, Unit
 from rekindle.state.device import Event, Lanes, reached
-from rekindle.storage.pace import step_back
 
 __all__ = ["Copying", "ShardWriter", "fingerprints"]
 
@@ -220,8 +219,9 @@ class ShardWriter:
         # The trainer waits meanwhile, so its cores are free; ranks on the same node save at the same time.
         self._helpers = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) - 1
         self._threads = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="rekindle-copy")
-        # It takes what training leaves of the cores; what it doesn't get done, all threads copy when the update waits.
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-behind", initializer=step_back)
+        # One, for training needs its cores. Not of lower priority: where training keeps them all busy, most would be
+        # left to do when the update waits, and training is slowed by as much either way.
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-behind")
         self.lanes = Lanes()
 
     def start(self, plan: Plan, buffer: mmap.mmap, cache: object, step: int) -> Copying:
@@ -237,7 +237,7 @@ class ShardWriter:
         return copying.target, copying.finish()
 
     def behind(self, work: Callable[[], object]) -> None:
-        """Do ``work`` in the thread that makes way for training."""
+        """Do ``work`` in the one thread that runs beside training."""
         self._behind.submit(work)
 
     def all_hands(self, pile: _Pile) -> None:
