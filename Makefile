@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 help:
 	@echo 'make demo    train on two ranks, kill them, show that nothing is lost'
+	@echo 'make drill   let faults strike real training, at chosen moments; ARGS="--full" for all of them'
 	@echo 'make test    run the tests; ARGS="-k memory" runs some of them'
 	@echo 'make check   check style, types and import rules'
 	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
@@ -24,6 +25,9 @@ help:
 
 demo: .venv/ready
 	@$(BIN)/python examples/demo.py $(ARGS)
+
+drill: .venv/ready
+	$(BIN)/python -m tests.faults.matrix $(or $(ARGS),--short)
 
 test: .venv/ready
 	$(BIN)/python -m pytest $(ARGS)
@@ -41,4 +45,4 @@ clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo drill test check bench clean

@@ -25,15 +25,19 @@ LAYERS = {
     "cadence": 5,
     "savers": 5,
     "saves": 6,
-    "checkpointer": 7,
+    "settings": 5,
+    "listing": 5,
+    "guarding": 7,
+    "checkpointer": 8,
     "operate": 7,
-    "integrations": 8,
-    "cli": 8,
-    "__main__": 9,
+    "drill": 8,
+    "integrations": 9,
+    "cli": 9,
+    "__main__": 10,
 }
 """Imports point to a lower number, or stay within one package. Packages of equal number never import each other."""
 
-WITHOUT_TORCH = {"errors", "failpoints", "snapshot", "storage", "agent", "operate"}
+WITHOUT_TORCH = {"errors", "failpoints", "snapshot", "storage", "agent", "operate", "drill"}
 LONGEST = 400
 
 

@@ -13,6 +13,7 @@ from rekindle.errors import (
     CorruptError,
     FormatError,
     MemoryStoreError,
+    NonFiniteLossError,
     NotDurableError,
     NotFoundError,
     RekindleError,
@@ -24,6 +25,7 @@ from rekindle.errors import (
 if TYPE_CHECKING:
     from rekindle.checkpointer import Checkpoint, Checkpointer, Metrics
     from rekindle.state.plain import Values
+    from rekindle.state.replicas import ReplicaGroup, replica_groups
 
 __all__ = [
     "AgentError",
@@ -34,13 +36,16 @@ __all__ = [
     "FormatError",
     "MemoryStoreError",
     "Metrics",
+    "NonFiniteLossError",
     "NotDurableError",
     "NotFoundError",
     "RekindleError",
+    "ReplicaGroup",
     "StateMismatchError",
     "UnsupportedValueError",
     "UsageError",
     "Values",
+    "replica_groups",
 ]
 
 __version__ = "0.1.0"
@@ -49,7 +54,9 @@ _LAZY = {
     "Checkpoint": "rekindle.checkpointer",
     "Checkpointer": "rekindle.checkpointer",
     "Metrics": "rekindle.checkpointer",
+    "ReplicaGroup": "rekindle.state.replicas",
     "Values": "rekindle.state.plain",
+    "replica_groups": "rekindle.state.replicas",
 }
 
 

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-import statistics
+import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
+import torch
+
+from rekindle.agent.fault import Fault
 from rekindle.agent.spawn import AgentKeeper
 from rekindle.cadence import Auto, Cadence, Fixed, agreement
-from rekindle.errors import MemoryStoreError, NotDurableError, UsageError
+from rekindle.errors import MemoryStoreError, NonFiniteLossError, NotDurableError, UsageError
+from rekindle.guarding import Guarding
+from rekindle.listing import Checkpoint, list_checkpoints
 from rekindle.metrics import Metrics
 from rekindle.recovery.group import this_group
+from rekindle.recovery.guard import Guard, Hooks
 from rekindle.recovery.meet import meet
+from rekindle.recovery.notice import Notice
 from rekindle.recovery.restore import restore
 from rekindle.savers import DirectSaver, MemorySaver
 from rekindle.saves import Saves
-from rekindle.snapshot.lineage import Incarnation, Stamp, retired
+from rekindle.settings import check_settings, warn_of_shared_store
+from rekindle.snapshot.compose import compose
+from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import Job, JobDir, memory_base
 from rekindle.snapshot.names import LAST_STEP, root_path
 from rekindle.snapshot.slots import Slots
 from rekindle.state.capture import Capture
 from rekindle.state.device import page_lock
 from rekindle.state.fence import Fence
-from rekindle.storage.catalog import STORAGE, survey
 from rekindle.storage.pace import rate
 from rekindle.storage.posix import PosixStore
 
@@ -37,23 +46,6 @@ log = logging.getLogger("rekindle")
 
 _POLL = 0.02
 _SEVERAL_NODES_EVERY = 100
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One checkpoint that exists."""
-
-    step: int
-    places: tuple[str, ...]
-    """``memory`` (of this node), ``storage``, or both."""
-    world: int
-    """Ranks that saved it."""
-    generation: int
-    """Number of the job's start that saved it."""
-
-    @property
-    def durable(self) -> bool:
-        return STORAGE in self.places
 
 
 class Checkpointer:
@@ -119,13 +111,8 @@ class Checkpointer:
         idle_timeout: float = 900.0,
     ) -> None:
         every = 1 if snapshot_every == "auto" else snapshot_every
-        _check_counts(snapshot_every=every, keep=keep)
         optional = {"persist_every": persist_every, "keep_every": keep_every, "memory_limit": memory_limit}
-        _check_counts(**{name: value for name, value in optional.items() if value is not None})
-        if overlap not in (True, False, "verify"):
-            raise UsageError(f"overlap is {overlap!r}: must be True, False or 'verify'")
-        if not isinstance(snapshot_budget, (int, float)) or not 0 < snapshot_budget < 1:
-            raise UsageError(f"snapshot_budget is {snapshot_budget!r}: must be a share of training time, such as 0.01")
+        check_settings(overlap, snapshot_budget, {"snapshot_every": every, "keep": keep}, optional)
         limit = rate(drain_limit)
         self.root = root_path(root)
         self.metrics = Metrics()
@@ -138,10 +125,9 @@ class Checkpointer:
         self._saves = Saves(DirectSaver(self._capture, self._store, keep, keep_every), self.metrics, strict)
         self._seen = 0
         """Saves that the cadence has been told of."""
-        self._verify = overlap == "verify"
-        self._fence = Fence(self._capture.state, self._saves.hold) if overlap else None
-        if self._fence is not None:
-            self._capture.overlap(self._fence)
+        self._overlap = overlap
+        self._fence = Fence(self._capture.state, self._saves.hold)
+        self._capture.overlap(self._fence)
         self._base: Stamp | None = None
         """What this run went on from."""
         self._restored = self._closed = False
@@ -161,7 +147,7 @@ class Checkpointer:
         self._cadence: Cadence = Fixed(every)
         if snapshot_every == "auto":
             self._cadence = Auto(snapshot_budget, agreement(self._group.world))
-        _warn_of_shared_store(self._group.rank)
+        warn_of_shared_store(self._group.rank)
 
     # -- starting -----------------------------------------------------------------------------------------------
 
@@ -179,7 +165,8 @@ class Checkpointer:
         share = None if limit is None else limit // len(mates)
         slots = Slots(job, rank, self._group.world, mates, share, page_lock)
         slots.adopt()
-        self._saves.memory = MemorySaver(self._capture, slots, self._verify)
+        overlap, verify = self._overlap is not False, self._overlap == "verify"
+        self._saves.memory = MemorySaver(self._capture, slots, overlap, verify)
         if not self._meeting.found:  # else after the restore, which would have to share the cores with it
             slots.reserve(nbytes)
         log.info(
@@ -209,6 +196,8 @@ class Checkpointer:
         """
         if self._saves.newest is not None:
             raise UsageError("restore() comes before the first save of a run")
+        if self._saves.memory is not None and self._job is not None and step != 0:
+            compose(self._job, self._saves.memory.slots)
         done = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle)
         if self._saves.memory is not None and not self._restored and self._meeting.found:
             self._saves.memory.slots.reserve(self._capture.estimate())
@@ -228,6 +217,10 @@ class Checkpointer:
 
         Until the next update, parameters and optimizer state may only be changed inside of ``updating()``.
         """
+        with self._saves.stepping(n):
+            self._step(n)
+
+    def _step(self, n: int) -> None:
         self._saves.settle()
         self._check_step(n)
         saved, self._seen = self.metrics.saves > self._seen, self.metrics.saves
@@ -238,7 +231,9 @@ class Checkpointer:
             due = persist
         if persist or due:
             self._save(n, persist or self._persist_every is None)
-        elif self._keeper is not None:
+            return
+        self._saves.note(self._stamp(n))
+        if self._keeper is not None:
             self._keeper.check()
 
     def save(self, n: int, wait: Literal["memory", "durable"] | None = None, timeout: float = 600.0) -> None:
@@ -250,9 +245,10 @@ class Checkpointer:
         """
         if wait not in (None, "memory", "durable"):
             raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
-        self._saves.settle()
-        self._check_step(n)
-        self._save(n, persist=True)
+        with self._saves.stepping(n):
+            self._saves.settle()
+            self._check_step(n)
+            self._save(n, persist=True)
         if wait is not None:
             self._saves.secure(timeout)
         stamp = self._saves.newest or self._base
@@ -268,10 +264,52 @@ class Checkpointer:
         Waits until the newest snapshot has what the update will change. From its first use on, what such an optimizer
         owns is copied behind the training's back too, so every update must then be wrapped.
         """
-        if self._fence is not None:
-            self._fence.by_hand()
+        self._fence.by_hand()
         self._saves.hold()
         yield
+
+    def guard(
+        self,
+        *,
+        watchdog: bool = True,
+        fence: bool = False,
+        gasp_deadline: float = 25.0,
+        notices: Sequence[Notice] = (signal.SIGTERM,),
+        on_stop: Callable[[Fault], object] | None = None,
+        on_gasp: Callable[[int], object] | None = None,
+        on_exit: Callable[[Fault], object] | None = None,
+    ) -> Guard:
+        """Secure the state of the current step when a rank fails, hangs or is told to go. Context manager, decorator.
+
+        watchdog
+            End the job when it makes no progress for 3 times the longest of its recent steps and 1 s.
+        fence
+            Wait for all ranks before each update, so that all begin it or none: for jobs that take no snapshots.
+        gasp_deadline
+            Seconds after a fault at which the process ends, come what may. torchrun gives 30 s.
+        notices
+            What tells this process to go: signals, files that appear, callables whose answer becomes true.
+        on_stop, on_gasp, on_exit
+            Called after a fault: at once, after a step was secured, before the process ends.
+
+        An exception of the guarded part is raised again; a rank that ends because of another one's fault has exit code
+        75, one that a signal told to go 128 and the signal's number.
+        """
+        trainer = Guarding(self._saves, self._store, self._stamp, self._job, self._group, self._meeting, fence)
+        hooks = Hooks(on_stop, on_gasp, on_exit)
+        return Guard(trainer, lambda: self._reached, watchdog, gasp_deadline, notices, hooks)
+
+    def pause_watchdog(self, what: str) -> AbstractContextManager[None]:
+        """A long pause that is no fault, such as an evaluation: ``with ckpt.pause_watchdog("evaluation"):``."""
+        return self._saves.gate.pause(what) if self._saves.gate is not None else nullcontext()
+
+    def report(self, *, loss: float | torch.Tensor) -> None:
+        """Raise NonFiniteLossError for a loss that is infinite or not a number, before it gets into the parameters.
+
+        To be called before the update. A tensor on a device is waited for.
+        """
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(f"the loss after step {self._reached} is {float(loss)}")
 
     def _save(self, n: int, persist: bool) -> None:
         if self._keeper is not None:
@@ -279,7 +317,16 @@ class Checkpointer:
         base = self._base if self._saves.newest is None else None
         if base is not None and base.step == n and (not persist or self._store.durable(base)):
             return  # it has just been restored, and there is nothing to add
-        self._saves.save(Stamp(n, self._group.rank, self._group.world, self._incarnation, persist))
+        self._saves.save(self._stamp(n, persist))
+
+    def _stamp(self, n: int, persist: bool = False) -> Stamp:
+        return Stamp(n, self._group.rank, self._group.world, self._incarnation, persist)
+
+    @property
+    def _reached(self) -> int:
+        """The step of the newest save, or that was restored."""
+        stamp = self._saves.newest or self._base
+        return stamp.step if stamp is not None else 0
 
     def _check_step(self, n: int) -> None:
         if self._closed:
@@ -304,31 +351,18 @@ class Checkpointer:
             if self._keeper is not None:
                 self._keeper.check()
             if time.monotonic() > deadline:
-                raise NotDurableError(f"step {stamp.step} is not on storage after {timeout:.0f} s{self._drain_error()}")
+                why = self._job.drain_error() if self._job is not None else ""
+                raise NotDurableError(
+                    f"step {stamp.step} is not on storage after {timeout:.0f} s{f': {why}' if why else ''}"
+                )
             time.sleep(_POLL)
-
-    def _drain_error(self) -> str:
-        try:
-            text = self._job.agent_status.read_text() if self._job is not None else ""
-        except OSError:
-            text = ""
-        return f"; the drain says: {text}" if text else ""
 
     # -- looking ------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints that this node can see, newest first; abandoned ones are left out."""
         self._saves.settle()
-        copies = survey(self._job, self._store)
-        seen = [copy.incarnation for copy in copies]
-        found: dict[tuple[int, Incarnation], Checkpoint] = {}
-        for copy in copies:
-            whole = copy.place == STORAGE or copy.ranks.issuperset(self._meeting.mates)
-            if whole and not retired(copy.step, copy.incarnation, seen):
-                known = found.get(copy.key)
-                places = (*known.places, copy.place) if known else (copy.place,)
-                found[copy.key] = Checkpoint(copy.step, places, copy.world, copy.incarnation.generation)
-        return list(found.values())
+        return list_checkpoints(self._job, self._store, self._meeting.mates)
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint that this node can see."""
@@ -351,11 +385,10 @@ class Checkpointer:
                 self._saves.persist()
                 self._wait_durable(self._saves.newest, timeout)
                 saved = True
-                self._report()
+                log.info("closed: step %d is durable; %s", self._saves.newest.step, self.metrics.summary())
         finally:
             self._closed = True
-            if self._fence is not None:
-                self._fence.close()
+            self._fence.close()
             self._saves.close()
             if self._job is not None and saved:
                 self._job.remove_snapshots(self._group.rank)
@@ -365,33 +398,3 @@ class Checkpointer:
                 self._meeting.lock.release()
             if self._job is not None and self._job.agent() is None and (saved or not any(self._job.stamps())):
                 self._job.remove()  # else the agent does it, once the last rank has left
-
-    def _report(self) -> None:
-        m = self.metrics
-        log.info(
-            "closed: step %d is durable; %d saves of %.1f MB, %d failed, stall median %.2f ms, longest %.2f ms",
-            *(
-                self._saves.newest.step if self._saves.newest else 0,
-                m.saves,
-                m.bytes_saved / max(m.saves, 1) / 1e6,
-                m.failed,
-            ),
-            *(statistics.median(m.stalls or [0.0]) * 1e3, m.max_stall * 1e3),
-        )
-
-
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} is {value!r}: must be a whole number of at least 1")
-
-
-def _warn_of_shared_store(rank: int) -> None:
-    """torchrun of torch 2.13 lets restarted workers meet the addresses of dead ones; say so before it happens."""
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank == 0 and shared:
-        log.warning(
-            "torchrun reuses its store after a restart, and restarted ranks may fail to find each other: launch with "
-            "'rekindle run', or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with several nodes use --rdzv-backend c10d "
-            "rather than --master-addr and --master-port"
-        )

@@ -1,4 +1,4 @@
-"""The operator's wiring: ``rekindle ls | inspect | verify | status | stop | agent | run``.
+"""The operator's wiring: ``rekindle ls | inspect | verify | status | stop | drill | agent | run``.
 
 Exit code 0 only when all is well; otherwise the code of the error, as in rekindle.errors.
 """
@@ -9,16 +9,20 @@ import json
 import logging
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.console import Console, Group
 from rich.filesize import decimal
+from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from rekindle.agent.loop import run as run_agent
+from rekindle.drill import FAULTS, drill
 from rekindle.errors import CorruptError, NotFoundError, RekindleError
 from rekindle.operate import Listed, copies_of, job_status, jobs, receipts, stop, values_of
 from rekindle.snapshot.memory import JobDir, memory_base
@@ -27,6 +31,7 @@ from rekindle.storage.verify import verify
 
 __all__ = ["main"]
 
+_WATCH_EVERY = 0.5
 _MAX_RESTARTS = 20
 """Faults in the life of a job, by default. torchrun counts them and never forgets; an error that comes again at each
 start should not be repeated for an hour."""
@@ -181,39 +186,111 @@ def _verify_one(entry: Listed, bar: Progress) -> dict[str, Any]:
 
 @main.command("status")
 @click.argument("root", required=False, callback=_root)
+@click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
 @_JSON
 @_MEMORY
-def status(root: Path | None, as_json: bool, memory: Path | None) -> None:
-    """Show this node's jobs, or that of ROOT: who is alive, what is in memory, what is on storage."""
+def status(root: Path | None, watch: bool, as_json: bool, memory: Path | None) -> None:
+    """Show this node's jobs, or that of ROOT: who is alive and does what, what is in memory, what is on storage."""
     base = memory_base(memory)
-    wanted = jobs(base) if root is None else [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
-    if root is not None and not wanted:
-        raise NotFoundError(f"{root}: has nothing in memory on this node")
-    found = [job_status(job) for job in wanted]
+    if watch and as_json:
+        raise click.UsageError("give either --watch or --json")
+    if watch:
+        _watch(root, base)
+        return
+    found = _statuses(root, base)
     if as_json:
         _print(found)
     elif not found:
         click.echo(f"no jobs have memory on this node, in {base}")
     else:
-        table = _table("root", "trainers", "agent", "memory", "in memory", "durable", "draining")
-        for one in found:
-            drain = one["drain"] or {}
-            percent = (
-                f"step {drain['step']}: {100 * drain['done'] // max(drain['total'], 1)} %" if drain.get("step") else ""
-            )
-            table.add_row(
-                one["root"] or one["directory"],
-                " ".join(f"{rank}:{pid}" for rank, pid in one["trainers"].items()) or "none",
-                str(one["agent"] or "none"),
-                decimal(one["memory_bytes"]),
-                " ".join(map(str, one["memory_steps"])) or "-",
-                str(one["durable_step"] if one["durable_step"] is not None else "-"),
-                percent,
-            )
-        _show(table)
+        _show(_jobs_table(found))
+        ranks = _ranks_table(found)
+        if ranks.row_count:
+            click.echo()
+            _show(ranks)
     problems = [f"{one['root'] or one['directory']}: {one['problem']}" for one in found if one["problem"]]
     if problems:
         raise RekindleError("; ".join(problems))
+
+
+def _statuses(root: Path | None, base: Path) -> list[dict[str, Any]]:
+    wanted = jobs(base) if root is None else [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
+    if root is not None and not wanted:
+        raise NotFoundError(f"{root}: has nothing in memory on this node")
+    return [job_status(job) for job in wanted]
+
+
+def _watch(root: Path | None, base: Path) -> None:
+    with suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as live:
+        while True:
+            found = _statuses(root, base)
+            lines = [f"{one['root']}: {one['problem']}" for one in found if one["problem"]]
+            lines += [f"{one['root']}: last fault: {one['fault']['what']}" for one in found if one["fault"]]
+            live.update(Group(_jobs_table(found), "", _ranks_table(found), "", *lines), refresh=True)
+            time.sleep(_WATCH_EVERY)
+
+
+def _jobs_table(found: list[dict[str, Any]]) -> Table:
+    table = _table("root", "trainers", "agent", "memory", "in memory", "durable", "draining")
+    for one in found:
+        drain = one["drain"] or {}
+        percent = (
+            f"step {drain['step']}: {100 * drain['done'] // max(drain['total'], 1)} %" if drain.get("step") else ""
+        )
+        table.add_row(
+            one["root"] or one["directory"],
+            " ".join(f"{rank}:{pid}" for rank, pid in one["trainers"].items()) or "none",
+            str(one["agent"] or "none"),
+            decimal(one["memory_bytes"]),
+            " ".join(map(str, one["memory_steps"])) or "-",
+            str(one["durable_step"] if one["durable_step"] is not None else "-"),
+            percent,
+        )
+    return table
+
+
+def _ranks_table(found: list[dict[str, Any]]) -> Table:
+    table = _table("root", "rank", "does", "step", "in memory", "for", "longest step", "")
+    for one in found:
+        for rank, page in one["ranks"].items():
+            longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
+            kept = "-" if page["in_memory"] is None else str(page["in_memory"])
+            table.add_row(
+                *(one["root"], str(rank), page["phase"], str(page["step"]), kept),
+                *(f"{page['age']:.2f} s", longest, page["note"]),
+            )
+    return table
+
+
+@main.command("drill")
+@_ROOT
+@click.argument("fault", type=click.Choice(list(FAULTS)))
+@click.option("--rank", type=click.IntRange(min=0), help="Whom it befalls; the highest rank of this node if unset.")
+@click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for the first new step.")
+@_JSON
+@_MEMORY
+def drill_command(root: Path, fault: str, rank: int | None, timeout: float, as_json: bool, memory: Path | None) -> None:
+    """Let a real fault befall the running job of ROOT, and tell what was noticed, secured, lost, and when.
+
+    \b
+    kill       SIGKILL to the rank
+    term       SIGTERM to the rank
+    stop       SIGSTOP to the rank
+    hang       the rank does nothing more, before its next update
+    exception  the rank raises, before its next update
+    oom        the rank takes memory until the kernel kills it
+    agent      SIGKILL to the node's agent
+    """
+    job = JobDir.of(root, memory_base(memory))
+    if not job.path.is_dir():
+        raise NotFoundError(f"{root}: has nothing in memory on this node")
+    report = drill(job, fault, rank, timeout, lambda line: None if as_json else click.echo(line))
+    if as_json:
+        _print(report.to_json())
+    elif report.again is not None:
+        click.echo(f"lost: {report.lost} of {report.step} completed steps, and the step under way")
+    if report.again is None:
+        raise RekindleError(f"no new step within {timeout:.0f} s")
 
 
 @main.command("stop")

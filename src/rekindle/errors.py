@@ -12,7 +12,8 @@
     ├── MemoryStoreError (OSError)                                   6
     ├── BusyError (RuntimeError)                                     7
     ├── NotDurableError (TimeoutError)                               8
-    └── AgentError (RuntimeError)                                    9
+    ├── AgentError (RuntimeError)                                    9
+    └── NonFiniteLossError (FloatingPointError)                     10
 
 Each error also derives from the built-in that a caller would catch, and carries the exit code of the command line.
 """
@@ -25,6 +26,7 @@ __all__ = [
     "CorruptError",
     "FormatError",
     "MemoryStoreError",
+    "NonFiniteLossError",
     "NotDurableError",
     "NotFoundError",
     "RekindleError",
@@ -94,3 +96,9 @@ class AgentError(RekindleError, RuntimeError):
     """The node agent did not start, or does not answer."""
 
     exit_code = 9
+
+
+class NonFiniteLossError(RekindleError, FloatingPointError):
+    """``Checkpointer.report`` was given a loss that is infinite or not a number."""
+
+    exit_code = 10

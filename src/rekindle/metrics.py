@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -39,3 +40,9 @@ class Metrics:
         self.last_stall += seconds
         self.stalls[-1] = self.last_stall
         self.max_stall = max(self.last_stall, self.max_stall)
+
+    def summary(self) -> str:
+        """One line for people."""
+        size, median = self.bytes_saved / max(self.saves, 1) / 1e6, statistics.median(self.stalls or [0.0]) * 1e3
+        stalls = f"stall median {median:.2f} ms, longest {self.max_stall * 1e3:.2f} ms"
+        return f"{self.saves} saves of {size:.1f} MB, {self.failed} failed, {stalls}"

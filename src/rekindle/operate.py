@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,17 @@ from typing import Any
 from rekindle.agent.drain import Drainer
 from rekindle.agent.http import ask
 from rekindle.agent.spawn import TICK
-from rekindle.errors import AgentError, BusyError, NotDurableError, NotFoundError
+from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Incarnation, retired
-from rekindle.snapshot.memory import JobDir, Lock
+from rekindle.snapshot.lock import Lock
+from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import receipt_name
+from rekindle.snapshot.status import PHASES, STAGES, Status, read_status
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy, survey
 from rekindle.storage.posix import PosixStore
 
-__all__ = ["Listed", "copies_of", "jobs", "job_status", "receipts", "stop", "values_of"]
+__all__ = ["Listed", "copies_of", "jobs", "job_status", "pages", "receipts", "stop", "values_of"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,17 @@ def jobs(base: Path) -> list[JobDir]:
     return found
 
 
+def pages(job: JobDir) -> dict[int, Status]:
+    """Status pages of the node's live ranks that train inside of ``guard()``."""
+    found = {}
+    for rank, pid in job.trainers().items():
+        with suppress(OSError, FormatError):
+            page = read_status(job.status_page(rank))
+            if page.pid == pid:
+                found[rank] = page
+    return found
+
+
 def job_status(job: JobDir) -> dict[str, Any]:
     """What is known of one job; ``problem`` is None when all is well."""
     info, agent, trainers = job.read_job(), job.agent(), job.trainers()
@@ -136,6 +151,8 @@ def job_status(job: JobDir) -> dict[str, Any]:
         "root": info.root if info else None,
         "directory": str(job.path),
         "trainers": trainers,
+        "ranks": {rank: _described(page) for rank, page in pages(job).items()},
+        "fault": _last_fault(job),
         "agent": agent,
         "memory_bytes": job.held_bytes(),
         "memory_steps": sorted({copy.step for copy in memory}, reverse=True),
@@ -156,6 +173,25 @@ def job_status(job: JobDir) -> dict[str, Any]:
     elif status["drain"] and status["drain"]["error"]:
         status["problem"] = status["drain"]["error"]
     return status
+
+
+def _described(page: Status) -> dict[str, Any]:
+    return {
+        "phase": "paused" if page.paused else STAGES[page.stage] if page.stage else PHASES[page.phase],
+        "step": page.step,
+        "in_memory": page.snapshot if page.snapshot >= 0 else None,
+        "age": round(page.age, 3),
+        "longest_step": round(page.longest, 3),
+        "note": page.note,
+    }
+
+
+def _last_fault(job: JobDir) -> dict[str, Any] | None:
+    try:
+        fault: dict[str, Any] = json.loads(job.fault.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return fault
 
 
 def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:

@@ -15,8 +15,11 @@ from rekindle.errors import MemoryStoreError, NotDurableError, RekindleError, Us
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.slots import Slot, Slots
+from rekindle.snapshot.small import Smalls
 from rekindle.state.capture import Capture, Plan
 from rekindle.state.copy import Copying, ShardWriter, fingerprints
+from rekindle.state.device import after
+from rekindle.state.small import SmallState
 from rekindle.storage.pace import step_back
 from rekindle.storage.posix import PosixStore
 
@@ -141,11 +144,13 @@ class MemorySaver:
     For the thread that trains, but for ``hold``.
     """
 
-    def __init__(self, capture: Capture, slots: Slots, verify: bool) -> None:
+    def __init__(self, capture: Capture, slots: Slots, overlap: bool, verify: bool) -> None:
         self._capture = capture
         self.slots = slots
-        self._verify = verify
+        self._overlap, self._verify = overlap, verify
         self._writer = ShardWriter()
+        self._small: SmallState | None = None
+        self._before_update: SmallState | None = None
         self.flight: Flight | None = None
         """The newest save that didn't fail at once."""
 
@@ -154,7 +159,7 @@ class MemorySaver:
 
         Parameters and optimizer state may still be on their way when this returns; ``owner`` lives until they are not.
         """
-        plan, values = self._capture.prepare()
+        plan, values = self._note(stamp)
         try:
             slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
             assert slot.map is not None
@@ -162,7 +167,8 @@ class MemorySaver:
             copying = self._writer.start(plan, slot.map, slot.cache, stamp.step)
             slot.cache = copying.target
             self.flight = flight = Flight(stamp, plan, values, slot, self.slots, copying, expected)
-            if not plan.late:
+            late = bool(plan.late) and self._overlap
+            if not late:
                 flight.land()
         except MemoryStoreError:
             raise
@@ -170,9 +176,64 @@ class MemorySaver:
             self.flight = None
             self.slots.recover()
             raise
-        if plan.late:
+        if late:
             self._writer.behind(partial(_fly, flight, owner))
         return plan.layout.file_bytes
+
+    def guard(self, on: bool) -> None:
+        """From now on keep what ``gasp`` needs, step by step; or no longer."""
+        self._small = self._small_state(False) if on else None
+        self._before_update = None
+
+    def _small_state(self, before_update: bool) -> SmallState:
+        return SmallState(Smalls(self.slots.job, self.slots.rank, before_update), self._writer.behind)
+
+    def note_update(self, stamp: Stamp) -> None:
+        """An update is about to begin, which will make the state that of ``stamp``."""
+        if self._before_update is None:
+            self._before_update = self._small_state(True)
+        self._take(self._before_update, stamp)
+
+    def note(self, stamp: Stamp) -> None:
+        """The state is that of ``stamp`` now, which is not to be saved."""
+        if self._small is not None:
+            self._note(stamp)
+
+    def _note(self, stamp: Stamp) -> tuple[Plan, bytes]:
+        return self._take(self._small, stamp)
+
+    def _take(self, small: SmallState | None, stamp: Stamp) -> tuple[Plan, bytes]:
+        plan, values = self._capture.prepare()
+        if small is not None:
+            try:
+                small.take(stamp, plan, values, self._capture.replicas(plan))
+            except OSError as error:  # a snapshot may still fit
+                log.error("step %d can't be secured if a rank fails: %s", stamp.step, error)
+        return plan, values
+
+    def gasp(self, stamp: Stamp) -> None:
+        """Bring the state, which is that of ``stamp``, into memory. For any thread, while nothing changes the state.
+
+        Raises RekindleError when it is not that of the newest ``save`` or ``note``, or can't be had.
+        """
+        flight, small = self.flight, self._small
+        if flight is not None and flight.stamp.step == stamp.step:
+            flight.land()
+            if flight.committed:
+                self.persist(stamp.step)
+                return
+        if small is None or small.stamp is None or small.stamp.step != stamp.step:
+            raise RekindleError(f"step {stamp.step} has been completed, but not told to ckpt.step()")
+        plan = small.plan()
+        versions = [tensor._version for tensor in plan.watched.values()]
+        slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
+        assert slot.map is not None
+        with after(small.events):
+            _, checksums = self._writer.write(plan, slot.map, None, stamp.step)
+        if versions != [tensor._version for tensor in plan.watched.values()]:
+            slot.unlock()
+            raise RekindleError(f"the state of step {stamp.step} was changed while it was being secured")
+        self.slots.commit(slot, stamp, Receipt.encode(stamp, plan.static, checksums, small.values))
 
     def hold(self) -> None:
         """Return when the state may change. For the thread that updates it."""

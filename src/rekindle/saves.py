@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from rekindle.errors import MemoryStoreError, NotDurableError
+from rekindle.errors import MemoryStoreError, NotDurableError, RekindleError
 from rekindle.metrics import Metrics
+from rekindle.recovery.gate import Gate
 from rekindle.savers import DirectSaver, MemorySaver
 from rekindle.snapshot.lineage import Stamp
 
@@ -25,6 +28,9 @@ class Saves:
         self.direct = direct
         self.lock: object = None
         """What makes this process the rank's trainer: it stays so while a copy is on its way, whoever forgets us."""
+        self.gate: Gate | None = None
+        """Who is told what training does, inside of ``guard()``."""
+        self._before_update: Callable[[int], object] | None = None
         self._pid = os.getpid()
         self.newest: Stamp | None = None
         """What was saved last. It may still be on its way into memory, until ``settle``."""
@@ -77,10 +83,54 @@ class Saves:
 
     def hold(self) -> None:
         """Wait until the newest save has what an update will change. For the thread that updates."""
-        if self.memory is not None and self.memory.flight is not None and os.getpid() == self._pid:  # no forked child
+        if os.getpid() != self._pid:  # a forked child
+            return
+        if self.memory is not None and self.memory.flight is not None:
             began = time.perf_counter()
             self.memory.hold()
             self._metrics.waited(time.perf_counter() - began)
+        if self.gate is not None:
+            if self._before_update is not None:
+                self._before_update(self.gate.step + 1)
+            self.gate.updating(self.in_memory())
+
+    def guard(self, gate: Gate | None, before_update: Callable[[int], object] | None = None) -> None:
+        """From now on tell ``gate`` what training does, and keep what ``gasp`` needs; or, with None, no longer.
+
+        ``before_update`` is called with the step that an update is about to make.
+        """
+        self.gate, self._before_update = gate, before_update
+        if self.memory is not None:
+            self.memory.guard(gate is not None)
+
+    def in_memory(self) -> int:
+        """The newest step of this rank that is in memory; -1 if none is."""
+        flight = self.memory.flight if self.memory is not None else None
+        if flight is not None and flight.committed:
+            return flight.stamp.step
+        return self._before.step if self._before is not None else -1
+
+    @contextmanager
+    def stepping(self, n: int) -> Iterator[None]:
+        """Around what is done at the end of step ``n``, when the state is neither the old nor the new one."""
+        if self.gate is None:
+            yield
+            return
+        self.gate.stepping(self.in_memory())
+        yield
+        self.gate.stable(n, self.in_memory())
+
+    def note(self, stamp: Stamp) -> None:
+        """The state is that of ``stamp`` now, which is not to be saved."""
+        if self.memory is not None:
+            self.memory.note(stamp)
+
+    def gasp(self, stamp: Stamp) -> None:
+        """Secure the state, which is that of ``stamp``. For any thread, while nothing changes the state."""
+        if self.memory is None:
+            raise RekindleError("there is no memory store to secure it in")
+        self.memory.gasp(stamp)
+        self.newest = stamp
 
     def settle(self) -> None:
         """See the newest save into memory, and say what went wrong with it."""

@@ -255,7 +255,8 @@ def test_a_memory_store_that_is_removed_under_a_live_job_costs_no_step(
     run = Run(root, memory, steps=60, pause=0.05)
     processes = start(run)
     wait_for(lambda: list(root.glob("step-*")), what="a durable step")
-    shutil.rmtree(job.path)
+    while job.path.exists():  # the job goes on putting files there meanwhile
+        shutil.rmtree(job.path, ignore_errors=True)
     assert finish(processes) == [0], run.log(0).read_text()
     assert "has been removed by somebody" in run.log(0).read_text()
     assert ("metrics", '{"failed":0}') in traced(run)

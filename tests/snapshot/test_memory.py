@@ -13,13 +13,14 @@ import pytest
 
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
 from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import Job, JobDir, Lock, memory_base
+from rekindle.snapshot.lock import Lock
+from rekindle.snapshot.memory import Job, JobDir, memory_base
 from rekindle.snapshot.names import job_name, receipt_name, shard_name, step_dir
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from rekindle.snapshot.memory import Lock
+from rekindle.snapshot.lock import Lock
 lock = Lock(Path(sys.argv[1]))
 assert lock.acquire()
 print("held", flush=True)
@@ -29,7 +30,7 @@ time.sleep(120)
 HOLD_AND_FORK = """
 import os, sys, time
 from pathlib import Path
-from rekindle.snapshot.memory import Lock
+from rekindle.snapshot.lock import Lock
 lock = Lock(Path(sys.argv[1]))
 assert lock.acquire()
 child = os.fork()

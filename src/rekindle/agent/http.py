@@ -15,8 +15,16 @@ from rekindle.errors import AgentError
 __all__ = ["ask", "serve"]
 
 
-async def serve(socket: Path, status: Callable[[], dict[str, Any]], stop: Callable[[], None]) -> web.AppRunner:
-    """Answer ``GET /status`` and ``POST /stop`` until the runner is cleaned up."""
+async def serve(
+    socket: Path,
+    status: Callable[[], dict[str, Any]],
+    stop: Callable[[], None],
+    tell: Callable[[int, dict[str, Any]], bool],
+) -> web.AppRunner:
+    """Answer ``GET /status``, ``POST /stop`` and ``POST /drill`` until the runner is cleaned up.
+
+    ``tell`` passes a message to a rank.
+    """
 
     async def get_status(_: web.Request) -> web.Response:
         return web.json_response(status())
@@ -25,8 +33,14 @@ async def serve(socket: Path, status: Callable[[], dict[str, Any]], stop: Callab
         stop()
         return web.json_response(status())
 
+    async def post_drill(request: web.Request) -> web.Response:
+        told = tell(int(request.query["rank"]), {"drill": request.query["fault"]})
+        return web.json_response({"told": told})
+
     app = web.Application()
-    app.add_routes([web.get("/status", get_status), web.post("/stop", post_stop)])
+    app.add_routes(
+        [web.get("/status", get_status), web.post("/stop", post_stop), web.post("/drill", post_drill)],
+    )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     socket.unlink(missing_ok=True)

@@ -19,8 +19,10 @@ from typing import Any
 from rekindle.agent.drain import Drainer
 from rekindle.agent.http import serve
 from rekindle.agent.spawn import TICK
+from rekindle.agent.watch import Watch
 from rekindle.errors import RekindleError
-from rekindle.snapshot.memory import JobDir, Lock, write_atomic
+from rekindle.snapshot.lock import Lock
+from rekindle.snapshot.memory import JobDir, write_atomic
 from rekindle.storage.pace import step_back
 
 __all__ = ["run"]
@@ -37,6 +39,7 @@ class Agent:
     def __init__(self, job: JobDir) -> None:
         self.job = job
         self.drainer = Drainer(job)
+        self.watch = Watch(job)
         self.stopping = False
         """Leave, and give the memory back, once everything is durable."""
         self.quitting = False
@@ -54,6 +57,7 @@ class Agent:
             "stopping": self.stopping,
             "trainers": self.job.trainers(),
             "memory_bytes": self.job.held_bytes(),
+            "fault": self.watch.fault.what if self.watch.fault is not None else None,
             **asdict(self.drainer.progress),
         }
 
@@ -68,7 +72,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._quit)
-        runner = await serve(self.job.socket, self.status, self._stop)
+        runner = await serve(self.job.socket, self.status, self._stop, self.watch.tell)
+        watching = loop.create_task(self.watch.serve())
         log.info("agent %d serves %s", os.getpid(), self.job.path)
         try:
             while not self.quitting:
@@ -77,6 +82,7 @@ class Agent:
                     return
                 await asyncio.sleep(0 if busy else TICK)
         finally:
+            watching.cancel()
             await runner.cleanup()
 
     def _work(self) -> bool:

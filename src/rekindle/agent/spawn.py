@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 from rekindle.agent.drain import Drainer
-from rekindle.snapshot.memory import JobDir, Lock
+from rekindle.snapshot.lock import Lock
+from rekindle.snapshot.memory import JobDir
 from rekindle.storage.pace import step_back
 
 __all__ = ["AgentKeeper"]

@@ -26,6 +26,9 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def barrier(self) -> None:
+        return None
+
 
 class Group:
     """All ranks of an initialised process group. Each call is a collective, and bounded by ``timeout``."""
@@ -43,6 +46,10 @@ class Group:
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self._group)
 
     def broadcast(self, data: torch.Tensor, source: int) -> Callable[[], object]:
         """Begin to send ``data``, on the host, from rank ``source`` to all others. The result waits for the end."""

@@ -10,7 +10,8 @@ from rekindle.errors import BusyError, MemoryStoreError, UsageError
 from rekindle.recovery.group import Alone, Group, node_id
 from rekindle.recovery.restore import look
 from rekindle.snapshot.lineage import Incarnation
-from rekindle.snapshot.memory import JobDir, Lock
+from rekindle.snapshot.lock import Lock
+from rekindle.snapshot.memory import JobDir
 from rekindle.storage.posix import PosixStore
 
 __all__ = ["Meeting", "meet"]

@@ -121,6 +121,13 @@ class Receipt:
         return json.dumps(fields, separators=(",", ":")).encode()[1:-1]
 
     @staticmethod
+    def layout_of(fields: dict[str, Any], where: str | os.PathLike[str]) -> Layout:
+        """The layout in a document that has ``static_part``. Raises FormatError for another kind of checksum."""
+        if fields["checksum"] != {"algorithm": CHECKSUM, "block": BLOCK}:
+            raise FormatError(f"{os.fspath(where)}: unknown checksum {fields['checksum']}")
+        return Layout(tuple(map(Chunk.from_json, fields["tensors"])))
+
+    @staticmethod
     def encode(stamp: Stamp, static: bytes, checksums: list[str], values: bytes) -> bytes:
         """The receipt's bytes. ``values`` is a JSON array, ``static`` what ``static_part`` gave."""
         sums = ('"checksums":["' + '","'.join(checksums) + '"],').encode() if checksums else b'"checksums":[],'
@@ -131,9 +138,7 @@ class Receipt:
         """Parse and check. Raises FormatError that names ``where``."""
         fields = parse(data, Receipt.KIND, where)
         try:
-            if fields["checksum"] != {"algorithm": CHECKSUM, "block": BLOCK}:
-                raise FormatError(f"{os.fspath(where)}: unknown checksum {fields['checksum']}")
-            layout = Layout(tuple(map(Chunk.from_json, fields["tensors"])))
+            layout = Receipt.layout_of(fields, where)
             receipt = Receipt(
                 stamp=Stamp.from_json(fields["stamp"]),
                 layout=layout,

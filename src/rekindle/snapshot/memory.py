@@ -7,6 +7,9 @@
         job.json                         what the agent needs to know
         agent.lock  agent.sock  agent.log  agent.json
         rank-00000.lock                  held by that rank's trainer while it lives
+        rank-00000.status                what it is doing
+        rank-00000.plan .small-0 -1 -u   what only it has of the newest steps
+        watch.sock  fault.json           where ranks and agent tell each other of faults; the newest fault
         slots/                           files without a snapshot in them
         step-0000000012/                 same files as on storage, without a manifest
 """
@@ -21,18 +24,18 @@ import shutil
 import stat
 import tempfile
 import time
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
 from rekindle.snapshot.documents import read_stamp
 from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.names import STEP_DIR, job_name, shard_pattern
 
-__all__ = ["Job", "JobDir", "Known", "Lock", "matching", "memory_base", "write_atomic"]
+__all__ = ["Job", "JobDir", "Known", "matching", "memory_base", "write_atomic"]
 
 
 def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
@@ -83,73 +86,6 @@ def _private(path: Path) -> None:
         raise MemoryStoreError(f"memory store {path}: is open to others (mode {info.st_mode & 0o777:o}, want 700)")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise MemoryStoreError(f"memory store {path}: can't be written to")
-
-
-class Lock:
-    """An exclusive lock on a file that the kernel frees when its holder dies. Not shared with forked children."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = -1
-
-    def acquire(self, timeout: float = 0.0) -> bool:
-        """Take the lock within ``timeout`` seconds. True when it is held."""
-        deadline = time.monotonic() + timeout
-        while not self._try():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.02)
-        _held.add(self)
-        return True
-
-    def _try(self) -> bool:
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(self.path).st_ino == os.fstat(fd).st_ino:  # else it was removed while we opened it
-                self._fd = fd
-                with suppress(OSError):  # full memory: then nobody learns our process id
-                    os.ftruncate(fd, 0)
-                    os.write(fd, f"{os.getpid()}\n".encode())
-                return True
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        os.close(fd)
-        return False
-
-    def release(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    __del__ = release
-
-    @staticmethod
-    def holder(path: Path) -> int | None:
-        """Process id of whoever holds the lock, or None when nobody does."""
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return None
-        except BlockingIOError:
-            return int(os.read(fd, 32).strip() or b"0")
-        finally:
-            os.close(fd)
-
-
-_held: weakref.WeakSet[Lock] = weakref.WeakSet()
-
-
-def _forget_locks() -> None:
-    """A data loader's worker must not keep the rank locked after the trainer's death."""
-    for lock in list(_held):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
 
 
 Known = tuple[tuple[int, int], Stamp]
@@ -212,6 +148,26 @@ class JobDir:
 
     def rank_lock(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.lock"
+
+    def status_page(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:05d}.status"
+
+    def small(self, rank: int, which: str) -> Path:
+        return self.path / f"rank-{rank:05d}.small-{which}"
+
+    def small_plan(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:05d}.plan"
+
+    def stacks(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:05d}.stacks"
+
+    @property
+    def fault(self) -> Path:
+        return self.path / "fault.json"
+
+    @property
+    def watch_socket(self) -> Path:
+        return self.path / "watch.sock"
 
     @property
     def agent_lock(self) -> Path:
@@ -296,6 +252,13 @@ class JobDir:
         """A new start may have gone back to before that step."""
         (self.path / "durable").unlink(missing_ok=True)
 
+    def drain_error(self) -> str:
+        """What the drain suffers from, in its own words; empty when it says nothing."""
+        try:
+            return str(json.loads(self.agent_status.read_bytes())["error"] or "")
+        except (OSError, ValueError, KeyError):
+            return ""
+
     def durable(self) -> int | None:
         try:
             return int((self.path / "durable").read_bytes())
@@ -361,6 +324,9 @@ class JobDir:
                     path.unlink(missing_ok=True)
         for path in matching(self.slots, "*.slot" if rank is None else f"rank-{rank:05d}-*.slot"):
             path.unlink(missing_ok=True)
+        for kind in ("plan", "small-?"):
+            for path in matching(self.path, f"rank-*.{kind}" if rank is None else f"rank-{rank:05d}.{kind}"):
+                path.unlink(missing_ok=True)
         for directory in self.step_dirs():
             try:
                 directory.rmdir()

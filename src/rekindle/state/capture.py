@@ -24,9 +24,11 @@ from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.layout import DTYPES, PAGE, Chunk, Layout, blocks
 from rekindle.state.codec import encode
 from rekindle.state.fence import Fence
+from rekindle.state.replicas import replicated_over
 from rekindle.state.rng import RngState
 from rekindle.state.tree import Flat, describe, flatten
 from rekindle.state.watch import Watch, content
+from rekindle.state.zero import ZeroState, is_zero
 
 __all__ = ["Capture", "Plan", "unwrap"]
 
@@ -42,6 +44,8 @@ _DEVICE_BATCH = 64 << 20
 
 def unwrap(module: Any) -> Any:
     """The module inside DistributedDataParallel or torch.compile, so that names don't depend on the wrapping."""
+    if is_zero(module):
+        return ZeroState(module)
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
@@ -120,6 +124,13 @@ class Capture:
             if RNG in self.state:
                 raise UsageError(f"state: {RNG!r} names the random generators; rename yours, or pass rng=False")
             self.state[RNG] = RngState()
+        self._replicated = {
+            id(parameter): ranks
+            for entry in state.values()
+            if isinstance(entry, DistributedDataParallel)
+            for ranks in [torch.distributed.get_process_group_ranks(entry.process_group)]
+            for parameter in entry.parameters()
+        }
         self._allow_pickle = allow_pickle
         self._fence: Fence | None = None
         self._restless: set[str] = set()
@@ -158,6 +169,19 @@ class Capture:
     def overlap(self, fence: Fence) -> None:
         """From now on plan to copy late what ``fence`` stands before."""
         self._fence = fence
+
+    def replicas(self, plan: Plan) -> dict[str, list[int]]:
+        """By tensor: the ranks that have the same bytes of it after each update. What updates alike stays alike."""
+        among = dict(self._replicated)
+        for entry in self.state.values():
+            if not isinstance(entry, (torch.optim.Optimizer, ZeroState)):
+                continue
+            part = list(replicated_over(entry.optimizer.process_group)) if isinstance(entry, ZeroState) else None
+            for parameter, kept in entry.state.items():
+                ranks = self._replicated.get(id(parameter)) if part is None else part
+                if ranks:
+                    among |= {id(tensor): ranks for tensor in kept.values()}
+        return {name: among[id(tensor)] for name, tensor in plan.watched.items() if id(tensor) in among}
 
     def distrust(self, names: Collection[str]) -> None:
         """From now on copy these tensors inside of ``step()``: they have been seen to change after it."""

@@ -8,7 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -236,9 +236,9 @@ class ShardWriter:
         copying = self.start(plan, buffer, cache, step)
         return copying.target, copying.finish()
 
-    def behind(self, work: Callable[[], object]) -> None:
+    def behind(self, work: Callable[[], object]) -> Future[object]:
         """Do ``work`` in the one thread that runs beside training."""
-        self._behind.submit(work)
+        return self._behind.submit(work)
 
     def all_hands(self, pile: _Pile) -> None:
         """Work off the pile with all threads, the caller's included. Raises what went wrong."""

@@ -11,11 +11,12 @@ import ctypes
 import logging
 import mmap
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
-__all__ = ["Event", "Lanes", "page_lock", "reached"]
+__all__ = ["Event", "Lanes", "after", "mark", "page_lock", "reached"]
 
 log = logging.getLogger("rekindle")
 
@@ -65,6 +66,23 @@ class Lanes:
         for device, event in self._last.items():
             torch.cuda.current_stream(device).wait_event(event)
         self._last.clear()
+
+
+def mark(device: torch.device) -> Event:
+    """What tells that the device has done all that the caller's stream was given so far."""
+    event: Event = torch.cuda.current_stream(device).record_event()
+    return event
+
+
+@contextmanager
+def after(events: Mapping[torch.device, Event]) -> Iterator[None]:
+    """Work as if the caller's streams were at these events, though what was queued later may never end."""
+    with ExitStack() as streams:
+        for device, event in events.items():
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_event(event)
+            streams.enter_context(torch.cuda.stream(stream))
+        yield
 
 
 def reached(event: Event | None, timeout: float) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from rekindle.state.zero import ZeroState
+
 __all__ = ["Fence"]
 
 log = logging.getLogger("rekindle")
@@ -27,11 +29,12 @@ class Fence:
         self._by_hand = self._changed = False
         self._hooks: dict[int, RemovableHandle] = {}
         for entry in state.values():
+            optimizer = _optimizer(entry)
             # torch calls hooks from the step() that Optimizer.__init__ has wrapped, and from no other.
-            if isinstance(entry, torch.optim.Optimizer) and getattr(type(entry).step, "hooked", False):
+            if isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False):
                 # A compiled step() calls it too.
                 hook = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
-                self._hooks[id(entry)] = entry.register_step_pre_hook(hook)
+                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(hook)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -64,7 +67,7 @@ class Fence:
     def lasting(self) -> set[int]:
         """Ids of the tensors that stay as they are until the next update."""
         owners = [entry for entry in self._state.values() if isinstance(getattr(entry, "param_groups", None), list)]
-        fenced = [entry for entry in owners if self._by_hand or id(entry) in self._hooks]
+        fenced = [entry for entry in owners if self._by_hand or id(_optimizer(entry)) in self._hooks]
         owned = {id(p) for entry in fenced for group in entry.param_groups for p in group["params"]}
         if self._by_hand and not owners:  # updates by somebody whose state is not ours
             owned = {id(p) for module in self._modules() for p in module.parameters() if p.requires_grad}
@@ -78,6 +81,10 @@ class Fence:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+
+
+def _optimizer(entry: Any) -> Any:
+    return entry.optimizer if isinstance(entry, ZeroState) else entry
 
 
 def _tensors(node: Any) -> Iterator[torch.Tensor]:

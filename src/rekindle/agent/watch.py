@@ -1,0 +1,225 @@
+"""The agent's eye on this node's ranks: notices a fault, tells the others, and sees them to their end.
+
+Ranks connect to a Unix socket and talk in lines of JSON. They say who they are, and what befalls them; they are told
+of a fault anywhere on the node. What must outlive the agent is in files: the ranks' status pages, and ``fault.json``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from rekindle.agent.fault import Fault
+from rekindle.agent.process import Process, describe, oom_kills
+from rekindle.errors import FormatError
+from rekindle.snapshot.memory import JobDir, write_atomic
+from rekindle.snapshot.status import DONE, PHASES, SECURING, Reader, Status
+
+__all__ = ["Watch", "allowance"]
+
+log = logging.getLogger("rekindle.agent")
+
+_TICK = 0.01
+"""Seconds between two looks at every rank; a look takes 5 microseconds."""
+_FACTOR, _FLOOR = 3.0, 1.0
+"""A rank hangs after this many times the longest of the job's recent steps, plus this many seconds."""
+_SLEPT = 0.5
+"""Seconds by which the agent's own look may be late. If more, the whole node has stood still, not a rank."""
+_DEAF = 1.0
+"""Seconds after which a rank that has not begun to secure its state is taken for stuck."""
+_LINGER = 0.5
+"""Seconds that a rank may take to leave once it has nothing more to do."""
+
+
+def allowance(longest: float) -> float | None:
+    """Seconds without progress after which a job whose longest recent step took ``longest`` hangs; None: can't tell."""
+    return _FACTOR * longest + _FLOOR if longest > 0 else None
+
+
+@dataclass(eq=False)
+class _Rank:
+    """One rank that is being watched."""
+
+    rank: int
+    generation: int
+    watchdog: bool
+    deadline: float
+    """Seconds that it may take to secure its state after a fault."""
+    process: Process
+    page: Reader
+    writer: asyncio.StreamWriter
+    ooms: int
+    settled: float = 0.0
+    """When it had nothing more to do, after a fault."""
+    over: bool = False
+
+
+@dataclass
+class Watch:
+    """All watched ranks of one job on this node. For the agent's event loop."""
+
+    job: JobDir
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    fault: Fault | None = None
+    """The newest one. Ranks of its generation are dying of it."""
+    _server: asyncio.Server | None = None
+    _looked: float = 0.0
+    _blind_until: float = 0.0
+
+    async def serve(self) -> None:
+        """Listen for ranks, and look after them until cancelled."""
+        self.job.watch_socket.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._meet, str(self.job.watch_socket))
+        self._looked = time.monotonic()
+        try:
+            while True:
+                await asyncio.sleep(_TICK if self.ranks else 10 * _TICK)
+                try:
+                    self._look()
+                except Exception:
+                    log.exception("the ranks could not be looked at")
+                    await asyncio.sleep(1.0)
+        finally:
+            self._server.close()
+
+    # -- talking ------------------------------------------------------------------------------------------------
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank: _Rank | None = None
+        try:
+            rank = self._welcome(json.loads(await reader.readline()), writer)
+            while line := await reader.readline():
+                self._hear(rank, json.loads(line))
+        except (OSError, ValueError, KeyError, TypeError, FormatError) as error:
+            log.warning("a rank's connection is refused or lost: %s: %s", type(error).__name__, error)
+        finally:
+            writer.close()
+
+    def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Rank:
+        number = int(hello["rank"])
+        process, page = Process(int(hello["pid"])), Reader(self.job.status_page(number))
+        rank = _Rank(
+            *(number, int(hello["generation"]), bool(hello["watchdog"]), float(hello["deadline"])),
+            *(process, page, writer, oom_kills(process.pid)),
+        )
+        if number in self.ranks:
+            self._part(self.ranks[number])
+        self.ranks[number] = rank
+        if self.fault is not None and self._dies(rank):
+            self._send(rank, {"fault": self.fault.to_json()})
+        return rank
+
+    def _hear(self, rank: _Rank, message: dict[str, Any]) -> None:
+        if "fault" in message:
+            self._look()  # who raises because of another one's death is not the first
+            self.strike(Fault.from_json(message["fault"]))
+        elif "bye" in message:
+            self._part(rank)
+
+    def _send(self, rank: _Rank, message: dict[str, Any]) -> None:
+        with suppress(OSError, RuntimeError):
+            rank.writer.write(json.dumps(message).encode() + b"\n")
+
+    def tell(self, number: int, message: dict[str, Any]) -> bool:
+        """Send a message to one rank. False when there is no such rank."""
+        if number in self.ranks:
+            self._send(self.ranks[number], message)
+        return number in self.ranks
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > _SLEPT:  # we did not run either: nobody's silence means anything
+            self._blind_until = now + max(
+                (allowance(r.page.read().longest) or 0.0 for r in self.ranks.values()), default=0
+            )
+        self._looked = now
+        for rank in list(self.ranks.values()):
+            seen = rank.process.look()
+            if seen.over:
+                self._ended(rank, seen.status)
+        dying = [rank for rank in self.ranks.values() if self._dies(rank)]
+        if dying and self.fault is not None:
+            self._see_out(now, self.fault, dying)
+        else:
+            self._look_for_hang(now)
+
+    def _dies(self, rank: _Rank) -> bool:
+        return self.fault is not None and self.fault.generation >= rank.generation
+
+    def _ended(self, rank: _Rank, status: int | None) -> None:
+        page = rank.page.read()
+        self._part(rank)
+        if self._dies(rank) or page.phase == DONE:
+            return
+        cause, what = describe(status, oom_kills(rank.process.pid) > rank.ooms)
+        self.strike(Fault(cause, rank.rank, rank.generation, page.step, f"rank {rank.rank} {what}"))
+
+    def _look_for_hang(self, now: float) -> None:
+        pages = {rank.rank: rank.page.read() for rank in self.ranks.values()}
+        watched = [rank for rank in self.ranks.values() if rank.watchdog]
+        # Whoever waits for a rank that was told to pause waits with a reason.
+        if not watched or now < self._blind_until or any(page.paused for page in pages.values()):
+            return
+        limit = allowance(min(page.longest for page in pages.values()) and max(p.longest for p in pages.values()))
+        if limit is None:
+            return
+        late = [rank for rank in watched if pages[rank.rank].phase != DONE and pages[rank.rank].age > limit]
+        if late:
+            self._hangs(late, pages, limit)
+
+    def _hangs(self, late: list[_Rank], pages: dict[int, Status], limit: float) -> None:
+        stopped = {number for number, rank in self.ranks.items() if rank.process.look().stopped}
+        behind = min(pages, key=lambda number: (number not in stopped, pages[number].step, pages[number].progress))
+        lines = [f"no progress for {limit:.2f} s, which is {_FACTOR:g} x the longest recent step + {_FLOOR:g} s"]
+        for number, page in sorted(pages.items()):
+            more = (f", {page.note}" if page.note else "") + (", stopped by a signal" if number in stopped else "")
+            lines.append(f"rank {number}: step {page.step}, {PHASES[page.phase]}, for {page.age:.2f} s{more}")
+        rank = self.ranks[behind]
+        what = f"rank {behind} hangs after step {pages[behind].step} ({PHASES[pages[behind].phase]})"
+        self.strike(Fault("hang", behind, rank.generation, pages[behind].step, what, "\n".join(lines)))
+
+    # -- after a fault ------------------------------------------------------------------------------------------
+
+    def strike(self, fault: Fault) -> None:
+        """Take a fault up, unless its generation has one already: what follows from the first one is no news."""
+        if self.fault is not None and self.fault.generation >= fault.generation:
+            return
+        self.fault = fault
+        log.error("%s (%s, step %d)", fault.what, fault.cause, fault.step)
+        with suppress(OSError):
+            write_atomic(self.job.fault, json.dumps(fault.to_json()).encode())
+        for rank in self.ranks.values():
+            self._send(rank, {"fault": fault.to_json()})
+
+    def _see_out(self, now: float, fault: Fault, dying: list[_Rank]) -> None:
+        """End whoever can't end itself, once nobody needs it any more."""
+        since = now - fault.noticed
+        busy, idle = False, []
+        for rank in dying:
+            page = rank.page.read()
+            if page.stage > SECURING and not rank.settled:
+                rank.settled = now
+            deaf = page.stage < SECURING and (since > _DEAF or rank.process.look().stopped)
+            if deaf or (rank.settled and now > rank.settled + _LINGER) or since > rank.deadline:
+                idle.append(rank)
+            busy |= not deaf and not rank.settled and since < rank.deadline
+        for rank in idle if not busy else []:
+            log.warning("rank %d does not end by itself: killed", rank.rank)
+            rank.process.send(signal.SIGKILL)
+            rank.settled = now  # it is looked at again until it is over
+
+    def _part(self, rank: _Rank) -> None:
+        if self.ranks.get(rank.rank) is rank:
+            del self.ranks[rank.rank]
+        if not rank.over:
+            rank.over = True
+            rank.process.close()
+            rank.writer.close()

@@ -1,0 +1,64 @@
+"""What ``ckpt.guard()`` needs of a Checkpointer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rekindle.recovery.gate import Gate
+from rekindle.recovery.group import Alone, Group
+from rekindle.recovery.meet import Meeting
+from rekindle.saves import Saves
+from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.memory import JobDir
+from rekindle.storage.posix import PosixStore
+
+__all__ = ["Guarding"]
+
+
+@dataclass
+class Guarding:
+    """See ``rekindle.recovery.guard.Guarded``."""
+
+    saves: Saves
+    store: PosixStore
+    stamp: Callable[[int, bool], Stamp]
+    directory: JobDir | None
+    group: Alone | Group
+    meeting: Meeting
+    fence: bool
+
+    @property
+    def job(self) -> JobDir | None:
+        return self.directory
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def mates(self) -> Sequence[int]:
+        return self.meeting.mates
+
+    @property
+    def generation(self) -> int:
+        return self.meeting.incarnation.generation
+
+    def begin(self, gate: Gate) -> None:
+        self.saves.guard(gate, self._before_update if self.fence else None)
+        self.saves.note(self.stamp(gate.step, False))
+
+    def end(self) -> None:
+        self.saves.guard(None)
+
+    def _before_update(self, step: int) -> None:
+        """No rank begins the update before all are about to, and have put down what they were like."""
+        if self.saves.memory is not None:
+            self.saves.memory.note_update(self.stamp(step, False))
+        self.group.barrier()
+
+    def secure(self, step: int) -> None:
+        self.saves.gasp(self.stamp(step, True))
+
+    def durable(self, step: int) -> bool:
+        return self.store.durable(self.stamp(step, True))

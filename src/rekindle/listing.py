@@ -1,0 +1,44 @@
+"""The checkpoints that exist, as a training script may want to know them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rekindle.snapshot.lineage import Incarnation, retired
+from rekindle.snapshot.memory import JobDir
+from rekindle.storage.catalog import STORAGE, survey
+from rekindle.storage.posix import PosixStore
+
+__all__ = ["Checkpoint", "list_checkpoints"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint that exists."""
+
+    step: int
+    places: tuple[str, ...]
+    """``memory`` (of this node), ``storage``, or both."""
+    world: int
+    """Ranks that saved it."""
+    generation: int
+    """Number of the job's start that saved it."""
+
+    @property
+    def durable(self) -> bool:
+        return STORAGE in self.places
+
+
+def list_checkpoints(job: JobDir | None, store: PosixStore, mates: Collection[int]) -> list[Checkpoint]:
+    """All complete ones that this node, of ranks ``mates``, can see, newest first; abandoned ones are left out."""
+    copies = survey(job, store)
+    seen = [copy.incarnation for copy in copies]
+    found: dict[tuple[int, Incarnation], Checkpoint] = {}
+    for copy in copies:
+        whole = copy.place == STORAGE or copy.ranks.issuperset(mates)
+        if whole and not retired(copy.step, copy.incarnation, seen):
+            known = found.get(copy.key)
+            places = (*known.places, copy.place) if known else (copy.place,)
+            found[copy.key] = Checkpoint(copy.step, places, copy.world, copy.incarnation.generation)
+    return list(found.values())

@@ -1,0 +1,107 @@
+"""The dying gasp: after a fault anywhere, secure the state of the newest step that stands, then end.
+
+Nobody votes. Each rank secures what it has, at once, and looks at the others' status pages for one thing only: whether
+one of them is already past that step and could no longer offer it. Then it lets its own training finish that update
+too, if it can, and secures that step as well. Which step it is to be is decided at the restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rekindle.agent.fault import Fault
+from rekindle.recovery.gate import Gate
+from rekindle.snapshot.status import FAILED, SECURED, SECURING, STABLE, TRAINING, Status
+
+__all__ = ["Gasp"]
+
+log = logging.getLogger("rekindle")
+
+_UPDATE = 5.0
+"""Seconds that a rank gets to finish an update; then its state counts as torn."""
+_CATCH_UP = 1.0
+"""Seconds that a rank gets to finish a step that others have finished. It may be waiting for a dead one in vain."""
+_NOTICE = 0.2
+"""Seconds in which the other live ranks should have learned of the fault too."""
+_POLL = 0.005
+
+
+@dataclass
+class Gasp:
+    """One rank's. ``run`` does all, once."""
+
+    gate: Gate
+    mates: Callable[[bool], list[Status]]
+    """Status pages of this node's other ranks: with False, of those that have ended too."""
+    secure: Callable[[int], None]
+    """Bring the live state, which is that of this step, into memory, or to storage where there is no memory."""
+    durable: Callable[[int], bool]
+    """Whether the step is on storage."""
+    deadline: float
+    """Seconds after the fault at which the process ends, come what may."""
+    secured: list[int] = field(default_factory=list)
+
+    def run(self, fault: Fault) -> None:
+        """Secure what there is. Doesn't raise; the status page tells what came of it."""
+        began = time.monotonic()
+        end = fault.noticed + self.deadline
+        self.gate.stage(SECURING)
+        try:
+            self._secure(end, planned=fault.cause == "notice")
+            if fault.cause == "notice" and self.secured:  # the node may be about to go
+                self._wait_for_storage(self.secured[-1], end)
+        except Exception as error:
+            log.error("the state could not be secured: %s: %s", type(error).__name__, error)
+        self.gate.stage(SECURED if self.secured else FAILED, max(self.secured, default=-1))
+        log.warning("secured %s, %.3f s after the fault, in %.3f s", *(self._what(), *self._since(fault, began)))
+
+    def _what(self) -> str:
+        return "step " + " and ".join(map(str, self.secured)) if self.secured else "nothing"
+
+    def _since(self, fault: Fault, began: float) -> tuple[float, float]:
+        now = time.monotonic()
+        return now - fault.noticed, now - began
+
+    def _secure(self, end: float, planned: bool) -> None:
+        step = self.gate.seize(min(_UPDATE, end - time.monotonic()))
+        if step is None:
+            log.warning("this rank's state is torn by an update that did not end: left out")
+            return
+        self._take(step)
+        while time.monotonic() < end and self._left_behind(step, planned):
+            self.gate.release()
+            further = self.gate.seize(min(_CATCH_UP, end - time.monotonic()), beyond=step)
+            if further is None:
+                return
+            step = further
+            self._take(step)
+
+    def _take(self, step: int) -> None:
+        self.secure(step)
+        self.secured.append(step)
+        self.gate.stage(SECURING, step)
+
+    def _left_behind(self, step: int, planned: bool) -> bool:
+        """Whether a live rank is past ``step``, and has no copy of it; if nobody has died, a copy is no reason to stay.
+
+        First they all must have learned of the fault.
+        """
+        until = time.monotonic() + _NOTICE
+        while time.monotonic() < until and any(page.stage == TRAINING for page in self.mates(True)):
+            time.sleep(_POLL)
+        return any(_past(page, step) and (planned or page.snapshot < step) for page in self.mates(True))
+
+    def _wait_for_storage(self, step: int, end: float) -> None:
+        """Until the step is there, or never will be, because another rank has ended without it."""
+        while time.monotonic() < end and not self.durable(step):
+            if any(page.stage > SECURING and page.secured != step for page in self.mates(False)):
+                log.warning("not all ranks have step %d: the agent sends what they all have once they are gone", step)
+                return
+            time.sleep(_POLL)
+
+
+def _past(page: Status, step: int) -> bool:
+    return page.step > step or (page.step == step and page.phase != STABLE)

@@ -1,0 +1,248 @@
+"""``ckpt.guard()``: what goes on around guarded training, from its first step to a fault's end."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator, ExitStack, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from rekindle.agent.fault import Fault
+from rekindle.errors import FormatError, NonFiniteLossError
+from rekindle.recovery.gasp import Gasp
+from rekindle.recovery.gate import Gate
+from rekindle.recovery.line import Line
+from rekindle.recovery.notice import Notice, Notices
+from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.status import Reader, Status, StatusPage
+
+__all__ = ["LEFT", "Guard", "Guarded", "Hooks"]
+
+log = logging.getLogger("rekindle")
+
+LEFT = 75
+"""Exit code of a rank that ended because of another one's fault: EX_TEMPFAIL, try again."""
+
+_WORD = 0.2
+"""Seconds that a rank which raised waits for the agent's word on whether somebody else was first."""
+_FLUSH = 0.2
+
+
+class Guarded(Protocol):
+    """The part of a Checkpointer that a guard needs."""
+
+    @property
+    def job(self) -> JobDir | None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def mates(self) -> Sequence[int]:
+        """Ranks on this node."""
+
+    @property
+    def generation(self) -> int: ...
+
+    def begin(self, gate: Gate) -> None:
+        """From now on tell ``gate`` what training does."""
+
+    def end(self) -> None:
+        """Tell it no more."""
+
+    def secure(self, step: int) -> None:
+        """Bring the live state, which is that of ``step``, into memory. Any thread, while nothing changes it."""
+
+    def durable(self, step: int) -> bool:
+        """Whether ``step`` is on storage."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Callables for backends and frameworks that need to do something of their own. What they raise is logged."""
+
+    on_stop: Callable[[Fault], object] | None = None
+    """First thing after a fault: free threads that are stuck in an operator."""
+    on_gasp: Callable[[int], object] | None = None
+    """After the state of a step was secured: save something more."""
+    on_exit: Callable[[Fault], object] | None = None
+    """Last thing before the process ends."""
+
+    def call(self, name: str, argument: Any) -> None:
+        hook = getattr(self, name)
+        if hook is not None:
+            try:
+                hook(argument)
+            except Exception:
+                log.exception("%s failed", name)
+
+
+@dataclass
+class Guard(ContextDecorator):
+    """Context manager and decorator. One at a time for a Checkpointer, in the thread that trains."""
+
+    trainer: Guarded
+    step: Callable[[], int]
+    """Completed updates at the start."""
+    watchdog: bool = True
+    deadline: float = 25.0
+    notices: Sequence[Notice] = (signal.SIGTERM,)
+    hooks: Hooks = field(default_factory=Hooks)
+    _fault: Fault | None = None
+    _first: Fault | None = None
+    """What the agent says was first."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _heard: threading.Event = field(default_factory=threading.Event)
+
+    # -- entering and leaving -----------------------------------------------------------------------------------
+
+    def __enter__(self) -> Guard:
+        job, trainer = self.trainer.job, self.trainer
+        self._idle = job is None
+        if job is None:
+            log.warning("there is no memory store, so nothing will be secured when a rank fails")
+            return self
+        self._fault = self._first = None
+        self._pages: dict[int, Reader] = {}
+        with ExitStack() as undo:
+            self._gate = Gate(StatusPage(job.status_page(trainer.rank), trainer.generation), self.step())
+            self._stacks = open(job.stacks(trainer.rank), "w")
+            undo.callback(self._stacks.close)
+            number = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
+            if number:
+                faulthandler.register(number, self._stacks, all_threads=True)
+                undo.callback(faulthandler.unregister, number)
+            hello: dict[str, Any] = {"rank": trainer.rank, "pid": os.getpid(), "generation": trainer.generation}
+            hello |= {"watchdog": self.watchdog, "deadline": self.deadline, "stacks": int(number)}
+            self._line = Line(job, hello, self._hear)
+            undo.callback(self._line.close)
+            self._notices = Notices(self.notices, self._told_to_go)
+            undo.callback(self._notices.close)
+            trainer.begin(self._gate)
+            undo.callback(trainer.end)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if self._idle:
+            return
+        self._gate.end(well)
+        if not well:
+            assert error is not None
+            self._raised(error)
+        elif self._fault is not None:
+            time.sleep(self.deadline + _FLUSH)  # the gasp's thread ends the process
+        self._undo.close()
+
+    def connected(self, timeout: float) -> bool:
+        """Wait for the agent, which takes about a second to start. Until then only collectives tell of a death."""
+        return not self._idle and self._line.connected(timeout)
+
+    def _raised(self, error: BaseException) -> None:
+        rank, generation = self.trainer.rank, self.trainer.generation
+        what = f"rank {rank} raised {type(error).__name__}: {error}"
+        detail = "".join(traceback.format_exception(error))
+        cause = "loss" if isinstance(error, NonFiniteLossError) else "exception"
+        fault = Fault(cause, rank, generation, self._gate.step, what, detail)
+        told = self._line.say({"fault": fault.to_json()})
+        if told:
+            self._heard.wait(_WORD)
+        first = self._first or fault
+        if not self._take_up(first):
+            time.sleep(self.deadline + _FLUSH)  # another thread secures the state, and ends the process
+        self._gasp(first)
+        if first.rank != rank:
+            traceback.print_exception(error)
+            self._leave(first, LEFT)
+        self.hooks.call("on_exit", first)
+
+    # -- faults -------------------------------------------------------------------------------------------------
+
+    def _take_up(self, fault: Fault) -> bool:
+        """True for the first fault only."""
+        with self._lock:
+            if self._fault is not None:
+                return False
+            self._fault = fault
+            return True
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "fault" in message:
+            fault = self._first = Fault.from_json(message["fault"])
+            self._heard.set()
+            own = fault.cause in ("exception", "loss") and fault.rank == self.trainer.rank
+            if not own:
+                self._strike(fault, LEFT)
+
+        elif "drill" in message:
+            self._gate.order = message["drill"]
+
+    def _told_to_go(self, what: str, number: int) -> None:
+        rank = self.trainer.rank
+        fault = Fault("notice", rank, self.trainer.generation, self._gate.step, f"rank {rank} {what}")
+        self._line.say({"fault": fault.to_json()})
+        self._strike(fault, 128 + number if number else LEFT)
+
+    def _strike(self, fault: Fault, code: int) -> None:
+        if self._take_up(fault):
+            threading.Thread(target=self._die, args=(fault, code), name="rekindle-gasp", daemon=True).start()
+
+    def _die(self, fault: Fault, code: int) -> None:
+        log.error("fault: %s%s", fault.what, f"\n{fault.detail}" if fault.cause == "hang" else "")
+        timer = threading.Timer(max(0.1, fault.noticed + self.deadline - time.monotonic()), os._exit, [code])
+        timer.daemon = True
+        timer.start()
+        self.hooks.call("on_stop", fault)
+        self._gasp(fault)
+        self._leave(fault, code)
+
+    def _gasp(self, fault: Fault) -> None:
+        gasp = Gasp(self._gate, self._mates, self._secure, self.trainer.durable, self.deadline)
+        gasp.run(fault)
+
+    def _secure(self, step: int) -> None:
+        self.trainer.secure(step)
+        self.hooks.call("on_gasp", step)
+
+    def _mates(self, alive: bool) -> list[Status]:
+        """Pages of this start's other ranks on this node; of live ones only, or of those that have ended too."""
+        job, trainer = self.trainer.job, self.trainer
+        assert job is not None
+        found = []
+        there = job.trainers() if alive else trainer.mates
+        for rank in trainer.mates:
+            if rank == trainer.rank or rank not in there:
+                continue
+            with suppress(OSError, FormatError):
+                if rank not in self._pages:
+                    self._pages[rank] = Reader(job.status_page(rank))
+                page = self._pages[rank].read()
+                if page.generation == trainer.generation:
+                    found.append(page)
+        return found
+
+    def _leave(self, fault: Fault, code: int) -> None:
+        self.hooks.call("on_exit", fault)
+        flush = threading.Thread(target=_flush, daemon=True)  # the stuck thread may hold a stream's lock
+        flush.start()
+        flush.join(_FLUSH)
+        os._exit(code)
+
+
+def _flush() -> None:
+    for handler in log.handlers + logging.getLogger().handlers:
+        with suppress(Exception):
+            handler.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()

@@ -1,0 +1,85 @@
+"""A rank's line to its node's agent: says what befalls this rank, hears of what befalls others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from rekindle.agent.spawn import spawn
+from rekindle.snapshot.memory import JobDir
+
+__all__ = ["Line"]
+
+log = logging.getLogger("rekindle")
+
+_RETRY = 0.05
+_PATIENCE = 2.0
+"""Seconds without an agent after which a rank starts one itself: usually another one is doing so."""
+
+
+class Line:
+    """A thread that sleeps in the kernel until there is news. ``hear`` is called in it."""
+
+    def __init__(self, job: JobDir, hello: dict[str, Any], hear: Callable[[dict[str, Any]], None]) -> None:
+        self._job, self._hello, self._hear = job, hello, hear
+        self._closed = False
+        self._socket: socket.socket | None = None
+        self._first = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rekindle-line", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        alone_since = time.monotonic()
+        while not self._closed:
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+                    line.connect(str(self._job.watch_socket))
+                    line.sendall(json.dumps(self._hello).encode() + b"\n")
+                    self._socket = line
+                    self._first.set()
+                    for text in line.makefile("rb"):
+                        self._hear(json.loads(text))
+                if self._closed:
+                    return
+                log.warning("the agent is gone; a new one is started")
+                alone_since = time.monotonic() - _PATIENCE
+            except (OSError, ValueError):
+                pass
+            self._socket = None
+            if time.monotonic() - alone_since > _PATIENCE:
+                alone_since = time.monotonic()
+                if self._job.agent() is None and self._job.path.is_dir():
+                    with suppress(OSError):
+                        spawn(self._job)
+            time.sleep(_RETRY)
+
+    def connected(self, timeout: float) -> bool:
+        """Wait for the first contact."""
+        return self._first.wait(timeout)
+
+    def say(self, message: dict[str, Any]) -> bool:
+        """Tell the agent. False when there is none."""
+        line = self._socket
+        if line is None or os.getpid() != self._hello["pid"]:
+            return False
+        try:
+            line.sendall(json.dumps(message).encode() + b"\n")
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Take leave: what happens to this process from now on is no fault."""
+        self.say({"bye": True})
+        self._closed = True
+        line = self._socket
+        if line is not None:
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)

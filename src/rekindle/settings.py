@@ -1,0 +1,36 @@
+"""What a Checkpointer may be given, and what the surroundings should not be."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from rekindle.errors import UsageError
+
+__all__ = ["check_settings", "warn_of_shared_store"]
+
+log = logging.getLogger("rekindle")
+
+
+def check_settings(overlap: Any, budget: Any, counts: dict[str, Any], optional: dict[str, Any]) -> None:
+    """Raise UsageError for arguments that make no sense, naming the first one."""
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in (counts | given).items():
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} is {value!r}: must be a whole number of at least 1")
+    if overlap not in (True, False, "verify"):
+        raise UsageError(f"overlap is {overlap!r}: must be True, False or 'verify'")
+    if not isinstance(budget, (int, float)) or not 0 < budget < 1:
+        raise UsageError(f"snapshot_budget is {budget!r}: must be a share of training time, such as 0.01")
+
+
+def warn_of_shared_store(rank: int) -> None:
+    """torchrun of torch 2.13 lets restarted workers meet the addresses of dead ones; say so before it happens."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and shared:
+        log.warning(
+            "torchrun reuses its store after a restart, and restarted ranks may fail to find each other: launch with "
+            "'rekindle run', or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with several nodes use --rdzv-backend c10d "
+            "rather than --master-addr and --master-port"
+        )

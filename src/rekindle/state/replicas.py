@@ -1,0 +1,70 @@
+"""Replica groups: a sharded optimizer's state, held more than once, so that the death of a rank takes nothing along."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from rekindle.errors import UsageError
+
+__all__ = ["ReplicaGroup", "replica_groups", "replicated_over"]
+
+_over: dict[tuple[int, ...], tuple[int, ...]] = {}
+"""By the ranks of a part: those of the group that it is a part of."""
+
+
+@dataclass(frozen=True)
+class ReplicaGroup:
+    """This rank's part of a data-parallel group. Together the part's ranks hold one whole copy."""
+
+    group: dist.ProcessGroup
+    """Shard the optimizer over this one."""
+    host: dist.ProcessGroup
+    """The same ranks, over gloo: for traffic between hosts' memories."""
+    ranks: tuple[int, ...]
+    """Global ranks of the part."""
+    parts: tuple[tuple[int, ...], ...]
+    """All parts."""
+
+
+def replica_groups(
+    group: dist.ProcessGroup | None = None, copies: int = 2, timeout: timedelta = timedelta(minutes=30)
+) -> ReplicaGroup:
+    """Split a data-parallel group into ``copies`` parts, each of which can hold all of a sharded optimizer's state.
+
+    Gradients go on being averaged over the whole group, so that all parts compute the same updates and their copies
+    stay alike without being exchanged; only the shards are larger. A rank keeps 1/n of the optimizer's state for parts
+    of n ranks: ``copies`` times what sharding over the whole group would take. Parts are filled node by node, so that
+    they lie on different nodes if there are that many; where the size doesn't divide, the first have one rank more.
+
+    A collective of the group's ranks. Raises UsageError, naming the ranks, when there are fewer than ``copies``.
+    """
+    parent = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    if not isinstance(copies, int) or not 1 <= copies <= len(parent):
+        raise UsageError(f"copies is {copies!r}: must be 1 to {len(parent)} for the group of ranks {list(parent)}")
+    hosts: list[str] = [""] * len(parent)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    first = {host: parent[hosts.index(host)] for host in hosts}
+    order = [rank for _, rank in sorted((first[host], rank) for host, rank in zip(hosts, parent, strict=True))]
+    size, more = divmod(len(order), copies)
+    parts, at = [], 0
+    for number in range(copies):
+        stop = at + size + (number < more)
+        parts.append(tuple(sorted(order[at:stop])))
+        at = stop
+    mine = next(part for part in parts if dist.get_rank() in part)
+    # Made by the part's ranks alone: several groups, dense and expert ones, may be split one after the other.
+    made = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
+    host = made
+    if "gloo" not in dist.get_backend(made):
+        host = dist.new_group(list(mine), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    _over[mine] = parent
+    return ReplicaGroup(made, host, mine, tuple(parts))
+
+
+def replicated_over(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks among which there are copies of what ``group``, a part, shards; nobody if it isn't a part."""
+    return _over.get(tuple(dist.get_process_group_ranks(group)), ())

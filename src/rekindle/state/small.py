@@ -1,0 +1,107 @@
+"""What only this rank has of a step, taken at each step's end: for its successor, and for its own last save."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from rekindle.errors import RekindleError
+from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.small import Smalls, padded
+from rekindle.state.capture import Batch, Plan, Unit
+from rekindle.state.device import Event, mark, reached
+
+__all__ = ["SmallState"]
+
+_LARGE = 1 << 20
+"""Tensors of more bytes are not taken at each step: a frozen model would cost more than training it. They can be
+secured as long as they are not written to between the step's end and the fault."""
+_STUCK = 10.0
+
+
+class SmallState:
+    """The newest step's values, generators, buffers. ``take`` is for the thread that trains, ``plan`` for any other
+    one while no step is being taken."""
+
+    def __init__(self, file: Smalls | None, behind: Callable[[Callable[[], object]], Future[object]]) -> None:
+        self._file, self._behind = file, behind
+        self._writing: Future[object] | None = None
+        self.stamp: Stamp | None = None
+        self.values = b""
+        self.events: dict[torch.device, Event] = {}
+        """What tells that a device has come to the end of the step."""
+        self._plan: Plan | None = None
+        self._replicas: dict[str, list[int]] = {}
+        self._told = False
+        """Whether the file has the plan."""
+
+    def take(self, stamp: Stamp, plan: Plan, values: bytes, replicas: Mapping[str, list[int]]) -> None:
+        """The state is that of ``stamp`` now. Raises OSError when memory is full; the last save is not hurt by that."""
+        if self._writing is not None:
+            self._writing.result()  # it reads what is about to be overwritten
+            self._writing = None
+        if plan is not self._plan:
+            self._lay_out(plan, dict(replicas))
+        self.events = {device: mark(device) for device in self._devices}
+        with torch.no_grad():
+            for view, unit in self._copied:
+                view.copy_(unit.source, non_blocking=True)
+        self._versions = [unit.source._version for unit in self._left]
+        self.stamp, self.values = stamp, values
+        if self._file is None:
+            return
+        if self._devices:  # they are behind: only another thread may wait for them
+            self._writing = self._behind(partial(self._write, self._file, stamp, plan))
+        else:
+            self._write(self._file, stamp, plan)
+
+    def _lay_out(self, plan: Plan, replicas: dict[str, list[int]]) -> None:
+        self._plan, self._replicas, self._told = plan, replicas, False
+        units = [unit for batch in plan.early for unit in batch.units]
+        small = [unit for unit in units if unit.source.nbytes <= _LARGE]  # each a whole tensor
+        self._left = [unit for unit in units if unit.source.nbytes > _LARGE]
+        self._devices = {batch.device for batch in plan.early + plan.late if batch.device.type == "cuda"}
+        size = sum(padded(unit.nbytes) for unit in small)
+        self._body = torch.empty(size, dtype=torch.uint8, pin_memory=bool(self._devices))
+        self._copied: list[tuple[torch.Tensor, Unit]] = []
+        self._taken: list[Unit] = []
+        at = 0
+        for unit in small:
+            piece = self._body[at : at + unit.nbytes]
+            self._copied.append((piece.view(unit.source.dtype).view(unit.source.shape), unit))
+            self._taken.append(Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block))
+            at += padded(unit.nbytes)
+
+    def _write(self, file: Smalls, stamp: Stamp, plan: Plan) -> None:
+        if not self._told:
+            file.plan(stamp, plan.static, [unit.block for unit in self._taken], self._replicas)
+            self._told = True
+        self._wait()
+        file.write(
+            stamp, self.values, memoryview((ctypes.c_char * len(self._body)).from_address(self._body.data_ptr()))
+        )
+
+    def _wait(self) -> None:
+        if not all(reached(event, _STUCK) for event in self.events.values()):
+            raise RekindleError(f"a device has not ended its step within {_STUCK:.0f} s")
+
+    def plan(self) -> Plan:
+        """Where the bytes of ``stamp`` are now, as a plan: small ones as they were taken, others where they live.
+
+        Raises RekindleError when some have been changed since.
+        """
+        assert self._plan is not None
+        self._wait()
+        changed = [u for u, before in zip(self._left, self._versions, strict=True) if u.source._version != before]
+        if changed:
+            at = self._plan.layout.at(changed[0].block)
+            raise RekindleError(f"{at} has been changed since the step's end, and is too large to be kept at each step")
+        early = [Batch(torch.device("cpu"), self._taken)] if self._taken else []
+        for device in {unit.source.device for unit in self._left}:
+            early.append(Batch(device, [unit for unit in self._left if unit.source.device == device]))
+        return replace(self._plan, early=early)

@@ -1,0 +1,349 @@
+"""A small cluster that trains for real, is struck by a fault at a chosen moment, and starts anew by itself.
+
+It does what torchrun does: starts the ranks, ends all of them when one has failed, starts them again. Trainers are
+forked from a server that has torch loaded, so a cell of the matrix takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.names import root_path
+from rekindle.snapshot.status import SECURED, STAGES, read_status
+from tests.faults.harness import _context, digest_state
+
+FAULTS = (
+    "exception",
+    "kill",
+    "term",
+    "term-all",
+    "stop",
+    "loop",
+    "block",
+    "kill-two",
+    "kill-in-gasp",
+    "agent-kill",
+)
+MOMENTS = (
+    "forward",
+    "backward",
+    "all-reduce",
+    "update-first",
+    "update-second",
+    "before-step",
+    "copying",
+)
+CONFIGS = ("ddp", "zero", "bare")
+"""DDP with a snapshot at every step; DDP with ZeRO-1 over replica groups; DDP without snapshots."""
+
+_POLL = 0.1
+"""torchrun's."""
+_GRACE = 30.0
+"""torchrun's too."""
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One experiment."""
+
+    root: Path
+    memory: Path
+    config: str = "ddp"
+    fault: str = ""
+    moment: str = ""
+    world: int = 2
+    steps: int = 14
+    at: int = 9
+    """The step during which the fault strikes: the state is that of the one before."""
+    victim: int = 1
+    width: int = WIDTH
+    pause: float = 0.02
+    """Seconds of a forward, beside its work."""
+
+    @property
+    def job(self) -> JobDir:
+        return JobDir.of(root_path(self.root), self.memory / f"rekindle-{os.getuid()}")
+
+    def trace(self, rank: int) -> Path:
+        return self.root.parent / f"{self.root.name}-rank{rank}.trace"
+
+    def log(self, rank: int) -> Path:
+        return self.root.parent / f"{self.root.name}-rank{rank}.log"
+
+
+@dataclass
+class Outcome:
+    """What came of a cell. Times in seconds, from the moment of the fault."""
+
+    codes: list[list[int | None]] = field(default_factory=list)
+    """Exit codes of each start's ranks."""
+    cause: str = ""
+    what: str = ""
+    noticed: float = -1.0
+    secured: float = -1.0
+    """When the last survivor had secured its state."""
+    gone: float = -1.0
+    """When the last process of the struck start had ended."""
+    again: float = -1.0
+    """When the first new step was complete."""
+    reached: int = -1
+    """Newest step that every rank had completed before the fault."""
+    resumed: int = -1
+    stages: list[str] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+
+    @property
+    def lost(self) -> int:
+        return self.reached - self.resumed
+
+
+def run(cell: Cell, starts: int = 3, timeout: float = 90.0) -> Outcome:
+    """Train to the end, whatever it takes."""
+    out = Outcome()
+    deadline = time.monotonic() + timeout
+    for attempt in range(starts):
+        meeting = cell.root.parent / f"{cell.root.name}-meeting-{attempt}"
+        ranks = [
+            _context.Process(target=_train, args=(cell, rank, attempt, str(meeting))) for rank in range(cell.world)
+        ]
+        for process in ranks:
+            process.start()
+        out.codes.append(_finish(ranks, deadline))
+        if attempt == 0 and cell.fault:
+            _observe(cell, out)
+        if all(code == 0 for code in out.codes[-1]):
+            break
+    for rank in range(cell.world):
+        lines = _lines(cell, rank)
+        assert lines and lines[-1][1] == "done", f"rank {rank}: {out.codes}\n{cell.log(rank).read_text()[-3000:]}"
+        out.digests.append(lines[-1][2])
+    _conclude(cell, out)
+    return out
+
+
+def _finish(ranks: list[Any], deadline: float) -> list[int | None]:
+    told = 0.0
+    while any(p.is_alive() for p in ranks):
+        assert time.monotonic() < deadline, "a trainer hangs"
+        failed = any(p.exitcode not in (None, 0) for p in ranks)
+        if failed and not told:
+            told = time.monotonic()
+            for process in ranks:
+                if process.is_alive():
+                    process.terminate()
+        if told and time.monotonic() - told > _GRACE:
+            for process in ranks:
+                process.kill()
+        time.sleep(_POLL if not told else 0.005)
+    return [p.exitcode for p in ranks]
+
+
+def _lines(cell: Cell, rank: int) -> list[list[str]]:
+    """``[time, what, value...]`` as the rank wrote it down."""
+    path = cell.trace(rank)
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _observe(cell: Cell, out: Outcome) -> None:
+    """Look at what the struck start left, before the next one writes over it."""
+    now = time.monotonic()
+    struck = [float(line[0]) for r in range(cell.world) for line in _lines(cell, r) if line[1] == "fault"]
+    assert struck, "the fault did not strike: " + cell.log(cell.victim).read_text()[-2000:]
+    out.gone = now - struck[0]
+    with suppress(OSError, ValueError):
+        fault = json.loads(cell.job.fault.read_bytes())
+        out.cause, out.what, out.noticed = fault["cause"], fault["what"], fault["noticed"] - struck[0]
+    pages = [read_status(cell.job.status_page(rank)) for rank in range(cell.world)]
+    out.stages = [STAGES[page.stage] for page in pages]
+    secured = [page.progress / 1e9 for page in pages if page.stage == SECURED]
+    out.secured = max(secured) - struck[0] if secured else -1.0
+    steps = [[int(line[2]) for line in _lines(cell, r) if line[1] == "step"] for r in range(cell.world)]
+    out.reached = min(max(done, default=0) for done in steps)
+
+
+def _conclude(cell: Cell, out: Outcome) -> None:
+    lines = _lines(cell, 0)
+    restored = [i for i, line in enumerate(lines) if line[1] == "restored"]
+    if cell.fault and len(restored) > 1:
+        out.resumed = int(lines[restored[1]][2])
+        struck = min(float(line[0]) for r in range(cell.world) for line in _lines(cell, r) if line[1] == "fault")
+        again = [float(line[0]) for line in lines[restored[1] :] if line[1] == "step"]
+        out.again = again[0] - struck if again else -1.0
+
+
+# -- what runs in a rank --------------------------------------------------------------------------------------------
+
+
+class _Trainer:
+    def __init__(self, cell: Cell, rank: int, attempt: int, trace: int) -> None:
+        self.cell, self.rank, self.trace = cell, rank, trace
+        self.armed = attempt == 0
+        self.step = 0
+        self.ckpt: Any = None
+
+    def say(self, *words: object) -> None:
+        os.write(self.trace, (" ".join(map(str, (time.monotonic(), *words))) + "\n").encode())
+
+    def at(self, moment: str) -> None:
+        """The moment has come."""
+        cell = self.cell
+        if self.armed and moment == cell.moment and self.step == cell.at and self.rank == cell.victim:
+            self.armed = False
+            self.strike(cell.fault)
+
+    def pids(self) -> dict[int, int]:
+        return self.cell.job.trainers()
+
+    def strike(self, fault: str) -> None:
+        pids = self.pids()
+        if fault == "agent-kill":
+            with suppress(TypeError, ProcessLookupError):
+                os.kill(self.cell.job.agent() or 0, signal.SIGKILL)
+        self.say("fault", fault)
+        if fault == "exception":
+            raise RuntimeError("a fault on purpose")
+        if fault == "kill-two":
+            other = next(pid for rank, pid in pids.items() if rank != self.rank)
+            os.kill(other, signal.SIGKILL)
+        if fault in ("kill", "kill-two", "kill-in-gasp", "agent-kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if fault == "term-all":
+            for pid in pids.values():
+                os.kill(pid, signal.SIGTERM)
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "loop":
+            while True:
+                pass
+        if fault == "block":
+            import torch.distributed as dist
+
+            dist.barrier()  # nobody else comes
+
+    def in_gasp(self, _: object) -> None:
+        if self.cell.fault == "kill-in-gasp" and self.rank == (self.cell.victim + 1) % self.cell.world:
+            self.say("killed in its gasp")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _build(trainer: _Trainer, rank: int) -> tuple[dict[str, Any], Any]:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    cell = trainer.cell
+    width = cell.width
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, width),
+        torch.nn.BatchNorm1d(width),
+        torch.nn.Dropout(0.3),
+        torch.nn.Linear(width, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, width),
+    )
+    model[4].register_forward_pre_hook(lambda *_: trainer.at("forward"))
+    # Looking for unused parameters keeps DDP from making its buckets anew after the first step of each start: with
+    # more than two ranks the order of a sum, and so its last bit, depends on where in a bucket a gradient lies.
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001, find_unused_parameters=True)
+    model[3].weight.register_hook(lambda grad: trainer.at("backward"))
+
+    def reduce(group: Any, bucket: Any) -> Any:
+        future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+        trainer.at("all-reduce")
+        return future.then(lambda done: done.value()[0] / cell.world)
+
+    reduce.__annotations__.clear()  # torch insists on seeing types, not their names
+    wrapped.register_comm_hook(None, reduce)
+
+    class Halves(torch.optim.AdamW):
+        """AdamW that tells where in its update it is."""
+
+        def _init_group(self, group: dict[str, Any], *args: Any) -> Any:
+            if group is self.param_groups[1]:
+                trainer.at("update-first")
+            if group is self.param_groups[-1]:
+                trainer.at("update-second")
+            return super()._init_group(group, *args)
+
+    groups = [{"params": list(layer.parameters())} for layer in (model[0], model[1], model[3], model[5])]
+    if cell.config == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        import rekindle
+
+        half = rekindle.replica_groups(dist.group.WORLD, copies=2)
+        optimizer: Any = ZeroRedundancyOptimizer(groups, Halves, process_group=half.group, lr=1e-2)
+    else:
+        optimizer = Halves(groups, lr=1e-2)
+    state = {
+        "model": wrapped,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10)),
+    }
+    return state, wrapped
+
+
+def _one_step(trainer: _Trainer, state: dict[str, Any], model: Any) -> None:
+    import torch
+
+    time.sleep(trainer.cell.pause)
+    loss = model(torch.randn(8, trainer.cell.width)).pow(2).mean()
+    state["optimizer"].zero_grad()
+    loss.backward()
+    state["optimizer"].step()
+    state["scheduler"].step()
+    trainer.at("before-step")
+
+
+def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import rekindle
+
+    torch.set_num_threads(1)
+    os.environ |= {"LOCAL_WORLD_SIZE": str(cell.world)}
+    os.dup2(os.open(cell.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)  # what torch has to say, too
+    logging.basicConfig(level=logging.INFO, force=True, format="%(asctime)s %(message)s")
+    trainer = _Trainer(cell, rank, attempt, os.open(cell.trace(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=cell.world)
+        state, model = _build(trainer, rank)
+        torch.manual_seed(rank)
+        every = 10**9 if cell.config == "bare" else 1
+        trainer.ckpt = ckpt = rekindle.Checkpointer(
+            cell.root, state, memory=cell.memory, snapshot_every=every, persist_every=10**9
+        )
+        start = ckpt.restore()
+        trainer.say("restored", start)
+        with ckpt.guard(on_gasp=trainer.in_gasp, fence=cell.config == "bare") as guard:
+            assert guard.connected(30), "no agent"
+            dist.barrier()
+            for step in range(start + 1, cell.steps + 1):
+                trainer.step = step
+                _one_step(trainer, state, model)
+                ckpt.step(step)
+                trainer.say("step", step)
+                trainer.at("copying")
+        ckpt.close(timeout=30)
+        plain = {**state, "model": state["model"].module}
+        if cell.config == "zero":
+            plain["optimizer"] = state["optimizer"].optim
+        trainer.say("done", digest_state(plain) + f"-{torch.randint(1 << 30, ()).item()}")
+    except BaseException:
+        logging.exception("trainer failed")
+        os._exit(1)
+    os._exit(0)
