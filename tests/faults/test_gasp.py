@@ -66,4 +66,4 @@ def test_fault(
     cause, what = CAUSES[fault]
     assert out.cause == cause and what in out.what
     assert any(code != 0 for code in out.codes[0]) and len(out.codes) == 2
-    assert judge(out, unbroken(config, memory)) == []
+    assert judge(out, unbroken(config, memory), config == "bare") == []

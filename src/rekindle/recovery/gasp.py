@@ -50,7 +50,7 @@ class Gasp:
         end = fault.noticed + self.deadline
         self.gate.stage(SECURING)
         try:
-            self._secure(end, planned=fault.cause == "notice")
+            self._secure(end, fault.cause)
             if fault.cause == "notice" and self.secured:  # the node may be about to go
                 self._wait_for_storage(self.secured[-1], end)
         except Exception as error:
@@ -65,8 +65,9 @@ class Gasp:
         now = time.monotonic()
         return now - fault.noticed, now - began
 
-    def _secure(self, end: float, planned: bool) -> None:
-        step = self.gate.seize(min(_UPDATE, end - time.monotonic()))
+    def _secure(self, end: float, cause: str) -> None:
+        planned, patience = cause == "notice", _CATCH_UP if cause == "hang" else _UPDATE  # a hang has waited already
+        step = self.gate.seize(min(patience, end - time.monotonic()))
         if step is None:
             log.warning("this rank's state is torn by an update that did not end: left out")
             return
@@ -97,7 +98,9 @@ class Gasp:
     def _wait_for_storage(self, step: int, end: float) -> None:
         """Until the step is there, or never will be, because another rank has ended without it."""
         while time.monotonic() < end and not self.durable(step):
-            if any(page.stage > SECURING and page.secured != step for page in self.mates(False)):
+            live = {page.pid for page in self.mates(True)}
+            over = [page for page in self.mates(False) if page.stage > SECURING or page.pid not in live]
+            if any(page.secured != step for page in over):
                 log.warning("not all ranks have step %d: the agent sends what they all have once they are gone", step)
                 return
             time.sleep(_POLL)
