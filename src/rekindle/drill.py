@@ -131,9 +131,11 @@ class _Watcher:
         for rank in self._ranks:
             with suppress(OSError, FormatError):
                 found[rank] = read_status(self._job.status_page(rank))
+        old = [page.step for page in found.values() if page.generation == self._generation]
+        if len(old) == len(self._ranks):
+            report.step = max(report.step, min(old))
         for rank, page in found.items():
             if page.generation == self._generation:
-                report.step = max(report.step, min(p.step for p in found.values() if p.generation == self._generation))
                 if page.stage == SECURED and report.stages.get(rank) != STAGES[SECURED]:
                     report.secured = page.progress / 1e9 - self._began
                     self._tell(f"rank {rank}: step {page.secured} secured after {report.secured:.3f} s")

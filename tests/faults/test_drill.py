@@ -1,0 +1,40 @@
+"""Drills on a job that trains: what they report is what has happened."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from rekindle.drill import drill
+from rekindle.errors import NotFoundError
+from rekindle.operate import pages
+from rekindle.snapshot.memory import JobDir
+from tests.faults.cluster import Cell, Outcome, run
+from tests.faults.harness import wait_for
+
+CAUSES = {"kill": "signal", "term": "notice", "stop": "hang", "hang": "hang", "exception": "exception"}
+
+
+@pytest.mark.parametrize("fault", CAUSES)
+def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
+    cell, outcomes = Cell(root, memory, steps=150), list[Outcome]()
+    trainer = threading.Thread(target=lambda: outcomes.append(run(cell)))
+    trainer.start()
+    wait_for(lambda: len(pages(job)) == 2 and min(p.step for p in pages(job).values()) > 5, what="training")
+    lines: list[str] = []
+    report = drill(job, fault, None, 60, lines.append)
+    trainer.join(90)
+    assert outcomes, "the job has not come to its end"
+    assert report.cause == CAUSES[fault] and report.rank == 1 and "rank 1" in report.what
+    assert report.noticed is not None and 0 <= report.noticed < (10 if report.cause == "hang" else 2)
+    assert report.lost == 0 and report.resumed is not None and report.resumed >= report.step >= 5
+    assert report.again is not None and report.again > (report.back or 0) > report.noticed
+    assert len(outcomes[0].codes) == 2 and outcomes[0].codes[1] == [0, 0]
+    assert len(lines) >= 4
+
+
+def test_nobody_to_strike(job: JobDir) -> None:
+    with pytest.raises(NotFoundError, match="no rank trains"):
+        drill(job, "kill", None, 1, print)
