@@ -33,6 +33,8 @@ def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
     assert report.again is not None and report.again > (report.back or 0) > report.noticed
     assert len(outcomes[0].codes) == 2 and outcomes[0].codes[1] == [0, 0]
     assert len(lines) >= 4
+    if fault == "hang":
+        assert "in obey" in cell.log(1).read_text(), "where the rank stood is not in its log"
 
 
 def test_nobody_to_strike(job: JobDir) -> None:

@@ -51,6 +51,8 @@ class _Rank:
     watchdog: bool
     deadline: float
     """Seconds that it may take to secure its state after a fault."""
+    stacks: int
+    """Signal at which it writes down where its threads stand; 0 for none."""
     process: Process
     page: Reader
     writer: asyncio.StreamWriter
@@ -105,8 +107,15 @@ class Watch:
         number = int(hello["rank"])
         process, page = Process(int(hello["pid"])), Reader(self.job.status_page(number))
         rank = _Rank(
-            *(number, int(hello["generation"]), bool(hello["watchdog"]), float(hello["deadline"])),
-            *(process, page, writer, oom_kills(process.pid)),
+            rank=number,
+            generation=int(hello["generation"]),
+            watchdog=bool(hello["watchdog"]),
+            deadline=float(hello["deadline"]),
+            stacks=int(hello["stacks"]),
+            process=process,
+            page=page,
+            writer=writer,
+            ooms=oom_kills(process.pid),
         )
         if number in self.ranks:
             self._part(self.ranks[number])
@@ -182,6 +191,9 @@ class Watch:
         for number, page in sorted(pages.items()):
             more = (f", {page.note}" if page.note else "") + (", stopped by a signal" if number in stopped else "")
             lines.append(f"rank {number}: step {page.step}, {PHASES[page.phase]}, for {page.age:.2f} s{more}")
+        for other in self.ranks.values():
+            if other.stacks:
+                other.process.send(other.stacks)
         rank = self.ranks[behind]
         what = f"rank {behind} hangs after step {pages[behind].step} ({PHASES[pages[behind].phase]})"
         self.strike(Fault("hang", behind, rank.generation, pages[behind].step, what, "\n".join(lines)))

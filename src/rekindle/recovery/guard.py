@@ -35,6 +35,8 @@ LEFT = 75
 _WORD = 0.2
 """Seconds that a rank which raised waits for the agent's word on whether somebody else was first."""
 _FLUSH = 0.2
+_WRITING = 0.02
+"""Seconds in which the stacks should have been written: by a signal's handler, at once."""
 
 
 class Guarded(Protocol):
@@ -198,13 +200,22 @@ class Guard(ContextDecorator):
             threading.Thread(target=self._die, args=(fault, code), name="rekindle-gasp", daemon=True).start()
 
     def _die(self, fault: Fault, code: int) -> None:
-        log.error("fault: %s%s", fault.what, f"\n{fault.detail}" if fault.cause == "hang" else "")
+        log.error("fault: %s%s", fault.what, self._stacks_at(fault) if fault.cause == "hang" else "")
         timer = threading.Timer(max(0.1, fault.noticed + self.deadline - time.monotonic()), os._exit, [code])
         timer.daemon = True
         timer.start()
         self.hooks.call("on_stop", fault)
         self._gasp(fault)
         self._leave(fault, code)
+
+    def _stacks_at(self, fault: Fault) -> str:
+        """What the agent knows of a hang, and where this rank's threads stood when the agent asked."""
+        time.sleep(_WRITING)
+        try:
+            with open(self._stacks.name) as file:
+                return f"\n{fault.detail}\n{file.read()}"
+        except OSError:
+            return f"\n{fault.detail}"
 
     def _gasp(self, fault: Fault) -> None:
         gasp = Gasp(self._gate, self._mates, self._secure, self.trainer.durable, self.deadline)
