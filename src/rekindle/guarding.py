@@ -23,14 +23,10 @@ class Guarding:
     saves: Saves
     store: PosixStore
     stamp: Callable[[int, bool], Stamp]
-    directory: JobDir | None
+    job: JobDir | None
     group: Alone | Group
     meeting: Meeting
     fence: bool
-
-    @property
-    def job(self) -> JobDir | None:
-        return self.directory
 
     @property
     def rank(self) -> int:

@@ -206,7 +206,7 @@ class MemorySaver:
         plan, values = self._capture.prepare()
         if small is not None:
             try:
-                small.take(stamp, plan, values, self._capture.replicas(plan))
+                small.take(stamp, plan, values, self._capture.replicas)
             except OSError as error:  # a snapshot may still fit
                 log.error("step %d can't be secured if a rank fails: %s", stamp.step, error)
         return plan, values

@@ -180,11 +180,10 @@ class Watch:
         limit = allowance(min(page.longest for page in pages.values()) and max(p.longest for p in pages.values()))
         if limit is None:
             return
-        late = [rank for rank in watched if pages[rank.rank].phase != DONE and pages[rank.rank].age > limit]
-        if late:
-            self._hangs(late, pages, limit)
+        if any(pages[rank.rank].phase != DONE and pages[rank.rank].age > limit for rank in watched):
+            self._hangs(pages, limit)
 
-    def _hangs(self, late: list[_Rank], pages: dict[int, Status], limit: float) -> None:
+    def _hangs(self, pages: dict[int, Status], limit: float) -> None:
         stopped = {number for number, rank in self.ranks.items() if rank.process.look().stopped}
         behind = min(pages, key=lambda number: (number not in stopped, pages[number].step, pages[number].progress))
         lines = [f"no progress for {limit:.2f} s, which is {_FACTOR:g} x the longest recent step + {_FLOOR:g} s"]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rekindle.recovery.suffer import obey
-from rekindle.snapshot.status import DONE, STABLE, STEPPING, TRAINING, UPDATING, StatusPage
+from rekindle.snapshot.status import DONE, STABLE, STEPPING, UPDATING, StatusPage
 
 __all__ = ["Gate"]
 
@@ -135,7 +135,3 @@ class Gate:
     @property
     def step(self) -> int:
         return self._page.step
-
-    @property
-    def faultless(self) -> bool:
-        return self._page.stage == TRAINING

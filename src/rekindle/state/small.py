@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -40,13 +40,13 @@ class SmallState:
         self._told = False
         """Whether the file has the plan."""
 
-    def take(self, stamp: Stamp, plan: Plan, values: bytes, replicas: Mapping[str, list[int]]) -> None:
+    def take(self, stamp: Stamp, plan: Plan, values: bytes, replicas: Callable[[Plan], dict[str, list[int]]]) -> None:
         """The state is that of ``stamp`` now. Raises OSError when memory is full; the last save is not hurt by that."""
         if self._writing is not None:
             self._writing.result()  # it reads what is about to be overwritten
             self._writing = None
         if plan is not self._plan:
-            self._lay_out(plan, dict(replicas))
+            self._lay_out(plan, replicas(plan))
         self.events = {device: mark(device) for device in self._devices}
         with torch.no_grad():
             for view, unit in self._copied:
