@@ -13,6 +13,7 @@ from rekindle.metrics import Metrics
 from rekindle.recovery.gate import Gate
 from rekindle.savers import DirectSaver, MemorySaver
 from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.status import STABLE
 
 __all__ = ["Saves"]
 
@@ -90,7 +91,7 @@ class Saves:
             self.memory.hold()
             self._metrics.waited(time.perf_counter() - began)
         if self.gate is not None:
-            if self._before_update is not None:
+            if self._before_update is not None and self.gate.phase == STABLE:  # the first optimizer of several
                 self._before_update(self.gate.step + 1)
             self.gate.updating(self.in_memory())
 
