@@ -33,6 +33,7 @@ FAULTS = (
     "kill-in-gasp",
     "agent-kill",
 )
+TWO_DIE = ("kill-two", "kill-in-gasp")
 MOMENTS = (
     "forward",
     "backward",
@@ -71,6 +72,11 @@ class Cell:
     """Seconds of a forward, beside its work."""
 
     @property
+    def second(self) -> int:
+        """Who dies in its gasp."""
+        return (self.victim + 1) % self.world
+
+    @property
     def job(self) -> JobDir:
         return JobDir.of(root_path(self.root), self.memory / f"rekindle-{os.getuid()}")
 
@@ -101,6 +107,8 @@ class Outcome:
     resumed: int = -1
     stages: list[str] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
+    logs: list[str] = field(default_factory=list)
+    """What the ranks, and the agent, had to say."""
 
     @property
     def lost(self) -> int:
@@ -160,6 +168,11 @@ def _observe(cell: Cell, out: Outcome) -> None:
     struck = [float(line[0]) for r in range(cell.world) for line in _lines(cell, r) if line[1] == "fault"]
     assert struck, "the fault did not strike: " + cell.log(cell.victim).read_text()[-2000:]
     out.gone = now - struck[0]
+    if cell.fault == "kill-in-gasp":
+        assert any(line[1] == "gasping" for line in _lines(cell, cell.second)), "nobody was killed in its gasp"
+    out.logs = [cell.log(rank).read_text()[-8000:] for rank in range(cell.world)]
+    with suppress(OSError):
+        out.logs.append(cell.job.log.read_text()[-8000:])
     with suppress(OSError, ValueError):
         fault = json.loads(cell.job.fault.read_bytes())
         out.cause, out.what, out.noticed = fault["cause"], fault["what"], fault["noticed"] - struck[0]
@@ -235,8 +248,8 @@ class _Trainer:
             dist.barrier()  # nobody else comes
 
     def in_gasp(self, _: object) -> None:
-        if self.cell.fault == "kill-in-gasp" and self.rank == (self.cell.victim + 1) % self.cell.world:
-            self.say("killed in its gasp")
+        if self.cell.fault == "kill-in-gasp" and self.rank == self.cell.second:
+            self.say("gasping")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -331,7 +344,7 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
         )
         start = ckpt.restore()
         trainer.say("restored", start)
-        with ckpt.guard(on_gasp=trainer.in_gasp, fence=cell.config == "bare") as guard:
+        with ckpt.guard(on_stop=trainer.in_gasp, on_gasp=trainer.in_gasp, fence=cell.config == "bare") as guard:
             assert guard.connected(30), "no agent"
             dist.barrier()
             for step in range(start + 1, cell.steps + 1):

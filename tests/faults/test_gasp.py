@@ -12,7 +12,7 @@ import pytest
 
 from rekindle.snapshot.memory import JobDir
 from tests.faults.cluster import MOMENTS, Cell, run
-from tests.faults.matrix import judge, world_of
+from tests.faults.matrix import judge, unbroken_run, world_of
 
 CELLS = [("ddp", "kill", moment) for moment in MOMENTS] + [
     ("ddp", "exception", "update-second"),
@@ -23,6 +23,7 @@ CELLS = [("ddp", "kill", moment) for moment in MOMENTS] + [
     ("bare", "kill", "forward"),
     ("bare", "kill", "update-first"),
     ("bare", "kill-in-gasp", "backward"),
+    ("bare", "kill-two", "update-second"),
     ("bare", "term-all", "forward"),
     ("zero", "kill", "copying"),
     ("zero", "exception", "update-first"),
@@ -43,27 +44,26 @@ CAUSES = {
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], list[str]]:
-    """Digests that a run of a configuration ends with when nothing happens to it."""
-    found: dict[str, list[str]] = {}
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str, int], list[str]]:
+    """Digests that the ranks of a configuration end with when nothing happens to them."""
+    found: dict[tuple[str, int], list[str]] = {}
 
-    def find(config: str, memory: Path) -> list[str]:
-        if config not in found:
-            out = run(Cell(tmp_path_factory.mktemp(config) / "run", memory, config, world=world_of(config)))
-            assert out.codes == [[0] * world_of(config)]
-            found[config] = out.digests
-        return found[config]
+    def find(memory: Path, config: str, world: int) -> list[str]:
+        if (config, world) not in found:
+            found[config, world] = unbroken_run(tmp_path_factory.mktemp(config), memory, config, world)
+        return found[config, world]
 
     return find
 
 
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def test_fault(
-    cell: tuple[str, str, str], root: Path, memory: Path, job: JobDir, unbroken: Callable[[str, Path], list[str]]
+    cell: tuple[str, str, str], root: Path, memory: Path, job: JobDir, unbroken: Callable[[Path, str, int], list[str]]
 ) -> None:
     config, fault, moment = cell
-    out = run(Cell(root, memory, config, fault, moment, world=world_of(config)))
+    world = world_of(config, fault)
+    out = run(Cell(root, memory, config, fault, moment, world=world))
     cause, what = CAUSES[fault]
     assert out.cause == cause and what in out.what
     assert any(code != 0 for code in out.codes[0]) and len(out.codes) == 2
-    assert judge(out, unbroken(config, memory), config == "bare") == []
+    assert judge(out, unbroken(memory, config, world)) == []
