@@ -70,6 +70,8 @@ class Cell:
     width: int = WIDTH
     pause: float = 0.02
     """Seconds of a forward, beside its work."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """For the Checkpointer, beside those of the configuration."""
 
     @property
     def second(self) -> int:
@@ -120,13 +122,7 @@ def run(cell: Cell, starts: int = 3, timeout: float = 90.0) -> Outcome:
     out = Outcome()
     deadline = time.monotonic() + timeout
     for attempt in range(starts):
-        meeting = cell.root.parent / f"{cell.root.name}-meeting-{attempt}"
-        ranks = [
-            _context.Process(target=_train, args=(cell, rank, attempt, str(meeting))) for rank in range(cell.world)
-        ]
-        for process in ranks:
-            process.start()
-        out.codes.append(_finish(ranks, deadline))
+        out.codes.append(start(cell, attempt, deadline))
         if attempt == 0 and cell.fault:
             _observe(cell, out)
         if all(code == 0 for code in out.codes[-1]):
@@ -137,6 +133,15 @@ def run(cell: Cell, starts: int = 3, timeout: float = 90.0) -> Outcome:
         out.digests.append(lines[-1][2])
     _conclude(cell, out)
     return out
+
+
+def start(cell: Cell, attempt: int, deadline: float) -> list[int | None]:
+    """One start of the job, from its first process to its last one's end. Exit codes."""
+    meeting = cell.root.parent / f"{cell.root.name}-meeting-{attempt}"
+    ranks = [_context.Process(target=_train, args=(cell, rank, attempt, str(meeting))) for rank in range(cell.world)]
+    for process in ranks:
+        process.start()
+    return _finish(ranks, deadline)
 
 
 def _finish(ranks: list[Any], deadline: float) -> list[int | None]:
@@ -339,9 +344,8 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
         state, model = _build(trainer, rank)
         torch.manual_seed(rank)
         every = 10**9 if cell.config == "bare" else 1
-        trainer.ckpt = ckpt = rekindle.Checkpointer(
-            cell.root, state, memory=cell.memory, snapshot_every=every, persist_every=10**9
-        )
+        options = {"memory": cell.memory, "snapshot_every": every, "persist_every": 10**9} | cell.options
+        trainer.ckpt = ckpt = rekindle.Checkpointer(cell.root, state, **options)
         start = ckpt.restore()
         trainer.say("restored", start)
         with ckpt.guard(on_stop=trainer.in_gasp, on_gasp=trainer.in_gasp, fence=cell.config == "bare") as guard:

@@ -67,9 +67,12 @@ class Drainer:
     _budget: Budget = field(default_factory=Budget)
     """One for all ranks of the node, whose shards are carried one after the other."""
 
-    def hurry(self) -> None:
-        """No I/O budget from now on: somebody waits for the drain in hand to end. For any thread, at any moment."""
-        self._budget.lift()
+    def hurry(self, on: bool = True) -> None:
+        """No I/O budget from now on, in the drain in hand either: somebody waits, or the node may be gone soon.
+
+        With False the budget counts again. For any thread, at any moment.
+        """
+        self._budget.lift(on)
 
     def tick(self) -> bool:
         """Drain the newest snapshot that should be on storage and isn't. True when one became durable."""

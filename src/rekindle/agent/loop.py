@@ -21,6 +21,7 @@ from rekindle.agent.http import serve
 from rekindle.agent.spawn import TICK
 from rekindle.agent.watch import Watch
 from rekindle.errors import RekindleError
+from rekindle.snapshot.compose import compose_for_the_dead
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import JobDir, write_atomic
 from rekindle.storage.pace import step_back
@@ -39,12 +40,14 @@ class Agent:
     def __init__(self, job: JobDir) -> None:
         self.job = job
         self.drainer = Drainer(job)
-        self.watch = Watch(job)
+        self.watch = Watch(job, self._urgent)
         self.stopping = False
         """Leave, and give the memory back, once everything is durable."""
         self.quitting = False
         """Leave after the drain in hand; the memory stays."""
         self._alone_since = time.monotonic()
+        self._composed = False
+        """Whether the dead ranks' snapshots have been put together since the last trainer went."""
         self._written = ""
         # The event loop keeps its priority: it must answer, and notice faults, while training has all cores busy.
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=step_back)
@@ -68,6 +71,9 @@ class Agent:
         self.quitting = True
         self.drainer.hurry()
 
+    def _urgent(self, on: bool) -> None:
+        self.drainer.hurry(on or self.quitting)
+
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -86,6 +92,10 @@ class Agent:
             await runner.cleanup()
 
     def _work(self) -> bool:
+        alone = not self.job.trainers()
+        if alone and not self._composed:
+            compose_for_the_dead(self.job)
+        self._composed = alone
         busy = self.drainer.tick()
         text = json.dumps({"pid": os.getpid(), **asdict(self.drainer.progress)})
         if text != self._written and self.job.path.exists():

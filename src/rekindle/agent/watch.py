@@ -11,6 +11,7 @@ import json
 import logging
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,8 @@ class Watch:
     """All watched ranks of one job on this node. For the agent's event loop."""
 
     job: JobDir
+    urgent: Callable[[bool], object]
+    """Called with True at a fault, which storage should get the state of soon, with False when training goes on."""
     ranks: dict[int, _Rank] = field(default_factory=dict)
     fault: Fault | None = None
     """The newest one. Ranks of its generation are dying of it."""
@@ -122,6 +125,8 @@ class Watch:
         self.ranks[number] = rank
         if self.fault is not None and self._dies(rank):
             self._send(rank, {"fault": self.fault.to_json()})
+        else:
+            self.urgent(False)
         return rank
 
     def _hear(self, rank: _Rank, message: dict[str, Any]) -> None:
@@ -204,6 +209,7 @@ class Watch:
         if self.fault is not None and self.fault.generation >= fault.generation:
             return
         self.fault = fault
+        self.urgent(True)
         log.error("%s (%s, step %d)", fault.what, fault.cause, fault.step)
         with suppress(OSError):
             write_atomic(self.job.fault, json.dumps(fault.to_json()).encode())

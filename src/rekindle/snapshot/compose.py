@@ -18,7 +18,7 @@ from rekindle.snapshot.shard import OpenShard
 from rekindle.snapshot.slots import Slot, Slots
 from rekindle.snapshot.small import Half, SmallPlan, padded, read_plan, read_smalls
 
-__all__ = ["compose"]
+__all__ = ["compose", "compose_for_the_dead"]
 
 log = logging.getLogger("rekindle")
 
@@ -53,6 +53,28 @@ def compose(job: JobDir, slots: Slots) -> list[int]:
         except (OSError, RekindleError) as error:
             log.warning("step %d of rank %d can't be put together: %s", half.stamp.step, rank, error)
     return made
+
+
+def compose_for_the_dead(job: JobDir) -> None:
+    """``compose`` for all ranks of this node, whose trainers have gone: so that storage gets what they had secured.
+
+    A restarted rank would do it too; the node may be gone before there is one. Takes no memory but what the ranks'
+    files have already.
+    """
+    info = job.read_job()
+    for rank in info.ranks if info is not None else []:
+        assert info is not None
+        slots = Slots(job, rank, info.world, info.ranks, limit=0)
+        try:
+            lock = job.lock_rank(rank, 0.0)
+            try:
+                slots.adopt()
+                compose(job, slots)
+            finally:
+                slots.close()
+                lock.release()
+        except (OSError, RekindleError) as error:  # a BusyError, too: the rank has come back
+            log.warning("rank %d: its newest steps are left as they are: %s", rank, error)
 
 
 def _compose(job: JobDir, slots: Slots, plan: SmallPlan, half: Half) -> bool:

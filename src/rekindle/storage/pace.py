@@ -68,14 +68,17 @@ class Budget:
     def take(self, nbytes: int) -> None:
         """Return when ``nbytes`` more may be written: when those before them have had their time."""
         limit = self.limit
-        if limit is None:
+        if limit is None or self._lifted.is_set():
             return
         self._lifted.wait(max(0.0, self._due - time.monotonic()))
         self._due = max(self._due, time.monotonic() - _SLICE) + nbytes / limit
 
-    def lift(self) -> None:
-        """No limit from now on: somebody waits for the end. Wakes who waits in ``take``."""
-        self._lifted.set()
+    def lift(self, on: bool = True) -> None:
+        """No limit from now on: somebody waits for the end. Wakes who waits in ``take``. With False, as before."""
+        if on:
+            self._lifted.set()
+        else:
+            self._lifted.clear()
 
 
 def step_back() -> None:
