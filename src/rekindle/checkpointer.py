@@ -26,7 +26,6 @@ from rekindle.recovery.guard import Guard, Hooks
 from rekindle.recovery.meet import meet
 from rekindle.recovery.notice import Notice
 from rekindle.recovery.restore import restore
-from rekindle.savers import DirectSaver, MemorySaver
 from rekindle.saves import Saves
 from rekindle.settings import check_settings, warn_of_shared_store
 from rekindle.snapshot.compose import compose
@@ -122,7 +121,7 @@ class Checkpointer:
         self._store = PosixStore(self.root)
         self._job: JobDir | None = JobDir.of(self.root, memory_base(memory))
         self._keeper: AgentKeeper | None = None
-        self._saves = Saves(DirectSaver(self._capture, self._store, keep, keep_every), self.metrics, strict)
+        self._saves = Saves(self._capture, self._store, (keep, keep_every), self.metrics, strict)
         self._seen = 0
         """Saves that the cadence has been told of."""
         self._overlap = overlap
@@ -166,7 +165,7 @@ class Checkpointer:
         slots = Slots(job, rank, self._group.world, mates, share, page_lock)
         slots.adopt()
         overlap, verify = self._overlap is not False, self._overlap == "verify"
-        self._saves.memory = MemorySaver(self._capture, slots, overlap, verify)
+        self._saves.use_memory(slots, overlap, verify)
         if not self._meeting.found:  # else after the restore, which would have to share the cores with it
             slots.reserve(nbytes)
         log.info(
@@ -232,7 +231,7 @@ class Checkpointer:
         if persist or due:
             self._save(n, persist or self._persist_every is None)
             return
-        self._saves.note(self._stamp(n))
+        self._saves.live.note(self._stamp(n))
         if self._keeper is not None:
             self._keeper.check()
 
@@ -276,6 +275,7 @@ class Checkpointer:
         gasp_deadline: float = 25.0,
         notices: Sequence[Notice] = (signal.SIGTERM,),
         on_stop: Callable[[Fault], object] | None = None,
+        on_clean: Callable[[int], object] | None = None,
         on_gasp: Callable[[int], object] | None = None,
         on_exit: Callable[[Fault], object] | None = None,
     ) -> Guard:
@@ -289,14 +289,14 @@ class Checkpointer:
             Seconds after a fault at which the process ends, come what may. torchrun gives 30 s.
         notices
             What tells this process to go: signals, files that appear, callables whose answer becomes true.
-        on_stop, on_gasp, on_exit
-            Called after a fault: at once, after a step was secured, before the process ends.
+        on_stop, on_clean, on_gasp, on_exit
+            Called after a fault: at once, before and after a step is secured, before the process ends.
 
         An exception of the guarded part is raised again; a rank that ends because of another one's fault has exit code
         75, one that a signal told to go 128 and the signal's number.
         """
         trainer = Guarding(self._saves, self._store, self._stamp, self._job, self._group, self._meeting, fence)
-        hooks = Hooks(on_stop, on_gasp, on_exit)
+        hooks = Hooks(on_stop, on_clean, on_gasp, on_exit)
         return Guard(trainer, lambda: self._reached, watchdog, gasp_deadline, notices, hooks)
 
     def pause_watchdog(self, what: str) -> AbstractContextManager[None]:

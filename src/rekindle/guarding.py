@@ -42,15 +42,14 @@ class Guarding:
 
     def begin(self, gate: Gate) -> None:
         self.saves.guard(gate, self._before_update if self.fence else None)
-        self.saves.note(self.stamp(gate.step, False))
+        self.saves.live.note(self.stamp(gate.step, False))
 
     def end(self) -> None:
         self.saves.guard(None)
 
     def _before_update(self, step: int) -> None:
         """No rank begins the update before all are about to, and have put down what they were like."""
-        if self.saves.memory is not None:
-            self.saves.memory.note_update(self.stamp(step, False))
+        self.saves.live.note_update(self.stamp(step, False))
         self.group.barrier()
 
     def secure(self, step: int) -> None:

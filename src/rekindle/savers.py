@@ -15,11 +15,9 @@ from rekindle.errors import MemoryStoreError, NotDurableError, RekindleError, Us
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.slots import Slot, Slots
-from rekindle.snapshot.small import Smalls
-from rekindle.state.capture import Capture, Plan
-from rekindle.state.copy import Copying, ShardWriter, fingerprints
-from rekindle.state.device import after
-from rekindle.state.small import SmallState
+from rekindle.state.capture import Plan
+from rekindle.state.copy import Copying, fingerprints
+from rekindle.state.live import Live
 from rekindle.storage.pace import step_back
 from rekindle.storage.posix import PosixStore
 
@@ -144,13 +142,10 @@ class MemorySaver:
     For the thread that trains, but for ``hold``.
     """
 
-    def __init__(self, capture: Capture, slots: Slots, overlap: bool, verify: bool) -> None:
-        self._capture = capture
+    def __init__(self, live: Live, slots: Slots, overlap: bool, verify: bool) -> None:
+        self._live = live
         self.slots = slots
         self._overlap, self._verify = overlap, verify
-        self._writer = ShardWriter()
-        self._small: SmallState | None = None
-        self._before_update: SmallState | None = None
         self.flight: Flight | None = None
         """The newest save that didn't fail at once."""
 
@@ -159,12 +154,12 @@ class MemorySaver:
 
         Parameters and optimizer state may still be on their way when this returns; ``owner`` lives until they are not.
         """
-        plan, values = self._note(stamp)
+        plan, values = self._live.take(stamp)
         try:
             slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
             assert slot.map is not None
             expected = fingerprints(plan) if self._verify else {}
-            copying = self._writer.start(plan, slot.map, slot.cache, stamp.step)
+            copying = self._live.writer.start(plan, slot.map, slot.cache, stamp.step)
             slot.cache = copying.target
             self.flight = flight = Flight(stamp, plan, values, slot, self.slots, copying, expected)
             late = bool(plan.late) and self._overlap
@@ -177,63 +172,29 @@ class MemorySaver:
             self.slots.recover()
             raise
         if late:
-            self._writer.behind(partial(_fly, flight, owner))
+            self._live.writer.behind(partial(_fly, flight, owner))
         return plan.layout.file_bytes
-
-    def guard(self, on: bool) -> None:
-        """From now on keep what ``gasp`` needs, step by step; or no longer."""
-        self._small = self._small_state(False) if on else None
-        self._before_update = None
-
-    def _small_state(self, before_update: bool) -> SmallState:
-        return SmallState(Smalls(self.slots.job, self.slots.rank, before_update), self._writer.behind)
-
-    def note_update(self, stamp: Stamp) -> None:
-        """An update is about to begin, which will make the state that of ``stamp``."""
-        if self._before_update is None:
-            self._before_update = self._small_state(True)
-        self._take(self._before_update, stamp)
-
-    def note(self, stamp: Stamp) -> None:
-        """The state is that of ``stamp`` now, which is not to be saved."""
-        if self._small is not None:
-            self._note(stamp)
-
-    def _note(self, stamp: Stamp) -> tuple[Plan, bytes]:
-        return self._take(self._small, stamp)
-
-    def _take(self, small: SmallState | None, stamp: Stamp) -> tuple[Plan, bytes]:
-        plan, values = self._capture.prepare()
-        if small is not None:
-            try:
-                small.take(stamp, plan, values, self._capture.replicas)
-            except OSError as error:  # a snapshot may still fit
-                log.error("step %d can't be secured if a rank fails: %s", stamp.step, error)
-        return plan, values
 
     def gasp(self, stamp: Stamp) -> None:
         """Bring the state, which is that of ``stamp``, into memory. For any thread, while nothing changes the state.
 
-        Raises RekindleError when it is not that of the newest ``save`` or ``note``, or can't be had.
+        Raises MemoryStoreError when memory has no room, another RekindleError when the state can't be had.
         """
-        flight, small = self.flight, self._small
+        flight = self.flight
         if flight is not None and flight.stamp.step == stamp.step:
             flight.land()
             if flight.committed:
                 self.persist(stamp.step)
                 return
-        if small is None or small.stamp is None or small.stamp.step != stamp.step:
-            raise RekindleError(f"step {stamp.step} has been completed, but not told to ckpt.step()")
-        plan = small.plan()
-        versions = [tensor._version for tensor in plan.watched.values()]
+        plan = self._live.plan(stamp)
         slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
         assert slot.map is not None
-        with after(small.events):
-            _, checksums = self._writer.write(plan, slot.map, None, stamp.step)
-        if versions != [tensor._version for tensor in plan.watched.values()]:
+        try:
+            receipt = self._live.write(stamp, plan, slot.map)
+        except BaseException:
             slot.unlock()
-            raise RekindleError(f"the state of step {stamp.step} was changed while it was being secured")
-        self.slots.commit(slot, stamp, Receipt.encode(stamp, plan.static, checksums, small.values))
+            raise
+        self.slots.commit(slot, stamp, receipt)
 
     def hold(self) -> None:
         """Return when the state may change. For the thread that updates it."""
@@ -250,12 +211,12 @@ class MemorySaver:
             return None
         self.flight = None
         if isinstance(flight.error, Changed):
-            self._capture.distrust(flight.error.names)
+            self._live.capture.distrust(flight.error.names)
         if isinstance(flight.error, (Changed, MemoryStoreError)):
             flight.slot.unlock()
         else:
             self.slots.recover()  # threads may still be writing into the slot
-            self._capture.begin_anew()
+            self._live.capture.begin_anew()
         return flight
 
     def persist(self, step: int) -> None:
@@ -267,7 +228,6 @@ class MemorySaver:
         self.slots.write_receipt(flight.stamp, flight.receipt())
 
     def close(self) -> None:
-        self._writer.close()
         self.slots.close()
 
 
@@ -281,11 +241,10 @@ class DirectSaver:
     Each save waits for the one before it, so that all ranks save the same steps without having to talk.
     """
 
-    def __init__(self, capture: Capture, store: PosixStore, keep: int, keep_every: int | None) -> None:
-        self._capture = capture
+    def __init__(self, live: Live, store: PosixStore, keep: tuple[int, int | None]) -> None:
+        self._live = live
         self._store = store
-        self._keep = keep, keep_every
-        self._writer = ShardWriter()
+        self._keep = keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rekindle-direct", initializer=step_back)
         self._buffer: mmap.mmap | None = None
         self._cache: object = None
@@ -293,13 +252,29 @@ class DirectSaver:
 
     def save(self, stamp: Stamp) -> int:
         """Bytes copied; storage gets them in the background. Call ``finish`` first."""
-        plan, values = self._capture.prepare()
-        nbytes = plan.layout.file_bytes
-        if self._buffer is None or len(self._buffer) != nbytes:
-            self._cache, self._buffer = None, mmap.mmap(-1, nbytes)
-        self._cache, checksums = self._writer.write(plan, self._buffer, self._cache, stamp.step)
-        self._submit(stamp, Receipt.encode(stamp, plan.static, checksums, values), self._buffer)
-        return nbytes
+        plan, values = self._live.take(stamp)
+        buffer = self._room(plan)
+        self._cache, checksums = self._live.writer.write(plan, buffer, self._cache, stamp.step)
+        self._submit(stamp, Receipt.encode(stamp, plan.static, checksums, values), buffer)
+        return plan.layout.file_bytes
+
+    def _room(self, plan: Plan) -> mmap.mmap:
+        if self._buffer is None or len(self._buffer) != plan.layout.file_bytes:
+            self._cache, self._buffer = None, mmap.mmap(-1, plan.layout.file_bytes)
+        return self._buffer
+
+    def gasp(self, stamp: Stamp) -> None:
+        """Bring the state, which is that of ``stamp``, to storage. For any thread, while nothing changes the state.
+
+        Raises OSError when storage refuses it, RekindleError when the state can't be had.
+        """
+        self.finish()
+        plan = self._live.plan(stamp)
+        buffer = self._room(plan)
+        self._submit(stamp, self._live.write(stamp, plan, buffer), buffer)
+        error = self.finish()
+        if error is not None:
+            raise error
 
     def rescue(self, flight: Flight) -> None:
         """Write a snapshot that is whole but could not be committed to memory. Call ``finish`` first, and before the
@@ -330,4 +305,3 @@ class DirectSaver:
 
     def close(self) -> None:
         self._thread.shutdown(wait=self._writing is None or self._writing.done())
-        self._writer.close()

@@ -7,13 +7,19 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
-from rekindle.errors import MemoryStoreError, NotDurableError, RekindleError
+from rekindle.errors import MemoryStoreError, NotDurableError
 from rekindle.metrics import Metrics
 from rekindle.recovery.gate import Gate
 from rekindle.savers import DirectSaver, MemorySaver
 from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.slots import Slots
+from rekindle.snapshot.small import Smalls
 from rekindle.snapshot.status import STABLE
+from rekindle.state.capture import Capture
+from rekindle.state.live import Live
+from rekindle.storage.posix import PosixStore
 
 __all__ = ["Saves"]
 
@@ -23,10 +29,14 @@ log = logging.getLogger("rekindle")
 class Saves:
     """For the thread that trains, but for ``hold``. With ``strict`` failures are raised, else they are logged."""
 
-    def __init__(self, direct: DirectSaver, metrics: Metrics, strict: bool) -> None:
+    def __init__(
+        self, capture: Capture, store: PosixStore, keep: tuple[int, int | None], metrics: Metrics, strict: bool
+    ) -> None:
+        """``keep``: how many checkpoints stay on storage, and the multiple of which all do."""
+        self.live = Live(capture)
         self.memory: MemorySaver | None = None
         """None where there is no memory store."""
-        self.direct = direct
+        self.direct = DirectSaver(self.live, store, keep)
         self.lock: object = None
         """What makes this process the rank's trainer: it stays so while a copy is on its way, whoever forgets us."""
         self.gate: Gate | None = None
@@ -38,6 +48,11 @@ class Saves:
         self._before: Stamp | None = None
         self._metrics, self._strict = metrics, strict
         self._fallen_back = False
+
+    def use_memory(self, slots: Slots, overlap: bool, verify: bool) -> None:
+        """From now on saves go into memory."""
+        self.live.files = partial(Smalls, slots.job, slots.rank)
+        self.memory = MemorySaver(self.live, slots, overlap, verify)
 
     def save(self, stamp: Stamp) -> None:
         """Save the state as that of ``stamp``. Call ``settle`` first."""
@@ -101,8 +116,7 @@ class Saves:
         ``before_update`` is called with the step that an update is about to make.
         """
         self.gate, self._before_update = gate, before_update
-        if self.memory is not None:
-            self.memory.guard(gate is not None)
+        self.live.guard(gate is not None)
 
     def in_memory(self) -> int:
         """The newest step of this rank that is in memory; -1 if none is."""
@@ -121,16 +135,19 @@ class Saves:
         yield
         self.gate.stable(n, self.in_memory())
 
-    def note(self, stamp: Stamp) -> None:
-        """The state is that of ``stamp`` now, which is not to be saved."""
-        if self.memory is not None:
-            self.memory.note(stamp)
-
     def gasp(self, stamp: Stamp) -> None:
-        """Secure the state, which is that of ``stamp``. For any thread, while nothing changes the state."""
-        if self.memory is None:
-            raise RekindleError("there is no memory store to secure it in")
-        self.memory.gasp(stamp)
+        """Secure the state, which is that of ``stamp``: in memory or, where there is no room, on storage.
+
+        For any thread, while nothing changes the state. Raises OSError or RekindleError when that can't be.
+        """
+        if self.memory is not None:
+            try:
+                self.memory.gasp(stamp)
+                self.newest = stamp
+                return
+            except MemoryStoreError as error:
+                log.warning("step %d goes straight to storage: %s", stamp.step, error)
+        self.direct.gasp(stamp)
         self.newest = stamp
 
     def settle(self) -> None:
@@ -167,6 +184,7 @@ class Saves:
 
     def close(self) -> None:
         """Let go of memory and threads. What is being written to storage goes on being written."""
+        self.live.writer.close()
         if self.memory is not None:
             self.memory.close()
         self.direct.close()

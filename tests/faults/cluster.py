@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -70,6 +71,8 @@ class Cell:
     width: int = WIDTH
     pause: float = 0.02
     """Seconds of a forward, beside its work."""
+    memory_goes: bool = False
+    """Somebody removes the memory store just before the fault."""
     options: dict[str, Any] = field(default_factory=dict)
     """For the Checkpointer, beside those of the configuration."""
 
@@ -209,6 +212,7 @@ class _Trainer:
         self.cell, self.rank, self.trace = cell, rank, trace
         self.armed = attempt == 0
         self.step = 0
+        self.pids = [0] * cell.world
         self.ckpt: Any = None
 
     def say(self, *words: object) -> None:
@@ -221,26 +225,24 @@ class _Trainer:
             self.armed = False
             self.strike(cell.fault)
 
-    def pids(self) -> dict[int, int]:
-        return self.cell.job.trainers()
-
     def strike(self, fault: str) -> None:
-        pids = self.pids()
         if fault == "agent-kill":
             with suppress(TypeError, ProcessLookupError):
                 os.kill(self.cell.job.agent() or 0, signal.SIGKILL)
+        if self.cell.memory_goes:
+            shutil.rmtree(self.cell.job.path)
         self.say("fault", fault)
         if fault == "exception":
             raise RuntimeError("a fault on purpose")
         if fault == "kill-two":
-            other = next(pid for rank, pid in pids.items() if rank != self.rank)
+            other = next(pid for pid in self.pids if pid != os.getpid())
             os.kill(other, signal.SIGKILL)
         if fault in ("kill", "kill-two", "kill-in-gasp", "agent-kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "term":
             os.kill(os.getpid(), signal.SIGTERM)
         if fault == "term-all":
-            for pid in pids.values():
+            for pid in self.pids:
                 os.kill(pid, signal.SIGTERM)
         if fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -341,6 +343,7 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
     trainer = _Trainer(cell, rank, attempt, os.open(cell.trace(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     try:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=cell.world)
+        dist.all_gather_object(trainer.pids, os.getpid())
         state, model = _build(trainer, rank)
         torch.manual_seed(rank)
         every = 10**9 if cell.config == "bare" else 1
@@ -349,7 +352,7 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
         start = ckpt.restore()
         trainer.say("restored", start)
         with ckpt.guard(on_stop=trainer.in_gasp, on_gasp=trainer.in_gasp, fence=cell.config == "bare") as guard:
-            assert guard.connected(30), "no agent"
+            assert guard.connected(30) or "memory" in cell.options, "no agent"
             dist.barrier()
             for step in range(start + 1, cell.steps + 1):
                 trainer.step = step

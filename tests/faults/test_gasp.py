@@ -5,12 +5,14 @@ Some cells of the matrix; ``python -m tests.faults.matrix`` runs more, and ``--f
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rekindle.listing import list_checkpoints
 from rekindle.snapshot.memory import JobDir
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
@@ -85,3 +87,20 @@ def test_a_gasp_reaches_storage_though_nobody_comes_back(fault: str, root: Path,
         time.sleep(0.05)
     assert [(copy.step, len(copy.ranks)) for copy in found] == [(cell.at - 1, cell.world)]
     assert verify(found[0]) == []
+
+
+def test_a_hang_leaves_a_report_of_where_every_rank_stood(root: Path, memory: Path, job: JobDir) -> None:
+    cell = Cell(root, memory, "ddp", "block", "forward")
+    assert 0 not in start(cell, 0, time.monotonic() + 60)
+    report = root / "hang-1-step-8" / "report.txt"
+    deadline = time.monotonic() + 10
+    while not report.exists():
+        assert time.monotonic() < deadline, job.log.read_text()
+        time.sleep(0.05)
+    head, first, second = report.read_text().split("== rank ")
+    assert "hangs after step 8" in head and "rank 0: step 8" in head and "rank 1: step 8" in head
+    assert "in backward" in first and "last of default_pg: gloo:all_reduce number" in first
+    assert "in strike" in second and "last of default_pg: gloo:barrier number" in second
+    recorded = pickle.loads((report.parent / "rank_1").read_bytes())
+    assert recorded["entries"][-1]["profiling_name"] == "gloo:barrier"
+    assert list_checkpoints(job, PosixStore(root), [0, 1])[0].step == 8

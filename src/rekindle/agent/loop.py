@@ -115,7 +115,7 @@ class Agent:
         if info is None:
             return alone > _NO_JOB or not self.job.path.exists()
         empty = next(self.job.stamps(), None) is None
-        if not (empty or self.stopping or alone > info.idle_timeout):
+        if not (empty or self.stopping or alone > info.idle_timeout) or self.watch.reporting:
             return False
         try:
             return self.drainer.pending() is None and self.job.remove()

@@ -18,6 +18,7 @@ from typing import Any
 
 from rekindle.agent.fault import Fault
 from rekindle.agent.process import Process, describe, oom_kills
+from rekindle.agent.report import write_report
 from rekindle.errors import FormatError
 from rekindle.snapshot.memory import JobDir, write_atomic
 from rekindle.snapshot.status import DONE, PHASES, SECURING, Reader, Status
@@ -34,6 +35,8 @@ _SLEPT = 0.5
 """Seconds by which the agent's own look may be late. If more, the whole node has stood still, not a rank."""
 _DEAF = 1.0
 """Seconds after which a rank that has not begun to secure its state is taken for stuck."""
+_TELLING = 60.0
+"""Seconds after which a hang's report is written though some ranks are still there."""
 _LINGER = 0.5
 """Seconds that a rank may take to leave once it has nothing more to do."""
 
@@ -74,6 +77,7 @@ class Watch:
     fault: Fault | None = None
     """The newest one. Ranks of its generation are dying of it."""
     _server: asyncio.Server | None = None
+    _reporting: asyncio.Task[None] | None = None
     _looked: float = 0.0
     _blind_until: float = 0.0
 
@@ -92,6 +96,11 @@ class Watch:
                     await asyncio.sleep(1.0)
         finally:
             self._server.close()
+
+    @property
+    def reporting(self) -> bool:
+        """Whether a report is still to be written, from files in the job's directory."""
+        return self._reporting is not None and not self._reporting.done()
 
     # -- talking ------------------------------------------------------------------------------------------------
 
@@ -200,7 +209,16 @@ class Watch:
                 other.process.send(other.stacks)
         rank = self.ranks[behind]
         what = f"rank {behind} hangs after step {pages[behind].step} ({PHASES[pages[behind].phase]})"
-        self.strike(Fault("hang", behind, rank.generation, pages[behind].step, what, "\n".join(lines)))
+        fault = Fault("hang", behind, rank.generation, pages[behind].step, what, "\n".join(lines))
+        self.strike(fault)
+        self._reporting = asyncio.get_running_loop().create_task(self._report(fault, sorted(pages)))
+
+    async def _report(self, fault: Fault, ranks: list[int]) -> None:
+        """Once the ranks are over, for only then have they said all that they know."""
+        until = time.monotonic() + _TELLING
+        while any(rank in self.ranks and self._dies(self.ranks[rank]) for rank in ranks) and time.monotonic() < until:
+            await asyncio.sleep(10 * _TICK)
+        await asyncio.to_thread(write_report, self.job, fault, ranks)
 
     # -- after a fault ------------------------------------------------------------------------------------------
 

@@ -14,15 +14,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator, ExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from rekindle.agent.fault import Fault
 from rekindle.errors import FormatError, NonFiniteLossError
+from rekindle.recovery.flight import last_collectives, recording
 from rekindle.recovery.gasp import Gasp
 from rekindle.recovery.gate import Gate
 from rekindle.recovery.line import Line
 from rekindle.recovery.notice import Notice, Notices
-from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.memory import JobDir, write_atomic
 from rekindle.snapshot.status import Reader, Status, StatusPage
 
 __all__ = ["LEFT", "Guard", "Guarded", "Hooks"]
@@ -72,6 +73,8 @@ class Hooks:
 
     on_stop: Callable[[Fault], object] | None = None
     """First thing after a fault: free threads that are stuck in an operator."""
+    on_clean: Callable[[int], object] | None = None
+    """Before the state of a step is read: let the device take work again, if ``on_stop`` kept it from that."""
     on_gasp: Callable[[int], object] | None = None
     """After the state of a step was secured: save something more."""
     on_exit: Callable[[Fault], object] | None = None
@@ -106,25 +109,16 @@ class Guard(ContextDecorator):
     # -- entering and leaving -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Guard:
-        job, trainer = self.trainer.job, self.trainer
-        self._idle = job is None
-        if job is None:
-            log.warning("there is no memory store, so nothing will be secured when a rank fails")
-            return self
         self._fault = self._first = None
         self._pages: dict[int, Reader] = {}
+        self._stacks: IO[str] | None = None
+        self._line: Line | None = None
+        trainer = self.trainer
         with ExitStack() as undo:
-            self._gate = Gate(StatusPage(job.status_page(trainer.rank), trainer.generation), self.step())
-            self._stacks = open(job.stacks(trainer.rank), "w")
-            undo.callback(self._stacks.close)
-            number = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
-            if number:
-                faulthandler.register(number, self._stacks, all_threads=True)
-                undo.callback(faulthandler.unregister, number)
-            hello: dict[str, Any] = {"rank": trainer.rank, "pid": os.getpid(), "generation": trainer.generation}
-            hello |= {"watchdog": self.watchdog, "deadline": self.deadline, "stacks": int(number)}
-            self._line = Line(job, hello, self._hear)
-            undo.callback(self._line.close)
+            page = self._own_page(trainer.job)
+            self._gate = Gate(page or StatusPage(None, trainer.generation), self.step())
+            if page is not None and trainer.job is not None:
+                undo.enter_context(self._connect(trainer.job))
             self._notices = Notices(self.notices, self._told_to_go)
             undo.callback(self._notices.close)
             trainer.begin(self._gate)
@@ -132,12 +126,37 @@ class Guard(ContextDecorator):
             self._undo = undo.pop_all()
         return self
 
+    def _own_page(self, job: JobDir | None) -> StatusPage | None:
+        why = "there is no memory store"
+        if job is not None:
+            try:
+                return StatusPage(job.status_page(self.trainer.rank), self.trainer.generation)
+            except OSError as error:
+                why = f"memory store {job.path}: {error.strerror}"
+        log.warning("%s, so no agent watches this rank: it notices its own exceptions and signals, nothing else", why)
+        return None
+
+    def _connect(self, job: JobDir) -> ExitStack:
+        """Let the agent watch this rank, and ask it at a hang where its threads stand."""
+        trainer, number = self.trainer, 0
+        with ExitStack() as undo:
+            with suppress(OSError):
+                job.flight(trainer.rank).unlink(missing_ok=True)
+                self._stacks = undo.enter_context(open(job.stacks(trainer.rank), "w"))
+                if hasattr(signal, "SIGRTMIN"):
+                    number = int(signal.SIGRTMIN) + 7
+                    faulthandler.register(number, self._stacks, all_threads=True)
+                    undo.callback(faulthandler.unregister, number)
+            hello: dict[str, Any] = {"rank": trainer.rank, "pid": os.getpid(), "generation": trainer.generation}
+            hello |= {"watchdog": self.watchdog, "deadline": self.deadline, "stacks": number}
+            self._line = Line(job, hello, self._hear)
+            undo.callback(self._line.close)
+            return undo.pop_all()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        if self._idle:
-            return
         self._gate.end(well)
         if not well:
             assert error is not None
@@ -148,7 +167,7 @@ class Guard(ContextDecorator):
 
     def connected(self, timeout: float) -> bool:
         """Wait for the agent, which takes about a second to start. Until then only collectives tell of a death."""
-        return not self._idle and self._line.connected(timeout)
+        return self._line is not None and self._line.connected(timeout)
 
     def _raised(self, error: BaseException) -> None:
         rank, generation = self.trainer.rank, self.trainer.generation
@@ -156,12 +175,12 @@ class Guard(ContextDecorator):
         detail = "".join(traceback.format_exception(error))
         cause = "loss" if isinstance(error, NonFiniteLossError) else "exception"
         fault = Fault(cause, rank, generation, self._gate.step, what, detail)
-        told = self._line.say({"fault": fault.to_json()})
-        if told:
+        if self._line is not None and self._line.say({"fault": fault.to_json()}):
             self._heard.wait(_WORD)
         first = self._first or fault
         if not self._take_up(first):
             time.sleep(self.deadline + _FLUSH)  # another thread secures the state, and ends the process
+        self.hooks.call("on_stop", first)
         self._gasp(first)
         if first.rank != rank:
             traceback.print_exception(error)
@@ -192,7 +211,8 @@ class Guard(ContextDecorator):
     def _told_to_go(self, what: str, number: int) -> None:
         rank = self.trainer.rank
         fault = Fault("notice", rank, self.trainer.generation, self._gate.step, f"rank {rank} {what}")
-        self._line.say({"fault": fault.to_json()})
+        if self._line is not None:
+            self._line.say({"fault": fault.to_json()})
         self._strike(fault, 128 + number if number else LEFT)
 
     def _strike(self, fault: Fault, code: int) -> None:
@@ -206,30 +226,45 @@ class Guard(ContextDecorator):
         timer.start()
         self.hooks.call("on_stop", fault)
         self._gasp(fault)
+        if fault.cause == "hang":
+            self._write_down_collectives()
         self._leave(fault, code)
+
+    def _write_down_collectives(self) -> None:
+        """For the agent's report."""
+        if self._stacks is None or self.trainer.job is None:
+            return
+        with suppress(Exception):  # what torch has to say of a broken group is its own affair
+            self._stacks.write("".join(f"\nlast of {line}" for line in last_collectives()) + "\n")
+            self._stacks.flush()
+            record = recording()
+            if record:
+                write_atomic(self.trainer.job.flight(self.trainer.rank), record)
 
     def _stacks_at(self, fault: Fault) -> str:
         """What the agent knows of a hang, and where this rank's threads stood when the agent asked."""
         time.sleep(_WRITING)
-        try:
-            with open(self._stacks.name) as file:
-                return f"\n{fault.detail}\n{file.read()}"
-        except OSError:
-            return f"\n{fault.detail}"
+        text = ""
+        if self._stacks is not None:
+            with suppress(OSError), open(self._stacks.name) as file:
+                text = file.read()
+        return f"\n{fault.detail}\n{text}"
 
     def _gasp(self, fault: Fault) -> None:
         gasp = Gasp(self._gate, self._mates, self._secure, self.trainer.durable, self.deadline)
         gasp.run(fault)
 
     def _secure(self, step: int) -> None:
+        self.hooks.call("on_clean", step)
         self.trainer.secure(step)
         self.hooks.call("on_gasp", step)
 
     def _mates(self, alive: bool) -> list[Status]:
         """Pages of this start's other ranks on this node; of live ones only, or of those that have ended too."""
         job, trainer = self.trainer.job, self.trainer
-        assert job is not None
-        found = []
+        found: list[Status] = []
+        if job is None:
+            return found
         there = job.trainers() if alive else trainer.mates
         for rank in trainer.mates:
             if rank == trainer.rank or rank not in there:

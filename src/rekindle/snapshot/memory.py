@@ -9,6 +9,7 @@
         rank-00000.lock                  held by that rank's trainer while it lives
         rank-00000.status                what it is doing
         rank-00000.plan .small-0 -1 -u   what only it has of the newest steps
+        rank-00000.stacks .flight        where its threads stood, and what torch recorded, at a hang
         watch.sock  fault.json           where ranks and agent tell each other of faults; the newest fault
         slots/                           files without a snapshot in them
         step-0000000012/                 same files as on storage, without a manifest
@@ -160,6 +161,9 @@ class JobDir:
 
     def stacks(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.stacks"
+
+    def flight(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:05d}.flight"
 
     @property
     def fault(self) -> Path:

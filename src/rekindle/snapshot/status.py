@@ -69,15 +69,10 @@ class StatusPage:
     the middle leaves the record before.
     """
 
-    def __init__(self, path: Path, generation: int) -> None:
-        """Make the page anew. Raises OSError when memory is full."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, _SIZE) if hasattr(os, "posix_fallocate") else os.ftruncate(fd, _SIZE)
-            self._map = mmap.mmap(fd, _SIZE)
-        finally:
-            os.close(fd)
+    def __init__(self, path: Path | None, generation: int) -> None:
+        """Make the page anew; without a path one that nobody else sees. Raises OSError when memory is full."""
+        temporary = path and path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._map = _allocate(temporary) if temporary else mmap.mmap(-1, _SIZE)
         self._pid, self._generation, self._count = os.getpid(), generation, 0
         self.phase, self.stage, self.paused = STARTING, TRAINING, False
         self.step = self.snapshot = self.secured = -1
@@ -86,7 +81,8 @@ class StatusPage:
         self.note = b""
         self._map[:8] = _MAGIC
         self.write()
-        os.replace(temporary, path)  # an earlier process's page stays as it is for whoever has it mapped
+        if temporary and path:
+            os.replace(temporary, path)  # an earlier process's page stays as it is for whoever has it mapped
 
     def write(self) -> None:
         self._count += 1
@@ -95,6 +91,18 @@ class StatusPage:
             *(self.step, self.snapshot, self.secured, self.longest, self.progress, self.note),
         )
         _COUNT.pack_into(self._map, 8, self._count)
+
+
+def _allocate(path: Path) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, _SIZE) if hasattr(os, "posix_fallocate") else os.ftruncate(fd, _SIZE)
+        return mmap.mmap(fd, _SIZE)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
 
 
 class Reader:

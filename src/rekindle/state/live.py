@@ -1,0 +1,83 @@
+"""The newest step's state where it lives: what a step's end puts aside so that the step can still be saved later."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable
+
+from rekindle.errors import RekindleError
+from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.small import Smalls
+from rekindle.state.capture import Capture, Plan
+from rekindle.state.copy import ShardWriter
+from rekindle.state.device import after
+from rekindle.state.small import SmallState
+
+__all__ = ["Live"]
+
+log = logging.getLogger("rekindle")
+
+
+class Live:
+    """For the thread that trains; ``plan`` and ``write`` for any other one too, while nothing changes the state."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.writer = ShardWriter()
+        self.files: Callable[[bool], Smalls] | None = None
+        """Makes the files, of each step's end or of its update's beginning, in which small states outlive the process;
+        None where there is no memory store."""
+        self._small: SmallState | None = None
+        self._before_update: SmallState | None = None
+
+    def guard(self, on: bool) -> None:
+        """From now on put aside, step by step, what ``plan`` needs; or no longer."""
+        self._small = self._small_state(False) if on else None
+        self._before_update = None
+
+    def _small_state(self, before_update: bool) -> SmallState:
+        return SmallState(self.files(before_update) if self.files is not None else None, self.writer.behind)
+
+    def note_update(self, stamp: Stamp) -> None:
+        """An update is about to begin, which will make the state that of ``stamp``."""
+        if self.files is not None:
+            if self._before_update is None:
+                self._before_update = self._small_state(True)
+            self._take(self._before_update, stamp)
+
+    def note(self, stamp: Stamp) -> None:
+        """The state is that of ``stamp`` now, which is not to be saved."""
+        if self._small is not None:
+            self.take(stamp)
+
+    def take(self, stamp: Stamp) -> tuple[Plan, bytes]:
+        """The state is that of ``stamp`` now: what to copy, and a receipt's values."""
+        return self._take(self._small, stamp)
+
+    def _take(self, small: SmallState | None, stamp: Stamp) -> tuple[Plan, bytes]:
+        plan, values = self.capture.prepare()
+        if small is not None:
+            try:
+                small.take(stamp, plan, values, self.capture.replicas)
+            except OSError as error:  # a snapshot may still fit
+                log.error("step %d can't be secured if a rank fails: %s", stamp.step, error)
+        return plan, values
+
+    def plan(self, stamp: Stamp) -> Plan:
+        """What to copy of the state, which is that of ``stamp``, noted or taken last. Raises RekindleError if not."""
+        small = self._small
+        if small is None or small.stamp is None or small.stamp.step != stamp.step:
+            raise RekindleError(f"step {stamp.step} has been completed, but not told to ckpt.step()")
+        return small.plan()
+
+    def write(self, stamp: Stamp, plan: Plan, buffer: mmap.mmap) -> bytes:
+        """Fill ``buffer`` with what ``plan`` said; gives the receipt. Raises RekindleError when the state changes."""
+        assert self._small is not None
+        versions = [tensor._version for tensor in plan.watched.values()]
+        with after(self._small.events):
+            _, checksums = self.writer.write(plan, buffer, None, stamp.step)
+        if versions != [tensor._version for tensor in plan.watched.values()]:
+            raise RekindleError(f"the state of step {stamp.step} was changed while it was being secured")
+        return Receipt.encode(stamp, plan.static, checksums, self._small.values)
