@@ -6,7 +6,9 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from rekindle.errors import UsageError
 
@@ -28,6 +30,15 @@ class ReplicaGroup:
     """Global ranks of the part."""
     parts: tuple[tuple[int, ...], ...]
     """All parts."""
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh ``("replicate", "shard")`` of ``fully_shard``: sharded within a part, alike in all parts.
+
+        A collective of all ranks of the job. Raises UsageError when the parts differ in size.
+        """
+        if len({len(part) for part in self.parts}) > 1:
+            raise UsageError(f"no mesh can have parts of different sizes: {[list(part) for part in self.parts]}")
+        return DeviceMesh(device_type, torch.tensor(self.parts), mesh_dim_names=("replicate", "shard"))
 
 
 def replica_groups(
