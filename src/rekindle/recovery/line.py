@@ -77,8 +77,8 @@ class Line:
 
     def close(self) -> None:
         """Take leave: what happens to this process from now on is no fault."""
+        self._closed = True  # first: the agent hangs up at once
         self.say({"bye": True})
-        self._closed = True
         line = self._socket
         if line is not None:
             with suppress(OSError):
