@@ -67,17 +67,19 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=50)  # warm-up
 
     ckpt = rekindle.Checkpointer(args.root, {"model": model, "optimizer": optimizer, "scheduler": scheduler})
-    for step in range(ckpt.restore() + 1, args.steps + 1):
-        # Torch's random generator is restored with the rest, so the order of the data goes on where it was.
-        start = torch.randint(len(text) - CONTEXT, (BATCH, 1))
-        tokens = text[start + torch.arange(CONTEXT + 1)].to(device, torch.long)
-        loss = nn.functional.cross_entropy(train(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        ckpt.step(step)
-        logging.info("step %d loss %.4f", step, loss.item())
+    done = ckpt.restore()
+    with ckpt.guard():
+        for step in range(done + 1, args.steps + 1):
+            # Torch's random generator is restored with the rest, so the order of the data goes on where it was.
+            start = torch.randint(len(text) - CONTEXT, (BATCH, 1))
+            tokens = text[start + torch.arange(CONTEXT + 1)].to(device, torch.long)
+            loss = nn.functional.cross_entropy(train(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            ckpt.step(step)
+            logging.info("step %d loss %.4f", step, loss.item())
     ckpt.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rekindle.recovery.suffer import obey
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import root_path
 from rekindle.snapshot.status import SECURED, STAGES, read_status
@@ -71,6 +72,8 @@ class Cell:
     width: int = WIDTH
     pause: float = 0.02
     """Seconds of a forward, beside its work."""
+    cgroup: Path | None = None
+    """Where the victim of an ``oom`` goes first: a control group with little memory."""
     memory_goes: bool = False
     """Somebody removes the memory store just before the fault."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -246,6 +249,9 @@ class _Trainer:
                 os.kill(pid, signal.SIGTERM)
         if fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "oom" and self.cell.cgroup is not None:
+            (self.cell.cgroup / "cgroup.procs").write_text(str(os.getpid()))
+            obey("oom")
         if fault == "loop":
             while True:
                 pass

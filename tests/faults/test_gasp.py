@@ -5,9 +5,10 @@ Some cells of the matrix; ``python -m tests.faults.matrix`` runs more, and ``--f
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,27 @@ def test_fault(
     assert out.cause == cause and what in out.what
     assert any(code != 0 for code in out.codes[0]) and len(out.codes) == 2
     assert judge(out, unbroken(memory, config, world)) == []
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A control group whose processes may have 200 MB."""
+    path = Path(f"/sys/fs/cgroup/memory/rekindle-test-{os.getpid()}")
+    try:
+        path.mkdir()
+        (path / "memory.limit_in_bytes").write_text("200000000")
+    except OSError as error:
+        pytest.skip(f"no control group to be had: {error}")
+    yield path
+    path.rmdir()
+
+
+def test_a_rank_that_the_kernel_kills_for_want_of_memory(
+    root: Path, memory: Path, cgroup: Path, unbroken: Callable[[Path, str, int], list[str]]
+) -> None:
+    out = run(Cell(root, memory, "ddp", "oom", "forward", cgroup=cgroup))
+    assert out.cause == "oom" and out.what == "rank 1 was killed by the kernel for want of memory"
+    assert judge(out, unbroken(memory, "ddp", 2)) == []
 
 
 @pytest.mark.parametrize("fault", ["kill", "kill-two", "exception"])
