@@ -189,9 +189,10 @@ def _observe(cell: Cell, out: Outcome) -> None:
         out.cause, out.what, out.noticed = fault["cause"], fault["what"], fault["noticed"] - struck[0]
     steps = [[int(line[2]) for line in _lines(cell, r) if line[1] == "step"] for r in range(cell.world)]
     out.reached = min(max(done, default=0) for done in steps)
-    if not cell.job.path.exists():  # nobody had anything in memory: the agent has given it back
-        return
-    pages = [read_status(cell.job.status_page(rank)) for rank in range(cell.world)]
+    pages = []
+    for rank in range(cell.world):
+        with suppress(FileNotFoundError):  # nobody had anything in memory: the agent gives it back
+            pages.append(read_status(cell.job.status_page(rank)))
     out.stages = [STAGES[page.stage] for page in pages]
     secured = [page.progress / 1e9 for page in pages if page.stage == SECURED]
     out.secured = max(secured) - struck[0] if secured else -1.0
