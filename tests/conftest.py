@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from rekindle.snapshot.documents import Receipt, checksum
 from rekindle.snapshot.layout import Chunk, Layout
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import JobDir
+from tests.faults.harness import end_agent
 
 settings.register_profile("rekindle", deadline=None)  # machines that run tests are busy ones
 settings.load_profile("rekindle")
@@ -33,19 +32,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("REKINDLE_MEMORY", str(path))
     yield path
     for directory in path.glob("rekindle-*/*"):
-        _end_agent(JobDir(directory))
+        end_agent(JobDir(directory))
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _end_agent(job: JobDir) -> None:
-    deadline = time.monotonic() + 10
-    pid = job.agent()
-    while pid and pid != os.getpid() and job.agent() == pid and time.monotonic() < deadline:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from rekindle.recovery.suffer import obey
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import root_path
 from rekindle.snapshot.status import SECURED, STAGES, read_status
-from tests.faults.harness import _context, digest_state
+from tests.faults.harness import _context, digest_state, end_agent
 
 FAULTS = (
     "exception",
@@ -138,6 +138,7 @@ def run(cell: Cell, starts: int = 3, timeout: float = 90.0) -> Outcome:
         assert lines and lines[-1][1] == "done", f"rank {rank}: {out.codes}\n{cell.log(rank).read_text()[-3000:]}"
         out.digests.append(lines[-1][2])
     _conclude(cell, out)
+    end_agent(cell.job)  # a job without snapshots leaves memory behind, and an agent that waits for it to come back
     return out
 
 

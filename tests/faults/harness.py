@@ -13,9 +13,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from rekindle.snapshot.memory import JobDir
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "rekindle.checkpointer", "tests.faults.harness"])
@@ -110,6 +113,16 @@ def wait_for(condition: Callable[[], Any], timeout: float = 30.0, what: str = ""
             return value
         time.sleep(0.01)
     raise AssertionError(f"not within {timeout} s: {what or condition}")
+
+
+def end_agent(job: JobDir) -> None:
+    """Kill a job's agent, if it has one, and see it go."""
+    deadline = time.monotonic() + 10
+    pid = job.agent()
+    while pid and pid != os.getpid() and job.agent() == pid and time.monotonic() < deadline:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def leftovers(*places: Path) -> list[Path]:

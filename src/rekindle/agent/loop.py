@@ -30,6 +30,8 @@ __all__ = ["run"]
 
 log = logging.getLogger("rekindle.agent")
 
+_IDLE = 0.5
+"""Seconds between two looks when no trainer is there and nothing is to be drained: somebody may come back."""
 _NO_JOB = 60.0
 """Seconds that an agent waits for a trainer to say what the job is."""
 
@@ -46,8 +48,8 @@ class Agent:
         self.quitting = False
         """Leave after the drain in hand; the memory stays."""
         self._alone_since = time.monotonic()
-        self._composed = False
-        """Whether the dead ranks' snapshots have been put together since the last trainer went."""
+        self._idle = False
+        """Whether the last trainer has gone, and what it left has been put together."""
         self._written = ""
         # The event loop keeps its priority: it must answer, and notice faults, while training has all cores busy.
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=step_back)
@@ -86,16 +88,16 @@ class Agent:
                 busy = await loop.run_in_executor(self._behind, self._work)
                 if not busy and await loop.run_in_executor(self._behind, self._done):
                     return
-                await asyncio.sleep(0 if busy else TICK)
+                await asyncio.sleep(0 if busy else _IDLE if self._idle else TICK)
         finally:
             watching.cancel()
             await runner.cleanup()
 
     def _work(self) -> bool:
         alone = not self.job.trainers()
-        if alone and not self._composed:
+        if alone and not self._idle:
             compose_for_the_dead(self.job)
-        self._composed = alone
+        self._idle = alone
         busy = self.drainer.tick()
         text = json.dumps({"pid": os.getpid(), **asdict(self.drainer.progress)})
         if text != self._written and self.job.path.exists():
