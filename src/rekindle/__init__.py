@@ -23,6 +23,7 @@ from rekindle.errors import (
 )
 
 if TYPE_CHECKING:
+    from rekindle.agent.fault import Fault
     from rekindle.checkpointer import Checkpoint, Checkpointer, Metrics
     from rekindle.state.plain import Values
     from rekindle.state.replicas import ReplicaGroup, replica_groups
@@ -33,6 +34,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "CorruptError",
+    "Fault",
     "FormatError",
     "MemoryStoreError",
     "Metrics",
@@ -53,6 +55,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Checkpoint": "rekindle.checkpointer",
     "Checkpointer": "rekindle.checkpointer",
+    "Fault": "rekindle.agent.fault",
     "Metrics": "rekindle.checkpointer",
     "ReplicaGroup": "rekindle.state.replicas",
     "Values": "rekindle.state.plain",

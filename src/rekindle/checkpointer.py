@@ -308,8 +308,8 @@ class Checkpointer:
 
         To be called before the update. A tensor on a device is waited for.
         """
-        if not math.isfinite(loss):
-            raise NonFiniteLossError(f"the loss after step {self._reached} is {float(loss)}")
+        if not math.isfinite(value := loss.item() if isinstance(loss, torch.Tensor) else loss):
+            raise NonFiniteLossError(f"the loss of the step after step {self._reached} is {value}")
 
     def _save(self, n: int, persist: bool) -> None:
         if self._keeper is not None:

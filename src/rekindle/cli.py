@@ -37,6 +37,9 @@ _MAX_RESTARTS = 20
 start should not be repeated for an hour."""
 
 
+_GO_ON = "Started again, the job goes on from its newest checkpoint: 'rekindle ls ROOT' tells which that is."
+
+
 class _Group(click.Group):
     """Turns our errors into one line on stderr and their exit code."""
 
@@ -46,6 +49,9 @@ class _Group(click.Group):
         except RekindleError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except BrokenPipeError:  # whoever read has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(0)
         except OSError as error:  # for one, a live job has recycled what was being looked at
             click.echo(f"Error: {error}", err=True)
             ctx.exit(RekindleError.exit_code)
@@ -208,6 +214,8 @@ def status(root: Path | None, watch: bool, as_json: bool, memory: Path | None) -
         if ranks.row_count:
             click.echo()
             _show(ranks)
+        for line in _faults(found):
+            click.echo(f"\n{line}")
     problems = [f"{one['root'] or one['directory']}: {one['problem']}" for one in found if one["problem"]]
     if problems:
         raise RekindleError("; ".join(problems))
@@ -225,9 +233,18 @@ def _watch(root: Path | None, base: Path) -> None:
         while True:
             found = _statuses(root, base)
             lines = [f"{one['root']}: {one['problem']}" for one in found if one["problem"]]
-            lines += [f"{one['root']}: last fault: {one['fault']['what']}" for one in found if one["fault"]]
+            lines += _faults(found)
             live.update(Group(_jobs_table(found), "", _ranks_table(found), "", *lines), refresh=True)
             time.sleep(_WATCH_EVERY)
+
+
+def _faults(found: list[dict[str, Any]]) -> list[str]:
+    with_fault = [one for one in found if one["fault"]]
+    stamp = "%Y-%m-%d %H:%M:%S"
+    return [
+        f"{one['root']}: last fault: {time.strftime(stamp, time.localtime(one['fault']['at']))} {one['fault']['what']}"
+        for one in with_fault
+    ]
 
 
 def _jobs_table(found: list[dict[str, Any]]) -> Table:
@@ -256,7 +273,7 @@ def _ranks_table(found: list[dict[str, Any]]) -> Table:
             longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
             kept = "-" if page["in_memory"] is None else str(page["in_memory"])
             table.add_row(
-                *(one["root"], str(rank), page["phase"], str(page["step"]), kept),
+                *(one["root"], str(rank), page["does"], str(page["step"]), kept),
                 *(f"{page['age']:.2f} s", longest, page["note"]),
             )
     return table
@@ -349,6 +366,16 @@ def run(arguments: tuple[str, ...]) -> None:
     # Without this, restarted ranks meet the addresses that dead ones left in torchrun's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("PET_MAX_RESTARTS", str(_MAX_RESTARTS))  # torchrun's own default is not to restart at all
-    from torch.distributed.run import main as torchrun  # noqa: PLC0415  the other commands need no torch
+    # The other commands need no torch.
+    from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
-    torchrun(list(arguments))
+    try:
+        torchrun(list(arguments))
+    except ChildFailedError as error:
+        click.echo(f"{error}\n{_GO_ON}", err=True)
+        sys.exit(1)
+    except SignalException as error:
+        click.echo(f"Error: the launcher was told to go by {error.sigval.name}. {_GO_ON}", err=True)
+        sys.exit(128 + error.sigval)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from rekindle.snapshot.memory import JobDir
 from rekindle.storage.posix import PosixStore
 
 __all__ = ["Guarding"]
+
+log = logging.getLogger("rekindle")
 
 
 @dataclass
@@ -43,6 +46,13 @@ class Guarding:
     def begin(self, gate: Gate) -> None:
         self.saves.guard(gate, self._before_update if self.fence else None)
         self.saves.live.note(self.stamp(gate.step, False))
+        alone = self.saves.live.alone
+        if alone and self.group.world > 1:
+            log.warning(
+                "rank %d: %d tensors, such as %s, have no replica that is known: if this rank dies, its newest "
+                "snapshot is all that is left of them. DistributedDataParallel and rekindle.replica_groups are known",
+                *(self.rank, len(alone), alone[0]),
+            )
 
     def end(self) -> None:
         self.saves.guard(None)

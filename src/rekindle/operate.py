@@ -21,7 +21,7 @@ from rekindle.snapshot.lineage import Incarnation, retired
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import receipt_name
-from rekindle.snapshot.status import PHASES, STAGES, Status, read_status
+from rekindle.snapshot.status import DOES, PHASES, STAGES, Status, read_status
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy, survey
 from rekindle.storage.posix import PosixStore
 
@@ -172,12 +172,15 @@ def job_status(job: JobDir) -> dict[str, Any]:
         status["problem"] = f"step {memory[0].step} is only in memory, and nobody is there: run 'rekindle stop ROOT'"
     elif status["drain"] and status["drain"]["error"]:
         status["problem"] = status["drain"]["error"]
+    if status["durable_step"] is None and status["drain"]:
+        status["durable_step"] = status["drain"]["durable"]  # that of an earlier start of the job
     return status
 
 
 def _described(page: Status) -> dict[str, Any]:
     return {
         "phase": "paused" if page.paused else STAGES[page.stage] if page.stage else PHASES[page.phase],
+        "does": "pauses" if page.paused else STAGES[page.stage] if page.stage else DOES[page.phase],
         "step": page.step,
         "in_memory": page.snapshot if page.snapshot >= 0 else None,
         "age": round(page.age, 3),

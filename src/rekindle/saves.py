@@ -46,6 +46,8 @@ class Saves:
         self.newest: Stamp | None = None
         """What was saved last. It may still be on its way into memory, until ``settle``."""
         self._before: Stamp | None = None
+        self._reached = 0
+        """The newest completed step that we were told of."""
         self._metrics, self._strict = metrics, strict
         self._fallen_back = False
 
@@ -128,6 +130,7 @@ class Saves:
     @contextmanager
     def stepping(self, n: int) -> Iterator[None]:
         """Around what is done at the end of step ``n``, when the state is neither the old nor the new one."""
+        self._reached = n
         if self.gate is None:
             yield
             return
@@ -184,6 +187,12 @@ class Saves:
 
     def close(self) -> None:
         """Let go of memory and threads. What is being written to storage goes on being written."""
+        saved = self.newest.step if self.newest is not None else None
+        if self._reached > (saved or 0):
+            log.warning(
+                "step %d was the last, and %s: ckpt.save(%d) before close() keeps it",
+                *(self._reached, "nothing was saved" if saved is None else f"{saved} was saved last", self._reached),
+            )
         self.live.writer.close()
         if self.memory is not None:
             self.memory.close()

@@ -74,6 +74,8 @@ class Cell:
     """Seconds of a forward, beside its work."""
     cgroup: Path | None = None
     """Where the victim of an ``oom`` goes first: a control group with little memory."""
+    evaluate: float = 0.0
+    """Seconds that the victim evaluates at the step of the fault, which it declares."""
     memory_goes: bool = False
     """Somebody removes the memory store just before the fault."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -319,7 +321,7 @@ def _build(trainer: _Trainer, rank: int) -> tuple[dict[str, Any], Any]:
     else:
         optimizer = Halves(groups, lr=1e-2)
     state = {
-        "model": wrapped,
+        "model": model if cell.config == "bare" else wrapped,  # what is a replica of what is known either way
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10)),
     }
@@ -364,12 +366,15 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
             dist.barrier()
             for step in range(start + 1, cell.steps + 1):
                 trainer.step = step
+                if cell.evaluate and step == cell.at and rank == cell.victim:
+                    with ckpt.pause_watchdog("evaluation"):
+                        time.sleep(cell.evaluate)
                 _one_step(trainer, state, model)
                 ckpt.step(step)
                 trainer.say("step", step)
                 trainer.at("copying")
         ckpt.close(timeout=30)
-        plain = {**state, "model": state["model"].module}
+        plain = {**state, "model": model.module}
         if cell.config == "zero":
             plain["optimizer"] = state["optimizer"].optim
         trainer.say("done", digest_state(plain) + f"-{torch.randint(1 << 30, ()).item()}")

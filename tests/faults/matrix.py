@@ -75,7 +75,7 @@ def judge(outcome: Outcome, unbroken: list[str]) -> list[str]:
 
 def _rows(how: str, place: Path, memory: Path) -> Iterator[dict[str, Any]]:
     unbroken: dict[tuple[str, int], list[str]] = {}
-    for config, fault, moment in track(cells(how), console=Console(stderr=True)):
+    for config, fault, moment in _progress(cells(how)):
         kind = config, world_of(config, fault)
         if kind not in unbroken:
             unbroken[kind] = unbroken_run(place, memory, *kind)
@@ -136,13 +136,24 @@ def _times(place: Path, memory: Path) -> Iterator[dict[str, Any]]:
         "hang": {"config": "ddp", "fault": "loop", "moment": "forward"},
         "400 MB": {"config": "bare", "fault": "kill", "moment": "forward", "width": 3333, "steps": 5, "at": 4},
     }
-    for kind, what in track([kind for kind in kinds.items() for _ in range(10)], console=Console(stderr=True)):
+    for kind, what in _progress([kind for kind in kinds.items() for _ in range(10)]):
         root = Path(tempfile.mkdtemp(dir=place)) / "run"
         outcome = run(Cell(root, memory, **what), timeout=180)  # type: ignore[arg-type]
         where = {"kind": kind, "config": what["config"], "fault": what["fault"], "moment": what["moment"]}
         wrong = [f"lost {outcome.lost} completed steps"] if outcome.lost > 0 else []
         yield {**where, "wrong": wrong, **asdict(outcome), "lost": outcome.lost}
         shutil.rmtree(root.parent)
+
+
+def _progress(todo: list[Any]) -> Iterator[Any]:
+    """A bar on a terminal, else a line now and then."""
+    if sys.stderr.isatty():
+        yield from track(todo, console=Console(stderr=True))
+        return
+    for number, one in enumerate(todo):
+        if number % 10 == 0:
+            click.echo(f"{number} of {len(todo)} cells done", err=True)
+        yield one
 
 
 def _texts(row: dict[str, Any]) -> list[str]:

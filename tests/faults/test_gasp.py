@@ -89,6 +89,12 @@ def cgroup() -> Iterator[Path]:
     path.rmdir()
 
 
+def test_whoever_waits_for_a_rank_that_pauses_does_not_hang(root: Path, memory: Path, job: JobDir) -> None:
+    """Rank 1 evaluates for longer than a hang takes; rank 0 waits for it in a collective, without having said so."""
+    out = run(Cell(root, memory, "ddp", evaluate=3.0))
+    assert out.codes == [[0, 0]] and not job.fault.exists()
+
+
 def test_a_rank_that_the_kernel_kills_for_want_of_memory(
     root: Path, memory: Path, cgroup: Path, unbroken: Callable[[Path, str, int], list[str]]
 ) -> None:
@@ -120,7 +126,9 @@ def test_a_hang_leaves_a_report_of_where_every_rank_stood(root: Path, memory: Pa
         assert time.monotonic() < deadline, job.log.read_text()
         time.sleep(0.05)
     head, first, second = report.read_text().split("== rank ")
-    assert "hangs after step 8" in head and "rank 0: step 8" in head and "rank 1: step 8" in head
+    assert "hangs after step 8, before its next update" in head and f"will be in {report}" in head
+    assert "rank 0: after step 8" in head and "rank 1: after step 8" in head
+    assert "rekindle/recovery" not in first + second, "threads that wait for work say nothing"
     assert "in backward" in first and "last of default_pg: gloo:all_reduce number" in first
     assert "in strike" in second and "last of default_pg: gloo:barrier number" in second
     recorded = pickle.loads((report.parent / "rank_1").read_bytes())

@@ -11,14 +11,36 @@ from rekindle.agent.fault import Fault
 from rekindle.errors import RekindleError
 from rekindle.snapshot.memory import JobDir
 
-__all__ = ["report_dir", "write_report"]
+__all__ = ["main_stack", "report_file", "write_report"]
 
 log = logging.getLogger("rekindle.agent")
 
 
-def report_dir(root: Path, fault: Fault) -> Path:
+_OURS = str(Path(__file__).parents[1])
+_IDLE = "concurrent/futures/thread.py"
+
+
+def report_file(root: Path, generation: int, step: int) -> Path:
     """Where a hang's report goes: beside the checkpoints, where it outlives the node."""
-    return root / f"hang-{fault.generation}-step-{fault.step}"
+    return root / f"hang-{generation}-step-{step}" / "report.txt"
+
+
+def main_stack(text: str) -> str:
+    """Of what faulthandler has written: where the main thread stood, which is the one that takes signals."""
+    found = [part for part in text.split("\n\n") if part.startswith("Current thread")]
+    return found[0].strip() if found else ""
+
+
+def _in_order(text: str) -> str:
+    """The main thread first, and nobody who waits for work or for news of a fault."""
+    parts = [part.strip() for part in text.split("\n\n") if part.strip()]
+
+    def waits(part: str) -> bool:
+        top = [line for line in part.splitlines() if line.startswith("  File")][:2]
+        return any(_IDLE in line for line in top[:1]) or any(_OURS in line for line in top)
+
+    kept = [part for part in parts if part.startswith("Current thread") or not waits(part)]
+    return "\n\n".join(sorted(kept, key=lambda part: not part.startswith("Current thread")))
 
 
 def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
@@ -28,18 +50,19 @@ def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
     """
     parts = [f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(fault.at))} {fault.what}", fault.detail]
     for rank in ranks:
-        parts += ["", f"== rank {rank} ==", _text(job.stacks(rank)) or "could not write down where it stood"]
+        parts += ["", f"== rank {rank} ==", _in_order(_text(job.stacks(rank))) or "could not tell where it stood"]
     try:
         info = job.read_job()
         if info is None:
             return
-        place = report_dir(Path(info.root), fault)
+        report = report_file(Path(info.root), fault.generation, fault.step)
+        place = report.parent
         place.mkdir(parents=True, exist_ok=True)
-        (place / "report.txt").write_text("\n".join(parts) + "\n")
+        report.write_text("\n".join(parts) + "\n")
         for rank in ranks:
             with suppress(FileNotFoundError):
                 (place / f"rank_{rank}").write_bytes(job.flight(rank).read_bytes())
-        log.error("the report is %s", place / "report.txt")
+        log.error("the report is %s", report)
     except (OSError, RekindleError) as error:
         log.error("the report could not be written: %s", error)
 

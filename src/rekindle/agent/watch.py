@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rekindle.agent.fault import Fault
 from rekindle.agent.process import Process, describe, oom_kills
-from rekindle.agent.report import write_report
+from rekindle.agent.report import report_file, write_report
 from rekindle.errors import FormatError
 from rekindle.snapshot.memory import JobDir, write_atomic
-from rekindle.snapshot.status import DONE, PHASES, SECURING, Reader, Status
+from rekindle.snapshot.status import DOES, DONE, SECURING, Reader, Status
 
 __all__ = ["Watch", "allowance"]
 
@@ -80,6 +81,8 @@ class Watch:
     _reporting: asyncio.Task[None] | None = None
     _looked: float = 0.0
     _blind_until: float = 0.0
+    _paused: float = 0.0
+    """When a rank was last seen to pause."""
 
     async def serve(self) -> None:
         """Listen for ranks, and look after them until cancelled."""
@@ -188,13 +191,16 @@ class Watch:
     def _look_for_hang(self, now: float) -> None:
         pages = {rank.rank: rank.page.read() for rank in self.ranks.values()}
         watched = [rank for rank in self.ranks.values() if rank.watchdog]
-        # Whoever waits for a rank that was told to pause waits with a reason.
-        if not watched or now < self._blind_until or any(page.paused for page in pages.values()):
+        # Whoever waits for a rank that was told to pause waits with a reason, and only counts from the pause's end.
+        if any(page.paused for page in pages.values()):
+            self._paused = now
+        if not watched or now < self._blind_until:
             return
         limit = allowance(min(page.longest for page in pages.values()) and max(p.longest for p in pages.values()))
         if limit is None:
             return
-        if any(pages[rank.rank].phase != DONE and pages[rank.rank].age > limit for rank in watched):
+        ages = [min(pages[rank.rank].age, now - self._paused) for rank in watched if pages[rank.rank].phase != DONE]
+        if any(age > limit for age in ages):
             self._hangs(pages, limit)
 
     def _hangs(self, pages: dict[int, Status], limit: float) -> None:
@@ -203,13 +209,17 @@ class Watch:
         lines = [f"no progress for {limit:.2f} s, which is {_FACTOR:g} x the longest recent step + {_FLOOR:g} s"]
         for number, page in sorted(pages.items()):
             more = (f", {page.note}" if page.note else "") + (", stopped by a signal" if number in stopped else "")
-            lines.append(f"rank {number}: step {page.step}, {PHASES[page.phase]}, for {page.age:.2f} s{more}")
+            lines.append(f"rank {number}: after step {page.step}, {DOES[page.phase]}, for {page.age:.2f} s{more}")
         for other in self.ranks.values():
             if other.stacks:
                 other.process.send(other.stacks)
         rank = self.ranks[behind]
-        what = f"rank {behind} hangs after step {pages[behind].step} ({PHASES[pages[behind].phase]})"
-        fault = Fault("hang", behind, rank.generation, pages[behind].step, what, "\n".join(lines))
+        step = pages[behind].step
+        what = f"rank {behind} hangs after step {step}, {DOES[pages[behind].phase]}"
+        info = self.job.read_job()
+        if info is not None:
+            lines.append(f"the stacks of all ranks will be in {report_file(Path(info.root), rank.generation, step)}")
+        fault = Fault("hang", behind, rank.generation, step, what, "\n".join(lines))
         self.strike(fault)
         self._reporting = asyncio.get_running_loop().create_task(self._report(fault, sorted(pages)))
 

@@ -46,7 +46,6 @@ class Gasp:
 
     def run(self, fault: Fault) -> None:
         """Secure what there is. Doesn't raise; the status page tells what came of it."""
-        began = time.monotonic()
         end = fault.noticed + self.deadline
         self.gate.stage(SECURING)
         try:
@@ -56,14 +55,10 @@ class Gasp:
         except Exception as error:
             log.error("the state could not be secured: %s: %s", type(error).__name__, error)
         self.gate.stage(SECURED if self.secured else FAILED, max(self.secured, default=-1))
-        log.warning("secured %s, %.3f s after the fault, in %.3f s", *(self._what(), *self._since(fault, began)))
+        log.warning("this rank has secured %s, %.3f s after the fault", self._what(), time.monotonic() - fault.noticed)
 
     def _what(self) -> str:
         return "step " + " and ".join(map(str, self.secured)) if self.secured else "nothing"
-
-    def _since(self, fault: Fault, began: float) -> tuple[float, float]:
-        now = time.monotonic()
-        return now - fault.noticed, now - began
 
     def _secure(self, end: float, cause: str) -> None:
         planned, patience = cause == "notice", _CATCH_UP if cause == "hang" else _UPDATE  # a hang has waited already

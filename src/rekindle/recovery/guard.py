@@ -17,12 +17,14 @@ from types import TracebackType
 from typing import IO, Any, Protocol
 
 from rekindle.agent.fault import Fault
+from rekindle.agent.report import main_stack
 from rekindle.errors import FormatError, NonFiniteLossError
 from rekindle.recovery.flight import last_collectives, recording
 from rekindle.recovery.gasp import Gasp
 from rekindle.recovery.gate import Gate
 from rekindle.recovery.line import Line
 from rekindle.recovery.notice import Notice, Notices
+from rekindle.recovery.verdict import tell_launcher
 from rekindle.snapshot.memory import JobDir, write_atomic
 from rekindle.snapshot.status import Reader, Status, StatusPage
 
@@ -180,6 +182,7 @@ class Guard(ContextDecorator):
         first = self._first or fault
         if not self._take_up(first):
             time.sleep(self.deadline + _FLUSH)  # another thread secures the state, and ends the process
+        tell_launcher(first, rank)
         self.hooks.call("on_stop", first)
         self._gasp(first)
         if first.rank != rank:
@@ -224,6 +227,7 @@ class Guard(ContextDecorator):
         timer = threading.Timer(max(0.1, fault.noticed + self.deadline - time.monotonic()), os._exit, [code])
         timer.daemon = True
         timer.start()
+        tell_launcher(fault, self.trainer.rank)
         self.hooks.call("on_stop", fault)
         self._gasp(fault)
         if fault.cause == "hang":
@@ -248,7 +252,7 @@ class Guard(ContextDecorator):
         if self._stacks is not None:
             with suppress(OSError), open(self._stacks.name) as file:
                 text = file.read()
-        return f"\n{fault.detail}\n{text}"
+        return f"\n{fault.detail}\nrank {self.trainer.rank} stood here: {main_stack(text)}"
 
     def _gasp(self, fault: Fault) -> None:
         gasp = Gasp(self._gate, self._mates, self._secure, self.trainer.durable, self.deadline)

@@ -18,8 +18,18 @@ __all__ = ["Notice", "Notices"]
 
 log = logging.getLogger("rekindle")
 
+
+def _mark(path: Path) -> tuple[int, int] | None:
+    """What tells a file from one that was there before; None when there is none."""
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_ino, info.st_mtime_ns
+
+
 Notice = signal.Signals | int | str | os.PathLike[str] | Callable[[], bool]
-"""A signal; a file that appears; a question whose answer becomes true."""
+"""A signal; a file that appears, or is written anew, from now on; a question whose answer becomes true."""
 
 _ASK_EVERY = 1.0
 """Seconds between looks at files and answers."""
@@ -35,7 +45,8 @@ class Notices:
     def __init__(self, notices: Sequence[Notice], heard: Callable[[str, int], None]) -> None:
         self._heard = heard
         self._signals = [int(n) for n in notices if isinstance(n, int)]
-        self._files = [Path(n) for n in notices if isinstance(n, (str, os.PathLike))]
+        files = [Path(n) for n in notices if isinstance(n, (str, os.PathLike))]
+        self._files = {path: _mark(path) for path in files}
         self._questions = [n for n in notices if callable(n)]
         if len(self._signals) + len(self._files) + len(self._questions) != len(notices):
             raise UsageError(f"notices {notices!r}: give signals, files, or callables")
@@ -73,8 +84,8 @@ class Notices:
                 return
 
     def _asked(self) -> str | None:
-        for path in self._files:
-            if path.exists():
+        for path, before in self._files.items():
+            if _mark(path) not in (None, before):
                 return f"found {path}"
         for question in self._questions:
             try:

@@ -138,7 +138,8 @@ def _explain(rank: int, choice: Choice, key: Key, verdicts: list[Verdict]) -> No
     if rank == 0:
         for other in sorted(choice.rejected, reverse=True):
             if other > key:
-                log.info("restore: step %d of generation %d is out: %s", *_short(other), choice.rejected[other])
+                level = logging.INFO if choice.rejected[other].startswith("abandoned") else logging.WARNING
+                log.log(level, "restore: step %d of generation %d is out: %s", *_short(other), choice.rejected[other])
         for why in reasons:
             log.warning("restore: step %d: a copy is out: %s", key[0], why)
     choice.rejected = {k: v for k, v in choice.rejected.items() if k < key}
@@ -181,4 +182,4 @@ def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight], s
     if rank == 0:
         for line in why:
             log.warning("restore: out: %s", line)
-        log.info("nothing to restore: starting from step 0")
+        log.log(logging.WARNING if why else logging.INFO, "nothing to restore: starting from step 0")

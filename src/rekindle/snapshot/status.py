@@ -14,12 +14,15 @@ from rekindle.errors import FormatError
 
 __all__ = ["DONE", "STABLE", "STARTING", "STEPPING", "UPDATING"]
 __all__ += ["FAILED", "SECURED", "SECURING", "TRAINING"]
-__all__ += ["PHASES", "STAGES", "Reader", "Status", "StatusPage", "read_status"]
+__all__ += ["DOES", "PHASES", "STAGES", "Reader", "Status", "StatusPage", "read_status"]
 
 STARTING, STABLE, UPDATING, STEPPING, DONE = range(5)
 PHASES = ("starting", "stable", "updating", "stepping", "done")
 """``stable``: the state is that of ``step``. ``updating``: an optimizer is at it, or has been. ``stepping``: inside of
 ``ckpt.step()``. ``done``: the guarded part has ended as it should."""
+
+DOES = ("starting", "before its next update", "in its update", "in ckpt.step()", "done")
+"""The same for people."""
 
 TRAINING, SECURING, SECURED, FAILED = range(4)
 STAGES = ("training", "securing", "secured", "failed")

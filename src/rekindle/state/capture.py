@@ -24,7 +24,7 @@ from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.layout import DTYPES, PAGE, Chunk, Layout, blocks
 from rekindle.state.codec import encode
 from rekindle.state.fence import Fence
-from rekindle.state.replicas import replicated_over
+from rekindle.state.replicas import data_parallel, replicated_over
 from rekindle.state.rng import RngState
 from rekindle.state.tree import Flat, describe, flatten
 from rekindle.state.watch import Watch, content
@@ -124,13 +124,6 @@ class Capture:
             if RNG in self.state:
                 raise UsageError(f"state: {RNG!r} names the random generators; rename yours, or pass rng=False")
             self.state[RNG] = RngState()
-        self._replicated = {
-            id(parameter): ranks
-            for entry in state.values()
-            if isinstance(entry, DistributedDataParallel)
-            for ranks in [torch.distributed.get_process_group_ranks(entry.process_group)]
-            for parameter in entry.parameters()
-        }
         self._allow_pickle = allow_pickle
         self._fence: Fence | None = None
         self._restless: set[str] = set()
@@ -172,13 +165,14 @@ class Capture:
 
     def replicas(self, plan: Plan) -> dict[str, list[int]]:
         """By tensor: the ranks that have the same bytes of it after each update. What updates alike stays alike."""
-        among = dict(self._replicated)
+        parameters = data_parallel()
+        among = dict(parameters)
         for entry in self.state.values():
             if not isinstance(entry, (torch.optim.Optimizer, ZeroState)):
                 continue
             part = list(replicated_over(entry.optimizer.process_group)) if isinstance(entry, ZeroState) else None
             for parameter, kept in entry.state.items():
-                ranks = self._replicated.get(id(parameter)) if part is None else part
+                ranks = parameters.get(id(parameter)) if part is None else part
                 if ranks:
                     among |= {id(tensor): ranks for tensor in kept.values()}
         return {name: among[id(tensor)] for name, tensor in plan.watched.items() if id(tensor) in among}

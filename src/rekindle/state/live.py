@@ -52,6 +52,11 @@ class Live:
         if self._small is not None:
             self.take(stamp)
 
+    @property
+    def alone(self) -> list[str]:
+        """Of the newest step noted or taken: the tensors that no other rank is known to have."""
+        return self._small.alone if self._small is not None else []
+
     def take(self, stamp: Stamp) -> tuple[Plan, bytes]:
         """The state is that of ``stamp`` now: what to copy, and a receipt's values."""
         return self._take(self._small, stamp)

@@ -77,6 +77,11 @@ class SmallState:
             self._taken.append(Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block))
             at += padded(unit.nbytes)
 
+    @property
+    def alone(self) -> list[str]:
+        """Tensors that the updates change, and that no other rank is known to have."""
+        return [] if self._plan is None else [name for name in self._plan.watched if name not in self._replicas]
+
     def _write(self, file: Smalls, stamp: Stamp, plan: Plan) -> None:
         if not self._told:
             file.plan(stamp, plan.static, [unit.block for unit in self._taken], self._replicas)
