@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -203,6 +203,7 @@ class Checkpointer:
         self._restored = True
         if done is None:
             return 0
+        self._saves.restored = self._saves.reached = done.step
         self._base = Stamp(done.step, self._group.rank, self._group.world, done.incarnation)
         self._incarnation = replace(self._incarnation, parent=done.incarnation.id, parent_step=done.step)
         self.metrics.restored_step, self.metrics.restored_from = done.step, done.place
@@ -297,11 +298,11 @@ class Checkpointer:
         """
         trainer = Guarding(self._saves, self._store, self._stamp, self._job, self._group, self._meeting, fence)
         hooks = Hooks(on_stop, on_clean, on_gasp, on_exit)
-        return Guard(trainer, lambda: self._reached, watchdog, gasp_deadline, notices, hooks)
+        return Guard(trainer, lambda: self._saves.reached, watchdog, gasp_deadline, notices, hooks)
 
     def pause_watchdog(self, what: str) -> AbstractContextManager[None]:
         """A long pause that is no fault, such as an evaluation: ``with ckpt.pause_watchdog("evaluation"):``."""
-        return self._saves.gate.pause(what) if self._saves.gate is not None else nullcontext()
+        return self._saves.pause(what)
 
     def report(self, *, loss: float | torch.Tensor) -> None:
         """Raise NonFiniteLossError for a loss that is infinite or not a number, before it gets into the parameters.
@@ -309,7 +310,7 @@ class Checkpointer:
         To be called before the update. A tensor on a device is waited for.
         """
         if not math.isfinite(value := loss.item() if isinstance(loss, torch.Tensor) else loss):
-            raise NonFiniteLossError(f"the loss of the step after step {self._reached} is {value}")
+            raise NonFiniteLossError(f"the loss of the step after step {self._saves.reached} is {value}")
 
     def _save(self, n: int, persist: bool) -> None:
         if self._keeper is not None:
@@ -321,12 +322,6 @@ class Checkpointer:
 
     def _stamp(self, n: int, persist: bool = False) -> Stamp:
         return Stamp(n, self._group.rank, self._group.world, self._incarnation, persist)
-
-    @property
-    def _reached(self) -> int:
-        """The step of the newest save, or that was restored."""
-        stamp = self._saves.newest or self._base
-        return stamp.step if stamp is not None else 0
 
     def _check_step(self, n: int) -> None:
         if self._closed:
@@ -343,6 +338,10 @@ class Checkpointer:
             )
 
     def _wait_durable(self, stamp: Stamp, timeout: float) -> None:
+        with self.pause_watchdog("waiting for storage"):
+            self._wait_for(stamp, timeout)
+
+    def _wait_for(self, stamp: Stamp, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         error = self._saves.direct.finish(timeout)
         if error is not None and not self._store.durable(stamp):

@@ -62,6 +62,15 @@ class Guarding:
         self.saves.live.note_update(self.stamp(step, False))
         self.group.barrier()
 
+    def finish(self, step: int) -> None:
+        """Once this rank has nothing left that tells of the last step, it could not help those that fail in it."""
+        if self.saves.memory is not None and step > self.saves.restored:
+            with self.saves.stepping(step):
+                self.saves.settle()
+                if self.saves.newest is None or self.saves.newest.step < step:
+                    self.saves.save(self.stamp(step, False))
+                    self.saves.settle()
+
     def secure(self, step: int) -> None:
         self.saves.gasp(self.stamp(step, True))
 

@@ -186,6 +186,8 @@ class MemorySaver:
             if flight.committed:
                 self.persist(stamp.step)
                 return
+            if isinstance(flight.error, Changed):
+                raise flight.error
         plan = self._live.plan(stamp)
         slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
         assert slot.map is not None
@@ -291,6 +293,11 @@ class DirectSaver:
         if self._store.publish(receipt.stamp):
             self._store.prune(*self._keep)
             self._store.settle()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save has not been seen to its end."""
+        return self._writing is not None
 
     def finish(self, timeout: float = _WRITE_TIMEOUT) -> BaseException | None:
         """Wait until the last save is written, and tell what went wrong with it. Raises NotDurableError."""

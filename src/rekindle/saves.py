@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from rekindle.errors import MemoryStoreError, NotDurableError
@@ -46,8 +46,9 @@ class Saves:
         self.newest: Stamp | None = None
         """What was saved last. It may still be on its way into memory, until ``settle``."""
         self._before: Stamp | None = None
-        self._reached = 0
-        """The newest completed step that we were told of."""
+        self.reached = 0
+        """The newest completed step that we were told of, or that was restored."""
+        self.restored = 0
         self._metrics, self._strict = metrics, strict
         self._fallen_back = False
 
@@ -86,7 +87,10 @@ class Saves:
         return self.direct.save(stamp)
 
     def _finish_direct(self) -> None:
-        error = self.direct.finish()
+        if not self.direct.writing:  # a pause teaches the watchdog nothing of the step
+            return
+        with self.pause("waiting for storage"):
+            error = self.direct.finish()
         if error is not None and self.newest is not None:
             self._failed(self.newest.step, error)
 
@@ -120,6 +124,10 @@ class Saves:
         self.gate, self._before_update = gate, before_update
         self.live.guard(gate is not None)
 
+    def pause(self, what: str) -> AbstractContextManager[None]:
+        """The watchdog waits meanwhile, if there is one."""
+        return self.gate.pause(what) if self.gate is not None else nullcontext()
+
     def in_memory(self) -> int:
         """The newest step of this rank that is in memory; -1 if none is."""
         flight = self.memory.flight if self.memory is not None else None
@@ -130,7 +138,7 @@ class Saves:
     @contextmanager
     def stepping(self, n: int) -> Iterator[None]:
         """Around what is done at the end of step ``n``, when the state is neither the old nor the new one."""
-        self._reached = n
+        self.reached = n
         if self.gate is None:
             yield
             return
@@ -174,7 +182,8 @@ class Saves:
     def secure(self, timeout: float) -> None:
         """Return when the newest save outlives this process. Raises NotDurableError when storage had to and didn't."""
         self.settle()
-        error = self.direct.finish(timeout)
+        with self.pause("waiting for storage"):
+            error = self.direct.finish(timeout)
         if error is not None:
             raise NotDurableError(f"the newest save did not reach storage: {error}") from error
 
@@ -187,11 +196,11 @@ class Saves:
 
     def close(self) -> None:
         """Let go of memory and threads. What is being written to storage goes on being written."""
-        saved = self.newest.step if self.newest is not None else None
-        if self._reached > (saved or 0):
+        saved = self.newest.step if self.newest is not None else self.restored
+        if self.reached > saved:
             log.warning(
-                "step %d was the last, and %s: ckpt.save(%d) before close() keeps it",
-                *(self._reached, "nothing was saved" if saved is None else f"{saved} was saved last", self._reached),
+                "step %d was the last, and step %d is the newest that is saved: ckpt.save(%d) before close() keeps it",
+                *(self.reached, saved, self.reached),
             )
         self.live.writer.close()
         if self.memory is not None:

@@ -73,3 +73,13 @@ def test_the_page_tells_and_pauses_do_not_count(tmp_path: Path) -> None:
     assert not page.paused and page.note == "" and page.longest < 0.3
     gate.end(well=True)
     assert read_status(tmp_path / "page").phase == DONE
+
+
+def test_the_end_of_a_pause_within_a_pause_is_not_the_end(tmp_path: Path) -> None:
+    gate = gate_at(tmp_path)
+    with gate.pause("evaluation"):
+        with gate.pause("storage"):
+            assert read_status(tmp_path / "page").note == "storage"
+        page = read_status(tmp_path / "page")
+        assert page.paused and page.note == "evaluation"
+    assert not read_status(tmp_path / "page").paused

@@ -36,8 +36,12 @@ _SLEPT = 0.5
 """Seconds by which the agent's own look may be late. If more, the whole node has stood still, not a rank."""
 _DEAF = 1.0
 """Seconds after which a rank that has not begun to secure its state is taken for stuck."""
+_LINE = 1 << 20
+"""Bytes of the longest line that a rank may send."""
 _TELLING = 60.0
 """Seconds after which a hang's report is written though some ranks are still there."""
+_ANSWER = 0.1
+"""Seconds that a stuck rank gets to write down its stacks, when faulthandler does that for it."""
 _LINGER = 0.5
 """Seconds that a rank may take to leave once it has nothing more to do."""
 
@@ -52,18 +56,21 @@ class _Rank:
     """One rank that is being watched."""
 
     rank: int
-    generation: int
+    since: float
+    """When it began to be guarded, by this node's monotonic clock: of earlier faults it knows nothing."""
     watchdog: bool
     deadline: float
     """Seconds that it may take to secure its state after a fault."""
     stacks: int
-    """Signal at which it writes down where its threads stand; 0 for none."""
+    """Signal at which it writes down where its threads stand, when it can't be told to; 0 for none."""
     process: Process
     page: Reader
     writer: asyncio.StreamWriter
     ooms: int
     settled: float = 0.0
     """When it had nothing more to do, after a fault."""
+    asked: float = 0.0
+    """When it was asked for its stacks."""
     over: bool = False
 
 
@@ -87,7 +94,7 @@ class Watch:
     async def serve(self) -> None:
         """Listen for ranks, and look after them until cancelled."""
         self.job.watch_socket.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._meet, str(self.job.watch_socket))
+        self._server = await asyncio.start_unix_server(self._meet, str(self.job.watch_socket), limit=_LINE)
         self._looked = time.monotonic()
         try:
             while True:
@@ -123,7 +130,7 @@ class Watch:
         process, page = Process(int(hello["pid"])), Reader(self.job.status_page(number))
         rank = _Rank(
             rank=number,
-            generation=int(hello["generation"]),
+            since=float(hello["since"]),
             watchdog=bool(hello["watchdog"]),
             deadline=float(hello["deadline"]),
             stacks=int(hello["stacks"]),
@@ -144,7 +151,7 @@ class Watch:
     def _hear(self, rank: _Rank, message: dict[str, Any]) -> None:
         if "fault" in message:
             self._look()  # who raises because of another one's death is not the first
-            self.strike(Fault.from_json(message["fault"]))
+            self.strike(Fault.from_json(message["fault"]), rank)
         elif "bye" in message:
             self._part(rank)
 
@@ -178,7 +185,7 @@ class Watch:
             self._look_for_hang(now)
 
     def _dies(self, rank: _Rank) -> bool:
-        return self.fault is not None and self.fault.generation >= rank.generation
+        return self.fault is not None and self.fault.noticed >= rank.since
 
     def _ended(self, rank: _Rank, status: int | None) -> None:
         page = rank.page.read()
@@ -186,7 +193,7 @@ class Watch:
         if self._dies(rank) or page.phase == DONE:
             return
         cause, what = describe(status, oom_kills(rank.process.pid) > rank.ooms)
-        self.strike(Fault(cause, rank.rank, rank.generation, page.step, f"rank {rank.rank} {what}"))
+        self.strike(Fault(cause, rank.rank, page.generation, page.step, f"rank {rank.rank} {what}"), rank)
 
     def _look_for_hang(self, now: float) -> None:
         pages = {rank.rank: rank.page.read() for rank in self.ranks.values()}
@@ -210,17 +217,17 @@ class Watch:
         for number, page in sorted(pages.items()):
             more = (f", {page.note}" if page.note else "") + (", stopped by a signal" if number in stopped else "")
             lines.append(f"rank {number}: after step {page.step}, {DOES[page.phase]}, for {page.age:.2f} s{more}")
-        for other in self.ranks.values():
-            if other.stacks:
-                other.process.send(other.stacks)
         rank = self.ranks[behind]
-        step = pages[behind].step
+        step, generation = pages[behind].step, pages[behind].generation
+        like = [n for n in sorted(pages) if (n in stopped, pages[n].step) == (behind in stopped, step)]
         what = f"rank {behind} hangs after step {step}, {DOES[pages[behind].phase]}"
+        if len(like) > 1:  # who waits for whom, only their stacks can tell
+            what = f"ranks {', '.join(map(str, like))} hang after step {step}, {DOES[pages[behind].phase]}"
         info = self.job.read_job()
         if info is not None:
-            lines.append(f"the stacks of all ranks will be in {report_file(Path(info.root), rank.generation, step)}")
-        fault = Fault("hang", behind, rank.generation, step, what, "\n".join(lines))
-        self.strike(fault)
+            lines.append(f"the stacks of all ranks will be in {report_file(Path(info.root), generation, step)}")
+        fault = Fault("hang", behind, generation, step, what, "\n".join(lines))
+        self.strike(fault, rank)
         self._reporting = asyncio.get_running_loop().create_task(self._report(fault, sorted(pages)))
 
     async def _report(self, fault: Fault, ranks: list[int]) -> None:
@@ -232,9 +239,9 @@ class Watch:
 
     # -- after a fault ------------------------------------------------------------------------------------------
 
-    def strike(self, fault: Fault) -> None:
-        """Take a fault up, unless its generation has one already: what follows from the first one is no news."""
-        if self.fault is not None and self.fault.generation >= fault.generation:
+    def strike(self, fault: Fault, rank: _Rank) -> None:
+        """Take up a fault of ``rank``, unless that is dying already: what follows from the first one is no news."""
+        if self._dies(rank):
             return
         self.fault = fault
         self.urgent(True)
@@ -252,11 +259,15 @@ class Watch:
             page = rank.page.read()
             if page.stage > SECURING and not rank.settled:
                 rank.settled = now
-            deaf = page.stage < SECURING and (since > _DEAF or rank.process.look().stopped)
-            if deaf or (rank.settled and now > rank.settled + _LINGER) or since > rank.deadline:
+            stopped = rank.process.look().stopped
+            deaf = page.stage < SECURING and (since > _DEAF or stopped)
+            if deaf and rank.stacks and not rank.asked and not stopped:
+                rank.asked = now  # it can't write down its stacks, and would not be here much longer if that ended it
+                rank.process.send(rank.stacks)
+            if deaf or (rank.settled and now > rank.settled + _LINGER) or since > rank.deadline + _LINGER:
                 idle.append(rank)
-            busy |= not deaf and not rank.settled and since < rank.deadline
-        for rank in idle if not busy else []:
+            busy |= not deaf and not rank.settled and since < rank.deadline + _LINGER
+        for rank in idle if not busy and all(now - rank.asked > _ANSWER for rank in idle) else []:
             log.warning("rank %d does not end by itself: killed", rank.rank)
             rank.process.send(signal.SIGKILL)
             rank.settled = now  # it is looked at again until it is over

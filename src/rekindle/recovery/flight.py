@@ -1,13 +1,40 @@
-"""torch's flight recorder, read: which collective each rank came to last, over gloo and NCCL alike."""
+"""What a rank can tell of a hang: where its threads stand, and which collective it came to last."""
 
 from __future__ import annotations
 
 import json
+import sys
+import threading
+from types import FrameType
 from typing import Any
 
 import torch._C
 
-__all__ = ["last_collectives", "recording"]
+__all__ = ["last_collectives", "recording", "stacks"]
+
+
+def stacks() -> str:
+    """Where all other threads stand, in the words of faulthandler, to whom the main thread is the current one.
+
+    Nothing else of Python runs meanwhile. faulthandler's own answer to a signal doesn't wait for that, and has been
+    seen to end a process whose threads came and went: the agent asks for it only where this can't be had.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for number, frame in sys._current_frames().items():
+        if number != threading.get_ident():
+            kind = "Current thread" if number == threading.main_thread().ident else "Thread"
+            parts.append(f"{kind} {names.get(number, number)} (most recent call first):\n{_lines(frame)}")
+    return "\n\n".join(parts)
+
+
+def _lines(frame: FrameType | None) -> str:
+    """Without the source's text: it may lie on storage that hangs."""
+    found = []
+    while frame is not None:
+        found.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+        frame = frame.f_back
+    return "\n".join(found)
 
 
 def recording() -> bytes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from rekindle.agent.fault import Fault
 from rekindle.recovery.gate import Gate
-from rekindle.snapshot.status import FAILED, SECURED, SECURING, STABLE, TRAINING, Status
+from rekindle.snapshot.status import DONE, FAILED, SECURED, SECURING, STABLE, TRAINING, Status
 
 __all__ = ["Gasp"]
 
@@ -31,7 +31,7 @@ _POLL = 0.005
 
 @dataclass
 class Gasp:
-    """One rank's. ``run`` does all, once."""
+    """One rank's. ``run`` does all, once; ``end`` tells the agent that the rank has nothing more to do."""
 
     gate: Gate
     mates: Callable[[bool], list[Status]]
@@ -45,7 +45,7 @@ class Gasp:
     secured: list[int] = field(default_factory=list)
 
     def run(self, fault: Fault) -> None:
-        """Secure what there is. Doesn't raise; the status page tells what came of it."""
+        """Secure what there is. Doesn't raise."""
         end = fault.noticed + self.deadline
         self.gate.stage(SECURING)
         try:
@@ -54,13 +54,20 @@ class Gasp:
                 self._wait_for_storage(self.secured[-1], end)
         except Exception as error:
             log.error("the state could not be secured: %s: %s", type(error).__name__, error)
-        self.gate.stage(SECURED if self.secured else FAILED, max(self.secured, default=-1))
         log.warning("this rank has secured %s, %.3f s after the fault", self._what(), time.monotonic() - fault.noticed)
+
+    def end(self) -> None:
+        """The status page tells what came of it; the agent gives the rank half a second to leave."""
+        self.gate.stage(SECURED if self.secured else FAILED)
 
     def _what(self) -> str:
         return "step " + " and ".join(map(str, self.secured)) if self.secured else "nothing"
 
     def _secure(self, end: float, cause: str) -> None:
+        if self.gate.phase == DONE:
+            if self.gate.snapshot >= self.gate.step:
+                self.secured.append(self.gate.snapshot)  # when the guarded part ended
+            return
         planned, patience = cause == "notice", _CATCH_UP if cause == "hang" else _UPDATE  # a hang has waited already
         step = self.gate.seize(min(patience, end - time.monotonic()))
         if step is None:

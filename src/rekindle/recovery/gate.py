@@ -75,13 +75,14 @@ class Gate:
     def pause(self, what: str) -> Iterator[None]:
         """The watchdog waits meanwhile, and the time counts for no step."""
         with self._changed:
-            before, self._page.note, self._page.paused = self._page.note, what.encode()[:64], True
+            before = self._page.note, self._page.paused
+            self._page.note, self._page.paused = what.encode()[:64], True
             self._show()
         try:
             yield
         finally:
             with self._changed:
-                self._page.note, self._page.paused, self._since = before, False, None
+                (self._page.note, self._page.paused), self._since = before, None
                 self._show()
 
     def end(self, well: bool) -> None:
@@ -127,6 +128,10 @@ class Gate:
             self._page.secured = max(secured, self._page.secured)
             self._page.snapshot = max(secured, self._page.snapshot)
             self._show()
+
+    @property
+    def snapshot(self) -> int:
+        return self._page.snapshot
 
     @property
     def phase(self) -> int:

@@ -19,14 +19,14 @@ from typing import IO, Any, Protocol
 from rekindle.agent.fault import Fault
 from rekindle.agent.report import main_stack
 from rekindle.errors import FormatError, NonFiniteLossError
-from rekindle.recovery.flight import last_collectives, recording
+from rekindle.recovery.flight import last_collectives, recording, stacks
 from rekindle.recovery.gasp import Gasp
 from rekindle.recovery.gate import Gate
 from rekindle.recovery.line import Line
 from rekindle.recovery.notice import Notice, Notices
 from rekindle.recovery.verdict import tell_launcher
 from rekindle.snapshot.memory import JobDir, write_atomic
-from rekindle.snapshot.status import Reader, Status, StatusPage
+from rekindle.snapshot.status import SECURING, STABLE, Reader, Status, StatusPage
 
 __all__ = ["LEFT", "Guard", "Guarded", "Hooks"]
 
@@ -38,8 +38,8 @@ LEFT = 75
 _WORD = 0.2
 """Seconds that a rank which raised waits for the agent's word on whether somebody else was first."""
 _FLUSH = 0.2
-_WRITING = 0.02
-"""Seconds in which the stacks should have been written: by a signal's handler, at once."""
+_LINE, _LONGEST = 500, 16 << 10
+"""Characters of what was raised, and of its traceback, that others are told."""
 
 
 class Guarded(Protocol):
@@ -61,6 +61,9 @@ class Guarded(Protocol):
 
     def end(self) -> None:
         """Tell it no more."""
+
+    def finish(self, step: int) -> None:
+        """The guarded part has ended well, and the state is that of ``step``: see it into memory."""
 
     def secure(self, step: int) -> None:
         """Bring the live state, which is that of ``step``, into memory. Any thread, while nothing changes it."""
@@ -87,7 +90,7 @@ class Hooks:
         if hook is not None:
             try:
                 hook(argument)
-            except Exception:
+            except BaseException:  # SystemExit, too, would end the thread that is to secure the state
                 log.exception("%s failed", name)
 
 
@@ -115,6 +118,7 @@ class Guard(ContextDecorator):
         self._pages: dict[int, Reader] = {}
         self._stacks: IO[str] | None = None
         self._line: Line | None = None
+        self._pid = os.getpid()
         trainer = self.trainer
         with ExitStack() as undo:
             page = self._own_page(trainer.job)
@@ -150,7 +154,7 @@ class Guard(ContextDecorator):
                     faulthandler.register(number, self._stacks, all_threads=True)
                     undo.callback(faulthandler.unregister, number)
             hello: dict[str, Any] = {"rank": trainer.rank, "pid": os.getpid(), "generation": trainer.generation}
-            hello |= {"watchdog": self.watchdog, "deadline": self.deadline, "stacks": number}
+            hello |= {"watchdog": self.watchdog, "deadline": self.deadline, "stacks": number, "since": time.monotonic()}
             self._line = Line(job, hello, self._hear)
             undo.callback(self._line.close)
             return undo.pop_all()
@@ -158,13 +162,19 @@ class Guard(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        self._gate.end(well)
-        if not well:
-            assert error is not None
+        if os.getpid() != self._pid:  # a forked child that has come to its end
+            return
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            if self._fault is None and self._gate.phase == STABLE:
+                self.trainer.finish(self._gate.step)
+            if self._fault is not None:
+                time.sleep(
+                    self.deadline + _FLUSH
+                )  # the state stands: a thread secures it, and ends the process
+            self._gate.end(True)
+        else:
+            self._gate.end(False)
             self._raised(error)
-        elif self._fault is not None:
-            time.sleep(self.deadline + _FLUSH)  # the gasp's thread ends the process
         self._undo.close()
 
     def connected(self, timeout: float) -> bool:
@@ -173,8 +183,8 @@ class Guard(ContextDecorator):
 
     def _raised(self, error: BaseException) -> None:
         rank, generation = self.trainer.rank, self.trainer.generation
-        what = f"rank {rank} raised {type(error).__name__}: {error}"
-        detail = "".join(traceback.format_exception(error))
+        what = f"rank {rank} raised {type(error).__name__}: {error}".partition("\n")[0][:_LINE]
+        detail = "".join(traceback.format_exception(error))[-_LONGEST:]
         cause = "loss" if isinstance(error, NonFiniteLossError) else "exception"
         fault = Fault(cause, rank, generation, self._gate.step, what, detail)
         if self._line is not None and self._line.say({"fault": fault.to_json()}):
@@ -182,13 +192,14 @@ class Guard(ContextDecorator):
         first = self._first or fault
         if not self._take_up(first):
             time.sleep(self.deadline + _FLUSH)  # another thread secures the state, and ends the process
-        tell_launcher(first, rank)
-        self.hooks.call("on_stop", first)
-        self._gasp(first)
-        if first.rank != rank:
+        own = first.rank == rank
+        timer = self._end_by(first, 1 if own else LEFT)
+        if not own:
             traceback.print_exception(error)
-            self._leave(first, LEFT)
-        self.hooks.call("on_exit", first)
+        self._act(first)
+        timer.cancel()
+        if not own:
+            _leave(LEFT)
 
     # -- faults -------------------------------------------------------------------------------------------------
 
@@ -204,10 +215,9 @@ class Guard(ContextDecorator):
         if "fault" in message:
             fault = self._first = Fault.from_json(message["fault"])
             self._heard.set()
-            own = fault.cause in ("exception", "loss") and fault.rank == self.trainer.rank
-            if not own:
+            said = fault.cause in ("exception", "loss", "notice") and fault.rank == self.trainer.rank
+            if not said:  # what we have said ourselves is seen to by who said it
                 self._strike(fault, LEFT)
-
         elif "drill" in message:
             self._gate.order = message["drill"]
 
@@ -223,40 +233,50 @@ class Guard(ContextDecorator):
             threading.Thread(target=self._die, args=(fault, code), name="rekindle-gasp", daemon=True).start()
 
     def _die(self, fault: Fault, code: int) -> None:
-        log.error("fault: %s%s", fault.what, self._stacks_at(fault) if fault.cause == "hang" else "")
+        self._end_by(fault, code)
+        self._gate.stage(SECURING)  # the agent sees that somebody is at it, whatever the hooks take
+        log.error("fault: %s%s", fault.what, self._stand_there(fault) if fault.cause == "hang" else "")
+        self._act(fault)
+        _leave(code)
+
+    def _end_by(self, fault: Fault, code: int) -> threading.Timer:
+        """See to it that the process ends at the deadline, whatever hangs."""
         timer = threading.Timer(max(0.1, fault.noticed + self.deadline - time.monotonic()), os._exit, [code])
         timer.daemon = True
         timer.start()
+        return timer
+
+    def _act(self, fault: Fault) -> None:
+        """All that a fault asks of a rank, but to end."""
+        self._gate.stage(SECURING)
         tell_launcher(fault, self.trainer.rank)
         self.hooks.call("on_stop", fault)
-        self._gasp(fault)
+        gasp = Gasp(self._gate, self._mates, self._secure, self.trainer.durable, self.deadline)
+        gasp.run(fault)
         if fault.cause == "hang":
             self._write_down_collectives()
-        self._leave(fault, code)
+        self.hooks.call("on_exit", fault)
+        gasp.end()
+
+    def _stand_there(self, fault: Fault) -> str:
+        """What the agent knows of a hang, and where this rank's threads stand; these also for the agent's report."""
+        text = stacks()
+        if self._stacks is not None:
+            with suppress(OSError):
+                self._stacks.write(text)
+                self._stacks.flush()
+        return f"\n{fault.detail}\nrank {self.trainer.rank} stands here: {main_stack(text)}"
 
     def _write_down_collectives(self) -> None:
         """For the agent's report."""
         if self._stacks is None or self.trainer.job is None:
             return
         with suppress(Exception):  # what torch has to say of a broken group is its own affair
-            self._stacks.write("".join(f"\nlast of {line}" for line in last_collectives()) + "\n")
+            self._stacks.write("".join(f"\n\nlast of {line}" for line in last_collectives()) + "\n")
             self._stacks.flush()
             record = recording()
             if record:
                 write_atomic(self.trainer.job.flight(self.trainer.rank), record)
-
-    def _stacks_at(self, fault: Fault) -> str:
-        """What the agent knows of a hang, and where this rank's threads stood when the agent asked."""
-        time.sleep(_WRITING)
-        text = ""
-        if self._stacks is not None:
-            with suppress(OSError), open(self._stacks.name) as file:
-                text = file.read()
-        return f"\n{fault.detail}\nrank {self.trainer.rank} stood here: {main_stack(text)}"
-
-    def _gasp(self, fault: Fault) -> None:
-        gasp = Gasp(self._gate, self._mates, self._secure, self.trainer.durable, self.deadline)
-        gasp.run(fault)
 
     def _secure(self, step: int) -> None:
         self.hooks.call("on_clean", step)
@@ -281,12 +301,12 @@ class Guard(ContextDecorator):
                     found.append(page)
         return found
 
-    def _leave(self, fault: Fault, code: int) -> None:
-        self.hooks.call("on_exit", fault)
-        flush = threading.Thread(target=_flush, daemon=True)  # the stuck thread may hold a stream's lock
-        flush.start()
-        flush.join(_FLUSH)
-        os._exit(code)
+
+def _leave(code: int) -> None:
+    flush = threading.Thread(target=_flush, daemon=True)  # the stuck thread may hold a stream's lock
+    flush.start()
+    flush.join(_FLUSH)
+    os._exit(code)
 
 
 def _flush() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,10 @@ __all__ = ["Line"]
 
 log = logging.getLogger("rekindle")
 
-_RETRY = 0.05
+_RETRY, _RETRY_LONGEST = 0.05, 2.0
+"""Seconds between attempts; doubled each time that an agent hangs up at once."""
+_SETTLED = 1.0
+"""Seconds after which a connection counts as one that was made."""
 _PATIENCE = 2.0
 """Seconds without an agent after which a rank starts one itself: usually another one is doing so."""
 
@@ -31,13 +35,15 @@ class Line:
         self._job, self._hello, self._hear = job, hello, hear
         self._closed = False
         self._socket: socket.socket | None = None
+        self._spawned: subprocess.Popen[bytes] | None = None
         self._first = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rekindle-line", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        alone_since = time.monotonic()
+        alone_since, pause = time.monotonic(), _RETRY
         while not self._closed:
+            began = time.monotonic()
             try:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
                     line.connect(str(self._job.watch_socket))
@@ -48,7 +54,11 @@ class Line:
                         self._hear(json.loads(text))
                 if self._closed:
                     return
-                log.warning("the agent is gone; a new one is started")
+                if time.monotonic() - began > _SETTLED:
+                    pause = _RETRY
+                    log.warning("the agent is gone; a new one is started")
+                else:
+                    pause = min(2 * pause, _RETRY_LONGEST)
                 alone_since = time.monotonic() - _PATIENCE
             except (OSError, ValueError):
                 pass
@@ -57,8 +67,10 @@ class Line:
                 alone_since = time.monotonic()
                 if self._job.agent() is None and self._job.path.is_dir():
                     with suppress(OSError):
-                        spawn(self._job)
-            time.sleep(_RETRY)
+                        self._spawned = spawn(self._job)
+            if self._spawned is not None:
+                self._spawned.poll()  # one that finds another agent there ends at once, and wants to be collected
+            time.sleep(pause)
 
     def connected(self, timeout: float) -> bool:
         """Wait for the first contact."""

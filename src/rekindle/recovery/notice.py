@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +39,8 @@ class Notices:
     """Calls ``heard`` once, in a thread of its own, with one line about the first notice.
 
     A signal's Python handler only runs when the main thread comes back from C, which one that waits for a dead rank
-    never does. So the byte that the interpreter's own handler writes to a pipe is read instead.
+    never does. So the byte that the interpreter's own handler writes to a pipe is read instead. Files and questions
+    have another thread, for they may hang. Raises UsageError for what can't be a notice.
     """
 
     def __init__(self, notices: Sequence[Notice], heard: Callable[[str, int], None]) -> None:
@@ -48,61 +49,91 @@ class Notices:
         files = [Path(n) for n in notices if isinstance(n, (str, os.PathLike))]
         self._files = {path: _mark(path) for path in files}
         self._questions = [n for n in notices if callable(n)]
-        if len(self._signals) + len(self._files) + len(self._questions) != len(notices):
+        if len(self._signals) + len(files) + len(self._questions) != len(notices):
             raise UsageError(f"notices {notices!r}: give signals, files, or callables")
         self._before: dict[int, Any] = {}
+        self._former = -1
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._former = -1
-        self._closed = False
+        self._closed = threading.Event()
+        self._listening = False
         if self._signals and threading.current_thread() is threading.main_thread():
-            for number in self._signals:
-                self._before[number] = signal.signal(number, lambda *_: None)
-            self._former = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._take_signals()
+            self._listening = True
+            threading.Thread(target=self._listen, name="rekindle-notice", daemon=True).start()
         elif self._signals:
             log.warning("guard() is not in the main thread: signals can't be taken as notices")
-        threading.Thread(target=self._run, name="rekindle-notice", daemon=True).start()
+        if self._files or self._questions:
+            threading.Thread(target=self._ask, name="rekindle-questions", daemon=True).start()
 
-    def _run(self) -> None:
+    def _take_signals(self) -> None:
         try:
-            self._listen()
+            for number in self._signals:
+                self._before[number] = signal.signal(number, lambda *_: None)
+        except (OSError, ValueError) as error:
+            self._put_back()
+            raise UsageError(f"notices: signal {number} can't be taken: {error}") from error
+        self._former = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        _taken.add(self)
+
+    def _put_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+
+    def _listen(self) -> None:
+        try:
+            while not self._closed.is_set():
+                for number in os.read(self._read, 64):
+                    if number in self._signals and not self._closed.is_set():
+                        self._heard(f"was sent {signal.Signals(number).name}", number)
+                    elif self._former >= 0 and number:
+                        os.write(self._former, bytes([number]))
         finally:
             os.close(self._read)
 
-    def _listen(self) -> None:
-        while not self._closed:
-            ask = _ASK_EVERY if self._files or self._questions else None
-            if select.select([self._read], [], [], ask)[0]:
-                for number in os.read(self._read, 64):
-                    if number in self._signals and not self._closed:
-                        self._heard(f"was sent {signal.Signals(number).name}", number)
-                    elif self._former >= 0:
-                        os.write(self._former, bytes([number]))
-            what = None if self._closed else self._asked()
-            if what is not None:
-                self._heard(what, 0)
-                return
+    def _ask(self) -> None:
+        while not self._closed.wait(_ASK_EVERY):
+            for path, before in self._files.items():
+                if _mark(path) not in (None, before):
+                    self._heard(f"found {path}", 0)
+                    return
+            for question in list(self._questions):
+                try:
+                    told = question()
+                except BaseException:
+                    log.exception("a notice's question failed, and is asked no more")
+                    self._questions.remove(question)
+                else:
+                    if told and not self._closed.is_set():
+                        self._heard(f"was told to go by {getattr(question, '__name__', question)}", 0)
+                        return
 
-    def _asked(self) -> str | None:
-        for path, before in self._files.items():
-            if _mark(path) not in (None, before):
-                return f"found {path}"
-        for question in self._questions:
-            try:
-                if question():
-                    return f"was told to go by {getattr(question, '__name__', question)}"
-            except Exception:
-                log.exception("a notice's question failed, and is asked no more")
-                self._questions = [q for q in self._questions if q is not question]
-        return None
+    def forked(self) -> None:
+        """In a child: its signals are its own affair, and must not be taken for the parent's."""
+        signal.set_wakeup_fd(-1)
+        self._put_back()
 
     def close(self) -> None:
         """Put signals back as they were."""
-        self._closed = True
-        with suppress(BrokenPipeError):  # its thread may have ended already
-            os.write(self._write, b"\0")
+        self._closed.set()
         if self._before and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._former)
-            for number, handler in self._before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            self._put_back()
+            _taken.discard(self)
+        with suppress(OSError):
+            os.write(self._write, b"\0")  # its thread ends, and closes the other end
         os.close(self._write)
+        if not self._listening:
+            os.close(self._read)
+
+
+_taken: weakref.WeakSet[Notices] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for notices in list(_taken):
+        notices.forked()
+
+
+os.register_at_fork(after_in_child=_in_child)

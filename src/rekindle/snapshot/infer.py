@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from rekindle.errors import FormatError
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.small import Half, SmallPlan, padded, read_before_update, read_plan, read_smalls
 
@@ -25,7 +26,10 @@ def infer(job: JobDir, plan: SmallPlan, rank: int) -> Half | None:
         return None
     mates = sorted({mate for ranks in plan.replicas.values() for mate in ranks} - {rank})
     for mate in mates:
-        theirs = read_plan(job, mate)
+        try:
+            theirs = read_plan(job, mate)
+        except FormatError:
+            continue
         theirs_before = read_before_update(job, mate)
         if theirs is None or theirs_before is None or theirs_before.stamp.key != before.stamp.key:
             continue

@@ -45,12 +45,18 @@ class Live:
         if self.files is not None:
             if self._before_update is None:
                 self._before_update = self._small_state(True)
-            self._take(self._before_update, stamp)
+            self._note(self._before_update, stamp)
 
     def note(self, stamp: Stamp) -> None:
         """The state is that of ``stamp`` now, which is not to be saved."""
         if self._small is not None:
-            self.take(stamp)
+            self._note(self._small, stamp)
+
+    def _note(self, small: SmallState, stamp: Stamp) -> None:
+        try:
+            self._take(small, stamp)
+        except RekindleError as error:  # nobody has asked for a save: training goes on without a net
+            log.error("step %d can't be secured if a rank fails: %s", stamp.step, error)
 
     @property
     def alone(self) -> list[str]:
@@ -66,7 +72,7 @@ class Live:
         if small is not None:
             try:
                 small.take(stamp, plan, values, self.capture.replicas)
-            except OSError as error:  # a snapshot may still fit
+            except (OSError, RekindleError) as error:  # a snapshot may still fit
                 log.error("step %d can't be secured if a rank fails: %s", stamp.step, error)
         return plan, values
 
@@ -80,9 +86,9 @@ class Live:
     def write(self, stamp: Stamp, plan: Plan, buffer: mmap.mmap) -> bytes:
         """Fill ``buffer`` with what ``plan`` said; gives the receipt. Raises RekindleError when the state changes."""
         assert self._small is not None
-        versions = [tensor._version for tensor in plan.watched.values()]
         with after(self._small.events):
             _, checksums = self.writer.write(plan, buffer, None, stamp.step)
-        if versions != [tensor._version for tensor in plan.watched.values()]:
-            raise RekindleError(f"the state of step {stamp.step} was changed while it was being secured")
+        changed = self._small.changed()
+        if changed:
+            raise RekindleError(f"{changed[0]} has been changed since the end of step {stamp.step}")
         return Receipt.encode(stamp, plan.static, checksums, self._small.values)

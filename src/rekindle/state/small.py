@@ -42,9 +42,9 @@ class SmallState:
 
     def take(self, stamp: Stamp, plan: Plan, values: bytes, replicas: Callable[[Plan], dict[str, list[int]]]) -> None:
         """The state is that of ``stamp`` now. Raises OSError when memory is full; the last save is not hurt by that."""
-        if self._writing is not None:
-            self._writing.result()  # it reads what is about to be overwritten
-            self._writing = None
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()  # it reads what is about to be overwritten
         if plan is not self._plan:
             self._lay_out(plan, replicas(plan))
         self.events = {device: mark(device) for device in self._devices}
@@ -52,6 +52,7 @@ class SmallState:
             for view, unit in self._copied:
                 view.copy_(unit.source, non_blocking=True)
         self._versions = [unit.source._version for unit in self._left]
+        self._late = [tensor._version for tensor in plan.watched.values()]
         self.stamp, self.values = stamp, values
         if self._file is None:
             return
@@ -76,6 +77,13 @@ class SmallState:
             self._copied.append((piece.view(unit.source.dtype).view(unit.source.shape), unit))
             self._taken.append(Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block))
             at += padded(unit.nbytes)
+
+    def changed(self) -> list[str]:
+        """Tensors that were to last until the next update, and have been written to since ``take``."""
+        if self._plan is None:
+            return []
+        pairs = zip(self._plan.watched.items(), self._late, strict=True)
+        return [name for (name, tensor), before in pairs if tensor._version != before]
 
     @property
     def alone(self) -> list[str]:
