@@ -151,13 +151,40 @@ def test_run_is_torchrun_with_what_restarts_need(tmp_path: Path) -> None:
         "import os, sys\n"
         "assert os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] == '1'\n"
         "first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
-        "print('start', os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+        "os.write(1, f\"start {os.environ['RANK']} {os.environ['WORLD_SIZE']}\\n\".encode())\n"  # in one piece
         "sys.exit(1 if first else 0)\n"
     )
     command = [sys.executable, "-m", "rekindle", "run", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("start 0 2") == done.stdout.count("start 1 2") == 2
+
+
+def test_run_ends_with_what_to_do_and_the_first_fault(tmp_path: Path, memory: Path) -> None:
+    """Rank 1 raises, rank 0 ends because of it: torchrun blames rank 1, and the launcher ends without a traceback."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, sys, torch, rekindle, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
+        f"ckpt = rekindle.Checkpointer({str(tmp_path / 'run')!r}, {{'model': model}})\n"
+        "ckpt.restore()\n"
+        "with ckpt.guard() as guard:\n"
+        "    assert guard.connected(30)\n"
+        "    dist.barrier()\n"
+        "    if dist.get_rank() == 1:\n"
+        "        raise RuntimeError('a bad batch')\n"
+        "    wrapped(torch.ones(2, 2)).sum().backward()\n"
+    )
+    command = [sys.executable, "-m", "rekindle", "run", "--standalone", "--max-restarts", "0"]
+    done = subprocess.run([*command, "--nproc-per-node", "2", str(script)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    verdict = done.stderr.split("Root Cause")[1]
+    assert "rank      : 1" in verdict and "RuntimeError: a bad batch" in verdict, done.stderr
+    assert "ended because rank 1 raised RuntimeError: a bad batch" in done.stderr
+    assert verdict.strip().endswith("'rekindle ls ROOT' tells which that is.")
+    assert "in torchrun" not in done.stderr and "cli.py" not in done.stderr
 
 
 def test_every_command_says_what_it_does() -> None:

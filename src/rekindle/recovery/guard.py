@@ -168,9 +168,7 @@ class Guard(ContextDecorator):
             if self._fault is None and self._gate.phase == STABLE:
                 self.trainer.finish(self._gate.step)
             if self._fault is not None:
-                time.sleep(
-                    self.deadline + _FLUSH
-                )  # the state stands: a thread secures it, and ends the process
+                time.sleep(self.deadline + _FLUSH)  # the state stands: a thread secures it, and ends the process
             self._gate.end(True)
         else:
             self._gate.end(False)
