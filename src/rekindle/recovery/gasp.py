@@ -66,7 +66,7 @@ class Gasp:
     def _secure(self, end: float, cause: str) -> None:
         if self.gate.phase == DONE:
             if self.gate.snapshot >= self.gate.step:
-                self.secured.append(self.gate.snapshot)  # when the guarded part ended
+                self._done(self.gate.snapshot)  # when the guarded part ended
             return
         planned, patience = cause == "notice", _CATCH_UP if cause == "hang" else _UPDATE  # a hang has waited already
         step = self.gate.seize(min(patience, end - time.monotonic()))
@@ -84,6 +84,9 @@ class Gasp:
 
     def _take(self, step: int) -> None:
         self.secure(step)
+        self._done(step)
+
+    def _done(self, step: int) -> None:
         self.secured.append(step)
         self.gate.stage(SECURING, step)
 

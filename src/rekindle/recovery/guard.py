@@ -115,6 +115,7 @@ class Guard(ContextDecorator):
 
     def __enter__(self) -> Guard:
         self._fault = self._first = None
+        self._heard.clear()
         self._pages: dict[int, Reader] = {}
         self._stacks: IO[str] | None = None
         self._line: Line | None = None
