@@ -257,7 +257,7 @@ def test_memory_that_is_taken_away_in_the_window_costs_the_snapshot_at_most(root
     ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6)
     ckpt.restore()
     flight = None
-    ckpt._saves.memory._writer._behind.submit(time.sleep, 0.3)  # the copy can't begin before
+    ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)  # the copy can't begin before
     ckpt.step(1)
     flight = ckpt._saves.memory.flight
     model[7].untyped_storage().resize_(0)
@@ -275,7 +275,7 @@ def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Pat
     training = Adversaries(1500)
     ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True)
     ckpt.restore()
-    ckpt._saves.memory._writer._behind.submit(time.sleep, 0.3)
+    ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)
     ckpt.step(1)
     child = os.fork()
     if child == 0:
@@ -298,7 +298,7 @@ def test_a_checkpointer_that_is_forgotten_keeps_its_place_until_its_copy_is_whol
     ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
-    ckpt._saves.memory._writer._behind.submit(time.sleep, 0.3)
+    ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)
     ckpt.step(1)
     del ckpt
     assert job.trainers() == {0: os.getpid()}

@@ -28,6 +28,10 @@ from rekindle.storage.posix import PosixStore
 __all__ = ["Listed", "copies_of", "jobs", "job_status", "pages", "receipts", "stop", "values_of"]
 
 
+_COMPOSING = 5.0
+"""Seconds that an agent gets to put dead ranks' snapshots together, for which it takes the place of their trainers."""
+
+
 @dataclass(frozen=True)
 class Listed:
     """One copy of a checkpoint and what it is worth."""
@@ -204,6 +208,9 @@ def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[st
     NotDurableError when storage didn't take everything in ``timeout`` seconds: the memory then stays.
     """
     deadline = time.monotonic() + timeout
+    patience = time.monotonic() + _COMPOSING
+    while set(job.trainers().values()) == {job.agent()} and time.monotonic() < patience:
+        time.sleep(TICK)
     if job.trainers():
         raise BusyError(f"{job.path}: is being trained by processes {sorted(job.trainers().values())}")
     agent = job.agent()

@@ -138,13 +138,12 @@ class Saves:
     @contextmanager
     def stepping(self, n: int) -> Iterator[None]:
         """Around what is done at the end of step ``n``, when the state is neither the old nor the new one."""
-        self.reached = n
-        if self.gate is None:
-            yield
-            return
-        self.gate.stepping(self.in_memory())
+        if self.gate is not None:
+            self.gate.stepping(self.in_memory())
         yield
-        self.gate.stable(n, self.in_memory())
+        self.reached = n
+        if self.gate is not None:
+            self.gate.stable(n, self.in_memory())
 
     def gasp(self, stamp: Stamp) -> None:
         """Secure the state, which is that of ``stamp``: in memory or, where there is no room, on storage.

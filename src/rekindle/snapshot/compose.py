@@ -64,6 +64,8 @@ def compose_for_the_dead(job: JobDir) -> None:
     info = job.read_job()
     for rank in info.ranks if info is not None else []:
         assert info is not None
+        if not job.small_plan(rank).exists():
+            continue
         slots = Slots(job, rank, info.world, info.ranks, limit=0)
         try:
             lock = job.lock_rank(rank, 0.0)
