@@ -24,7 +24,7 @@ _DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 _TENSORS = 6
 _RANKS = (256, 1024, 4096, 16384)
 _ROUNDS = 3
-_HEADS = ("ranks", "chunks", "whole, by rows, s", "one rank's part, s", "whole, by grid, s", "grid to columns, s", "MiB")
+_HEADS = ("ranks", "chunks", "whole, by rows, s", "one rank's part", "whole, by grid", "grid to columns", "MiB")
 
 
 def _seconds(wants: list[Want], haves: list[Have], moves: int | None) -> float:
