@@ -223,7 +223,8 @@ def test_verify_raises_where_failures_are_to_be_raised(root: Path, memory: Path)
     ckpt.step(1)
     clip_unseen(training.one)
     training.update()
-    with pytest.raises(rekindle.UsageError, match=r"one\.0\.weight.*ckpt\.step\(1\)"):
+    # What had been copied before the change is not named.
+    with pytest.raises(rekindle.UsageError, match=r"one\.\d\.(weight|bias).*ckpt\.step\(1\)"):
         ckpt.step(2)
 
 
