@@ -127,11 +127,14 @@ def test_a_fault_in_the_last_step_when_the_others_are_through(
 
 
 def _changed(trainer: Trainer) -> None:
+    import torch
+
     ckpt = trainer.begin(snapshot_every=1)
     if trainer.attempt == 0:
         with ckpt.guard():
             trainer.train(ckpt, 5)
-            trainer.model.weight.data.add_(1.0)  # nobody has been told
+            with torch.no_grad():
+                trainer.model.weight.add_(1.0)  # nobody has been told
             raise RuntimeError("a fault")
 
 
