@@ -47,7 +47,6 @@ class Gasp:
     def run(self, fault: Fault) -> None:
         """Secure what there is. Doesn't raise."""
         end = fault.noticed + self.deadline
-        self.gate.stage(SECURING)
         try:
             self._secure(end, fault.cause)
             if fault.cause == "notice" and self.secured:  # the node may be about to go

@@ -154,7 +154,7 @@ class Guard(ContextDecorator):
                     number = int(signal.SIGRTMIN) + 7
                     faulthandler.register(number, self._stacks, all_threads=True)
                     undo.callback(faulthandler.unregister, number)
-            hello: dict[str, Any] = {"rank": trainer.rank, "pid": os.getpid(), "generation": trainer.generation}
+            hello: dict[str, Any] = {"rank": trainer.rank, "pid": os.getpid()}
             hello |= {"watchdog": self.watchdog, "deadline": self.deadline, "stacks": number, "since": time.monotonic()}
             self._line = Line(job, hello, self._hear)
             undo.callback(self._line.close)
