@@ -37,7 +37,11 @@ def _in_order(text: str) -> str:
 
     def waits(part: str) -> bool:
         top = [line for line in part.splitlines() if line.startswith("  File")][:2]
-        return any(_IDLE in line for line in top[:1]) or any(_OURS in line for line in top)
+        return (
+            part.startswith("Thread rekindle-")
+            or any(_IDLE in line for line in top[:1])
+            or any(_OURS in line for line in top)
+        )
 
     kept = [part for part in parts if part.startswith("Current thread") or not waits(part)]
     return "\n\n".join(sorted(kept, key=lambda part: not part.startswith("Current thread")))

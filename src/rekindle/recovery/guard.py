@@ -241,7 +241,7 @@ class Guard(ContextDecorator):
     def _end_by(self, fault: Fault, code: int) -> threading.Timer:
         """See to it that the process ends at the deadline, whatever hangs."""
         timer = threading.Timer(max(0.1, fault.noticed + self.deadline - time.monotonic()), os._exit, [code])
-        timer.daemon = True
+        timer.daemon, timer.name = True, "rekindle-deadline"
         timer.start()
         return timer
 
