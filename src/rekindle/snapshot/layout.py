@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +57,8 @@ class Chunk:
     sizes: tuple[int, ...]
     start: int = 0
     """First byte, counted from the start of the shard's data."""
+    own: bool = False
+    """Whether other ranks may have other bytes by the same name: so a rank that comes back takes its own, if it can."""
     nbytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,8 +69,15 @@ class Chunk:
     def stop(self) -> int:
         return self.start + self.nbytes
 
+    def _inside(self) -> bool:
+        """Whether the box lies inside of the tensor."""
+        if not len(self.global_shape) == len(self.offsets) == len(self.sizes) or self.start < 0:
+            return False
+        spans = zip(self.offsets, self.sizes, self.global_shape, strict=True)
+        return all(at >= 0 and size >= 0 and at + size <= whole for at, size, whole in spans)
+
     def to_json(self) -> dict[str, Any]:
-        return {
+        fields = {
             "name": self.name,
             "dtype": self.dtype,
             "global_shape": list(self.global_shape),
@@ -75,6 +85,7 @@ class Chunk:
             "sizes": list(self.sizes),
             "range": [self.start, self.stop],
         }
+        return fields | {"own": True} if self.own else fields
 
     @staticmethod
     def from_json(value: Any) -> Chunk:
@@ -86,10 +97,10 @@ class Chunk:
                 offsets=tuple(map(int, value["offsets"])),
                 sizes=tuple(map(int, value["sizes"])),
                 start=int(value["range"][0]),
+                own=bool(value.get("own")),
             )
-            known = chunk.dtype in DTYPES
-            if not known or chunk.stop != int(value["range"][1]) or min((*chunk.sizes, chunk.start)) < 0:
-                raise FormatError(f"tensor {chunk.name!r}: dtype {chunk.dtype}, sizes and byte range do not agree")
+            if chunk.dtype not in DTYPES or chunk.stop != int(value["range"][1]) or not chunk._inside():
+                raise FormatError(f"tensor {chunk.name!r}: dtype, shape, sizes and byte range do not agree")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             if isinstance(error, FormatError):
                 raise
@@ -120,26 +131,39 @@ class Layout:
     @staticmethod
     def build(chunks: Iterable[Chunk]) -> Layout:
         placed, at = [], 0
-        for chunk in sorted(chunks, key=lambda c: (-DTYPES[c.dtype][1], c.name)):
-            placed.append(
-                Chunk(chunk.name, chunk.dtype, chunk.global_shape, chunk.offsets, chunk.sizes, at),
-            )
+        for chunk in sorted(chunks, key=lambda c: (-DTYPES[c.dtype][1], c.name, c.offsets)):
+            placed.append(replace(chunk, start=at))
             at = placed[-1].stop
         return Layout(tuple(placed))
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """What each chunk is called in the safetensors header, which takes a name once.
+
+        Of a tensor of which the shard has several boxes none gets the tensor's name: a reader that knows nothing of
+        boxes would take the last one for the whole.
+        """
+        count = Counter(chunk.name for chunk in self.chunks)
+        seen: Counter[str] = Counter()
+        keys = []
+        for chunk in self.chunks:
+            keys.append(chunk.name if count[chunk.name] == 1 else f"{chunk.name}#{seen[chunk.name]}")
+            seen[chunk.name] += 1
+        return keys
 
     @cached_property
     def header(self) -> bytes:
         """The safetensors header, length prefix included, padded so that data starts on a page."""
         sharding: dict[str, Any] = {}
         table: dict[str, Any] = {}
-        for chunk in self.chunks:
+        for key, chunk in zip(self.keys, self.chunks, strict=True):
             code, itemsize = DTYPES[chunk.dtype]
             shape, offsets = list(chunk.sizes), list(chunk.offsets)
             if code == "U8" and chunk.dtype != "uint8":
                 shape.append(itemsize)
                 offsets.append(0)
-            sharding[chunk.name] = {"saved_offsets": offsets}
-            table[chunk.name] = {"dtype": code, "shape": shape, "data_offsets": [chunk.start, chunk.stop]}
+            sharding[key] = {"saved_offsets": offsets}
+            table[key] = {"dtype": code, "shape": shape, "data_offsets": [chunk.start, chunk.stop]}
         table["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
         text = json.dumps(table, separators=(",", ":")).encode()
         length = -(-(8 + len(text)) // PAGE) * PAGE
