@@ -131,10 +131,9 @@ class Checkpointer:
         """What this run went on from."""
         self._restored = self._closed = False
         self._group = this_group()
-        nbytes = self._capture.estimate()
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
         settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap}
-        self._meeting = meet(self._group, self._job, self.root, nbytes, memory_limit, settings)
+        self._meeting = meet(self._group, self._job, self.root, self._capture, memory_limit, settings)
         self._incarnation = self._meeting.incarnation
         self._saves.lock = self._meeting.lock
         if self._meeting.nodes > 1 and persist_every is None:
@@ -142,7 +141,7 @@ class Checkpointer:
         if self._meeting.no_memory:
             self._without_memory(self._meeting.no_memory)
         else:
-            self._with_memory(self._job, nbytes, memory_limit, idle_timeout, limit)
+            self._with_memory(self._job, self._meeting.nbytes, memory_limit, idle_timeout, limit)
         self._cadence: Cadence = Fixed(every)
         if snapshot_every == "auto":
             self._cadence = Auto(snapshot_budget, agreement(self._group.world))
@@ -183,12 +182,13 @@ class Checkpointer:
 
     # -- restoring ----------------------------------------------------------------------------------------------
 
-    def restore(self, step: int | None = None, *, allow_pickle: bool = False) -> int:
+    def restore(self, step: int | None = None, *, allow_pickle: bool = False, strict: bool = True) -> int:
         """Load the newest checkpoint that all ranks can read, or that of ``step``. A collective.
 
         Returns the number of completed steps: 0 when there is nothing to restore. ``restore(step=0)`` starts anew and
         leaves all there is behind. What is left behind on storage is removed once this run has a durable checkpoint
-        there, what is left behind in memory at its first save.
+        there, what is left behind in memory at its first save. With ``strict=False`` what live state and checkpoint
+        don't have alike is left as it is, and listed in the log.
 
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
         StateMismatchError when the checkpoint doesn't fit the live state.
@@ -197,7 +197,7 @@ class Checkpointer:
             raise UsageError("restore() comes before the first save of a run")
         if self._saves.memory is not None and self._job is not None and step != 0:
             compose(self._job, self._saves.memory.slots)
-        done = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle)
+        done = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle, strict)
         if self._saves.memory is not None and not self._restored and self._meeting.found:
             self._saves.memory.slots.reserve(self._capture.estimate())
         self._restored = True

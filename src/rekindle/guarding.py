@@ -71,8 +71,13 @@ class Guarding:
                     self.saves.save(self.stamp(step, False))
                     self.saves.settle()
 
-    def secure(self, step: int) -> None:
-        self.saves.gasp(self.stamp(step, True))
+    def secure(self, step: int, whole: bool) -> None:
+        self.saves.gasp(self.stamp(step, True), whole)
+
+    def secured(self, step: int) -> bool:
+        stamp = self.stamp(step, True)
+        memory = self.saves.memory
+        return (memory is not None and memory.complete(stamp)) or self.durable(step)
 
     def durable(self, step: int) -> bool:
         return self.store.durable(self.stamp(step, True))

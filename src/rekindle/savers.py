@@ -175,20 +175,21 @@ class MemorySaver:
             self._live.writer.behind(partial(_fly, flight, owner))
         return plan.layout.file_bytes
 
-    def gasp(self, stamp: Stamp) -> None:
+    def gasp(self, stamp: Stamp, whole: bool) -> None:
         """Bring the state, which is that of ``stamp``, into memory. For any thread, while nothing changes the state.
 
-        Raises MemoryStoreError when memory has no room, another RekindleError when the state can't be had.
+        With ``whole`` all that this rank holds, if another rank hasn't brought its part. Raises MemoryStoreError when
+        memory has no room, another RekindleError when the state can't be had.
         """
         flight = self.flight
         if flight is not None and flight.stamp.step == stamp.step:
             flight.land()
-            if flight.committed:
+            if flight.committed and (not whole or self.complete(stamp) or flight.plan is flight.plan.whole):
                 self.persist(stamp.step)
                 return
             if isinstance(flight.error, Changed):
                 raise flight.error
-        plan = self._live.plan(stamp)
+        plan = self._live.plan(stamp, whole)
         slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
         assert slot.map is not None
         try:
@@ -197,6 +198,10 @@ class MemorySaver:
             slot.unlock()
             raise
         self.slots.commit(slot, stamp, receipt)
+
+    def complete(self, stamp: Stamp) -> bool:
+        """Whether all ranks of this node have brought their parts of the step."""
+        return stamp.key in self.slots.complete()
 
     def hold(self) -> None:
         """Return when the state may change. For the thread that updates it."""
@@ -265,13 +270,15 @@ class DirectSaver:
             self._cache, self._buffer = None, mmap.mmap(-1, plan.layout.file_bytes)
         return self._buffer
 
-    def gasp(self, stamp: Stamp) -> None:
-        """Bring the state, which is that of ``stamp``, to storage. For any thread, while nothing changes the state.
+    def gasp(self, stamp: Stamp, whole: bool) -> None:
+        """Bring the state, which is that of ``stamp``, to storage: all of it or this rank's part.
+
+        For any thread, while nothing changes the state.
 
         Raises OSError when storage refuses it, RekindleError when the state can't be had.
         """
         self.finish()
-        plan = self._live.plan(stamp)
+        plan = self._live.plan(stamp, whole)
         buffer = self._room(plan)
         self._submit(stamp, self._live.write(stamp, plan, buffer), buffer)
         error = self.finish()

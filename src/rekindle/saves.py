@@ -145,19 +145,21 @@ class Saves:
         if self.gate is not None:
             self.gate.stable(n, self.in_memory())
 
-    def gasp(self, stamp: Stamp) -> None:
+    def gasp(self, stamp: Stamp, whole: bool) -> None:
         """Secure the state, which is that of ``stamp``: in memory or, where there is no room, on storage.
+
+        With ``whole`` all that this rank holds, where another rank doesn't secure its part.
 
         For any thread, while nothing changes the state. Raises OSError or RekindleError when that can't be.
         """
         if self.memory is not None:
             try:
-                self.memory.gasp(stamp)
+                self.memory.gasp(stamp, whole)
                 self.newest = stamp
                 return
             except MemoryStoreError as error:
                 log.warning("step %d goes straight to storage: %s", stamp.step, error)
-        self.direct.gasp(stamp)
+        self.direct.gasp(stamp, whole)
         self.newest = stamp
 
     def settle(self) -> None:

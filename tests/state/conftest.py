@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 
+from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Incarnation, Stamp
 from rekindle.snapshot.pieces import Reader, pour
 from rekindle.snapshot.shard import OpenShard
 from rekindle.state.capture import Capture
 from rekindle.state.copy import ShardWriter
-from rekindle.state.fill import Destinations
-from rekindle.state.load import check, load
+from rekindle.state.fill import Filling, Sides
+from rekindle.state.fit import Fit, mismatch
+from rekindle.state.load import check_values, load
+from rekindle.state.reshard import Have, plan
+from rekindle.state.saved import Saved
 
 
 class Pipeline:
@@ -47,15 +51,28 @@ class Pipeline:
     def load_into(self, state: Mapping[str, Any], *, rng: bool = False, allow_pickle: bool = False) -> None:
         """The last save into another state: first the check, as a restore does."""
         live = Capture(state, rng).state
-        check(live, self.receipt, allow_pickle)
-        filled = Destinations(self.receipt, live)
+        receipt = self.receipt
+        check_values(receipt, allow_pickle)
+        fit = Fit(live, Saved(receipt))
+        problems = fit.problems + [f"{name}: only in the live state" for name in fit.lacking]
+        problems += [f"{name}: only in the checkpoint" for name in fit.surplus]
+        if problems:
+            raise mismatch(problems)
+        wants = fit.wants
+        chunks = receipt.layout.chunks
+        found = plan([want for _, want, _ in wants], [Have(c.name, Box(c.offsets, c.sizes)) for c in chunks])
+        assert not found.missing and not fit.absent
+        filling = Filling(receipt.layout, Sides())
+        for move in found.moves:
+            filling.want(move.have, move.box, wants[move.want][1].box, wants[move.want][2])
         fd = os.memfd_create("slot")
-        os.truncate(fd, self.receipt.file_bytes)
-        with mmap.mmap(fd, self.receipt.file_bytes) as file:
+        os.truncate(fd, receipt.file_bytes)
+        with mmap.mmap(fd, receipt.file_bytes) as file:
             file[:] = self.slots[(self.saves - 1) % 2][:]
-        with OpenShard(self.receipt, fd, Path("slot"), in_memory=True) as shard:
-            assert pour(Reader(shard), filled, range(len(self.receipt.checksums))) == []
-        load(live, self.receipt, filled, allow_pickle)
+        with OpenShard(receipt, fd, Path("slot"), in_memory=True) as shard:
+            assert pour(Reader(shard), filling, filling.blocks) == []
+        filling.settle()
+        load(live, fit, allow_pickle)
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_tensors_are_named_by_their_place_in_the_state(pipeline):
     update(model, optimizer)
     receipt = pipeline({"model": model, "opt": optimizer}).save()
     names = {chunk.name for chunk in receipt.layout.chunks}
-    assert {"model.0.weight", "model.2.bias", "opt.state.0.exp_avg"} <= names
+    assert {"model.0.weight", "model.2.bias", "opt.state.0.weight.exp_avg"} <= names
 
 
 def test_names_do_not_depend_on_wrapping(pipeline):

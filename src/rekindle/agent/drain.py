@@ -93,7 +93,7 @@ class Drainer:
                 self._broken.add(copy.key)
                 PosixStore(Path(info.root)).discard(copy.stamp)
             self.progress.error = str(error)
-            log.error("a snapshot is damaged in memory and will not be drained: %s", error)
+            log.error("a snapshot will not be drained: %s", error)
             return False
         except OSError as error:
             self.progress.error = f"{info.root}: {error.strerror or error}"
@@ -189,7 +189,13 @@ class Drainer:
         self._ask_at = time.monotonic() + _OTHER_NODES
         store = PosixStore(Path(info.root))
         for key, stamp in list(self._waiting.items()):
-            if store.publish(stamp):
+            try:
+                published = store.publish(stamp)
+            except CorruptError as error:
+                log.error("%s", error)
+                store.discard(stamp)
+                published = False
+            if published:
                 self._became_durable(store, info, key)
                 del self._waiting[key]
             elif not store.has_shard(stamp):

@@ -1,24 +1,26 @@
-"""One candidate on one rank: open a copy of its shard, and put that, verified, into the live state."""
+"""One candidate on one rank: find all that the live state wants of it, and put that, verified, in its place."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from rekindle.errors import CorruptError, RekindleError, StateMismatchError, UsageError
-from rekindle.recovery.exchange import exchange
+from rekindle.errors import RekindleError, StateMismatchError, UsageError
+from rekindle.recovery.exchange import Job, exchange
 from rekindle.recovery.group import Alone, Group
+from rekindle.recovery.sources import Source, Sources
+from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.lineage import Incarnation
-from rekindle.snapshot.pieces import Reader, pour
-from rekindle.snapshot.shard import OpenShard
-from rekindle.state.fill import Destinations
-from rekindle.state.load import check, load
-from rekindle.storage.catalog import MEMORY
-from rekindle.storage.verify import check_manifest
+from rekindle.snapshot.pieces import pour
+from rekindle.state.fill import Filling, Sides, begin
+from rekindle.state.fit import Fit, mismatch
+from rekindle.state.load import check_values, load
+from rekindle.state.reshard import Have, Plan, plan
+from rekindle.state.saved import Saved
+from rekindle.storage.catalog import MEMORY, STORAGE, Copy
 
 __all__ = ["Attempt", "Verdict", "half_loaded"]
 
@@ -39,102 +41,161 @@ class Verdict:
     """What came of one candidate on one rank, so far. ``reasons`` tell why copies were passed over."""
 
     place: str | None = None
-    """Where the copy in use is; None when none is left."""
+    """Where all that is wanted is, storage if a part of it is there; None when it is not to be had."""
     nbytes: int = 0
+    """Of the blocks that hold what is wanted."""
     read: int = 0
-    """Bytes that this rank has read, header included; fewer than ``nbytes`` when others sent it the rest."""
+    """Bytes that this rank has read, headers included; fewer than ``nbytes`` when others sent it the rest."""
     seconds: float = 0.0
     reasons: list[str] = field(default_factory=list)
     error: RekindleError | None = None
     """Why it must not be loaded though it may be sound; raised on all ranks."""
+    surplus: set[str] = field(default_factory=set)
+    """What this rank's part of the checkpoint has, and its live state has no place for. Somebody else's may."""
     half_loaded: bool = False
 
 
 class Attempt:
-    """Use as a context: the copy in use stays open, and in memory pinned, until it ends."""
+    """Use as a context: what is in use stays open, and in memory pinned, until it ends."""
 
     def __init__(
-        self, state: Mapping[str, Any], key: tuple[int, Incarnation], copies: list[tuple[str, Path]], allow_pickle: bool
+        self,
+        state: Mapping[str, Any],
+        key: tuple[int, Incarnation],
+        copies: Sequence[Copy],
+        rank: int,
+        allow_pickle: bool,
+        strict: bool,
     ) -> None:
+        """``rank``: whose shard has the values, and what each rank has of its own, that this rank is to take."""
         self.verdict = Verdict()
-        self._state, self._key, self._allow_pickle = state, key, allow_pickle
-        self._copies = list(copies)
-        self._reader: Reader | None = None
-        self._filled: Destinations | None = None
+        self._state, self._allow_pickle, self._strict = state, allow_pickle, strict
+        self._sources = Sources(key, copies, rank)
+        self._fit: Fit | None = None
+        self._jobs: list[tuple[Source, Filling]] = []
 
     def __enter__(self) -> Attempt:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._close()
+        self._sources.close()
+
+    @property
+    def fit(self) -> Fit:
+        assert self._fit is not None
+        return self._fit
 
     def open(self) -> None:
-        """Open the next copy that fits the live state, nearest first, which is left as it is."""
+        """Find what the live state wants, which is left as it is."""
         self.verdict.place = None
-        while self._copies and self.verdict.place is None and self.verdict.error is None:
-            place, path = self._copies.pop(0)
-            try:
-                self._open(place, path)
-                self.verdict.place = place
-            except (StateMismatchError, UsageError) as error:
-                self.verdict.place, self.verdict.error = place, error
-            except (OSError, CorruptError) as error:
-                self.verdict.reasons.append(f"{place}: {error}")
+        try:
+            found = self._find()
+        except (StateMismatchError, UsageError) as error:
+            self.verdict.place, self.verdict.error = STORAGE, error
+            return
+        finally:
+            self.verdict.reasons += self._sources.reasons
+            self._sources.reasons = []
+        if found:
+            self.verdict.place = MEMORY if all(job[0].place == MEMORY for job in self._jobs) else STORAGE
+            self.verdict.nbytes = sum(filling.nbytes for _, filling in self._jobs)
+            self.verdict.surplus = self.fit.surplus
 
-    def _open(self, place: str, path: Path) -> None:
-        self._close()
-        if place != MEMORY:
-            for problem in check_manifest(path.parent):
-                raise problem
-        shard = OpenShard.open(path, in_memory=place == MEMORY)
-        self._reader = Reader(shard)
-        if shard.receipt.stamp.key != self._key:
-            raise CorruptError(f"{path}: belongs to another checkpoint")
-        check(self._state, shard.receipt, self._allow_pickle)
-        if not self._reader.header_is_sound():
-            raise shard.complain(-1)
-        self._filled = Destinations(shard.receipt, self._state)
-        self.verdict.nbytes = shard.receipt.file_bytes
+    def _find(self) -> bool:
+        """Look at more and more shards, until they have all that is wanted, or there are no more."""
+        home = self._sources.home
+        if home is None:
+            return False
+        check_values(home.reader.shard.receipt, self._allow_pickle)
+        while True:
+            saved = Saved(home.reader.shard.receipt)
+            for source in self._sources.opened:
+                if source is not home:
+                    saved.add(source.reader.shard.receipt)
+            fit = self._fit = Fit(self._state, saved)
+            wants = fit.wants
+            haves = self._haves()
+            found = plan([want for _, want, _ in wants], [have for _, _, have in haves])
+            if fit.problems and self._strict:
+                raise mismatch(fit.problems)
+            if not (found.missing or fit.absent or fit.lacking or fit.unsure) or not self._sources.more():
+                break
+        return self._whole(fit, found) and self._aim(fit, found, wants, haves)
 
-    def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader.shard.close()
-            self._reader = None
+    def _haves(self) -> list[tuple[Source, int, Have]]:
+        return [
+            (source, number, Have(chunk.name, Box(chunk.offsets, chunk.sizes), source.cost))
+            for source in self._sources.opened
+            for number, chunk in enumerate(source.reader.shard.receipt.layout.chunks)
+        ]
+
+    def _whole(self, fit: Fit, found: Plan) -> bool:
+        """Whether nothing is missing. Raises StateMismatchError for what only the live state has."""
+        if fit.lacking and self._strict:
+            raise mismatch([f"{name}: only in the live state" for name in fit.lacking])
+        for name in fit.absent[:1]:
+            self._sources.reasons.append(f"no shard that can be read has any of {name}")
+        for want in found.missing[:1]:
+            self._sources.reasons.append(f"no shard that can be read has {want.name}{want.box}")
+        return not (fit.absent or found.missing)
+
+    def _aim(self, fit: Fit, found: Plan, wants: Sequence[Any], haves: Sequence[tuple[Source, int, Have]]) -> bool:
+        sides = Sides()
+        fillings: dict[Source, Filling] = {}
+        for move in found.moves:
+            source, number, _ = haves[move.have]
+            _, want, tensor = wants[move.want]
+            if source not in fillings:
+                fillings[source] = Filling(source.reader.shard.receipt.layout, sides)
+            fillings[source].want(number, move.box, want.box, tensor)
+        self._jobs = list(fillings.items())
+        return True
 
     def fill(self, group: Alone | Group, verdicts: list[Verdict]) -> None:
-        """Put the copy that is open into place, or the next sound one. ``verdicts`` are those of all ranks."""
+        """Put what is wanted in its place. A copy that turns out damaged is dropped, and others are looked for.
+
+        ``verdicts`` are those of all ranks.
+        """
         together = isinstance(group, Group) and group.world > 1 and all(v.place != MEMORY for v in verdicts)
         while self.verdict.place is not None and self.verdict.error is None:
-            place, reader, filled = self.verdict.place, self._reader, self._filled
-            assert reader is not None and filled is not None
-            self._mark(filled)
-            try:
-                left, bad = list(range(len(reader.shard.receipt.checksums))), list[int]()
-                if together:
-                    together = False  # the other ranks take part once
-                    assert isinstance(group, Group)
-                    left, bad = exchange(group, reader, filled)
-                bad = bad or pour(reader, filled, left)
-                if not bad:
-                    return
-                self.verdict.reasons.append(f"{place}: {reader.shard.complain(bad[0])}")
-            except OSError as error:
-                self.verdict.reasons.append(f"{place}: {error}")
-            finally:
-                self.verdict.read += reader.nbytes
+            self._mark()
+            jobs = [Job(source.reader, filling, filling.blocks) for source, filling in self._jobs]
+            if together:
+                together = False  # the other ranks take part once
+                assert isinstance(group, Group)
+                exchange(group, jobs)
+            if self._pour(jobs):
+                for _, filling in self._jobs:
+                    filling.settle()
+                return
             self.open()
 
-    def _mark(self, filled: Destinations) -> None:
-        filled.begin()
-        for name in set(filled.live.values()):
+    def _pour(self, jobs: list[Job]) -> bool:
+        """Read what is left. False when a source had to be dropped."""
+        sound = True
+        for job, (source, _) in zip(jobs, self._jobs, strict=True):
+            try:
+                bad = job.damaged or pour(job.reader, job.sink, job.left)
+                if bad:
+                    raise job.reader.shard.complain(bad[0])
+            except (OSError, RekindleError) as error:
+                self._sources.drop(source, error)
+                sound = False
+            finally:
+                self.verdict.read += job.reader.nbytes
+                job.reader.nbytes = 0
+        return sound
+
+    def _mark(self) -> None:
+        live = [target for target in self.fit.targets.values() if target.live]
+        begin(tensor for target in live for _, tensor in target.pieces)
+        for name in {target.entry for target in live}:
             entry = self._state[name]
             _half_loaded[id(entry)] = weakref.ref(entry)
         self.verdict.half_loaded = half_loaded(self._state)
 
     def load(self) -> None:
-        """Give the live objects what has been filled. All ranks have a sound copy."""
-        assert self._reader is not None and self._filled is not None
-        load(self._state, self._reader.shard.receipt, self._filled, self._allow_pickle)
+        """Give the live objects what has been filled. All ranks have what they want."""
+        load(self._state, self.fit, self._allow_pickle, self._strict)
         for entry in self._state.values():
             _half_loaded.pop(id(entry), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,7 +14,7 @@ from rekindle.snapshot.documents import checksum
 from rekindle.snapshot.layout import BLOCK
 from rekindle.snapshot.pieces import Nowhere, Reader, Sink, move, runs
 
-__all__ = ["exchange"]
+__all__ = ["Job", "exchange"]
 
 _PARCEL = 4 << 20
 """Bytes that are sent in one go; a block of 16 MiB goes as it is."""
@@ -26,6 +26,8 @@ _WORTH = 16 << 20
 
 Key = tuple[int, str]
 """Length and checksum of a block: two blocks that agree in both hold the same bytes."""
+_Spot = tuple[int, int]
+"""Number of a job, and of a block in it."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +40,43 @@ class _Parcel:
         return sum(nbytes for nbytes, _ in self.keys)
 
 
-def exchange(group: Group, reader: Reader, sink: Sink) -> tuple[list[int], list[int]]:
-    """Fill what all ranks want. Numbers of the blocks that are left for this rank to read, and of damaged ones.
+@dataclass
+class Job:
+    """Blocks of one shard that this rank wants, and where they go."""
+
+    reader: Reader
+    sink: Sink
+    left: list[int]
+    """Numbers of those that are still to be read, ascending."""
+    damaged: list[int] = field(default_factory=list)
+    """Of those that this rank has read: which differ from their checksums."""
+
+
+def exchange(group: Group, jobs: Sequence[Job]) -> None:
+    """Fill what all ranks want; each of the ``jobs`` is left with what it doesn't bring.
 
     A collective, in which every rank reads about an equal part. What a rank receives it verifies, so a rank whose copy
     is damaged or can't be read sends what it has all the same: the others then find those blocks among what is left,
     and only the rank itself learns that its copy is damaged. Raises RuntimeError when a rank doesn't answer in time.
     """
-    layout = reader.shard.receipt.layout
-    here: dict[Key, list[int]] = {}
-    for number, ((start, stop), digest) in enumerate(zip(layout.blocks, reader.shard.receipt.checksums, strict=True)):
-        here.setdefault((stop - start, digest), []).append(number)
+    here: dict[Key, list[_Spot]] = {}
+    for number, job in enumerate(jobs):
+        receipt = job.reader.shard.receipt
+        for block in job.left:
+            start, stop = receipt.layout.blocks[block]
+            here.setdefault((stop - start, receipt.checksums[block]), []).append((number, block))
     parcels = _share_out(_common(group, here), group.world)
     if sum(parcel.nbytes for parcel in parcels) < _WORTH:
-        return list(range(len(layout.blocks))), []
-    mail = _Mail(group, reader, sink, here)
+        return
+    mail = _Mail(group, jobs, here)
     mail.carry(parcels)
-    filled = {number for parcel in parcels for key in parcel.keys for number in here[key]}
-    left = [number for number in range(len(layout.blocks)) if number not in filled]
-    return sorted(left + mail.again), sorted(mail.damaged)
+    filled = {spot for parcel in parcels for key in parcel.keys for spot in here[key]} - mail.again
+    for number, job in enumerate(jobs):
+        job.left = [block for block in job.left if (number, block) not in filled]
+        job.damaged = sorted(block for at, block in mail.damaged if at == number)
 
 
-def _common(group: Group, here: dict[Key, list[int]]) -> list[Key]:
+def _common(group: Group, here: dict[Key, list[_Spot]]) -> list[Key]:
     """What all ranks want, in the order in which rank 0 has it. A byte a block and rank is exchanged for that."""
     offered: list[Key] = group.gather(list(here) if group.rank == 0 else None)[0]
     wanted = group.gather(bytes(key in here for key in offered))
@@ -96,12 +113,12 @@ class _Into(Nowhere):
 class _Mail:
     """One rank's part of an exchange."""
 
-    def __init__(self, group: Group, reader: Reader, sink: Sink, here: dict[Key, list[int]]) -> None:
-        self._group, self._reader, self._sink, self._here = group, reader, sink, here
+    def __init__(self, group: Group, jobs: Sequence[Job], here: dict[Key, list[_Spot]]) -> None:
+        self._group, self._jobs, self._here = group, jobs, here
         self._free: list[torch.Tensor] = []
-        self.again: list[int] = []
+        self.again: set[_Spot] = set()
         """Blocks that came damaged."""
-        self.damaged: list[int] = []
+        self.damaged: set[_Spot] = set()
         """Blocks that this rank was to send, and that its own copy has damaged."""
 
     def carry(self, parcels: list[_Parcel]) -> None:
@@ -136,21 +153,26 @@ class _Mail:
         """A parcel from this rank's own file, put in place here too."""
         buffer = self._buffer()
         data = _view(buffer)
-        places, at = {}, 0
+        places: dict[int, dict[int, tuple[int, int]]] = {}
+        at = 0
         for key in parcel.keys:
-            places[self._here[key][0]] = (at, at + key[0])
+            number, block = self._here[key][0]
+            places.setdefault(number, {})[block] = (at, at + key[0])
             at += key[0]
-        bad: list[int] = []
-        for run in runs(self._reader.shard.receipt.layout, sorted(places)):
-            try:
-                bad += self._reader.read(run, _Into(data, places))
-            except OSError:
-                bad += run
-        self.damaged += bad
+        bad: set[_Spot] = set()
+        for number, blocks in places.items():
+            reader = self._jobs[number].reader
+            for run in runs(reader.shard.receipt.layout, sorted(blocks)):
+                try:
+                    found = reader.read(run, _Into(data, blocks))
+                except OSError:
+                    found = run
+                bad.update((number, block) for block in found)
+        self.damaged |= bad
         for key in parcel.keys:
-            first = self._here[key][0]
-            if first not in bad:
-                self._put(key, buffer, places[first][0])
+            number, block = self._here[key][0]
+            if (number, block) not in bad:
+                self._put(key, buffer, places[number][block][0])
         return buffer
 
     def _arrive(self, parcel: _Parcel, buffer: torch.Tensor, done: Callable[[], object], ours: bool) -> None:
@@ -160,15 +182,16 @@ class _Mail:
             if checksum(_view(buffer)[at : at + key[0]]) == key[1]:
                 self._put(key, buffer, at)
             else:
-                self.again += self._here[key]
+                self.again.update(self._here[key])
             at += key[0]
         self._free.append(buffer)
 
     def _put(self, key: Key, buffer: torch.Tensor, at: int) -> None:
-        for number in self._here[key]:
-            place = self._sink.place(number)
+        for number, block in self._here[key]:
+            sink = self._jobs[number].sink
+            place = sink.place(block)
             if place is None:
-                self._sink.take(number, 0, _view(buffer)[at : at + key[0]])
+                sink.take(block, 0, _view(buffer)[at : at + key[0]])
             else:
                 move(place, buffer.data_ptr() + at)
 

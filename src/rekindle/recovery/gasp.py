@@ -26,7 +26,12 @@ _CATCH_UP = 1.0
 """Seconds that a rank gets to finish a step that others have finished. It may be waiting for a dead one in vain."""
 _NOTICE = 0.2
 """Seconds in which the other live ranks should have learned of the fault too."""
+_TOGETHER = 2.0
+"""Seconds that the parts of a step which ranks share out may take, when all of them live; then each secures all."""
 _POLL = 0.005
+
+_ALIVE = ("notice", "exception", "loss")
+"""What befalls a rank that can still secure its part."""
 
 
 @dataclass
@@ -36,8 +41,11 @@ class Gasp:
     gate: Gate
     mates: Callable[[bool], list[Status]]
     """Status pages of this node's other ranks: with False, of those that have ended too."""
-    secure: Callable[[int], None]
-    """Bring the live state, which is that of this step, into memory, or to storage where there is no memory."""
+    secure: Callable[[int, bool], None]
+    """Bring the live state, which is that of this step, into memory, or to storage where there is no memory: with True
+    all that this rank holds, with False its part of what several hold."""
+    secured_by_all: Callable[[int], bool]
+    """Whether all ranks of this node have secured the step."""
     durable: Callable[[int], bool]
     """Whether the step is on storage."""
     deadline: float
@@ -72,18 +80,32 @@ class Gasp:
         if step is None:
             log.warning("this rank's state is torn by an update that did not end: left out")
             return
-        self._take(step)
+        self._take(step, cause, end)
         while time.monotonic() < end and self._left_behind(step, planned):
             self.gate.release()
             further = self.gate.seize(min(_CATCH_UP, end - time.monotonic()), beyond=step)
             if further is None:
                 return
             step = further
-            self._take(step)
+            self._take(step, cause, end)
 
-    def _take(self, step: int) -> None:
-        self.secure(step)
+    def _take(self, step: int, cause: str, end: float) -> None:
+        """Each its part, while all live and are at one step; all of it, whoever else may have it, as soon as not."""
+        whole = cause not in _ALIVE or self._apart(step)
+        self.secure(step, whole)
+        until = min(end, time.monotonic() + _TOGETHER)
+        while not whole and not self.secured_by_all(step):
+            if self._apart(step) or time.monotonic() > until:
+                self.secure(step, True)
+                break
+            time.sleep(_POLL)
         self._done(step)
+
+    def _apart(self, step: int) -> bool:
+        """Whether another rank of this node has gone without having secured ``step``, or is past it."""
+        live = {page.pid: page for page in self.mates(True)}
+        gone = any(page.pid not in live and page.secured < step for page in self.mates(False))
+        return gone or any(_past(page, step) for page in live.values())
 
     def _done(self, step: int) -> None:
         self.secured.append(step)

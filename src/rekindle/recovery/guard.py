@@ -65,8 +65,12 @@ class Guarded(Protocol):
     def finish(self, step: int) -> None:
         """The guarded part has ended well, and the state is that of ``step``: see it into memory."""
 
-    def secure(self, step: int) -> None:
-        """Bring the live state, which is that of ``step``, into memory. Any thread, while nothing changes it."""
+    def secure(self, step: int, whole: bool) -> None:
+        """Bring the live state, which is that of ``step``, into memory: all of it or this rank's part. Any thread,
+        while nothing changes it."""
+
+    def secured(self, step: int) -> bool:
+        """Whether all ranks of this node have secured ``step``."""
 
     def durable(self, step: int) -> bool:
         """Whether ``step`` is on storage."""
@@ -250,7 +254,7 @@ class Guard(ContextDecorator):
         self._gate.stage(SECURING)
         tell_launcher(fault, self.trainer.rank)
         self.hooks.call("on_stop", fault)
-        gasp = Gasp(self._gate, self._mates, self._secure, self.trainer.durable, self.deadline)
+        gasp = Gasp(self._gate, self._mates, self._secure, self.trainer.secured, self.trainer.durable, self.deadline)
         gasp.run(fault)
         if fault.cause == "hang":
             self._write_down_collectives()
@@ -277,9 +281,9 @@ class Guard(ContextDecorator):
             if record:
                 write_atomic(self.trainer.job.flight(self.trainer.rank), record)
 
-    def _secure(self, step: int) -> None:
+    def _secure(self, step: int, whole: bool) -> None:
         self.hooks.call("on_clean", step)
-        self.trainer.secure(step)
+        self.trainer.secure(step, whole)
         self.hooks.call("on_gasp", step)
 
     def _mates(self, alive: bool) -> list[Status]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from rekindle.recovery.restore import look
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import JobDir
+from rekindle.state.capture import Capture
 from rekindle.storage.posix import PosixStore
 
 __all__ = ["Meeting", "meet"]
+
+log = logging.getLogger("rekindle")
 
 _DYING = 30.0
 """Seconds that a restarted rank waits for its dying predecessor."""
@@ -37,15 +41,17 @@ class Meeting:
     """Why snapshots can't go into this node's memory; None when they can. What is there can be read if ``lock`` is."""
     found: bool
     """Whether any rank sees a checkpoint of an earlier start."""
+    nbytes: int
+    """What a snapshot of this rank will take."""
 
 
 def meet(
-    group: Alone | Group, job: JobDir, root: Path, nbytes: int, limit: int | None, settings: dict[str, Any]
+    group: Alone | Group, job: JobDir, root: Path, capture: Capture, limit: int | None, settings: dict[str, Any]
 ) -> Meeting:
-    """Two rounds with all ranks. A collective.
+    """Three rounds with all ranks, in which ``capture`` learns with whom to share its work. A collective.
 
-    ``nbytes`` is what one snapshot of this rank takes, ``limit`` what all may take on a node, ``settings`` what every
-    rank must have been given alike. Raises BusyError or UsageError, on all ranks.
+    ``limit`` is what all snapshots may take on a node, ``settings`` what every rank must have been given alike. Raises
+    BusyError or UsageError, on all ranks.
     """
     lock, busy, no_memory = _take_place(job, group.rank)
     try:
@@ -59,6 +65,9 @@ def meet(
             if differing:
                 name = differing[0]
                 raise UsageError(f"{name} is {given[name]!r} on rank {rank} and {first[0][2][name]!r} on rank 0")
+        capture.among(group.rank, group.world, mates)
+        _agree_on_shares(group, capture)
+        nbytes = capture.estimate()
         no_memory = no_memory or _no_room(job, nbytes, len(mates), limit)
         offers = look(None if lock is None else job, PosixStore(root), group.rank).offers
         generation = max((offer.incarnation.generation for offer in offers), default=0)
@@ -70,7 +79,24 @@ def meet(
     no_memory = next((second[rank][0] for rank in mates if second[rank][0]), None)
     incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
     nodes = len({node for node, _, _ in first})
-    return Meeting(incarnation, mates, nodes, lock, no_memory, any(entry[2] for entry in second))
+    return Meeting(incarnation, mates, nodes, lock, no_memory, any(entry[2] for entry in second), nbytes)
+
+
+def _agree_on_shares(group: Alone | Group, capture: Capture) -> None:
+    """See that all ranks that are to share the copying of something mean the same; else every rank copies all."""
+    shares: list[dict[tuple[int, ...], str]] = group.gather(capture.shares())
+    for rank, own in enumerate(shares):
+        for ranks, digest in own.items():
+            differing = [other for other in ranks if shares[other].get(ranks) != digest]
+            if differing:
+                capture.among(group.rank, group.world, [group.rank])
+                if group.rank == 0:
+                    log.warning(
+                        "ranks %d and %d are replicas of each other, but don't have the same tensors in their state: "
+                        "each rank saves all that it has",
+                        *(rank, differing[0]),
+                    )
+                return
 
 
 def _take_place(job: JobDir, rank: int) -> tuple[Lock | None, str | None, str | None]:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rekindle.errors import CorruptError, NotFoundError, UsageError
@@ -15,8 +14,8 @@ from rekindle.recovery.choose import Choice, Offer, choose
 from rekindle.recovery.group import Alone, Group
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import receipt_name
-from rekindle.storage.catalog import survey
+from rekindle.state.fit import Fit, mismatch
+from rekindle.storage.catalog import Copy, survey
 from rekindle.storage.posix import PosixStore
 
 __all__ = ["Restored", "look", "restore"]
@@ -43,10 +42,10 @@ class Restored:
 
 @dataclass
 class Sight:
-    """What this rank can see: its offers, and where the shard behind each one is."""
+    """What this rank can see: its offers, and the copies behind each one, nearest first."""
 
     offers: list[Offer]
-    receipts: dict[Key, list[tuple[str, Path]]]
+    copies: dict[Key, list[Copy]]
     storage_error: str | None
     half_loaded: bool = False
     """Whether an earlier restore has left this rank's live state half overwritten."""
@@ -60,16 +59,14 @@ def look(job: JobDir | None, store: PosixStore, rank: int) -> Sight:
     except OSError as failure:
         error = f"{store.root}: {failure.strerror or failure}"
         copies = survey(job, None)
-    worlds: dict[Key, int] = {}
-    receipts: dict[Key, list[tuple[str, Path]]] = {}
+    found: dict[Key, list[Copy]] = {}
     for copy in copies:
-        worlds[copy.key] = copy.world
-        found = receipts.setdefault(copy.key, [])
-        shard = rank % copy.world
-        if shard in copy.ranks:
-            found.append((copy.place, copy.path / receipt_name(shard, copy.world)))
-    offers = [Offer(*key, worlds[key], tuple(place for place, _ in receipts[key])) for key in receipts]
-    return Sight(offers, receipts, error)
+        found.setdefault(copy.key, []).append(copy)
+    offers = [
+        Offer(*key, near[0].world, tuple(copy.place for copy in near if rank % copy.world in copy.ranks))
+        for key, near in found.items()
+    ]
+    return Sight(offers, found, error)
 
 
 def restore(
@@ -79,6 +76,7 @@ def restore(
     store: PosixStore,
     step: int | None,
     allow_pickle: bool,
+    strict: bool = True,
 ) -> Restored | None:
     """Load the newest readable checkpoint, or that of ``step``. None when there is none to load. A collective.
 
@@ -93,9 +91,11 @@ def restore(
     worlds = {(o.step, o.incarnation): o.world for s in sights for o in s.offers}
     for key in choice.candidates:
         began = time.monotonic()
-        with Attempt(state, key, sight.receipts[key], allow_pickle) as attempt:
+        home = group.rank % worlds[key]
+        with Attempt(state, key, sight.copies.get(key, []), home, allow_pickle, strict) as attempt:
             attempt.open()
             verdicts = _agree(group, attempt.verdict)
+            _check_surplus(key[0], verdicts, strict)
             if all(v.place for v in verdicts):
                 attempt.fill(group, verdicts)
                 attempt.verdict.seconds = time.monotonic() - began
@@ -106,6 +106,8 @@ def restore(
                 continue
             _warn_of_resize(group, key[0], worlds[key])
             attempt.load()
+            if not strict:
+                _warn_of_rest(group.rank, attempt.fit)
         verdict = attempt.verdict
         done = Restored(*key, verdict.place or "", verdict.nbytes, verdict.read, time.monotonic() - began)
         _report(group.rank, done, verdicts)
@@ -123,11 +125,26 @@ def _agree(group: Alone | Group, verdict: Verdict) -> list[Verdict]:
     return verdicts
 
 
+def _check_surplus(step: int, verdicts: list[Verdict], strict: bool) -> None:
+    """What one rank has no place for another one may have; what nobody has is lost, if it is loaded like this."""
+    nowhere = set.intersection(*(verdict.surplus for verdict in verdicts))
+    if nowhere and strict and all(verdict.place for verdict in verdicts):
+        raise mismatch([f"{name}: only in the checkpoint of step {step}" for name in nowhere])
+
+
+def _warn_of_rest(rank: int, fit: Fit) -> None:
+    left = sorted([*fit.lacking, *fit.problems])
+    if left:
+        log.warning("restore: rank %d: left as it was: %s", rank, "; ".join(left))
+    if fit.surplus:
+        log.warning("restore: rank %d: not loaded, for want of a place: %s", rank, ", ".join(sorted(fit.surplus)))
+
+
 def _warn_of_resize(group: Alone | Group, step: int, world: int) -> None:
     if group.rank == 0 and world != group.world:
         log.warning(
-            "step %d was saved by %d ranks and is read by %d: rank r takes the state, random generators "
-            "included, of rank r modulo %d",
+            "step %d was saved by %d rank(s) and is read by %d: what each rank has of its own, random generators "
+            "included, rank r takes from rank r modulo %d",
             *(step, world, group.world, world),
         )
 

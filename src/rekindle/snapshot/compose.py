@@ -1,16 +1,16 @@
-"""A dead rank's snapshot, put together from its own small state and from a replica's snapshot of the same step."""
+"""A dead rank's snapshot, made of its own small state, where others' snapshots of the step have the rest."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Sequence
+from typing import Any
 
 from rekindle.errors import FormatError, RekindleError
+from rekindle.snapshot.boxes import Box, uncovered
 from rekindle.snapshot.documents import Receipt, checksum
 from rekindle.snapshot.infer import infer
-from rekindle.snapshot.layout import Chunk, blocks
+from rekindle.snapshot.layout import Chunk, Layout, blocks
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import receipt_name, step_dir
@@ -21,9 +21,6 @@ from rekindle.snapshot.small import Half, SmallPlan, padded, read_plan, read_sma
 __all__ = ["compose", "compose_for_the_dead"]
 
 log = logging.getLogger("rekindle")
-
-_Source = tuple[OpenShard, int, Chunk]
-"""A replica's shard, the number of a tensor's first block there, and the tensor's chunk."""
 
 
 def compose(job: JobDir, slots: Slots) -> list[int]:
@@ -81,93 +78,71 @@ def compose_for_the_dead(job: JobDir) -> None:
 
 def _compose(job: JobDir, slots: Slots, plan: SmallPlan, half: Half) -> bool:
     kept = set(plan.blocks)
-    wanted, block = [], 0
+    ours: list[tuple[Chunk, int]] = []
+    wanted: list[Chunk] = []
+    block = 0
     for chunk in plan.layout.chunks:
-        count = len(blocks(chunk))
-        if count and block not in kept:
-            wanted.append((chunk, block))
-        block += count
-    with ExitStack() as pins:
-        sources = _sources(job, half.stamp, plan, (chunk for chunk, _ in wanted), pins)
-        if sources is None:
-            return False
-        slot = slots.acquire(half.stamp.step, half.stamp.incarnation, len(plan.layout.header) + plan.layout.nbytes)
-        try:
-            receipt = _fill(slot, plan, half, wanted, sources)
-        except BaseException:
-            slot.unlock()
-            raise
-        slots.commit(slot, half.stamp, receipt)
-    log.info("rank %d: step %d was put together from its replicas and its small state", slots.rank, half.stamp.step)
+        if block in kept or not chunk.nbytes:
+            ours.append((chunk, block))
+        else:
+            wanted.append(chunk)
+        block += len(blocks(chunk))
+    if not _others_have(job, half.stamp, wanted, plan):
+        return False
+    layout = Layout.build(chunk for chunk, _ in ours)
+    slot = slots.acquire(half.stamp.step, half.stamp.incarnation, layout.file_bytes)
+    try:
+        receipt = _fill(slot, layout, plan, half, {(chunk.name, chunk.offsets): block for chunk, block in ours})
+    except BaseException:
+        slot.unlock()
+        raise
+    slots.commit(slot, half.stamp, receipt)
+    log.info("rank %d: step %d was put together from its small state and its replicas", slots.rank, half.stamp.step)
     return True
 
 
-def _fill(
-    slot: Slot, plan: SmallPlan, half: Half, wanted: list[tuple[Chunk, int]], sources: dict[str, _Source]
-) -> bytes:
+def _others_have(job: JobDir, stamp: Stamp, wanted: Sequence[Chunk], plan: SmallPlan) -> bool:
+    """Whether all of ``wanted`` is in snapshots that other ranks of this node have of the step."""
+    there: dict[str, list[Chunk]] = {}
+    for rank in sorted({rank for chunk in wanted for rank in plan.replicas.get(chunk.name, [])} - {stamp.rank}):
+        for chunk in _chunks(job, stamp, rank):
+            there.setdefault(chunk.name, []).append(chunk)
+    return all(
+        not uncovered(
+            Box(chunk.offsets, chunk.sizes),
+            [
+                Box(other.offsets, other.sizes)
+                for other in there.get(chunk.name, [])
+                if not other.own and (other.dtype, other.global_shape) == (chunk.dtype, chunk.global_shape)
+            ],
+        )
+        for chunk in wanted
+    )
+
+
+def _chunks(job: JobDir, stamp: Stamp, rank: int) -> tuple[Chunk, ...]:
+    try:
+        path = job.path / step_dir(stamp.step) / receipt_name(rank, stamp.world)
+        with OpenShard.open(path, in_memory=True) as shard:
+            return shard.receipt.layout.chunks if shard.receipt.stamp.key == stamp.key else ()
+    except (FileNotFoundError, RekindleError):
+        return ()
+
+
+def _fill(slot: Slot, layout: Layout, plan: SmallPlan, half: Half, numbers: dict[tuple[str, Any], int]) -> bytes:
     assert slot.map is not None
-    base = len(plan.layout.header)
+    base = len(layout.header)
     data = memoryview(slot.map)[base:]
-    slot.map[:base] = plan.layout.header
-    sums = [""] * len(plan.layout.blocks)
-    at = 0
+    slot.map[:base] = layout.header
+    places, at = {}, 0
     for number in plan.blocks:
         start, stop = plan.layout.blocks[number]
-        piece = half.tensors[at : at + stop - start]
-        data[start:stop] = piece
-        sums[number] = checksum(piece)
+        places[number] = half.tensors[at : at + stop - start]
         at += padded(stop - start)
-    for chunk, first in wanted:
-        _fetch(sources[chunk.name], chunk, data, sums, first)
-    return Receipt.encode(half.stamp, plan.static, sums, half.values)
-
-
-def _sources(
-    job: JobDir, stamp: Stamp, plan: SmallPlan, chunks: Iterable[Chunk], pins: ExitStack
-) -> dict[str, _Source] | None:
-    """By tensor; None if one is nowhere to be had."""
-    shards: dict[int, dict[str, _Source]] = {}
-    found = {}
-    for chunk in chunks:
-        for rank in plan.replicas.get(chunk.name, []):
-            if rank not in shards:
-                shards[rank] = _table(job, stamp, rank, pins)
-            entry = shards[rank].get(chunk.name)
-            if entry is not None and (entry[2].sizes, entry[2].dtype) == (chunk.sizes, chunk.dtype):
-                found[chunk.name] = entry
-                break
-        else:
-            return None
-    return found
-
-
-def _table(job: JobDir, stamp: Stamp, rank: int, pins: ExitStack) -> dict[str, _Source]:
-    if rank == stamp.rank:
-        return {}
-    try:
-        shard = pins.enter_context(
-            OpenShard.open(job.path / step_dir(stamp.step) / receipt_name(rank, stamp.world), in_memory=True)
-        )
-    except (FileNotFoundError, RekindleError):
-        return {}
-    if shard.receipt.stamp.key != stamp.key:
-        return {}
-    table, block = {}, 0
-    for chunk in shard.receipt.layout.chunks:
-        table[chunk.name] = shard, block, chunk
-        block += len(blocks(chunk))
-    return table
-
-
-def _fetch(source: _Source, chunk: Chunk, data: memoryview, sums: list[str], first: int) -> None:
-    """Copy one tensor's bytes. Raises CorruptError when they differ from the replica's checksums."""
-    shard, block, theirs = source
-    mapped = shard.map()
-    for number, (start, stop) in enumerate(blocks(chunk)):
-        at = shard.receipt.header_bytes + theirs.start + start - chunk.start
-        place = data[start:stop]
-        address = ctypes.addressof(ctypes.c_char.from_buffer(place))
-        ctypes.memmove(address, ctypes.addressof(ctypes.c_char.from_buffer(mapped, at)), stop - start)
-        sums[first + number] = checksum(place)
-        if sums[first + number] != shard.receipt.checksums[block + number]:
-            raise shard.complain(block + number)
+    sums = []
+    for chunk in layout.chunks:
+        if chunk.nbytes:
+            piece = places[numbers[chunk.name, chunk.offsets]]
+            data[chunk.start : chunk.stop] = piece
+            sums.append(checksum(piece))
+    return Receipt.encode(half.stamp, Receipt.static_part(layout, plan.structure), sums, half.values)

@@ -27,15 +27,16 @@ class OpenShard:
     def open(receipt_path: Path, in_memory: bool) -> OpenShard:
         """Open, and in memory pin, the shard that ``receipt_path`` speaks of.
 
-        Raises FileNotFoundError when it is gone or just being recycled, CorruptError when receipt or size is wrong.
+        Raises FileNotFoundError when it is gone or just being recycled, CorruptError when receipt or size is wrong, or
+        one of the two is a link: nothing is read outside of the checkpoint's directory.
         """
         path = receipt_path.with_suffix(".safetensors")
-        raw = receipt_path.read_bytes()
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        raw = _read(receipt_path)
+        fd = _open(path)
         try:
             if in_memory:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if os.stat(path).st_ino != os.fstat(fd).st_ino or receipt_path.read_bytes() != raw:
+                if os.stat(path).st_ino != os.fstat(fd).st_ino or _read(receipt_path) != raw:
                     raise FileNotFoundError(errno.ENOENT, "recycled meanwhile", str(path))
             receipt = Receipt.decode(raw, receipt_path)
             size = os.fstat(fd).st_size
@@ -68,3 +69,17 @@ class OpenShard:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CorruptError(f"{path}: is a symbolic link, not a file of the checkpoint") from None
+        raise
+
+
+def _read(path: Path) -> bytes:
+    with open(_open(path), "rb") as file:
+        return file.read()

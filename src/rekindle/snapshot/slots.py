@@ -219,7 +219,7 @@ class Slots:
     def _take(self, nbytes: int) -> Slot:
         """A locked slot: a free one, else the oldest that can be spared, else a new one, else any but the last."""
         committed = sorted((s for s in self.slots if s.stamp), key=_step_of)
-        complete = self._complete()
+        complete = self.complete()
         keep = {complete[-1]} if complete else set()
         keep |= {s.stamp.key for s in committed[-1:] + self._pending(committed) if s.stamp}
         spare = [s for s in self.slots if s.stamp is None or s.stamp.key not in keep]
@@ -260,7 +260,7 @@ class Slots:
                 slot.close()
                 self.slots.remove(slot)
 
-    def _complete(self) -> list[tuple[int, Incarnation]]:
+    def complete(self) -> list[tuple[int, Incarnation]]:
         """Step and incarnation of the snapshots that every rank of this node has, oldest first."""
         ranks: dict[tuple[int, Incarnation], set[int]] = {}
         there = set()

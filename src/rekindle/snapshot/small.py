@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +39,10 @@ class SmallPlan:
     """What small states are parts of."""
 
     layout: Layout
+    """Of all that the rank holds."""
+    structure: Any
     static: bytes
-    """The part that is the same in all of the rank's receipts."""
+    """Layout and structure as they were written."""
     blocks: list[int]
     """Numbers of the blocks that small states hold, in the order in which they do."""
     replicas: dict[str, list[int]]
@@ -70,7 +72,7 @@ class Smalls:
         self._plan = ""
         self._next = 0
 
-    def plan(self, stamp: Stamp, static: bytes, blocks: Sequence[int], replicas: dict[str, list[int]]) -> None:
+    def plan(self, stamp: Stamp, static: bytes, blocks: Sequence[int], replicas: Mapping[str, Sequence[int]]) -> None:
         """What is written from now on belongs to this plan. What there was belongs to another one."""
         fields = json.dumps({"blocks": list(blocks), "replicas": replicas}, separators=(",", ":")).encode()[1:-1]
         text = seal(replace(stamp, step=0), _PLAN, fields + b"," + static)  # alike whenever it is written
@@ -98,7 +100,7 @@ def read_plan(job: JobDir, rank: int) -> SmallPlan | None:
     layout = Receipt.layout_of(fields, path)
     kept = {name: fields[name] for name in ("checksum", "shard", "structure", "tensors")}
     static = json.dumps(kept, separators=(",", ":")).encode()[1:-1]
-    return SmallPlan(layout, static, fields["blocks"], fields["replicas"], checksum(raw))
+    return SmallPlan(layout, fields["structure"], static, fields["blocks"], fields["replicas"], checksum(raw))
 
 
 def read_smalls(job: JobDir, rank: int) -> list[Half]:

@@ -11,28 +11,33 @@ import gc
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from rekindle.errors import UnsupportedValueError, UsageError
-from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.documents import Receipt, checksum
 from rekindle.snapshot.layout import DTYPES, PAGE, Chunk, Layout, blocks
 from rekindle.state.codec import encode
+from rekindle.state.content import Contents
 from rekindle.state.fence import Fence
-from rekindle.state.replicas import data_parallel, replicated_over
+from rekindle.state.parts import Held, hold, memory
+from rekindle.state.replicas import alike
+from rekindle.state.reshard import Box
 from rekindle.state.rng import RngState
+from rekindle.state.share import Item, share
 from rekindle.state.tree import Flat, describe, flatten
-from rekindle.state.watch import Watch, content
+from rekindle.state.watch import Watch
 from rekindle.state.zero import ZeroState, is_zero
 
 __all__ = ["Capture", "Plan", "unwrap"]
 
 RNG = "rng"
+
+_OPTIMIZERS = (torch.optim.Optimizer, ZeroState)
 
 _BATCH = 4 << 20
 """Bytes after which a batch is full: small enough to share out among threads, large enough to be worth handing over."""
@@ -67,6 +72,8 @@ class Unit:
     nbytes: int
     block: int
     """Number of its first checksum in the receipt."""
+    counter: torch.Tensor
+    """The tensor whose version counts what is written to ``source``."""
     offset: int = 0
     """Its first byte, counted from the first of ``source``."""
 
@@ -75,6 +82,30 @@ class Unit:
         count = self.source.numel()
         flat = torch.frombuffer(buffer, dtype=self.source.dtype, count=count, offset=base + self.start)
         return flat.view(self.source.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that this rank holds."""
+
+    chunk: Chunk
+    source: torch.Tensor
+    counter: torch.Tensor
+    late: bool
+    """Whether it stays as it is until the next update."""
+    ranks: tuple[int, ...]
+    """All that hold the same, as far as that is known."""
+
+    @property
+    def box(self) -> Box:
+        return Box(self.chunk.offsets, self.chunk.sizes)
+
+    def rows(self, rows: Box) -> Piece:
+        """Some of its rows, or all of it."""
+        if rows == self.box:
+            return self
+        source = self.source.narrow(0, rows.offsets[0] - self.chunk.offsets[0], rows.sizes[0])
+        return replace(self, chunk=replace(self.chunk, offsets=rows.offsets, sizes=rows.sizes), source=source)
 
 
 @dataclass(frozen=True)
@@ -97,7 +128,16 @@ class Plan:
     late: list[Batch]
     """What stays as it is until the next update."""
     watched: dict[str, torch.Tensor]
-    """The tensors of ``late``, by name."""
+    """By name: the tensors that count what is written to those of ``late``."""
+    replicas: dict[str, tuple[int, ...]]
+    """By tensor that may be copied late: the ranks that are known to have the same bytes of it after each update.
+    What updates alike stays alike."""
+    _whole: Plan | None = None
+
+    @property
+    def whole(self) -> Plan:
+        """The plan to copy all that this rank holds, whoever else does."""
+        return self._whole or self
 
     @cached_property
     def static(self) -> bytes:
@@ -130,6 +170,9 @@ class Capture:
         self._watch: Watch | None = None
         self._paths: list[str] = []
         self._plan: Plan | None = None
+        self._rank, self._world, self._mates = 0, 1, frozenset({0})
+        self._common: dict[tuple[int, ...], list[Piece]] = {}
+        """By the ranks of this node that share the copying: what they all hold."""
 
     def prepare(self) -> tuple[Plan, bytes]:
         """The plan for the state as it is now, and its values as a JSON array.
@@ -151,31 +194,41 @@ class Capture:
     def _survey(self) -> list[Any]:
         """Make a plan for the state as it is now. Returns the values."""
         with _no_collection():
-            tree = {name: content(entry) for name, entry in self.state.items()}
+            contents = Contents(self.state)
+            tree = {name: contents.of(entry) for name, entry in self.state.items()}
             flat = Flat()
             flatten(tree, flat)
             self._watch = None
             self._plan = self._make_plan(tree, flat)
-            self._watch = Watch(self.state, flat.tensors)
+            self._watch = Watch(self.state, contents, flat.tensors)
         return flat.values
 
     def overlap(self, fence: Fence) -> None:
         """From now on plan to copy late what ``fence`` stands before."""
         self._fence = fence
 
-    def replicas(self, plan: Plan) -> dict[str, list[int]]:
-        """By tensor: the ranks that have the same bytes of it after each update. What updates alike stays alike."""
-        parameters = data_parallel()
-        among = dict(parameters)
-        for entry in self.state.values():
-            if not isinstance(entry, (torch.optim.Optimizer, ZeroState)):
-                continue
-            part = list(replicated_over(entry.optimizer.process_group)) if isinstance(entry, ZeroState) else None
-            for parameter, kept in entry.state.items():
-                ranks = parameters.get(id(parameter)) if part is None else part
-                if ranks:
-                    among |= {id(tensor): ranks for tensor in kept.values()}
-        return {name: among[id(tensor)] for name, tensor in plan.watched.items() if id(tensor) in among}
+    def among(self, rank: int, world: int, mates: Collection[int]) -> None:
+        """From now on share with ``mates``, all ranks of this node, what several of them hold alike."""
+        self._rank, self._world, self._mates = rank, world, frozenset(mates)
+        self._watch = None
+
+    def shares(self) -> dict[tuple[int, ...], str]:
+        """By the ranks of this node that copy something together: a digest of what each of them must know of it."""
+        self.prepare()
+        owners = [(name, entry) for name, entry in self.state.items() if isinstance(entry, _OPTIMIZERS)]
+        found = {}
+        for ranks, pieces in self._common.items():
+            shared = {id(piece.counter): piece.chunk.name for piece in pieces}
+            updated = [
+                (
+                    name,
+                    sorted(shared[id(p)] for group in entry.param_groups for p in group["params"] if id(p) in shared),
+                )
+                for name, entry in owners
+            ]
+            boxes = sorted((piece.chunk.name, piece.chunk.dtype, piece.box) for piece in pieces)
+            found[ranks] = checksum(repr((boxes, [entry for entry in updated if entry[1]])).encode())
+        return found
 
     def distrust(self, names: Collection[str]) -> None:
         """From now on copy these tensors inside of ``step()``: they have been seen to change after it."""
@@ -190,11 +243,13 @@ class Capture:
         little memory until the first save, too little costs a new allocation then.
         """
         plan, _ = self.prepare()
+        whole = plan.whole.layout.nbytes
+        part = plan.layout.nbytes / whole if whole else 1.0
         later = 0
         for entry in self.state.values():
             if isinstance(entry, torch.optim.Optimizer) and not entry.state:
-                trained = [p for g in entry.param_groups for p in g["params"] if p.requires_grad]
-                later += sum(_kept(entry) * p.nbytes + 8 + _NAMES for p in trained) + PAGE
+                trained = [memory(p) for g in entry.param_groups for p in g["params"] if p.requires_grad]
+                later += sum(int(part * _kept(entry) * p.nbytes) + 8 + _NAMES for p in trained) + PAGE
         return plan.layout.file_bytes + later
 
     def _encode(self, values: list[Any]) -> bytes:
@@ -210,26 +265,64 @@ class Capture:
         description = describe(tree)
         self._paths = description.paths
         first: dict[tuple[Any, ...], str] = {}
-        stored: dict[str, torch.Tensor] = {}
-        late: dict[str, torch.Tensor] = {}
+        stored: dict[str, Held] = {}
         lasting = self._fence.lasting() if self._fence is not None else set()
+        known = alike(self.state)
+        pieces: list[Piece] = []
+        replicas: dict[str, tuple[int, ...]] = {}
         for tensor, leaf in zip(flat.tensors, description.leaves, strict=True):
-            _check_kind(tensor, leaf.path)
-            place = _place(tensor)
-            if place not in first:
+            held = hold(tensor, leaf.path)
+            if held.place not in first:
                 name = leaf.name
                 while name in stored:  # {"a.b": x, "a": {"b": y}} are two tensors
                     name += "~"
-                first[place] = name
-                stored[name] = tensor
-                if id(tensor) in lasting and name not in self._restless and _can_wait(tensor):
-                    late[name] = tensor
-            leaf.node["$tensor"] = first[place]  # tied tensors are stored once
-        layout = Layout.build(_chunk(name, tensor) for name, tensor in stored.items())
-        if self._plan is not None and layout == self._plan.layout:
-            layout = self._plan.layout  # the same object: its header is made once
-        early, behind = _batches(layout, stored, late)
-        return Plan(layout, description.structure, early, behind, late)
+                first[held.place] = name
+                stored[name] = held
+                sure, likely = known.get(id(held.counter), ((), ()))
+                ranks = held.ranks if len(held.ranks) > 1 else sure or held.ranks
+                late = id(held.counter) in lasting and name not in self._restless and _can_wait(held.counter)
+                pieces += self._pieces(name, held, ranks, late, not (held.sharded or sure or likely))
+                if late and (others := likely or ranks):
+                    replicas[name] = others
+            leaf.node["$tensor"] = first[held.place]  # tied tensors are stored once
+        whole = self._lay_out(pieces, description.structure, replicas, None)
+        mine = self._shared_out(pieces)
+        return whole if len(mine) == len(pieces) else self._lay_out(mine, description.structure, replicas, whole)
+
+    def _pieces(self, name: str, held: Held, ranks: tuple[int, ...], late: bool, own: bool) -> list[Piece]:
+        own = own and self._world > 1
+        return [
+            Piece(Chunk(name, held.dtype, held.shape, *box, own=own), source, held.counter, late, ranks)
+            for box, source in held.pieces
+        ]
+
+    def _shared_out(self, pieces: list[Piece]) -> list[Piece]:
+        """Of all that this rank holds, what it copies: its part of what others on this node hold alike."""
+        mine: list[Piece] = []
+        common: dict[tuple[int, ...], list[Piece]] = {}
+        for piece in pieces:
+            ranks = tuple(sorted(self._mates.intersection(piece.ranks)))
+            if len(ranks) > 1 and self._rank in ranks and piece.chunk.nbytes:
+                common.setdefault(ranks, []).append(piece)
+            else:
+                mine.append(piece)
+        self._common = common
+        for ranks, found in common.items():
+            by_item = {Item(p.chunk.name, p.box, DTYPES[p.chunk.dtype][1]): p for p in found}
+            for item, rows in share(list(by_item), ranks.index(self._rank), len(ranks)):
+                mine.append(by_item[item].rows(rows))
+        return mine
+
+    def _lay_out(
+        self, pieces: list[Piece], structure: Any, replicas: dict[str, tuple[int, ...]], whole: Plan | None
+    ) -> Plan:
+        layout = Layout.build(piece.chunk for piece in pieces)
+        for before in [self._plan, self._plan.whole] if self._plan is not None else []:
+            if layout == before.layout:
+                layout = before.layout  # the same object: its header is made once
+        early, late = _batches(layout, {(p.chunk.name, p.chunk.offsets): p for p in pieces})
+        watched = {p.chunk.name: p.counter for p in pieces if p.late}
+        return Plan(layout, structure, early, late, watched, replicas, whole)
 
 
 @contextmanager
@@ -256,63 +349,35 @@ def _can_wait(tensor: torch.Tensor) -> bool:
     return tensor.device.type in ("cpu", "cuda") and not tensor.is_inference()
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tied tensors. Lazily conjugated or negated ones have other values in the same bytes."""
-    if not tensor.numel():
-        return (id(tensor),)
-    flags = tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, *flags
-
-
-def _check_kind(tensor: torch.Tensor, path: str) -> None:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if is_lazy(tensor):
-        raise UnsupportedValueError(f"{path}: has no shape yet; run the module once before making a Checkpointer")
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and type(tensor).__torch_dispatch__ is not (
-        torch.Tensor.__torch_dispatch__
-    ):
-        raise UnsupportedValueError(f"{path}: {type(tensor).__name__} can't be saved yet, only whole tensors can")
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or name not in DTYPES:
-        raise UnsupportedValueError(f"{path}: a tensor of layout {tensor.layout}, dtype {name}, device {tensor.device}")
-    if tensor.numel() and not tensor.data_ptr():
-        raise UnsupportedValueError(f"{path}: its memory has been freed, as by a sharded model outside of forward()")
-
-
-def _chunk(name: str, tensor: torch.Tensor) -> Chunk:
-    shape = tuple(tensor.shape)
-    return Chunk(name, str(tensor.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape)
-
-
-def _batches(
-    layout: Layout, stored: Mapping[str, torch.Tensor], late: Collection[str]
-) -> tuple[list[Batch], list[Batch]]:
+def _batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece]) -> tuple[list[Batch], list[Batch]]:
     """Units to copy at once, and those that can wait, in batches of one device each."""
     full: tuple[list[Batch], list[Batch]] = ([], [])
     filling: dict[tuple[bool, torch.device], tuple[Batch, int]] = {}
     block = 0
     for chunk in layout.chunks:
-        source = stored[chunk.name].detach()  # an alias: its memory stays ours though the tensor is given another
-        which = chunk.name in late, source.device
-        limit = _BATCH if source.device.type == "cpu" else _DEVICE_BATCH
-        for unit in _units(chunk, source, block):
-            batch, waiting = filling.get(which) or (Batch(source.device, []), 0)
+        piece = pieces[chunk.name, chunk.offsets]
+        which = piece.late, piece.source.device
+        limit = _BATCH if piece.source.device.type == "cpu" else _DEVICE_BATCH
+        for unit in _units(chunk, piece, block):
+            batch, waiting = filling.get(which) or (Batch(piece.source.device, []), 0)
             if not batch.units:
                 full[which[0]].append(batch)
             batch.units.append(unit)
             waiting += unit.nbytes
-            filling[which] = (batch, waiting) if waiting < limit else (Batch(source.device, []), 0)
+            filling[which] = (batch, waiting) if waiting < limit else (Batch(piece.source.device, []), 0)
         block += len(blocks(chunk))
     return full
 
 
-def _units(chunk: Chunk, source: torch.Tensor, block: int) -> list[Unit]:
+def _units(chunk: Chunk, piece: Piece, block: int) -> list[Unit]:
     if not chunk.nbytes:
         return []
+    source = piece.source
     plain = source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg())
     if not plain:
-        return [Unit(source, 0, chunk.start, chunk.nbytes, block)]
+        return [Unit(source, 0, chunk.start, chunk.nbytes, block, piece.counter)]
     address = source.data_ptr() - chunk.start
     return [
-        Unit(source, address + at, at, stop - at, block + i, at - chunk.start)
+        Unit(source, address + at, at, stop - at, block + i, piece.counter, at - chunk.start)
         for i, (at, stop) in enumerate(blocks(chunk))
     ]

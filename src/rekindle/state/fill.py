@@ -1,117 +1,168 @@
-"""Where a shard's tensors go: into the live state's own memory where that fits, else into tensors made for them."""
+"""From the blocks of shards to where their bytes are wanted: straight into place where that can be."""
 
 from __future__ import annotations
 
-import bisect
 import ctypes
+import math
 import mmap
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable
+from itertools import islice
 
 import torch
 
-from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.layout import BLOCK, Chunk, blocks
+from rekindle.snapshot.layout import BLOCK, DTYPES, Chunk, Layout, blocks
 from rekindle.state.device import page_lock
-from rekindle.state.tree import entries
+from rekindle.state.reshard import Box, runs
 
-__all__ = ["Destinations"]
+__all__ = ["Filling", "Sides", "begin"]
 
 
-class Destinations:
-    """The tensors that a shard is loaded into, by name; a ``Sink`` of its blocks.
+class Filling:
+    """The ``Sink`` of one shard: its blocks go to the tensors that want a part of what they hold."""
 
-    Parameters, buffers and optimizer state are filled where they are, if saved and live tensor agree in shape and
-    dtype. All others get new tensors on the host, which stay untouched until they are filled.
-    """
+    def __init__(self, layout: Layout, sides: Sides) -> None:
+        self._layout = layout
+        self._first: list[int] = []
+        """Of each chunk: the number of its first block."""
+        self._numbers: list[int] = []
+        """Of each block: the number of its chunk."""
+        for number, chunk in enumerate(layout.chunks):
+            self._first.append(len(self._numbers))
+            self._numbers += [number] * len(blocks(chunk))
+        self._windows: dict[int, list[_Window]] = {}
+        self._sides = sides
 
-    def __init__(self, receipt: Receipt, state: Mapping[str, Any]) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.live: dict[str, str] = {}
-        """Of those that are the live state's own: the entry that they were found in."""
-        self._numbers: list[tuple[Chunk, int]] = []
-        """Of each block: its chunk, and its first byte within that."""
-        chunks = {chunk.name: chunk for chunk in receipt.layout.chunks}
-        claimed = _Claims()
-        saved = entries(receipt.structure)
-        for name, entry in state.items():
-            for chunk_name, tensor in _live(entry, saved.get(name)):
-                chunk = chunks[chunk_name]
-                if chunk_name not in self.tensors and _fits(chunk, tensor) and claimed.add(tensor):
-                    self.tensors[chunk_name] = tensor
-                    self.live[chunk_name] = name
-        self._plain: dict[str, memoryview] = {}
-        self._parked: dict[str, _Parked] = {}
-        for chunk in receipt.layout.chunks:
-            if chunk.name not in self.tensors:
-                self.tensors[chunk.name] = torch.empty(chunk.sizes, dtype=getattr(torch, chunk.dtype))
-            tensor = self.tensors[chunk.name]
-            self._numbers += [(chunk, start - chunk.start) for start, _ in blocks(chunk)]
-            if tensor.device.type == "cpu" and tensor.is_contiguous():
-                self._plain[chunk.name] = _bytes_of(tensor)
-            elif not tensor.is_contiguous():
-                self._parked[chunk.name] = _Parked(tensor)
-        self._sides = _Sides()
+    def want(self, chunk: int, common: Box, box: Box, tensor: torch.Tensor) -> None:
+        """``common``, a part of the shard's chunk of this number, is wanted in ``tensor``, which holds ``box``."""
+        source = self._layout.chunks[chunk]
+        window = _straight(source, common, box, tensor) or _Staged(source, common, box, tensor)
+        self._windows.setdefault(chunk, []).append(window)
 
-    # -- as a sink --------------------------------------------------------------------------------------------------
+    @property
+    def blocks(self) -> list[int]:
+        """Numbers of the blocks that hold anything wanted, ascending."""
+        found: set[int] = set()
+        for chunk, windows in self._windows.items():
+            for window in windows:
+                first, last = window.start // BLOCK, -(-window.stop // BLOCK)
+                found.update(range(self._first[chunk] + first, self._first[chunk] + last))
+        return sorted(found)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stop - start for start, stop in (self._layout.blocks[number] for number in self.blocks))
+
+    # -- as a sink ----------------------------------------------------------------------------------------------
+
+    def _range(self, block: int) -> tuple[int, int, int]:
+        """Chunk, first byte and last, exclusive, within it."""
+        number = self._numbers[block]
+        start = (block - self._first[number]) * BLOCK
+        return number, start, min(start + BLOCK, self._layout.chunks[number].nbytes)
 
     def place(self, block: int) -> memoryview | None:
-        chunk, at = self._numbers[block]
-        whole = self._plain.get(chunk.name)
-        if whole is None and chunk.name in self._parked:
-            whole = self._parked[chunk.name].memory()
-        return None if whole is None else whole[at : min(at + BLOCK, chunk.nbytes)]
+        number, start, stop = self._range(block)
+        windows = [w for w in self._windows.get(number, []) if w.start < stop and start < w.stop]
+        if len(windows) == 1 and windows[0].start <= start and stop <= windows[0].stop:
+            return windows[0].place(start, stop)
+        return None
 
     def take(self, block: int, at: int, data: memoryview) -> None:
-        """Into a device's tensor. Other threads read on while this one waits for the copy."""
-        chunk, start = self._numbers[block]
-        flat = self.tensors[chunk.name].detach().view(-1).view(torch.uint8)
-        piece = torch.frombuffer(data, dtype=torch.uint8)
-        self._sides.copy(flat[start + at : start + at + len(data)], piece)
+        number, start, _ = self._range(block)
+        start += at
+        stop = start + len(data)
+        for window in self._windows.get(number, []):
+            first, last = max(start, window.start), min(stop, window.stop)
+            if first < last:
+                window.put(first, data[first - start : last - start], self._sides)
 
     def lock(self, buffer: mmap.mmap) -> object:
         return page_lock(buffer)
 
-    # -- before and after -------------------------------------------------------------------------------------------
+    def settle(self) -> None:
+        """Put what torch has to bring into order in its place."""
+        for windows in self._windows.values():
+            for window in windows:
+                window.settle()
 
-    def begin(self) -> None:
-        """Wait until devices have done what they were told, so that nothing still reads what is now filled."""
-        for device in {self.tensors[name].device for name in self.live}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+
+class _Window:
+    """Bytes ``start`` to ``stop`` of a chunk, which lie in one piece in ``tensor`` from ``at`` on."""
+
+    def __init__(self, start: int, stop: int, tensor: torch.Tensor, at: int) -> None:
+        self.start, self.stop = start, stop
+        self._tensor, self._at = tensor, at
+        self._memory = _bytes_of(tensor) if tensor.device.type == "cpu" else None
+
+    def place(self, start: int, stop: int) -> memoryview | None:
+        if self._memory is None:
+            return None
+        return self._memory[self._at + start - self.start : self._at + stop - self.start]
+
+    def put(self, start: int, data: memoryview, sides: Sides) -> None:
+        place = self.place(start, start + len(data))
+        if place is not None:
+            place[:] = data
+            return
+        flat = self._tensor.view(-1).view(torch.uint8)
+        at = self._at + start - self.start
+        sides.copy(flat[at : at + len(data)], torch.frombuffer(data, dtype=torch.uint8))
 
     def settle(self) -> None:
-        """Put what torch has to bring into order in its place, and tell autograd what has been written."""
-        with torch.no_grad():
-            for parked in self._parked.values():
-                parked.unload()
-        for name in self.live:
-            if not self.tensors[name].is_inference():
-                torch.autograd.graph.increment_version(self.tensors[name])
+        pass
 
 
-class _Parked:
-    """A tensor that isn't contiguous, and the memory in which its bytes wait until torch puts them into order."""
+class _Staged(_Window):
+    """The rows of a chunk that hold what is wanted, on the host, until torch puts a part of them in its place."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, chunk: Chunk, common: Box, box: Box, tensor: torch.Tensor) -> None:
+        rest = chunk.sizes[1:]
+        row = math.prod(rest) * DTYPES[chunk.dtype][1]
+        first = common.offsets[0] - chunk.offsets[0] if rest or common.offsets else 0
+        count = common.sizes[0] if common.sizes else 1
+        self._shape = (count, *rest) if common.sizes else ()
+        self._dtype = getattr(torch, chunk.dtype)
+        self._inner = [
+            (o - c, s) for o, c, s in zip(common.offsets[1:], chunk.offsets[1:], common.sizes[1:], strict=True)
+        ]
+        self._to = tensor
+        self._from: torch.Tensor | None = None
+        self._outer = [(o - b, s) for o, b, s in zip(common.offsets, box.offsets, common.sizes, strict=True)]
         self._lock = threading.Lock()
-        self._memory: torch.Tensor | None = None
+        self.start, self.stop = first * row, (first + count) * row
 
-    def memory(self) -> memoryview:
+    def place(self, start: int, stop: int) -> memoryview | None:
         with self._lock:
-            if self._memory is None:
-                self._memory = torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
-        return _bytes_of(self._memory)
+            if self._from is None:
+                self._from = torch.empty(self._shape, dtype=self._dtype)
+        return _bytes_of(self._from)[start - self.start : stop - self.start]
 
-    def unload(self) -> None:
-        if self._memory is not None:
-            self._tensor.detach().copy_(self._memory)
-            self._memory = None
+    def settle(self) -> None:
+        if self._from is None:
+            return
+        source, target = self._from, self._to
+        for d, (at, size) in enumerate(self._inner, 1):
+            source = source.narrow(d, at, size)
+        for d, (at, size) in enumerate(self._outer):
+            target = target.narrow(d, at, size)
+        target.copy_(source)
+        self._from = None
 
 
-class _Sides:
+def _straight(chunk: Chunk, common: Box, box: Box, tensor: torch.Tensor) -> _Window | None:
+    """None where the wanted bytes don't lie in one piece on both sides."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    source = Box(chunk.offsets, chunk.sizes)
+    found = list(islice(runs(common, source, box, DTYPES[chunk.dtype][1]), 2))
+    if len(found) != 1:
+        return None
+    start, at, nbytes = found[0]
+    return _Window(start, start + nbytes, tensor, at)
+
+
+class Sides:
     """A stream for each thread and CUDA device, so that copies of several threads overlap."""
 
     def __init__(self) -> None:
@@ -131,61 +182,11 @@ class _Sides:
             stream.synchronize()
 
 
-class _Claims:
-    """Memory that is spoken for: two saved tensors must never be written into the same bytes at a time."""
-
-    def __init__(self) -> None:
-        self._ranges: dict[torch.device, list[tuple[int, int]]] = {}
-
-    def add(self, tensor: torch.Tensor) -> bool:
-        """False, and nothing claimed, where a part is taken."""
-        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        start = tensor.data_ptr()
-        stop = start + span * tensor.element_size()
-        ranges = self._ranges.setdefault(tensor.device, [])
-        at = bisect.bisect(ranges, (start, stop))
-        if (at and ranges[at - 1][1] > start) or (at < len(ranges) and ranges[at][0] < stop):
-            return False
-        ranges.insert(at, (start, stop))
-        return True
-
-
-def _live(entry: Any, node: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name in the shard and live tensor of everything that the entry has at the place where it was saved from."""
-    saved = entries(node)
-    if isinstance(entry, torch.nn.Module):
-        for key, tensor in entry.state_dict(keep_vars=True).items():
-            if isinstance(tensor, torch.Tensor):
-                yield from _pairs(saved.get(key), tensor)
-    elif isinstance(entry, torch.optim.Optimizer) and "state" in saved:
-        yield from _pairs(saved["state"], entry.state_dict().get("state"))
-
-
-def _pairs(node: Any, live: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(node, dict) and "$tensor" in node:
-        if isinstance(live, torch.Tensor):
-            yield node["$tensor"], live
-    elif isinstance(live, dict):
-        for key, child in entries(node).items():
-            yield from _pairs(child, live.get(key))
-    elif isinstance(live, (list, tuple)):
-        children = node if isinstance(node, list) else node.get("$tuple", ()) if isinstance(node, dict) else ()
-        for child, item in zip(children, live, strict=False):
-            yield from _pairs(child, item)
-
-
-def _fits(chunk: Chunk, tensor: torch.Tensor) -> bool:
-    """Whether the chunk's bytes can be put into the tensor's own memory."""
-    return (
-        tuple(tensor.shape) == chunk.sizes
-        and str(tensor.dtype) == f"torch.{chunk.dtype}"
-        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and tensor.layout is torch.strided
-        and tensor.numel() > 0
-        and not (tensor.is_meta or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
-        and tensor.data_ptr() != 0
-        and all(stride > 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    )
+def begin(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until devices have done what they were told, so that nothing still reads what is now filled."""
+    for device in {tensor.device for tensor in tensors}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -71,17 +71,18 @@ class Live:
         plan, values = self.capture.prepare()
         if small is not None:
             try:
-                small.take(stamp, plan, values, self.capture.replicas)
+                small.take(stamp, plan, values)
             except (OSError, RekindleError) as error:  # a snapshot may still fit
                 log.error("step %d can't be secured if a rank fails: %s", stamp.step, error)
         return plan, values
 
-    def plan(self, stamp: Stamp) -> Plan:
-        """What to copy of the state, which is that of ``stamp``, noted or taken last. Raises RekindleError if not."""
+    def plan(self, stamp: Stamp, whole: bool) -> Plan:
+        """How to copy all that this rank holds, or only what is its to copy, as it was at ``stamp``, noted or taken
+        last. Raises RekindleError when that can't be."""
         small = self._small
         if small is None or small.stamp is None or small.stamp.step != stamp.step:
             raise RekindleError(f"step {stamp.step} has been completed, but not told to ckpt.step()")
-        return small.plan()
+        return small.plan(whole)
 
     def write(self, stamp: Stamp, plan: Plan, buffer: mmap.mmap) -> bytes:
         """Fill ``buffer`` with what ``plan`` said; gives the receipt. Raises RekindleError when the state changes."""

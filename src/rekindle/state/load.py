@@ -1,4 +1,4 @@
-"""Does a checkpoint fit the live state, and from filled tensors back into live objects."""
+"""From filled tensors back into live objects."""
 
 from __future__ import annotations
 
@@ -12,111 +12,112 @@ import torch
 from rekindle.errors import StateMismatchError, UsageError
 from rekindle.snapshot.documents import Receipt
 from rekindle.state.codec import has_pickle
-from rekindle.state.fill import Destinations
+from rekindle.state.content import named
+from rekindle.state.fit import Fit
+from rekindle.state.flat import is_flat
+from rekindle.state.parts import memory
 from rekindle.state.rng import RngState
+from rekindle.state.saved import Node
 from rekindle.state.tree import assemble, entries
+from rekindle.state.zero import numbered
 
-__all__ = ["check", "load"]
+__all__ = ["check_values", "load"]
 
 
-def check(state: Mapping[str, Any], receipt: Receipt, allow_pickle: bool) -> None:
-    """Raise unless the checkpoint can be loaded into the live state. Changes nothing.
-
-    StateMismatchError when it doesn't fit; modules are compared tensor by tensor, because torch would copy what fits
-    before it complains about the rest. UsageError when it holds pickles and those weren't asked for.
-    """
+def check_values(receipt: Receipt, allow_pickle: bool) -> None:
+    """Raise UsageError when a receipt holds pickles and those weren't asked for."""
     if not allow_pickle and has_pickle(receipt.values):
         raise UsageError(
             f"the checkpoint of step {receipt.stamp.step} holds pickled values; loading those runs code: "
             "restore(allow_pickle=True) allows it"
         )
-    saved = entries(receipt.structure)
-    missing = [name for name in state if name not in saved and not isinstance(state[name], RngState)]
-    surplus = [name for name in saved if name not in state and name != "rng"]
-    if missing or surplus:
-        raise StateMismatchError(
-            f"the checkpoint of step {receipt.stamp.step} "
-            + " and ".join(
-                [f"has no {', '.join(map(repr, missing))}"] * bool(missing)
-                + [f"has {', '.join(map(repr, surplus))}, which the state lacks"] * bool(surplus)
-            )
-        )
-    chunks = {chunk.name: chunk for chunk in receipt.layout.chunks}
-    for name, entry in state.items():
-        if isinstance(entry, torch.nn.Module):
-            _check_module(name, entry, entries(saved[name]), chunks)
-        elif isinstance(entry, torch.optim.Optimizer):
-            _check_optimizer(name, entry, entries(saved[name]))
 
 
-def _check_module(name: str, module: torch.nn.Module, saved: Any, chunks: Mapping[str, Any]) -> None:
-    live = {k: v for k, v in module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
-    there = {k: chunks[node["$tensor"]] for k, node in saved.items() if isinstance(node, dict) and "$tensor" in node}
-    problems = [f"{name}.{key}: only in the live state" for key in live if key not in saved]
-    problems += [f"{name}.{key}: only in the checkpoint" for key in there if key not in live]
-    for key in live.keys() & there.keys():
-        ours = (tuple(live[key].shape), str(live[key].dtype).removeprefix("torch."))
-        theirs = (there[key].sizes, there[key].dtype)
-        if ours != theirs:
-            problems.append(f"{name}.{key}: live {ours[1]}{list(ours[0])}, saved {theirs[1]}{list(theirs[0])}")
-    if problems:
-        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise StateMismatchError("; ".join(sorted(problems)[:5]) + more)
-
-
-def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    if "param_groups" not in optimizer.state_dict():
-        return  # an optimizer with a state of its own kind: its load_state_dict() will judge
-    ours = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [len(entries(group).get("params", ())) for group in saved.get("param_groups", ())]
-    if ours != theirs:
-        raise StateMismatchError(f"{name}: parameters per group are {ours}, in the checkpoint {theirs}")
-
-
-def load(state: Mapping[str, Any], receipt: Receipt, filled: Destinations, allow_pickle: bool) -> None:
-    """Give the live objects what has been put, verified, into ``filled``, and all values.
+def load(state: Mapping[str, Any], fit: Fit, allow_pickle: bool, strict: bool = True) -> None:
+    """Give the live objects what has been put, verified, into the targets of ``fit``, and all values.
 
     Each entry's ``load_state_dict()`` is called, so that hooks and classes with a mind of their own work as ever. It is
     given live tensors where those have been filled in place: torch sees that there is nothing left to copy. Random
     generators come last, so nothing that runs while loading draws from them.
     """
-    filled.settle()
-    saved = entries(receipt.structure)
-    copies: dict[str, torch.Tensor] = {}
-    trees = {}
-
-    def own(entry: str, name: str) -> torch.Tensor:
-        if filled.live.get(name, entry) == entry:
-            return filled.tensors[name]
-        if name not in copies:  # once per name, so that tied tensors come back tied
-            copies[name] = filled.tensors[name].detach().clone()
-        return copies[name]
-
-    for name, entry in state.items():
-        if name not in saved:
-            continue  # the generators, of a job that began without them
-        live = entry.state_dict(keep_vars=True) if isinstance(entry, torch.nn.Module) else {}
-        trees[name] = {
-            # What load_state_dict() copies into a live tensor may be another entry's; what it might keep may not.
-            key: assemble(
-                node,
-                receipt.values,
-                filled.tensors.__getitem__ if isinstance(live.get(key), torch.Tensor) else partial(own, name),
-                allow_pickle,
-            )
-            for key, node in entries(saved[name]).items()
-        }
-        if live:
-            # Versions of the modules' own formats; torch keeps them in an attribute, and we require the same ones.
-            trees[name] = OrderedDict(trees[name])
-            setattr(trees[name], "_metadata", getattr(live, "_metadata", None))  # noqa: B010
+    for target in fit.targets.values():
+        if target.live and not memory(target.leaf).is_inference():  # tell autograd what has been written
+            torch.autograd.graph.increment_version(memory(target.leaf))
+    loading = _Loading(fit, allow_pickle)
+    trees = {name: loading.tree(name, state[name]) for name in state if fit.saved.entry(name) is not None}
     for name in sorted(trees, key=lambda name: isinstance(state[name], RngState)):
+        entry, tree = state[name], trees[name]
         try:
-            state[name].load_state_dict(trees[name])
+            if is_flat(entry):
+                continue
+            if isinstance(entry, torch.nn.Module) and not strict:
+                entry.load_state_dict(tree, strict=False)
+            else:
+                entry.load_state_dict(tree)
         except Exception as error:
             raise StateMismatchError(f"{name}: load_state_dict() refused the checkpoint: {error}") from error
-        if isinstance(state[name], torch.optim.Optimizer):
-            _keep_dtypes(state[name], trees[name])
+        if isinstance(entry, torch.optim.Optimizer):
+            _keep_dtypes(entry, tree)
+
+
+class _Loading:
+    """What each entry's ``load_state_dict()`` is to be given."""
+
+    def __init__(self, fit: Fit, allow_pickle: bool) -> None:
+        self._fit, self._allow_pickle = fit, allow_pickle
+
+    def tree(self, name: str, entry: Any) -> Any:
+        saved = self._fit.saved.entry(name)
+        assert saved is not None
+        if isinstance(entry, torch.nn.Module):
+            return self._module(name, entry)
+        if name in self._fit.kept:
+            return self._optimizer(name, entry, saved)
+        return self._build(name, saved)
+
+    def _build(self, entry: str, node: Node) -> Any:
+        return assemble(node.body, node.receipt.values, partial(self._fit.tensor, entry), self._allow_pickle)
+
+    def _module(self, name: str, module: torch.nn.Module) -> Any:
+        if is_flat(module):
+            self._flat(name, module)
+            return {}
+        live = module.state_dict(keep_vars=True)
+        tree: OrderedDict[str, Any] = OrderedDict()
+        for key, canonical in named(module).items():
+            node = self._fit.saved.child(name, canonical)
+            if node is not None and self._fit.has(name, node):
+                tree[key] = self._build(name, node)
+        # Versions of the modules' own formats; torch keeps them in an attribute, and we require the same ones.
+        setattr(tree, "_metadata", getattr(live, "_metadata", None))  # noqa: B010
+        return tree
+
+    def _flat(self, name: str, module: torch.nn.Module) -> None:
+        """Its ``load_state_dict()`` would gather parameters, which have been filled where they are."""
+        for key, leaf in self._fit.contents.of(module).items():
+            node = self._fit.saved.child(name, key)
+            target = self._fit.targets.get((name, node.body.get("$tensor"))) if node is not None else None
+            if target is not None and isinstance(leaf, torch.Tensor) and isinstance(target.leaf, torch.Tensor):
+                with torch.no_grad():
+                    leaf.copy_(target.leaf)
+
+    def _optimizer(self, name: str, entry: Any, saved: Node) -> dict[str, Any]:
+        numbers = {id(p): number for number, p in numbered(entry.param_groups).items()}
+        state = {
+            number: {key: self._build(name, value) if isinstance(value, Node) else value for key, value in kept.items()}
+            for number, kept in self._fit.kept[name].items()
+        }
+        names = self._fit.contents.names(entry)
+        groups = []
+        for number, group in enumerate(entry.param_groups):
+            own = [key for parameter in group["params"] for key in names[id(parameter)]]
+            node = self._fit.saved.group_of(name, own[0]) if own else self._fit.saved.group(name, number)
+            options = {key: child for key, child in entries(node.body).items() if key != "params"} if node else {}
+            built = {key: self._build(name, Node(child, node.receipt)) for key, child in options.items() if node}
+            groups.append({**({} if node else group), **built, "params": [numbers[id(p)] for p in group["params"]]})
+        rest = {key: child for key, child in entries(saved.body).items() if key not in ("state", "param_groups")}
+        more = {key: self._build(name, Node(child, saved.receipt)) for key, child in rest.items()}
+        return {**more, "state": state, "param_groups": groups}
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rekindle.errors import UsageError
+from rekindle.state.parts import hold, is_dtensor
+from rekindle.state.zero import ZeroState
 
-__all__ = ["ReplicaGroup", "data_parallel", "replica_groups", "replicated_over"]
+__all__ = ["ReplicaGroup", "alike", "data_parallel", "replica_groups", "replicated_over"]
 
 _over: dict[tuple[int, ...], tuple[int, ...]] = {}
 """By the ranks of a part: those of the group that it is a part of."""
@@ -78,7 +82,7 @@ def replica_groups(
     return ReplicaGroup(made, host, mine, tuple(parts))
 
 
-def data_parallel() -> dict[int, list[int]]:
+def data_parallel() -> dict[int, tuple[int, ...]]:
     """By ``id`` of a parameter: the ranks that DistributedDataParallel keeps alike.
 
     Found among all objects of this process, because a state usually names the module that is wrapped, which knows
@@ -88,9 +92,38 @@ def data_parallel() -> dict[int, list[int]]:
     return {
         id(parameter): ranks
         for module in found
-        for ranks in [dist.get_process_group_ranks(module.process_group)]
-        for parameter in module.parameters()
+        for ranks in [tuple(sorted(dist.get_process_group_ranks(module.process_group)))]
+        for name, parameter in module.module.named_parameters()
+        if name not in module.parameters_to_ignore
     }
+
+
+def alike(state: Mapping[str, Any]) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """By ``id`` of a tensor that doesn't tell it of itself: (all ranks that hold the same, ranks of which some do).
+
+    Parameters of DistributedDataParallel, and what optimizers keep of any parameter that several ranks hold.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    parameters = data_parallel()
+    found = {key: (ranks, ranks) for key, ranks in parameters.items()}
+    for entry in state.values():
+        if isinstance(entry, ZeroState):
+            part = replicated_over(entry.optimizer.process_group)
+            found |= {id(tensor): ((), part) for kept in entry.state.values() for tensor in kept.values()}
+        elif isinstance(entry, torch.optim.Optimizer):
+            for parameter, kept in entry.state.items():
+                ranks = parameters.get(id(parameter), ())
+                for tensor in kept.values() if isinstance(kept, dict) else ():
+                    if ranks or (isinstance(tensor, torch.Tensor) and not tensor.dim()):
+                        found[id(tensor)] = (ranks, ranks) if ranks else _of(parameter)
+    return found
+
+
+def _of(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Who keeps the same count of a sharded parameter's updates: whoever holds the same shard of it, and more."""
+    ranks = hold(parameter, "").ranks if is_dtensor(parameter) else ()
+    return ranks, ranks
 
 
 def replicated_over(group: dist.ProcessGroup) -> tuple[int, ...]:

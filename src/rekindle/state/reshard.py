@@ -6,53 +6,14 @@ Pure: boxes in, copies out. Nothing here reads anything, or knows of ranks, file
 from __future__ import annotations
 
 import bisect
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from rekindle.snapshot.boxes import Box
+
 __all__ = ["Box", "Have", "Move", "Plan", "Want", "plan", "runs"]
-
-
-class Box(NamedTuple):
-    """A box of a tensor's elements. A scalar is the box of no dimensions, of one element."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def volume(self) -> int:
-        return math.prod(self.sizes)
-
-    def meet(self, other: Box) -> Box | None:
-        """What two boxes have in common; None when that is nothing."""
-        offsets, sizes = [], []
-        for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
-            low, high = a if a > b else b, min(a + m, b + n)
-            if low >= high:
-                return None
-            offsets.append(low)
-            sizes.append(high - low)
-        return Box(tuple(offsets), tuple(sizes))
-
-    def without(self, inner: Box) -> list[Box]:
-        """The rest, in boxes that don't overlap: at most two for each dimension. ``inner`` lies inside."""
-        rest: list[Box] = []
-        offsets, sizes = list(self.offsets), list(self.sizes)
-        for d, (low, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
-            first, last = offsets[d], offsets[d] + sizes[d]
-            for start, stop in ((first, low), (low + size, last)):
-                if start < stop:
-                    rest.append(
-                        Box((*offsets[:d], start, *offsets[d + 1 :]), (*sizes[:d], stop - start, *sizes[d + 1 :]))
-                    )
-            offsets[d], sizes[d] = low, size
-        return rest
-
-    def __str__(self) -> str:
-        pairs = zip(self.offsets, self.sizes, strict=True)
-        return "[" + ", ".join(f"{at}:{at + size}" for at, size in pairs) + "]"
 
 
 class Want(NamedTuple):

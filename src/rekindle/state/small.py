@@ -36,33 +36,33 @@ class SmallState:
         self.events: dict[torch.device, Event] = {}
         """What tells that a device has come to the end of the step."""
         self._plan: Plan | None = None
-        self._replicas: dict[str, list[int]] = {}
         self._told = False
         """Whether the file has the plan."""
 
-    def take(self, stamp: Stamp, plan: Plan, values: bytes, replicas: Callable[[Plan], dict[str, list[int]]]) -> None:
+    def take(self, stamp: Stamp, plan: Plan, values: bytes) -> None:
         """The state is that of ``stamp`` now. Raises OSError when memory is full; the last save is not hurt by that."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()  # it reads what is about to be overwritten
         if plan is not self._plan:
-            self._lay_out(plan, replicas(plan))
+            self._lay_out(plan)
         self.events = {device: mark(device) for device in self._devices}
         with torch.no_grad():
             for view, unit in self._copied:
                 view.copy_(unit.source, non_blocking=True)
-        self._versions = [unit.source._version for unit in self._left]
-        self._late = [tensor._version for tensor in plan.watched.values()]
+        self._versions = [unit.counter._version for unit in self._left]
+        self._late = [tensor._version for tensor in plan.whole.watched.values()]
         self.stamp, self.values = stamp, values
         if self._file is None:
             return
         if self._devices:  # they are behind: only another thread may wait for them
-            self._writing = self._behind(partial(self._write, self._file, stamp, plan))
+            self._writing = self._behind(partial(self._write, self._file, stamp, plan.whole))
         else:
-            self._write(self._file, stamp, plan)
+            self._write(self._file, stamp, plan.whole)
 
-    def _lay_out(self, plan: Plan, replicas: dict[str, list[int]]) -> None:
-        self._plan, self._replicas, self._told = plan, replicas, False
+    def _lay_out(self, plan: Plan) -> None:
+        self._plan, self._told = plan, False
+        plan = plan.whole
         units = [unit for batch in plan.early for unit in batch.units]
         small = [unit for unit in units if unit.source.nbytes <= _LARGE]  # each a whole tensor
         self._left = [unit for unit in units if unit.source.nbytes > _LARGE]
@@ -71,28 +71,34 @@ class SmallState:
         self._body = torch.empty(size, dtype=torch.uint8, pin_memory=bool(self._devices))
         self._copied: list[tuple[torch.Tensor, Unit]] = []
         self._taken: list[Unit] = []
+        self._pieces: dict[tuple[int, int], torch.Tensor] = {}
+        """By address and length of a small tensor: its copy."""
         at = 0
         for unit in small:
             piece = self._body[at : at + unit.nbytes]
             self._copied.append((piece.view(unit.source.dtype).view(unit.source.shape), unit))
-            self._taken.append(Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block))
+            self._taken.append(Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block, piece))
+            self._pieces[unit.source.data_ptr(), unit.nbytes] = piece
             at += padded(unit.nbytes)
 
     def changed(self) -> list[str]:
         """Tensors that were to last until the next update, and have been written to since ``take``."""
         if self._plan is None:
             return []
-        pairs = zip(self._plan.watched.items(), self._late, strict=True)
+        pairs = zip(self._plan.whole.watched.items(), self._late, strict=True)
         return [name for (name, tensor), before in pairs if tensor._version != before]
 
     @property
     def alone(self) -> list[str]:
         """Tensors that the updates change, and that no other rank is known to have."""
-        return [] if self._plan is None else [name for name in self._plan.watched if name not in self._replicas]
+        if self._plan is None:
+            return []
+        me = {self.stamp.rank} if self.stamp is not None else set()
+        return [name for name in self._plan.watched if not set(self._plan.replicas.get(name, ())) - me]
 
     def _write(self, file: Smalls, stamp: Stamp, plan: Plan) -> None:
         if not self._told:
-            file.plan(stamp, plan.static, [unit.block for unit in self._taken], self._replicas)
+            file.plan(stamp, plan.static, [unit.block for unit in self._taken], plan.replicas)
             self._told = True
         self._wait()
         file.write(
@@ -103,18 +109,22 @@ class SmallState:
         if not all(reached(event, _STUCK) for event in self.events.values()):
             raise RekindleError(f"a device has not ended its step within {_STUCK:.0f} s")
 
-    def plan(self) -> Plan:
+    def plan(self, whole: bool) -> Plan:
         """Where the bytes of ``stamp`` are now, as a plan: small ones as they were taken, others where they live.
 
-        Raises RekindleError when some have been changed since.
+        Of all that this rank holds, or only of what is its to copy. Raises RekindleError when some have been changed.
         """
         assert self._plan is not None
         self._wait()
-        changed = [u for u, before in zip(self._left, self._versions, strict=True) if u.source._version != before]
+        changed = [u for u, before in zip(self._left, self._versions, strict=True) if u.counter._version != before]
         if changed:
-            at = self._plan.layout.at(changed[0].block)
+            at = self._plan.whole.layout.at(changed[0].block)
             raise RekindleError(f"{at} has been changed since the step's end, and is too large to be kept at each step")
-        early = [Batch(torch.device("cpu"), self._taken)] if self._taken else []
-        for device in {unit.source.device for unit in self._left}:
-            early.append(Batch(device, [unit for unit in self._left if unit.source.device == device]))
-        return replace(self._plan, early=early)
+        plan = self._plan.whole if whole else self._plan
+        early: dict[torch.device, Batch] = {}
+        for unit in (unit for batch in plan.early for unit in batch.units):
+            piece = self._pieces.get((unit.source.data_ptr(), unit.nbytes))
+            if piece is not None:
+                unit = Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block, piece)
+            early.setdefault(unit.source.device, Batch(unit.source.device, [])).units.append(unit)
+        return replace(plan, early=list(early.values()))

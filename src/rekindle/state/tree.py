@@ -11,6 +11,7 @@ import torch
 
 from rekindle.errors import FormatError, UnsupportedValueError
 from rekindle.state.codec import decode, encode
+from rekindle.state.parts import Leaf, is_leaf
 
 __all__ = ["Flat", "assemble", "describe", "entries", "flatten"]
 
@@ -26,7 +27,7 @@ class Flat:
     """Leaves in the order of the walk. Two states of equal ``signature`` have the same structure."""
 
     signature: list[Any] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensors: list[Leaf] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
 
 
@@ -43,7 +44,7 @@ def flatten(node: Any, out: Flat) -> None:
     else:
         children = (node,)
     for child in children:
-        if isinstance(child, torch.Tensor):
+        if is_leaf(child):
             out.signature.append(True)
             out.tensors.append(child)
         elif type(child) in _DICTS or type(child) in _LISTS:
@@ -54,7 +55,7 @@ def flatten(node: Any, out: Flat) -> None:
 
 
 @dataclass
-class Leaf:
+class Place:
     """A tensor in the structure. ``node`` is its place there, to be completed with the name that it is stored by."""
 
     name: str
@@ -67,7 +68,7 @@ class Description:
     """The structure as JSON, and where its leaves are, in the order of the walk."""
 
     structure: Any = None
-    leaves: list[Leaf] = field(default_factory=list)
+    leaves: list[Place] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     """Path of each value, as a person would write it."""
 
@@ -83,8 +84,8 @@ def _describe(node: Any, name: str, path: str, out: Description, depth: int = 0)
     kind = type(node)
     if depth > _DEEPEST:
         raise UnsupportedValueError(f"{path[:80]}...: nested more than {_DEEPEST} deep")
-    if isinstance(node, torch.Tensor):
-        leaf = Leaf(name, path, {})
+    if is_leaf(node):
+        leaf = Place(name, path, {})
         out.leaves.append(leaf)
         return leaf.node
     if kind in _LISTS:

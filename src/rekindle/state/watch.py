@@ -7,7 +7,6 @@ Such objects would also set off Python's collector, which then walks through all
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,30 +15,28 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from rekindle.state.content import Contents
+from rekindle.state.flat import is_flat
+from rekindle.state.parts import Leaf, Sharded, memory
 from rekindle.state.tree import Flat, flatten
 
-__all__ = ["Watch", "content"]
-
-
-def content(entry: Any) -> Any:
-    """What an entry of the state says that it holds, with live tensors."""
-    return dict(entry.state_dict(keep_vars=True)) if isinstance(entry, Module) else entry.state_dict()
+__all__ = ["Watch"]
 
 
 class Watch:
-    """Remembers ``state``, of which ``tensors`` are all tensors in the order of their flattening."""
+    """Remembers ``state``, of which ``leaves`` are all tensors in the order of their flattening."""
 
-    def __init__(self, state: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
-        self._entries = [_watch(entry) for entry in state.values()]
-        self._tensors = tensors
-        self._places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+    def __init__(self, state: Mapping[str, Any], contents: Contents, leaves: list[Leaf]) -> None:
+        self._entries = [_watch(entry, contents) for entry in state.values()]
+        self._leaves = leaves
+        self._places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in map(memory, leaves)]
 
     def values(self) -> list[Any] | None:
         """All values that are not tensors, in the order of their flattening; None when anything else has changed."""
         found: list[Any] = []
         if not all(entry.same(found) for entry in self._entries):
             return None
-        for tensor, (address, shape, stride, dtype) in zip(self._tensors, self._places, strict=True):
+        for tensor, (address, shape, stride, dtype) in zip(map(memory, self._leaves), self._places, strict=True):
             if (
                 tensor.data_ptr() != address
                 or tensor.shape != shape
@@ -53,20 +50,22 @@ class Watch:
 class _Any:
     """Anything with a ``state_dict()``."""
 
-    def __init__(self, entry: Any) -> None:
-        self._entry = entry
+    def __init__(self, entry: Any, contents: Contents) -> None:
+        self._entry, self._contents = entry, contents
         self._flat = self._look()
 
     def _look(self) -> Flat:
         flat = Flat()
-        flatten(content(self._entry), flat)
+        flatten(self._contents.of(self._entry), flat)
         return flat
 
     def same(self, values: list[Any]) -> bool:
         """Whether structure and tensors are those of the start. Appends the values."""
         flat = self._look()
         values += flat.values
-        return flat.signature == self._flat.signature and _identical(flat.tensors, self._flat.tensors)
+        if flat.signature != self._flat.signature:
+            return False
+        return _identical(list(map(_identity, flat.tensors)), list(map(_identity, self._flat.tensors)))
 
 
 class _Module:
@@ -89,7 +88,7 @@ class _Module:
             and "state_dict" not in vars(m)
             and not (m._state_dict_hooks or m._state_dict_pre_hooks)
             for m in module.modules()
-        )
+        ) and not is_flat(module)
 
     def same(self, values: list[Any]) -> bool:
         return (
@@ -102,15 +101,15 @@ class _Module:
 class _Optimizer:
     """An optimizer whose ``state_dict()`` is torch's own, and whose state is nothing but tensors for each parameter."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, contents: Contents) -> None:
         self._optimizer = optimizer
         self._groups = [self._group(group) for group in optimizer.param_groups]
         self._params = [list(group["params"]) for group in optimizer.param_groups]
         self._owners = list(map(id, optimizer.state))
         self._before = _contents(optimizer.state.values())
         self._alive = list(optimizer.state), [list(kept.values()) for kept in optimizer.state.values()]
-        count = itertools.count()
-        self._numbers = [[next(count) for _ in group] for group in self._params]
+        names = contents.names(optimizer)
+        self._names = [[name for parameter in group for name in names[id(parameter)]] for group in self._params]
 
     @staticmethod
     def suits(optimizer: Optimizer) -> bool:
@@ -142,7 +141,7 @@ class _Optimizer:
             or optimizer._optimizer_state_dict_post_hooks
         ):
             return False
-        for group, params, numbers, before in zip(groups, self._params, self._numbers, self._groups, strict=True):
+        for group, params, names, before in zip(groups, self._params, self._names, self._groups, strict=True):
             now = self._group(group)
             if not (
                 now.signature == before.signature
@@ -151,7 +150,7 @@ class _Optimizer:
             ):
                 return False
             values += now.values
-            values += numbers
+            values += names
         return True
 
 
@@ -165,9 +164,13 @@ def _identical(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
-def _watch(entry: Any) -> _Any | _Module | _Optimizer:
+def _identity(leaf: Leaf) -> torch.Tensor:
+    return leaf.base if isinstance(leaf, Sharded) else leaf
+
+
+def _watch(entry: Any, contents: Contents) -> _Any | _Module | _Optimizer:
     if isinstance(entry, Module) and _Module.suits(entry):
         return _Module(entry)
     if isinstance(entry, Optimizer) and _Optimizer.suits(entry):
-        return _Optimizer(entry)
-    return _Any(entry)
+        return _Optimizer(entry, contents)
+    return _Any(entry, contents)

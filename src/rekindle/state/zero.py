@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from rekindle.errors import StateMismatchError
-
-__all__ = ["ZeroState", "is_zero"]
+__all__ = ["ZeroState", "is_zero", "numbered"]
 
 
 def is_zero(entry: Any) -> bool:
@@ -17,10 +15,24 @@ def is_zero(entry: Any) -> bool:
     return module is not None and isinstance(entry, module.ZeroRedundancyOptimizer)
 
 
+def numbered(groups: list[dict[str, Any]]) -> dict[int, torch.Tensor]:
+    """An optimizer's parameters by the numbers that torch gives them: their places, group after group.
+
+    One that is there twice has that of its last place in the first group that it is in.
+    """
+    place: dict[int, tuple[int, torch.Tensor]] = {}
+    start = 0
+    for group in groups:
+        new = {id(p): (number, p) for number, p in enumerate(group["params"], start) if id(p) not in place}
+        place |= new
+        start += len(group["params"])
+    return dict(sorted(place.values(), key=lambda entry: entry[0]))
+
+
 class ZeroState:
     """What this rank keeps of the optimizer's state. No collective, unlike the optimizer's own ``state_dict()``.
 
-    Parameters are numbered over all ranks, so that whoever holds a copy of one calls it the same.
+    Parameters are numbered over all ranks, as torch's other optimizers do it.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -37,29 +49,31 @@ class ZeroState:
         kept: dict[torch.Tensor, dict[str, Any]] = self.optimizer.optim.state
         return kept
 
+    @property
+    def owned(self) -> set[int]:
+        """Ids of the parameters whose state is kept by this rank."""
+        return {id(p) for group in self.optimizer.optim.param_groups for p in group["params"]}
+
     def _numbers(self) -> dict[int, int]:
-        every = [p for group in self.param_groups for p in group["params"]]
-        return {id(parameter): number for number, parameter in enumerate(every)}
+        return {id(p): number for number, p in numbered(self.param_groups).items()}
 
     def state_dict(self) -> dict[str, Any]:
         numbers = self._numbers()
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        groups = [{**group, "params": [numbers[id(p)] for p in group["params"]]} for group in self.param_groups]
         return {"state": {numbers[id(p)]: kept for p, kept in self.state.items()}, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError when the parameters are shared out differently now."""
-        every = [p for group in self.param_groups for p in group["params"]]
-        own = {id(p) for group in self.optimizer.optim.param_groups for p in group["params"]}
-        wanted = [number for number, p in enumerate(every) if id(p) in own]
-        if state["state"] and sorted(state["state"]) != wanted:
-            raise StateMismatchError("the optimizer's parameters were shared out among other ranks when it was saved")
+        """Takes what it keeps; the state of other ranks' parameters is passed over."""
+        every = numbered(self.param_groups)
+        owned = self.owned
         self.state.clear()
         for number, kept in state["state"].items():
             parameter = every[number]
-            self.state[parameter] = {
-                key: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
-                for key, value in kept.items()
-            }
+            if id(parameter) in owned:
+                self.state[parameter] = {
+                    key: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
+                    for key, value in kept.items()
+                }
         for group, values in zip(self.param_groups, state["param_groups"], strict=True):
-            group.update(values)
+            group.update({key: value for key, value in values.items() if key != "params"})
         self.optimizer._sync_param_groups(self.optimizer.param_groups, self.optimizer.optim.param_groups)

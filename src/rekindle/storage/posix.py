@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle.errors import FormatError
+from rekindle.errors import CorruptError, FormatError
 from rekindle.failpoints import reach
+from rekindle.snapshot.boxes import lacking
 from rekindle.snapshot.documents import Receipt, checksum, parse, seal
 from rekindle.snapshot.lineage import Incarnation, Stamp, retired
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
@@ -135,16 +136,20 @@ class PosixStore:
     def publish(self, stamp: Stamp) -> bool:
         """Write the manifest if every rank's part is there. True when the checkpoint is durable.
 
-        Ranks on other nodes may publish the same checkpoint at the same time: what they write is the same.
+        Ranks on other nodes may publish the same checkpoint at the same time: what they write is the same. Raises
+        CorruptError when the parts don't make up a whole.
         """
         if self._published_as(stamp) is not None:
             return True
         directory = self.partial(stamp)
         try:
-            shards = [self._shard_entry(directory, rank, stamp.world) for rank in range(stamp.world)]
+            receipts = [self._receipt(directory, rank, stamp.world) for rank in range(stamp.world)]
+            problem = lacking(receipts)
+            if problem:
+                raise CorruptError(f"step {stamp.step} is no whole checkpoint, so it is not published: {problem}")
             body = {
                 "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "shards": shards,
+                "shards": list(map(_shard_entry, receipts)),
             }
             text = json.dumps(body, separators=(",", ":")).encode()[1:-1]
             # Outside of the directory, which another publisher may rename under us.
@@ -172,16 +177,9 @@ class PosixStore:
         return found is not None and found.key == stamp.key
 
     @staticmethod
-    def _shard_entry(directory: Path, rank: int, world: int) -> dict[str, Any]:
+    def _receipt(directory: Path, rank: int, world: int) -> Receipt:
         path = directory / receipt_name(rank, world)
-        raw = path.read_bytes()
-        receipt = Receipt.decode(raw, path)
-        return {
-            "file": shard_name(rank, world),
-            "bytes": receipt.file_bytes,
-            "receipt": path.name,
-            "receipt_checksum": checksum(raw),
-        }
+        return Receipt.decode(path.read_bytes(), path)
 
     def _name(self, directory: Path, stamp: Stamp) -> None:
         """Give a durable checkpoint its proper name. What an older incarnation left there is moved aside."""
@@ -237,6 +235,16 @@ class PosixStore:
         for entry in removed:
             _remove(entry.path, entry.stamp.step)
         return [entry.stamp.step for entry in removed]
+
+
+def _shard_entry(receipt: Receipt) -> dict[str, Any]:
+    rank, world = receipt.stamp.rank, receipt.stamp.world
+    return {
+        "file": shard_name(rank, world),
+        "bytes": receipt.file_bytes,
+        "receipt": receipt_name(rank, world),
+        "receipt_checksum": checksum(receipt.raw),
+    }
 
 
 @contextmanager

@@ -5,32 +5,61 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rekindle.errors import CorruptError
-from rekindle.snapshot.documents import checksum, parse
-from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name
+from rekindle.snapshot.boxes import lacking
+from rekindle.snapshot.documents import Receipt, checksum, parse
+from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
 from rekindle.snapshot.pieces import Nowhere, Reader, pour
 from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.catalog import STORAGE, Copy
 
-__all__ = ["check_manifest", "verify", "verify_shard"]
+__all__ = ["check_manifest", "read_manifest", "verify", "verify_shard"]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint in ``path``, which names the files that a checkpoint has, and no others.
+
+    Raises CorruptError.
+    """
+    try:
+        manifest = parse((path / MANIFEST).read_bytes(), MANIFEST_KIND, path / MANIFEST)
+    except OSError as error:
+        raise CorruptError(f"{path / MANIFEST}: {error.strerror}") from error
+    try:
+        world = manifest["stamp"]["world"]
+        named = [(entry["file"], entry["receipt"]) for entry in manifest["shards"]]
+    except (KeyError, TypeError) as error:
+        raise CorruptError(f"{path / MANIFEST}: field {error} is missing or malformed") from error
+    expected = [(shard_name(rank, world), receipt_name(rank, world)) for rank in range(world)]
+    if named != expected:
+        strange = next((a for a, b in zip(named, expected, strict=False) if a != b), "too few or too many")
+        raise CorruptError(f"{path / MANIFEST}: names {strange}, which are not the shards of {world} rank(s)")
+    return manifest
 
 
 def check_manifest(path: Path) -> list[CorruptError]:
     """What is wrong with a checkpoint's manifest, or with the receipts that it names."""
     try:
-        manifest = parse((path / MANIFEST).read_bytes(), MANIFEST_KIND, path / MANIFEST)
-    except (OSError, CorruptError) as error:
-        return [CorruptError(str(error))]
-    problems = []
+        manifest = read_manifest(path)
+    except CorruptError as error:
+        return [error]
+    problems, receipts = [], []
     for entry in manifest["shards"]:
         receipt = path / entry["receipt"]
         try:
-            if checksum(receipt.read_bytes()) != entry["receipt_checksum"]:
+            raw = receipt.read_bytes()
+            if checksum(raw) != entry["receipt_checksum"]:
                 problems.append(CorruptError(f"{receipt}: is not the receipt that the manifest names"))
+            else:
+                receipts.append(Receipt.decode(raw, receipt))
         except OSError as error:
             problems.append(CorruptError(f"{receipt}: {error.strerror}"))
-    return problems
+        except CorruptError:
+            continue  # whoever opens the shard will say so
+    missing = lacking(receipts) if len(receipts) == len(manifest["shards"]) else None
+    return problems + ([CorruptError(f"{path}: {missing}")] if missing else [])
 
 
 def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[CorruptError]:

@@ -1,0 +1,119 @@
+"""What the entries of a state hold, by the names of the bare model, with live tensors; without a collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rekindle.state.flat import Run, flat_modules, is_flat, runs_of
+from rekindle.state.names import Names, canonical, strip
+from rekindle.state.parts import Sharded
+from rekindle.state.zero import ZeroState, numbered
+
+__all__ = ["Contents", "named"]
+
+
+def named(module: torch.nn.Module) -> dict[str, str]:
+    """Of each tensor in ``module.state_dict()``, as that calls it: the bare model's name."""
+    names = canonical(module)
+    return {key: names.get(key, key) for key in module.state_dict(keep_vars=True)}
+
+
+class Contents:
+    """Of all entries of one state. Good until a module or an optimizer gets other parameters."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._names = Names(state)
+        self._flat: dict[int, list[Run]] = {}
+        """By id of a tensor in which parameters lie flattened: these. With views, each parameter has its own."""
+        self._modules = {id(module): self._flatten(module) for module in state.values() if is_flat(module)}
+
+    def _flatten(self, module: torch.nn.Module) -> list[tuple[str, Sharded]]:
+        found = []
+        for prefix, part in flat_modules(module):
+            base, runs = runs_of(part, f"{strip(prefix + '.', [])}" if prefix else "")
+            flat = part._handle.flat_param
+            self._flat[id(flat)] = runs
+            for number, run in enumerate(runs):
+                counter = flat
+                if part._handle._use_orig_params:
+                    counter = flat._params[number]
+                    view = Run(run.name, run.shape, 0, run.first, run.last, run.ranks)
+                    self._flat[id(counter)] = [view]
+                found.append((run.name, run.of(base, counter)))
+        return found
+
+    def of(self, entry: Any) -> Any:
+        if isinstance(entry, torch.nn.Module):
+            return self._module(entry)
+        saved = entry.state_dict()
+        if isinstance(entry, ZeroState) or is_plain_optimizer(entry, saved):
+            return self._optimizer(entry, saved)
+        return saved
+
+    def _module(self, module: torch.nn.Module) -> dict[str, Any]:
+        names = canonical(module)
+        if id(module) not in self._modules:
+            return {names.get(key, key): value for key, value in module.state_dict(keep_vars=True).items()}
+        found: dict[str, Any] = dict(self._modules[id(module)])
+        hidden = {f"{name}.{key}" for name, m in module.named_modules() for key in m._non_persistent_buffers_set}
+        for key, buffer in module.named_buffers(remove_duplicate=False):
+            if key not in hidden and key.removeprefix(".") not in hidden:
+                found[names[key]] = buffer
+        return found
+
+    # -- optimizers ---------------------------------------------------------------------------------------------
+
+    def names(self, entry: Any) -> dict[int, list[Any]]:
+        """By id of each of an optimizer's parameters: what it is called; several names where several are flattened."""
+        every = numbered(entry.param_groups)
+        single = self._names.of(every)
+        return {
+            id(p): [run.name for run in self._flat[id(p)]] if id(p) in self._flat else [single[number]]
+            for number, p in every.items()
+        }
+
+    def runs(self, parameter: torch.Tensor) -> list[Run] | None:
+        """What lies in a parameter that is a flattened one."""
+        return self._flat.get(id(parameter))
+
+    def _optimizer(self, entry: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        names = self.names(entry)
+        every = numbered(entry.param_groups)
+        state: dict[Any, Any] = {}
+        for key, kept in saved["state"].items():
+            if not isinstance(key, int):
+                state[key] = kept
+                continue
+            parameter = every[key]
+            for number, name in enumerate(names[id(parameter)]):
+                state[name] = self._kept(parameter, kept, number)
+        groups = []
+        for group, live in zip(saved["param_groups"], entry.param_groups, strict=True):
+            params = [name for p in live["params"] for name in names[id(p)]]
+            groups.append({**group, "params": params})
+        return {**saved, "state": state, "param_groups": groups}
+
+    def _kept(self, parameter: torch.Tensor, kept: Any, number: int) -> Any:
+        runs = self._flat.get(id(parameter))
+        if runs is None or not isinstance(kept, dict):
+            return kept
+        return {
+            key: runs[number].of(value, value)
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape
+            else value
+            for key, value in kept.items()
+        }
+
+
+def is_plain_optimizer(entry: Any, saved: Any) -> bool:
+    """Whether ``saved`` is what torch's optimizers give: state and parameters by number."""
+    return (
+        isinstance(getattr(entry, "param_groups", None), list)
+        and isinstance(saved, dict)
+        and isinstance(saved.get("state"), dict)
+        and isinstance(saved.get("param_groups"), list)
+        and all(isinstance(group, dict) and "params" in group for group in saved["param_groups"])
+        and len(saved["param_groups"]) == len(entry.param_groups)
+    )

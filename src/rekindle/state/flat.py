@@ -1,0 +1,72 @@
+"""FullyShardedDataParallel, the first kind: parameters that torch flattens, puts end to end and cuts.
+
+Their ``state_dict()`` gathers every parameter from all ranks. What a rank holds can be had without that: a contiguous
+run of each parameter's elements, which is a few boxes of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rekindle.state.parts import Sharded
+
+__all__ = ["Run", "flat_modules", "is_flat", "runs_of"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A parameter's elements ``first`` to ``last`` lie in a flat tensor from ``start`` on."""
+
+    name: str
+    """The parameter's, as in the bare model."""
+    shape: tuple[int, ...]
+    start: int
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+
+    def of(self, base: torch.Tensor, counter: torch.Tensor) -> Sharded:
+        return Sharded(base, self.start, self.shape, self.first, self.last, counter, self.ranks)
+
+
+def is_flat(module: Any) -> bool:
+    """Whether it, or a part of it, is FullyShardedDataParallel."""
+    return isinstance(module, torch.nn.Module) and next(flat_modules(module), None) is not None
+
+
+def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of each part that keeps flattened parameters."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is not None:
+        for name, part in module.named_modules():
+            if isinstance(part, kind) and part._handle is not None:
+                yield name, part
+
+
+def runs_of(part: Any, prefix: str) -> tuple[torch.Tensor, list[Run]]:
+    """The flat tensor of one such part, and what lies in it. ``prefix``: the part's own name, with a dot if any."""
+    handle, flat = part._handle, part._handle.flat_param
+    base = flat._local_shard if handle.uses_sharded_strategy else flat.data
+    ranks = _alike(part, handle)
+    found, at = [], 0
+    for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
+        if info.in_shard:
+            at, first, last = info.offset_in_shard, info.intra_param_start_idx, info.intra_param_end_idx + 1
+        else:
+            first = last = 0
+        found.append(Run(prefix + name, tuple(shape), at, first, last, ranks))
+    return base, found
+
+
+def _alike(part: Any, handle: Any) -> tuple[int, ...]:
+    """The ranks that hold the same part."""
+    if not handle.uses_sharded_strategy:
+        return tuple(sorted(dist.get_process_group_ranks(part.process_group)))
+    between = getattr(part, "_inter_node_pg", None)
+    return tuple(sorted(dist.get_process_group_ranks(between))) if between is not None else (dist.get_rank(),)
