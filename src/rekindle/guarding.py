@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from rekindle.storage.posix import PosixStore
 __all__ = ["Guarding"]
 
 log = logging.getLogger("rekindle")
+
+_OTHERS = 2.0
+"""Seconds that other ranks get to bring their parts of the last step."""
+_POLL = 0.005
 
 
 @dataclass
@@ -63,13 +68,22 @@ class Guarding:
         self.group.barrier()
 
     def finish(self, step: int) -> None:
-        """Once this rank has nothing left that tells of the last step, it could not help those that fail in it."""
+        """Once this rank has nothing left that tells of the last step, it could not help those that fail in it.
+
+        It waits a moment for their parts of what they share, then brings all that it has.
+        """
         if self.saves.memory is not None and step > self.saves.restored:
             with self.saves.stepping(step):
                 self.saves.settle()
                 if self.saves.newest is None or self.saves.newest.step < step:
                     self.saves.save(self.stamp(step, False))
                     self.saves.settle()
+                until = time.monotonic() + _OTHERS
+                while not self.secured(step):
+                    if time.monotonic() > until:
+                        self.saves.gasp(self.stamp(step, False), True)
+                        return
+                    time.sleep(_POLL)
 
     def secure(self, step: int, whole: bool) -> None:
         self.saves.gasp(self.stamp(step, True), whole)

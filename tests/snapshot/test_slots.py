@@ -360,18 +360,17 @@ def test_a_reader_overtaken_between_receipt_and_shard_does_not_mix_the_two(job):
     second = Incarnation(2, "b" * 16, FIRST.id, 1)
 
     class Overtaken(type(Path())):
-        done = False
+        opened = 0
 
-        def read_bytes(self) -> bytes:
-            data = super().read_bytes()
-            if not Overtaken.done:
-                Overtaken.done = True
+        def __fspath__(self) -> str:
+            Overtaken.opened += 1
+            if Overtaken.opened == 2:  # the receipt has been read, the shard comes next
                 save(slots, 2, second)
-            return data
+            return super().__fspath__()
 
     with pytest.raises(FileNotFoundError):
         OpenShard.open(Overtaken(job.path / step_dir(2) / receipt_name(0, 1)), in_memory=True)
-    assert Overtaken.done
+    assert Overtaken.opened >= 2
     assert_sound(job, 2)
 
 

@@ -52,7 +52,7 @@ def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def runs_of(part: Any, prefix: str) -> tuple[torch.Tensor, list[Run]]:
     """The flat tensor of one such part, and what lies in it. ``prefix``: the part's own name, with a dot if any."""
     handle, flat = part._handle, part._handle.flat_param
-    base = flat._local_shard if handle.uses_sharded_strategy else flat.data
+    base = getattr(flat, "_local_shard", flat.data)  # which it has from its first use on
     ranks = _alike(part, handle)
     found, at = [], 0
     for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):

@@ -115,7 +115,7 @@ def hold(leaf: Leaf, path: str) -> Held:
     local = memory(leaf)
     _check_kind(local, path)
     if isinstance(leaf, Sharded):
-        place = (_place(local), leaf.start, leaf.shape, leaf.first)
+        place = (_place(local), leaf.start, leaf.shape, leaf.first, leaf.last)
         return Held(leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, True, place)
     if is_dtensor(leaf):
         return _hold_dtensor(leaf, local, path)

@@ -165,7 +165,7 @@ def _identical(now: list[Any], before: list[Any]) -> bool:
 
 
 def _identity(leaf: Leaf) -> torch.Tensor:
-    return leaf.base if isinstance(leaf, Sharded) else leaf
+    return leaf.counter if isinstance(leaf, Sharded) else leaf
 
 
 def _watch(entry: Any, contents: Contents) -> _Any | _Module | _Optimizer:
