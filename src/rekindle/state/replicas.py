@@ -102,11 +102,9 @@ def data_parallel() -> dict[int, tuple[int, ...]]:
 
 
 def _keeps_alike(hook: tuple[Any, Any]) -> bool:
-    """Whether a hook that takes the place of DDP's averaging leaves all ranks with the same gradients: torch's own do,
-    but for the one that averages parameters now and then."""
-    kept = "torch.distributed.algorithms.ddp_comm_hooks."
-    module = str(getattr(hook[0], "__module__", ""))
-    return module.startswith(kept) and not module.startswith(f"{kept}post_localSGD")
+    """Whether a hook in the place of DDP's averaging leaves all ranks with the same gradients, as it should; torch's
+    own local SGD lets them drift apart for some steps."""
+    return "post_localSGD" not in str(getattr(hook[0], "__module__", ""))
 
 
 def alike(
