@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from rekindle.errors import RekindleError, StateMismatchError, UsageError
@@ -13,6 +14,7 @@ from rekindle.recovery.exchange import Job, exchange
 from rekindle.recovery.group import Alone, Group
 from rekindle.recovery.sources import Source, Sources
 from rekindle.snapshot.boxes import Box
+from rekindle.snapshot.layout import blocks
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.pieces import pour
 from rekindle.state.fill import Filling, Sides, begin
@@ -63,14 +65,17 @@ class Attempt:
         state: Mapping[str, Any],
         key: tuple[int, Incarnation],
         copies: Sequence[Copy],
-        rank: int,
+        ranks: tuple[int, int],
         allow_pickle: bool,
         strict: bool,
     ) -> None:
-        """``rank``: whose shard has the values, and what each rank has of its own, that this rank is to take."""
+        """``ranks``: this rank and the number of all. Values, and what each rank has of its own, come from the shard of
+        this rank, modulo the number of shards."""
         self.verdict = Verdict()
         self._state, self._allow_pickle, self._strict = state, allow_pickle, strict
-        self._sources = Sources(key, copies, rank)
+        saved = copies[0].world if copies else ranks[1]
+        self._resized = saved != ranks[1]
+        self._sources = Sources(key, copies, ranks[0] % saved)
         self._fit: Fit | None = None
         self._jobs: list[tuple[Source, Filling]] = []
 
@@ -120,7 +125,11 @@ class Attempt:
                 raise mismatch(fit.problems)
             if not (found.missing or fit.absent or fit.lacking or fit.unsure) or not self._sources.more():
                 break
-        return self._whole(fit, found) and self._aim(fit, found, wants, haves)
+        if not self._whole(fit, found):
+            return False
+        self._aim(found, wants, haves)
+        self._check_ambiguity(fit)
+        return True
 
     def _haves(self) -> list[tuple[Source, int, Have]]:
         return [
@@ -139,7 +148,7 @@ class Attempt:
             self._sources.reasons.append(f"no shard that can be read has {want.name}{want.box}")
         return not (fit.absent or found.missing)
 
-    def _aim(self, fit: Fit, found: Plan, wants: Sequence[Any], haves: Sequence[tuple[Source, int, Have]]) -> bool:
+    def _aim(self, found: Plan, wants: Sequence[Any], haves: Sequence[tuple[Source, int, Have]]) -> None:
         sides = Sides()
         fillings: dict[Source, Filling] = {}
         for move in found.moves:
@@ -149,7 +158,29 @@ class Attempt:
                 fillings[source] = Filling(source.reader.shard.receipt.layout, sides)
             fillings[source].want(number, move.box, want.box, tensor)
         self._jobs = list(fillings.items())
-        return True
+
+    def _check_ambiguity(self, fit: Fit) -> None:
+        """Raise StateMismatchError if ranks had different parameters by one name, and are other ranks now."""
+        if not self._resized:
+            return
+        own = {c.name for s in self._sources.opened for c in s.reader.shard.receipt.layout.chunks if c.own}
+        if not own & fit.parameters:
+            return
+        while self._sources.more():
+            pass
+        seen: dict[str, tuple[int, list[str]]] = {}
+        for source in self._sources.opened:
+            receipt = source.reader.shard.receipt
+            sums = iter(receipt.checksums)
+            for chunk in receipt.layout.chunks:
+                digests = list(islice(sums, len(blocks(chunk))))
+                if chunk.own and chunk.name in fit.parameters:
+                    rank, other = seen.setdefault(chunk.name, (source.rank, digests))
+                    if other != digests:
+                        raise StateMismatchError(
+                            f"{chunk.name}: ranks {rank} and {source.rank}, which saved it, had different tensors by "
+                            "this name, and another number of ranks can't tell whose is whose"
+                        )
 
     def fill(self, group: Alone | Group, verdicts: list[Verdict]) -> None:
         """Put what is wanted in its place. A copy that turns out damaged is dropped, and others are looked for.

@@ -91,8 +91,8 @@ def restore(
     worlds = {(o.step, o.incarnation): o.world for s in sights for o in s.offers}
     for key in choice.candidates:
         began = time.monotonic()
-        home = group.rank % worlds[key]
-        with Attempt(state, key, sight.copies.get(key, []), home, allow_pickle, strict) as attempt:
+        ranks = (group.rank, group.world)
+        with Attempt(state, key, sight.copies.get(key, []), ranks, allow_pickle, strict) as attempt:
             attempt.open()
             verdicts = _agree(group, attempt.verdict)
             _check_surplus(key[0], verdicts, strict)

@@ -25,7 +25,7 @@ from rekindle.state.codec import encode
 from rekindle.state.content import Contents
 from rekindle.state.fence import Fence
 from rekindle.state.parts import Held, hold, memory
-from rekindle.state.replicas import alike
+from rekindle.state.replicas import alike, data_parallel
 from rekindle.state.reshard import Box
 from rekindle.state.rng import RngState
 from rekindle.state.share import Item, share
@@ -171,6 +171,7 @@ class Capture:
         self._paths: list[str] = []
         self._plan: Plan | None = None
         self._rank, self._world, self._mates = 0, 1, frozenset({0})
+        self._replicated: tuple[object, dict[int, tuple[int, ...]]] = (None, {})
         self._common: dict[tuple[int, ...], list[Piece]] = {}
         """By the ranks of this node that share the copying: what they all hold."""
 
@@ -267,7 +268,7 @@ class Capture:
         first: dict[tuple[Any, ...], str] = {}
         stored: dict[str, Held] = {}
         lasting = self._fence.lasting() if self._fence is not None else set()
-        known = alike(self.state)
+        known = alike(self.state, self._data_parallel(flat))
         pieces: list[Piece] = []
         replicas: dict[str, tuple[int, ...]] = {}
         for tensor, leaf in zip(flat.tensors, description.leaves, strict=True):
@@ -288,6 +289,14 @@ class Capture:
         whole = self._lay_out(pieces, description.structure, replicas, None)
         mine = self._shared_out(pieces)
         return whole if len(mine) == len(pieces) else self._lay_out(mine, description.structure, replicas, whole)
+
+    def _data_parallel(self, flat: Flat) -> dict[int, tuple[int, ...]]:
+        """Looked for anew only where there are other tensors than before: it takes as long as a small step."""
+        parameters = {id(tensor) for tensor in flat.tensors if isinstance(tensor, torch.nn.Parameter)}
+        seen = len(flat.tensors), frozenset(parameters)
+        if self._replicated[0] != seen:
+            self._replicated = seen, data_parallel()
+        return self._replicated[1]
 
     def _pieces(self, name: str, held: Held, ranks: tuple[int, ...], late: bool, own: bool) -> list[Piece]:
         own = own and self._world > 1

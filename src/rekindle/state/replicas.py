@@ -83,29 +83,37 @@ def replica_groups(
 
 
 def data_parallel() -> dict[int, tuple[int, ...]]:
-    """By ``id`` of a parameter: the ranks that DistributedDataParallel keeps alike.
+    """By ``id`` of a parameter: the ranks that DistributedDataParallel keeps alike, unless a hook may not.
 
     Found among all objects of this process, because a state usually names the module that is wrapped, which knows
     nothing of that. Takes some 20 ms.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
     return {
         id(parameter): ranks
         for module in found
+        if all(map(_keeps_alike, module._comm_hooks))
         for ranks in [tuple(sorted(dist.get_process_group_ranks(module.process_group)))]
         for name, parameter in module.module.named_parameters()
         if name not in module.parameters_to_ignore
     }
 
 
-def alike(state: Mapping[str, Any]) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+def _keeps_alike(hook: tuple[Any, Any]) -> bool:
+    """Whether a hook in the place of DDP's averaging leaves all ranks with the same gradients, as it should; torch's
+    own local SGD lets them drift apart for some steps."""
+    return "post_localSGD" not in str(getattr(hook[0], "__module__", ""))
+
+
+def alike(
+    state: Mapping[str, Any], parameters: Mapping[int, tuple[int, ...]]
+) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
     """By ``id`` of a tensor that doesn't tell it of itself: (all ranks that hold the same, ranks of which some do).
 
-    Parameters of DistributedDataParallel, and what optimizers keep of any parameter that several ranks hold.
+    ``parameters``, which are those of DistributedDataParallel, and what optimizers keep of any that several ranks hold.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return {}
-    parameters = data_parallel()
     found = {key: (ranks, ranks) for key, ranks in parameters.items()}
     for entry in state.values():
         if isinstance(entry, ZeroState):

@@ -9,13 +9,13 @@ from typing import Any
 
 from rekindle.errors import CorruptError
 from rekindle.snapshot.boxes import lacking
-from rekindle.snapshot.documents import Receipt, checksum, parse
+from rekindle.snapshot.documents import checksum, parse
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
 from rekindle.snapshot.pieces import Nowhere, Reader, pour
 from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.catalog import STORAGE, Copy
 
-__all__ = ["check_manifest", "read_manifest", "verify", "verify_shard"]
+__all__ = ["read_manifest", "verify", "verify_shard"]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -39,27 +39,21 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_manifest(path: Path) -> list[CorruptError]:
+def _check_manifest(path: Path) -> list[CorruptError]:
     """What is wrong with a checkpoint's manifest, or with the receipts that it names."""
     try:
         manifest = read_manifest(path)
     except CorruptError as error:
         return [error]
-    problems, receipts = [], []
+    problems = []
     for entry in manifest["shards"]:
         receipt = path / entry["receipt"]
         try:
-            raw = receipt.read_bytes()
-            if checksum(raw) != entry["receipt_checksum"]:
+            if checksum(receipt.read_bytes()) != entry["receipt_checksum"]:
                 problems.append(CorruptError(f"{receipt}: is not the receipt that the manifest names"))
-            else:
-                receipts.append(Receipt.decode(raw, receipt))
         except OSError as error:
             problems.append(CorruptError(f"{receipt}: {error.strerror}"))
-        except CorruptError:
-            continue  # whoever opens the shard will say so
-    missing = lacking(receipts) if len(receipts) == len(manifest["shards"]) else None
-    return problems + ([CorruptError(f"{path}: {missing}")] if missing else [])
+    return problems
 
 
 def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[CorruptError]:
@@ -67,19 +61,24 @@ def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[
 
     ``progress`` is given byte counts. Raises FileNotFoundError when the copy is recycled or removed meanwhile.
     """
-    problems = check_manifest(copy.path) if copy.place == STORAGE else []
+    problems = _check_manifest(copy.path) if copy.place == STORAGE else []
+    receipts = []
     for rank in sorted(copy.ranks):
         try:
             with OpenShard.open(copy.path / receipt_name(rank, copy.world), copy.place != STORAGE) as shard:
                 if shard.receipt.stamp.key != copy.key or shard.receipt.stamp.rank != rank:
                     problems.append(CorruptError(f"{shard.path}: belongs to another checkpoint"))
                 problems += verify_shard(shard, progress)
+                receipts.append(shard.receipt)
         except FileNotFoundError as error:
             if copy.place != STORAGE:
                 raise
             problems.append(CorruptError(f"{error.filename}: is missing"))
         except CorruptError as error:
             problems.append(error)
+    missing = lacking(receipts) if len(receipts) == copy.world else None
+    if missing:
+        problems.append(CorruptError(f"{copy.path}: {missing}"))
     if problems and copy.place == STORAGE and not (copy.path / MANIFEST).exists():
         raise FileNotFoundError(errno.ENOENT, "was removed meanwhile", str(copy.path))
     return problems
