@@ -18,6 +18,8 @@ __all__ = ["FORGERIES", "Place"]
 Fields = dict[str, Any]
 TENSOR = "model.blocks.0.up.weight"
 """18 rows, of which each of two ranks has 9."""
+KEPT = "optimizer.state.blocks.0.up.weight.exp_avg"
+"""Of the same shape; nothing in a new job has that yet."""
 
 
 class Place:
@@ -109,10 +111,10 @@ def _nested(fields: Fields) -> None:
     fields["structure"]["notes"] = {"rank": node, "seen": {"$value": 0}}
 
 
-def _both(change: Callable[[Fields], None]) -> Callable[[Place], None]:
+def _both(change: Callable[[Fields], None], name: str = TENSOR) -> Callable[[Place], None]:
     def forge(place: Place) -> None:
         for rank in (0, 1):
-            place.lie_of(change, rank)
+            place.lie_of(change, rank, name)
 
     return forge
 
@@ -145,6 +147,9 @@ FORGERIES: dict[str, tuple[Callable[[Place], object], str]] = {
     "a shape of too few dimensions": (_both(lambda c: c.update(global_shape=[18 * 24])), TENSOR),
     "a shape that no memory holds": (_both(_of_shape(1 << 50, 24)), TENSOR),
     "a shape of numbers that no machine has": (_both(_of_shape(10**30, 24)), TENSOR),
+    "an optimizer's shape that no memory holds": (_both(_of_shape(1 << 50, 24), KEPT), KEPT),
+    "an optimizer's shape of no machine's numbers": (_both(_of_shape(10**30, 24), KEPT), KEPT),
+    "an optimizer's shape that is not its parameter's": (_both(_of_shape(18, 25), KEPT), KEPT),
     "a negative shape": (_both(_of_shape(-18, 24)), TENSOR),
     "a dtype of another width": (lambda place: place.lie_of(lambda c: c.update(dtype="float64")), TENSOR),
     "a dtype of the same width": (_both(lambda c: c.update(dtype="int32")), TENSOR),
@@ -164,7 +169,7 @@ FORGERIES: dict[str, tuple[Callable[[Place], object], str]] = {
     ),
     "tensors that are no list": (lambda place: place.lie(lambda f: f.update(tensors=7)), "shard-00001-of-00002"),
     "values that are too few": (_all(lambda f: f.update(values=[])), "shard-0000"),
-    "a structure that is none": (_all(lambda f: f.update(structure=[1, 2])), "structure"),
+    "a structure that is none": (_all(lambda f: f.update(structure=[1, 2])), "model"),
     "a structure nested beyond reason": (_all(_nested), "shard-0000"),
     "the manifest names a receipt outside": (
         _name_in_manifest("receipt", lambda place: _up(place, place.secret)),

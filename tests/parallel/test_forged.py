@@ -42,7 +42,9 @@ def spoilt(saved_by: Callable[[str, int], Saved], tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="module")
 def answers(spoilt: dict[str, Path]) -> dict[str, list[Answer]]:
     """By kind of job: what its ranks have to say of all of them."""
-    return {kind: on_ranks(world, reading, kind, spoilt, grouped=world > 1, timeout=120) for kind, world in READERS.items()}
+    return {
+        kind: on_ranks(world, reading, kind, spoilt, grouped=world > 1, timeout=120) for kind, world in READERS.items()
+    }
 
 
 def test_the_sound_one_is_read(answers: dict[str, list[Answer]]) -> None:
