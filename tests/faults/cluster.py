@@ -46,7 +46,9 @@ MOMENTS = (
     "copying",
 )
 CONFIGS = ("ddp", "zero", "bare")
-"""DDP with a snapshot at every step; DDP with ZeRO-1 over replica groups; DDP without snapshots."""
+"""DDP with a snapshot at every step; DDP with ZeRO-1 over replica groups; DDP without snapshots.
+
+One more, "hsdp", is fully_shard over a mesh of replicas and shards, without snapshots; it has no "all-reduce"."""
 
 _POLL = 0.1
 """torchrun's."""
@@ -289,8 +291,20 @@ def _build(trainer: _Trainer, rank: int) -> tuple[dict[str, Any], Any]:
     model[4].register_forward_pre_hook(lambda *_: trainer.at("forward"))
     # Looking for unused parameters keeps DDP from making its buckets anew after the first step of each start: with
     # more than two ranks the order of a sum, and so its last bit, depends on where in a bucket a gradient lies.
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001, find_unused_parameters=True)
-    model[3].weight.register_hook(lambda grad: trainer.at("backward"))
+    wrapped: Any = model
+    if cell.config == "hsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2, cell.world // 2), mesh_dim_names=("replicate", "shard"))
+        for part in (model[0], model[3], model[5], model):
+            fully_shard(part, mesh=mesh)
+    else:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001, find_unused_parameters=True)
+    if cell.config == "hsdp":  # whose weights take no part in backward(): what is gathered from them does
+        model[1].register_full_backward_hook(lambda *_: trainer.at("backward"))
+    else:
+        model[3].weight.register_hook(lambda grad: trainer.at("backward"))
 
     def reduce(group: Any, bucket: Any) -> Any:
         future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
@@ -298,7 +312,8 @@ def _build(trainer: _Trainer, rank: int) -> tuple[dict[str, Any], Any]:
         return future.then(lambda done: done.value()[0] / cell.world)
 
     reduce.__annotations__.clear()  # torch insists on seeing types, not their names
-    wrapped.register_comm_hook(None, reduce)
+    if wrapped is not model:
+        wrapped.register_comm_hook(None, reduce)
 
     class Halves(torch.optim.AdamW):
         """AdamW that tells where in its update it is."""
@@ -356,12 +371,12 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
         dist.all_gather_object(trainer.pids, os.getpid())
         state, model = _build(trainer, rank)
         torch.manual_seed(rank)
-        every = 10**9 if cell.config == "bare" else 1
+        every = 10**9 if cell.config in ("bare", "hsdp") else 1
         options = {"memory": cell.memory, "snapshot_every": every, "persist_every": 10**9} | cell.options
         trainer.ckpt = ckpt = rekindle.Checkpointer(cell.root, state, **options)
         start = ckpt.restore()
         trainer.say("restored", start)
-        with ckpt.guard(on_stop=trainer.in_gasp, on_gasp=trainer.in_gasp, fence=cell.config == "bare") as guard:
+        with ckpt.guard(on_stop=trainer.in_gasp, on_gasp=trainer.in_gasp, fence=every > 1) as guard:
             assert guard.connected(30) or "memory" in cell.options, "no agent"
             dist.barrier()
             for step in range(start + 1, cell.steps + 1):
@@ -374,7 +389,7 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
                 trainer.say("step", step)
                 trainer.at("copying")
         ckpt.close(timeout=30)
-        plain = {**state, "model": model.module}
+        plain = {**state, "model": getattr(model, "module", model)}
         if cell.config == "zero":
             plain["optimizer"] = state["optimizer"].optim
         trainer.say("done", digest_state(plain) + f"-{torch.randint(1 << 30, ()).item()}")

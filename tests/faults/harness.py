@@ -170,6 +170,7 @@ def digest_state(state: dict[str, Any]) -> str:
 
     def feed(node: Any) -> None:
         if isinstance(node, torch.Tensor):
+            node = getattr(node, "_local_tensor", node)
             total.update(node.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(node, dict):
             for key in node:

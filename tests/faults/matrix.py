@@ -45,7 +45,7 @@ def cells(how: str) -> list[tuple[str, str, str]]:
 
 def world_of(config: str, fault: str = "") -> int:
     """Ranks of a cell: at least one survives, and ZeRO-1 needs two replicas of two ranks."""
-    if config == "zero":
+    if config in ("zero", "hsdp"):
         return 4
     return 3 if fault in TWO_DIE else 2
 

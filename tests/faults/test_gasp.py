@@ -35,6 +35,9 @@ CELLS = [("ddp", "kill", moment) for moment in MOMENTS] + [
     ("zero", "kill", "copying"),
     ("zero", "exception", "update-first"),
     ("zero", "stop", "before-step"),
+    ("hsdp", "kill", "forward"),
+    ("hsdp", "kill", "update-second"),
+    ("hsdp", "exception", "backward"),
 ]
 CAUSES = {
     "exception": ("exception", "rank 1 raised RuntimeError: a fault on purpose"),

@@ -288,7 +288,7 @@ class Capture:
             leaf.node["$tensor"] = first[held.place]  # tied tensors are stored once
         whole = self._lay_out(pieces, description.structure, replicas, None)
         mine = self._shared_out(pieces)
-        return whole if len(mine) == len(pieces) else self._lay_out(mine, description.structure, replicas, whole)
+        return self._lay_out(mine, description.structure, replicas, whole) if self._common else whole
 
     def _data_parallel(self, flat: Flat) -> dict[int, tuple[int, ...]]:
         """Looked for anew only where there are other tensors than before: it takes as long as a small step."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rekindle.state.flat import Run, flat_modules, is_flat, runs_of
+from rekindle.state.flat import Run, flat_modules, is_flat, runs_of, tied
 from rekindle.state.names import Names, canonical, strip
 from rekindle.state.parts import Sharded
 from rekindle.state.zero import ZeroState, numbered
@@ -32,7 +32,8 @@ class Contents:
     def _flatten(self, module: torch.nn.Module) -> list[tuple[str, Sharded]]:
         found = []
         for prefix, part in flat_modules(module):
-            base, runs = runs_of(part, f"{strip(prefix + '.', [])}" if prefix else "")
+            dot = strip(prefix + ".", []) if prefix else ""
+            base, runs = runs_of(part, dot)
             flat = part._handle.flat_param
             self._flat[id(flat)] = runs
             for number, run in enumerate(runs):
@@ -42,6 +43,8 @@ class Contents:
                     view = Run(run.name, run.shape, 0, run.first, run.last, run.ranks)
                     self._flat[id(counter)] = [view]
                 found.append((run.name, run.of(base, counter)))
+            known = dict(found)
+            found += [(dot + name, known[dot + first]) for name, first in tied(flat)]
         return found
 
     def of(self, entry: Any) -> Any:
@@ -57,10 +60,14 @@ class Contents:
         if id(module) not in self._modules:
             return {names.get(key, key): value for key, value in module.state_dict(keep_vars=True).items()}
         found: dict[str, Any] = dict(self._modules[id(module)])
-        hidden = {f"{name}.{key}" for name, m in module.named_modules() for key in m._non_persistent_buffers_set}
-        for key, buffer in module.named_buffers(remove_duplicate=False):
-            if key not in hidden and key.removeprefix(".") not in hidden:
-                found[names[key]] = buffer
+        hidden = [(name, key) for name, m in module.named_modules() for key in m._non_persistent_buffers_set]
+        passed_over = {f"{name}.{key}" if name else key for name, key in hidden}
+        for key, tensor in [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]:
+            if id(tensor) not in self._flat and key not in passed_over:
+                found[names[key]] = tensor
         return found
 
     # -- optimizers ---------------------------------------------------------------------------------------------

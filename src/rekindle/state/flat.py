@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rekindle.state.parts import Sharded
 
-__all__ = ["Run", "flat_modules", "is_flat", "runs_of"]
+__all__ = ["Run", "flat_modules", "is_flat", "runs_of", "tied"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,18 @@ def runs_of(part: Any, prefix: str) -> tuple[torch.Tensor, list[Run]]:
             first = last = 0
         found.append(Run(prefix + name, tuple(shape), at, first, last, ranks))
     return base, found
+
+
+def tied(flat: Any) -> list[tuple[str, str]]:
+    """Of a flat tensor's parameters that have several names: each further one, and the first."""
+    return [
+        (_dotted(info.module_name, info.param_name), _dotted(info.prim_module_name, info.prim_param_name))
+        for info in flat._shared_param_infos
+    ]
+
+
+def _dotted(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
 
 
 def _alike(part: Any, handle: Any) -> tuple[int, ...]:
