@@ -206,7 +206,7 @@ def by_dcp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What DCP saves of a module and an optimizer of two ranks that have half a tensor each."""
     out = tmp_path_factory.mktemp("dcp") / "out"
     code = (
-        "import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"
+        "import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"
         "from torch.distributed.device_mesh import init_device_mesh\n"
         "from torch.distributed.tensor import Shard, distribute_tensor\n"
         "mesh = init_device_mesh('cpu', (2,))\n"
@@ -216,7 +216,8 @@ def by_dcp(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "state = {'model': {'w': sharded, 'b': torch.ones(3, dtype=torch.bfloat16)},\n"
         "         'optimizer': {'state': {0: kept, 1: dict(kept)}, 'param_groups': groups}, 'epoch': 3}\n"
         "dcp.save(state, checkpoint_id=sys.argv[1])\n"
-        "dist.destroy_process_group()\n"
+        "dist.barrier()\n"
+        "os._exit(0)\n"  # torch's threads may otherwise end the process by an abort
     )
     script = out.parent / "save.py"
     script.write_text(code)
