@@ -21,6 +21,7 @@ LAYERS = {
     "agent": 3,
     "state": 3,
     "recovery": 4,
+    "transfer": 4,
     "metrics": 5,
     "cadence": 5,
     "savers": 5,
@@ -31,9 +32,11 @@ LAYERS = {
     "checkpointer": 8,
     "operate": 7,
     "drill": 8,
+    "terminal": 5,
+    "cli_transfer": 9,
     "integrations": 9,
-    "cli": 9,
-    "__main__": 10,
+    "cli": 10,
+    "__main__": 11,
 }
 """Imports point to a lower number, or stay within one package. Packages of equal number never import each other."""
 

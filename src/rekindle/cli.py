@@ -1,4 +1,4 @@
-"""The operator's wiring: ``rekindle ls | inspect | verify | status | stop | drill | agent | run``.
+"""The operator's wiring: ``rekindle ls | inspect | verify | export | import | status | stop | drill | agent | run``.
 
 Exit code 0 only when all is well; otherwise the code of the error, as in rekindle.errors.
 """
@@ -18,16 +18,17 @@ import click
 from rich.console import Console, Group
 from rich.filesize import decimal
 from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from rekindle.agent.loop import run as run_agent
+from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
 from rekindle.errors import CorruptError, NotFoundError, RekindleError
 from rekindle.operate import Listed, copies_of, job_status, jobs, receipts, stop, values_of
 from rekindle.snapshot.memory import JobDir, memory_base
-from rekindle.snapshot.names import root_path
 from rekindle.storage.verify import verify
+from rekindle.terminal import JSON, MEMORY, ROOT, STEP, bar_of, print_json, show, table_of, to_root
 
 __all__ = ["main"]
 
@@ -63,43 +64,21 @@ def main() -> None:
     """Keep large PyTorch training jobs alive through faults."""
 
 
-def _root(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Path | None:
-    return None if value is None else root_path(value)
-
-
-_ROOT = click.argument("root", callback=_root)
-_STEP = click.argument("step", type=click.IntRange(min=0), required=False)
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-_MEMORY = click.option("--memory", type=click.Path(path_type=Path), help="Memory store; $REKINDLE_MEMORY if unset.")
-
-
-def _print(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
-
-
-def _table(*columns: str, **options: Any) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", **options)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _show(table: Table) -> None:
-    # A pipe has no width: then rows are as long as they need to be.
-    Console(width=None if sys.stdout.isatty() else 4000).print(table)
+main.add_command(export_command)
+main.add_command(import_command)
 
 
 @main.command("ls")
-@_ROOT
-@_JSON
-@_MEMORY
+@ROOT
+@JSON
+@MEMORY
 def ls(root: Path, as_json: bool, memory: Path | None) -> None:
     """List the checkpoints of ROOT: on storage, and in this node's memory."""
     listed = copies_of(root, memory_base(memory))
     if as_json:
-        _print([entry.to_json() for entry in listed])
+        print_json([entry.to_json() for entry in listed])
         return
-    table = _table("step", "where", "condition", "ranks", "size", "generation", "continued from")
+    table = table_of("step", "where", "condition", "ranks", "size", "generation", "continued from")
     for entry in listed:
         copy = entry.copy
         table.add_row(
@@ -111,14 +90,14 @@ def ls(root: Path, as_json: bool, memory: Path | None) -> None:
             str(copy.incarnation.generation),
             f"step {copy.incarnation.parent_step}" if copy.incarnation.parent else "scratch",
         )
-    _show(table)
+    show(table)
 
 
 @main.command("inspect")
-@_ROOT
-@_STEP
-@_JSON
-@_MEMORY
+@ROOT
+@STEP
+@JSON
+@MEMORY
 def inspect(root: Path, step: int | None, as_json: bool, memory: Path | None) -> None:
     """Show the tensors and values of a checkpoint of ROOT: of STEP, or the newest complete one."""
     listed = copies_of(root, memory_base(memory), step)
@@ -133,11 +112,11 @@ def inspect(root: Path, step: int | None, as_json: bool, memory: Path | None) ->
             }
             for receipt in found
         ]
-        _print({**entry.to_json(), "shards": shards})
+        print_json({**entry.to_json(), "shards": shards})
         return
     click.echo(f"step {entry.copy.step} from {entry.copy.place}, {entry.condition}: {entry.copy.path}\n")
-    tensors = _table("rank", "tensor", "dtype", "shape", "bytes")
-    values = _table("rank", "value", "")
+    tensors = table_of("rank", "tensor", "dtype", "shape", "bytes")
+    values = table_of("rank", "value", "")
     for receipt in found:
         rank = str(receipt.stamp.rank)
         for chunk in receipt.layout.chunks:
@@ -145,34 +124,29 @@ def inspect(root: Path, step: int | None, as_json: bool, memory: Path | None) ->
         for path, value in values_of(receipt):
             text = json.dumps(value)
             values.add_row(rank, path, text if len(text) <= 60 else f"{text[:57]}...")
-    _show(tensors)
+    show(tensors)
     click.echo()
-    _show(values)
-
-
-def _bar(as_json: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty())
+    show(values)
 
 
 @main.command("verify")
-@_ROOT
-@_STEP
-@_JSON
-@_MEMORY
+@ROOT
+@STEP
+@JSON
+@MEMORY
 def verify_command(root: Path, step: int | None, as_json: bool, memory: Path | None) -> None:
     """Read every byte of the checkpoints of ROOT, or of one STEP, and compare it with its checksum."""
     results: list[dict[str, Any]] = []
-    with _bar(as_json) as bar:
+    with bar_of(as_json) as bar:
         for entry in copies_of(root, memory_base(memory), step):
             results.append(_verify_one(entry, bar))
     if as_json:
-        _print(results)
+        print_json(results)
     else:
-        table = _table("step", "where", "condition", "verdict")
+        table = table_of("step", "where", "condition", "verdict")
         for result in results:
             table.add_row(str(result["step"]), result["place"], result["condition"], result["verdict"])
-        _show(table)
+        show(table)
         for problem in (problem for result in results for problem in result["problems"]):
             click.echo(problem, err=True)
     damaged = [r for r in results if r["problems"]]
@@ -191,10 +165,10 @@ def _verify_one(entry: Listed, bar: Progress) -> dict[str, Any]:
 
 
 @main.command("status")
-@click.argument("root", required=False, callback=_root)
+@click.argument("root", required=False, callback=to_root)
 @click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
-@_JSON
-@_MEMORY
+@JSON
+@MEMORY
 def status(root: Path | None, watch: bool, as_json: bool, memory: Path | None) -> None:
     """Show this node's jobs, or that of ROOT: who is alive and does what, what is in memory, what is on storage."""
     base = memory_base(memory)
@@ -205,15 +179,15 @@ def status(root: Path | None, watch: bool, as_json: bool, memory: Path | None) -
         return
     found = _statuses(root, base)
     if as_json:
-        _print(found)
+        print_json(found)
     elif not found:
         click.echo(f"no jobs have memory on this node, in {base}")
     else:
-        _show(_jobs_table(found))
+        show(_jobs_table(found))
         ranks = _ranks_table(found)
         if ranks.row_count:
             click.echo()
-            _show(ranks)
+            show(ranks)
         for line in _faults(found):
             click.echo(f"\n{line}")
     problems = [f"{one['root'] or one['directory']}: {one['problem']}" for one in found if one["problem"]]
@@ -248,7 +222,7 @@ def _faults(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _jobs_table(found: list[dict[str, Any]]) -> Table:
-    table = _table("root", "trainers", "agent", "memory", "in memory", "durable", "draining")
+    table = table_of("root", "trainers", "agent", "memory", "in memory", "durable", "draining")
     for one in found:
         drain = one["drain"] or {}
         percent = (
@@ -267,7 +241,7 @@ def _jobs_table(found: list[dict[str, Any]]) -> Table:
 
 
 def _ranks_table(found: list[dict[str, Any]]) -> Table:
-    table = _table("root", "rank", "does", "step", "in memory", "for", "longest step", "")
+    table = table_of("root", "rank", "does", "step", "in memory", "for", "longest step", "")
     for one in found:
         for rank, page in one["ranks"].items():
             longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
@@ -280,12 +254,12 @@ def _ranks_table(found: list[dict[str, Any]]) -> Table:
 
 
 @main.command("drill")
-@_ROOT
+@ROOT
 @click.argument("fault", type=click.Choice(list(FAULTS)))
 @click.option("--rank", type=click.IntRange(min=0), help="Whom it befalls; the highest rank of this node if unset.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for the first new step.")
-@_JSON
-@_MEMORY
+@JSON
+@MEMORY
 def drill_command(root: Path, fault: str, rank: int | None, timeout: float, as_json: bool, memory: Path | None) -> None:
     """Let a real fault befall the running job of ROOT, and tell what was noticed, secured, lost, and when.
 
@@ -303,7 +277,7 @@ def drill_command(root: Path, fault: str, rank: int | None, timeout: float, as_j
         raise NotFoundError(f"{root}: has nothing in memory on this node")
     report = drill(job, fault, rank, timeout, lambda line: None if as_json else click.echo(line))
     if as_json:
-        _print(report.to_json())
+        print_json(report.to_json())
     elif report.again is not None:
         click.echo(f"lost: {report.lost} of {report.step} completed steps, and the step under way")
     if report.again is None:
@@ -311,11 +285,11 @@ def drill_command(root: Path, fault: str, rank: int | None, timeout: float, as_j
 
 
 @main.command("stop")
-@click.argument("root", required=False, callback=_root)
+@click.argument("root", required=False, callback=to_root)
 @click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
 @click.option("--discard", is_flag=True, help="Give memory back at once; what only memory holds is lost.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")
-@_MEMORY
+@MEMORY
 def stop_command(root: Path | None, stale: bool, discard: bool, timeout: float, memory: Path | None) -> None:
     """End the job of ROOT on this node: carry what only memory holds to storage, then give the memory back."""
     if (root is None) == (not stale):
@@ -328,7 +302,7 @@ def stop_command(root: Path | None, stale: bool, discard: bool, timeout: float, 
     else:
         wanted = [job for job in jobs(base) if not job.trainers() and job.agent() is None]
     failures: list[RekindleError] = []
-    with _bar(False) as bar:
+    with bar_of(False) as bar:
         task = bar.add_task("draining", total=None)
         for job in wanted:
             held = job.held_bytes()
@@ -346,8 +320,8 @@ def stop_command(root: Path | None, stale: bool, discard: bool, timeout: float, 
 
 
 @main.command("agent")
-@_ROOT
-@_MEMORY
+@ROOT
+@MEMORY
 def agent(root: Path, memory: Path | None) -> None:
     """Serve ROOT's memory on this node in the foreground. Trainers start their agents themselves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

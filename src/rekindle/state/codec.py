@@ -12,7 +12,7 @@ import torch
 
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
 
-__all__ = ["decode", "encode", "has_pickle"]
+__all__ = ["decode", "encode", "has_pickle", "is_typed"]
 
 _EXACT = 1 << 53
 """JSON readers other than Python's hold integers as doubles; beyond this they are written as text."""
@@ -86,6 +86,11 @@ def has_pickle(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(has_pickle, value))
     return isinstance(value, dict) and ("$pickle" in value or any(map(has_pickle, value.values())))
+
+
+def is_typed(value: Any) -> bool:
+    """Whether this looks like the typed form of a value, outside of a checkpoint too."""
+    return type(value) is dict and len(value) == 1 and next(iter(value)) in {*_DECODERS, "$pickle"}
 
 
 def decode(value: Any, allow_pickle: bool = False) -> Any:

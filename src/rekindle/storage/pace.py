@@ -13,7 +13,7 @@ from contextlib import suppress
 from rekindle.errors import UsageError
 from rekindle.snapshot.layout import PAGE
 
-__all__ = ["Budget", "rate", "step_back"]
+__all__ = ["Budget", "amount", "rate", "step_back"]
 
 _SLICE = 0.05
 """Seconds' worth of bytes that are written in one go under a budget, and that a late writer may catch up with: short
@@ -23,7 +23,13 @@ _NICENESS = 10
 the disk from it, where it has none of its own."""
 _UNITS = {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "K": 1000}
-_RATE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?((?:[KMGT]i|[kKMGT])?)B?(?:/s)?")
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?((?:[KMGT]i|[kKMGT])?)B?")
+
+
+def amount(text: str) -> float:
+    """Bytes that a text such as ``"5GB"`` or ``"1.5 GiB"`` stands for; not a number for anything else."""
+    match = _AMOUNT.fullmatch(text.strip())
+    return float(match[1]) * _UNITS[match[2]] if match else math.nan
 
 
 def rate(value: str | int | float | None) -> int | None:
@@ -36,9 +42,7 @@ def rate(value: str | int | float | None) -> int | None:
         return None
     number = math.nan
     if isinstance(value, str):
-        match = _RATE.fullmatch(value.strip())
-        if match:
-            number = float(match[1]) * _UNITS[match[2]]
+        number = amount(value.strip().removesuffix("/s"))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number = value
     if not 1 <= number < 1 << 63:

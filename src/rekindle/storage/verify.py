@@ -15,7 +15,7 @@ from rekindle.snapshot.pieces import Nowhere, Reader, pour
 from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.catalog import STORAGE, Copy
 
-__all__ = ["read_manifest", "verify", "verify_shard"]
+__all__ = ["check_manifest", "read_manifest", "verify", "verify_shard"]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_manifest(path: Path) -> list[CorruptError]:
+def check_manifest(path: Path) -> list[CorruptError]:
     """What is wrong with a checkpoint's manifest, or with the receipts that it names."""
     try:
         manifest = read_manifest(path)
@@ -61,7 +61,7 @@ def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[
 
     ``progress`` is given byte counts. Raises FileNotFoundError when the copy is recycled or removed meanwhile.
     """
-    problems = _check_manifest(copy.path) if copy.place == STORAGE else []
+    problems = check_manifest(copy.path) if copy.place == STORAGE else []
     receipts = []
     for rank in sorted(copy.ranks):
         try:

@@ -1,0 +1,1 @@
+"""Checkpoints into other people's formats, and out of them."""

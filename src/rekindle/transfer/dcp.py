@@ -1,0 +1,194 @@
+"""A directory of torch.distributed.checkpoint (DCP), in its own file format and under its own names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from rekindle.errors import CorruptError, UnsupportedValueError, UsageError
+from rekindle.snapshot.layout import DTYPES
+from rekindle.state.codec import encode, has_pickle
+from rekindle.state.tree import assemble
+from rekindle.transfer.note import NOTE, Note
+from rekindle.transfer.progress import Progress
+from rekindle.transfer.shards import Shards
+from rekindle.transfer.staging import os_error, scratch, spread, view
+
+__all__ = ["Source", "is_dcp", "write"]
+
+_METADATA = ".metadata"
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, progress: Callable[[int], object]) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        if isinstance(data, torch.Tensor):
+            self._progress(data.nbytes)
+        return data
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """DCP warns of working without a process group, which is what is wanted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What went wrong: DCP's own exception is no Exception, and tells it with a traceback."""
+    return next((cause for cause, _ in error.failures.values()), error)
+
+
+def write(shards: Shards, directory: Path, only: str | None, progress: Progress) -> None:
+    """Fill an empty directory with the state, or with what ``only`` names of its entries."""
+    progress.begin(shards.reads + shards.nbytes)
+    tensors, places = shards.gather(directory.parent, progress.advance)
+    values = [encode(value) if has_pickle(value) else value for value in shards.values]
+    tree = assemble(_listed(shards.structure), values, tensors.__getitem__, False)
+    if only is not None:
+        tree = tree[only]
+    if not isinstance(tree, dict):
+        raise UnsupportedValueError(f"the state's entry {only!r} is no dictionary, which DCP could give names to")
+    # One thread: with several, DCP loses the errors of all but the first.
+    writer = FileSystemWriter(directory, thread_count=1)
+    try:
+        with _alone():
+            save(tree, storage_writer=writer, planner=_SavePlanner(progress.advance))
+    except CheckpointException as error:
+        cause = _cause(error)
+        if isinstance(cause, ValueError):  # two places in the state with one name
+            raise UnsupportedValueError(f"step {shards.copy.step}: DCP can't name its state: {cause}") from error
+        raise os_error(cause) or cause from error
+    Note.of(shards, places, directory / NOTE).write(shards.copy.stamp)
+
+
+def _listed(node: Any) -> Any:
+    """The structure with lists for the tuples that hold tensors: DCP would pickle such a tuple as one value."""
+    if isinstance(node, list):
+        return [_listed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$tuple" in node and _has_tensor(node):
+        return [_listed(item) for item in node["$tuple"]]
+    return {key: _listed(child) for key, child in node.items()}
+
+
+def _has_tensor(node: Any) -> bool:
+    children = node if isinstance(node, list) else node.values() if isinstance(node, dict) else ()
+    return (isinstance(node, dict) and "$tensor" in node) or any(map(_has_tensor, children))
+
+
+# -- and back --------------------------------------------------------------------------------------------------------
+
+
+def is_dcp(path: Path) -> bool:
+    return (path / _METADATA).is_file()
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, progress: Callable[[int], object]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._progress = progress
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._progress(tensor.nbytes)
+
+
+class Source:
+    """A directory, of which only the metadata has been read."""
+
+    def __init__(self, path: Path, allow_pickle: bool) -> None:
+        if not allow_pickle:
+            raise UsageError(
+                f"{path}: is a DCP checkpoint, whose metadata and values are pickles: loading it runs code that "
+                "whoever wrote it has chosen. Where you trust it, --allow-pickle allows it"
+            )
+        self._path = path
+        self._reader = FileSystemReader(path)
+        self.note = Note.read(path / NOTE)
+        try:
+            self._metadata: Metadata = self._reader.read_metadata()
+            self._kept = dict(self._metadata.state_dict_metadata)
+        except Exception as error:
+            raise CorruptError(f"{path / _METADATA}: is not readable: {error}") from error
+        self._tensors = {k: kept for k, kept in self._kept.items() if isinstance(kept, TensorStorageMetadata)}
+        if self.note is not None:  # tied tensors are there by each of their names
+            noted = {entry.key for entry in self.note.tensors}
+            self._tensors = {key: kept for key, kept in self._tensors.items() if key in noted}
+        for key, kept in self._tensors.items():
+            if str(kept.properties.dtype).removeprefix("torch.") not in DTYPES:
+                raise UnsupportedValueError(f"{path}: {key}: a tensor of dtype {kept.properties.dtype}")
+        self._sizes = {k: kept.size.numel() * kept.properties.dtype.itemsize for k, kept in self._tensors.items()}
+        self.nbytes = sum(self._sizes.values())
+
+    def load(self, aside: Path, progress: Callable[[int], object]) -> Any:
+        """The state; its tensors lie in a file without a name in the directory ``aside``.
+
+        DCP reads a stored piece of a tensor at a time, as a whole. Raises CorruptError.
+        """
+        slices, size = spread(self._sizes)
+        memory = scratch(aside, size)
+        tensors = {
+            key: view(memory[slices[key]], kept.properties.dtype, kept.size) for key, kept in self._tensors.items()
+        }
+        state: dict[str, Any] = dict(tensors)
+        if self.note is None:
+            state |= {key: None for key in self._kept if key not in tensors}
+        try:
+            with _alone():
+                load(state, storage_reader=self._reader, planner=_LoadPlanner(progress))
+        except CheckpointException as error:
+            raise CorruptError(f"{self._path}: can't be loaded: {_cause(error)}") from error
+        return tensors if self.note is not None else _nested(state, self._metadata.planner_data)
+
+
+def _nested(flat: dict[str, Any], paths: Any) -> Any:
+    """``flat`` with the dictionaries and lists that DCP had flattened, where it has noted how."""
+    if not isinstance(paths, Mapping) or not paths.keys() >= flat.keys():
+        return flat
+    root: dict[Any, Any] = {}
+    for key, value in flat.items():
+        node = root
+        *way, last = paths[key]
+        for step in way:
+            node = node.setdefault(step, {})
+        node[last] = value
+    return _numbered({key: _lists(child) for key, child in root.items()})
+
+
+def _lists(node: Any) -> Any:
+    """Lists where all keys are numbers: DCP keeps those of lists as such, and makes texts of all others."""
+    if type(node) is not dict:
+        return node
+    children = {key: _lists(child) for key, child in node.items()}
+    if children and all(type(key) is int for key in children):
+        return [children[number] for number in sorted(children)]
+    return children
+
+
+def _numbered(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Optimizers' parameters that are numbers again, of which DCP has made texts."""
+    for key, entry in state.items():
+        groups = entry.get("param_groups") if isinstance(entry, dict) else None
+        if isinstance(groups, list) and isinstance(entry.get("state"), dict):
+            named = [p for group in groups if isinstance(group, dict) for p in group.get("params", ())]
+            numbers = {str(p): p for p in named if type(p) is int}
+            state[key] = entry | {"state": {numbers.get(k, k): kept for k, kept in entry["state"].items()}}
+    return state

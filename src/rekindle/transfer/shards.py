@@ -1,0 +1,277 @@
+"""A checkpoint of any number of ranks, read as whole tensors. Every byte that is read is compared with its checksum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rekindle.errors import CorruptError, NotFoundError
+from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.layout import DTYPES, Chunk, blocks
+from rekindle.snapshot.names import receipt_name
+from rekindle.snapshot.pieces import Nowhere, Reader, pour
+from rekindle.snapshot.shard import OpenShard
+from rekindle.state.merge import Merged, Whole, leaves, merge, part
+from rekindle.state.reshard import Box, Have, Want, plan, runs
+from rekindle.state.tree import entries
+from rekindle.storage.catalog import STORAGE, Copy
+from rekindle.storage.verify import check_manifest
+from rekindle.transfer.staging import scratch, spread, view
+
+__all__ = ["Item", "Shards", "nbytes"]
+
+_BATCH = 64 << 20
+"""Bytes of boxes that are put aside before they are copied row by row to where they belong."""
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Types to copy elements by: torch can't copy all of its own."""
+
+
+class Item(NamedTuple):
+    """A tensor as others are to see it."""
+
+    key: str
+    """Keys of its place in what is wanted, with dots between; of several places, where it is tied, the first."""
+    name: str
+    """The same of its place in the state: what it will be stored by when it comes back."""
+    whole: Whole
+
+
+def nbytes(whole: Whole) -> int:
+    """Bytes of all of a tensor."""
+    return math.prod(whole.shape) * DTYPES[whole.dtype][1]
+
+
+class Shards:
+    """All shards of one copy of a checkpoint, or what ``only`` names of its entries. Context manager.
+
+    A copy in memory is pinned until the end. Raises CorruptError when something is damaged or missing, NotFoundError
+    when there is no such entry, or when the copy has been recycled.
+    """
+
+    def __init__(self, copy: Copy, only: str | None = None) -> None:
+        self.copy = copy
+        self._pins = ExitStack()
+        self._pinned: dict[int, OpenShard] = {}
+        try:
+            self._receipts = self._open_all()
+            merged = merge(self._receipts)
+            wanted = merged.structure if only is None else _entry(merged, only, copy.step)
+            self.items = _items(wanted, only, merged, copy.step)
+            names = {item.whole.name: item.name for item in self.items}
+            self.structure, self.values = part(wanted if only is None else {only: wanted}, merged.values, names)
+            """Of what is wanted, with the items' names. The values are typed JSON."""
+            self._moves = self._plan()
+        except BaseException:
+            self.close()
+            raise
+
+    @cached_property
+    def reads(self) -> int:
+        """Bytes that ``read`` will read."""
+        return sum(self._chunk(rank, index).nbytes for rank, of in self._moves.items() for index in of)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(nbytes(item.whole) for item in self.items)
+
+    def gather(
+        self, aside: Path, progress: Callable[[int], object]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, memoryview]]:
+        """All tensors by the items' names, each in a storage of its own, and their memory by key.
+
+        A file without a name in the directory ``aside`` is behind it. Raises what ``read`` raises.
+        """
+        slices, size = spread({item.key: nbytes(item.whole) for item in self.items})
+        memory = scratch(aside, size)
+        places = {key: memory[at] for key, at in slices.items()}
+        self.read(places, aside, progress)
+        tensors = {
+            item.name: view(places[item.key], getattr(torch, item.whole.dtype), item.whole.shape) for item in self.items
+        }
+        return tensors, places
+
+    def _open_all(self) -> list[Receipt]:
+        if self.copy.place == STORAGE:
+            for problem in check_manifest(self.copy.path):
+                raise problem
+        found = []
+        for rank in range(self.copy.world):
+            shard = self._open(rank)
+            if shard.receipt.stamp.key != self.copy.key or shard.receipt.stamp.rank != rank:
+                shard.close()
+                raise CorruptError(f"{shard.path}: belongs to another checkpoint")
+            found.append(shard.receipt)
+            if self.copy.place == STORAGE:  # as many files as there are ranks may be more than a process may open
+                shard.close()
+            else:
+                self._pinned[rank] = self._pins.enter_context(shard)
+        return found
+
+    def _open(self, rank: int) -> OpenShard:
+        try:
+            return OpenShard.open(self.copy.path / receipt_name(rank, self.copy.world), self.copy.place != STORAGE)
+        except FileNotFoundError as error:
+            if self.copy.place == STORAGE:
+                raise CorruptError(f"{error.filename}: is missing") from None
+            raise NotFoundError(f"{error.filename}: a newer step has just taken its place; try again") from None
+
+    def _chunk(self, rank: int, index: int) -> Chunk:
+        return self._receipts[rank].layout.chunks[index]
+
+    def _plan(self) -> dict[int, dict[int, list[tuple[Item, Box]]]]:
+        """By rank and chunk: which parts of which tensors are read from there. Raises CorruptError for what is not."""
+        wants = [Want(item.whole.name, item.whole.box) for item in self.items]
+        parts = [(item.whole.name, part) for item in self.items for part in item.whole.parts]
+        found = plan(wants, [Have(name, part.box) for name, part in parts])
+        for want in found.missing:
+            raise CorruptError(f"step {self.copy.step}: of tensor {want.name!r} no shard has {want.box}")
+        moves: dict[int, dict[int, list[tuple[Item, Box]]]] = {}
+        for move in found.moves:
+            part = parts[move.have][1]
+            moves.setdefault(part.receipt, {}).setdefault(part.chunk, []).append((self.items[move.want], move.box))
+        return moves
+
+    def read(self, places: Mapping[str, memoryview], aside: Path, progress: Callable[[int], object]) -> None:
+        """Put each item's bytes, in row-major order, into the memory that ``places`` has for its key.
+
+        ``progress`` is given byte counts. Parts of rows go through files without a name in the directory ``aside``.
+        Raises CorruptError at the first byte that is wrong.
+        """
+        for rank, chunks in sorted(self._moves.items()):
+            shard = self._pinned.get(rank) or self._open(rank)
+            try:
+                if shard.receipt.raw != self._receipts[rank].raw:
+                    raise CorruptError(f"{shard.path}: has been replaced meanwhile")
+                self._read_shard(shard, chunks, places, aside, progress)
+            finally:
+                if rank not in self._pinned:
+                    shard.close()
+
+    def _read_shard(
+        self,
+        shard: OpenShard,
+        chunks: Mapping[int, list[tuple[Item, Box]]],
+        places: Mapping[str, memoryview],
+        aside: Path,
+        progress: Callable[[int], object],
+    ) -> None:
+        layout = shard.receipt.layout
+        straight: dict[int, memoryview] = {}
+        rows: list[int] = []
+        for index, moves in chunks.items():
+            place = _in_one_piece(layout.chunks[index], moves, places)
+            if place is not None:
+                straight[index] = place
+            elif layout.chunks[index].nbytes:
+                rows.append(index)
+        reader = Reader(shard)
+        try:
+            _pour(reader, straight, progress)
+            for batch in _batches(rows, [chunk.nbytes for chunk in layout.chunks]):
+                slices, size = spread({index: layout.chunks[index].nbytes for index in batch})
+                memory = scratch(aside, size)
+                _pour(reader, {index: memory[slices[index]] for index in batch}, progress)
+                for index in batch:
+                    for item, box in chunks[index]:
+                        _copy(box, layout.chunks[index], memory[slices[index]], item.whole, places[item.key])
+        finally:
+            reader.close()
+
+    def close(self) -> None:
+        self._pins.close()
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _entry(merged: Merged, only: str, step: int) -> Any:
+    there = entries(merged.structure)
+    if only not in there:
+        known = ", ".join(map(str, there)) or "nothing"
+        raise NotFoundError(f"step {step} has no entry {only!r} in its state: it has {known}")
+    return there[only]
+
+
+def _items(structure: Any, only: str | None, merged: Merged, step: int) -> list[Item]:
+    """All tensors of a structure, each once, in its order."""
+    keys: dict[str, str] = {}
+    taken = set()
+    for path, name in leaves(structure):
+        if name not in merged.tensors:
+            raise CorruptError(f"step {step}: no shard has any of tensor {name!r}")
+        if name not in keys:
+            while path in taken:  # {"a.b": x, "a": {"b": y}} are two tensors
+                path += "~"
+            keys[name] = path
+            taken.add(path)
+    return [Item(key, key if only is None else f"{only}.{key}", merged.tensors[name]) for name, key in keys.items()]
+
+
+def _in_one_piece(chunk: Chunk, moves: list[tuple[Item, Box]], places: Mapping[str, memoryview]) -> memoryview | None:
+    """Where a chunk's bytes go as they lie; None where its rows, or only some of them, go to different places."""
+    ((item, box), *more) = moves
+    here = Box(chunk.offsets, chunk.sizes)
+    if more or box != here:
+        return None
+    ((_, to, length), *more_runs) = list(_first(runs(box, here, item.whole.box, DTYPES[chunk.dtype][1]), 2))
+    return None if more_runs else places[item.key][to : to + length]
+
+
+def _first(found: Iterable[tuple[int, int, int]], count: int) -> Iterator[tuple[int, int, int]]:
+    return (each for each, _ in zip(found, range(count), strict=False))
+
+
+def _batches(indices: Iterable[int], sizes: list[int]) -> Iterator[list[int]]:
+    """Chunks that are put aside together."""
+    batch: list[int] = []
+    total = 0
+    for index in indices:
+        if batch and total + sizes[index] > _BATCH:
+            yield batch
+            batch, total = [], 0
+        batch.append(index)
+        total += sizes[index]
+    if batch:
+        yield batch
+
+
+def _copy(box: Box, chunk: Chunk, source: memoryview, whole: Whole, target: memoryview) -> None:
+    """Copy what ``box`` covers of a tensor from a chunk of it to all of it."""
+    kind = _SAME_SIZE[DTYPES[chunk.dtype][1]]
+    there, here = view(target, kind, whole.shape), view(source, kind, chunk.sizes)
+    for d, (at, size, first) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
+        there, here = there.narrow(d, at, size), here.narrow(d, at - first, size)
+    there.copy_(here)
+
+
+class _Places(Nowhere):
+    """Where the blocks of some chunks of a shard go, all of them as they lie."""
+
+    def __init__(self, chunks: Iterable[Chunk], places: Mapping[int, memoryview]) -> None:
+        self.blocks: dict[int, memoryview] = {}
+        number = 0
+        for index, chunk in enumerate(chunks):
+            for start, stop in blocks(chunk):
+                if index in places:
+                    self.blocks[number] = places[index][start - chunk.start : stop - chunk.start]
+                number += 1
+
+    def place(self, block: int) -> memoryview | None:
+        return self.blocks[block]
+
+
+def _pour(reader: Reader, places: Mapping[int, memoryview], progress: Callable[[int], object]) -> None:
+    """Fill the places of these chunks. Raises CorruptError at the first byte that is wrong."""
+    sink = _Places(reader.shard.receipt.layout.chunks, places)
+    for block in pour(reader, sink, sink.blocks, progress):
+        raise reader.shard.complain(block)

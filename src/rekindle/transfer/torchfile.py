@@ -1,0 +1,130 @@
+"""One file of torch.save, such as torch.load(weights_only=True) takes: the state as nested dictionaries."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from rekindle.errors import CorruptError, UnsupportedValueError, UsageError
+from rekindle.state.codec import decode, encode, has_pickle, is_typed
+from rekindle.state.tree import assemble
+from rekindle.transfer.progress import Progress
+from rekindle.transfer.shards import Shards
+from rekindle.transfer.staging import os_error
+
+__all__ = ["is_torch", "read", "write"]
+
+_PIECE = 8 << 20
+"""Bytes that are written in one go."""
+
+
+class _File(io.RawIOBase):
+    """What torch.save writes to: it hands over a whole storage at a time, which is written piece by piece."""
+
+    def __init__(self, file: io.RawIOBase, progress: Callable[[int], object]) -> None:
+        self._file, self._progress = file, progress
+
+    def write(self, data: Any) -> int:
+        whole = rest = memoryview(data).cast("B")
+        while rest:
+            done = self._file.write(rest[:_PIECE]) or 0
+            self._progress(done)
+            rest = rest[done:]
+        return len(whole)
+
+
+def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> None:
+    """Make the file: of the state, or of what ``only`` names of its entries."""
+    values = [value if _accepts(value) else encode(value) for value in shards.values]
+    empty = assemble(shards.structure, values, lambda _: torch.empty(0), False)
+    why = _refusal(empty)
+    if why is not None:  # such as a dictionary's key of an unusual type
+        raise UnsupportedValueError(
+            f"step {shards.copy.step}: torch.load(weights_only=True) would refuse its state: {why}"
+        )
+    progress.begin(shards.reads + shards.nbytes)
+    tensors, _ = shards.gather(path.parent, progress.advance)
+    tree = assemble(shards.structure, values, tensors.__getitem__, False)
+    with open(path, "xb", buffering=0) as file:
+        try:
+            torch.save(tree if only is None else tree[only], cast("IO[bytes]", _File(file, progress.advance)))
+        except RuntimeError as error:
+            full = os_error(error)
+            if full is None:
+                raise
+            raise full from error
+
+
+def _accepts(value: Any) -> bool:
+    """Whether a value can be in a file whose loading runs no code. numpy's arrays, for one, can't.
+
+    What can't goes in its typed form: a dictionary of plain things.
+    """
+    if not isinstance(value, (dict, list)):
+        return True
+    return not has_pickle(value) and _refusal(decode(value)) is None
+
+
+def _refusal(tree: Any) -> str | None:
+    """Why torch would not load it again without running code; None when it would."""
+    buffer = io.BytesIO()
+    torch.save(tree, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError as error:
+        return _first_line(error)
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+# -- and back --------------------------------------------------------------------------------------------------------
+
+
+def is_torch(path: Path) -> bool:
+    """Whether a file begins as those of torch.save have since torch 1.6."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def read(path: Path, allow_pickle: bool) -> Any:
+    """What the file holds; tensors are mapped, so not read yet.
+
+    ``allow_pickle`` is for values that were pickled in a checkpoint. The file itself never runs code: UsageError when
+    it would have to. Raises CorruptError when it isn't readable.
+    """
+    try:
+        tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"{path}: holds more than tensors and plain values, and loading it would run code, which an import never "
+            f"does: {_first_line(error)}. Where you trust it, load it yourself and torch.save() the state it holds"
+        ) from error
+    except OSError:
+        raise
+    except Exception as error:  # torch has no type for it
+        raise CorruptError(f"{path}: is not readable as a torch.save file: {_first_line(error)}") from error
+    return _untyped(tree, path, allow_pickle)
+
+
+def _untyped(node: Any, path: Path, allow_pickle: bool) -> Any:
+    """Values in their typed form as themselves again."""
+    kind: Any = type(node)
+    if kind in (list, tuple):
+        return kind(_untyped(item, path, allow_pickle) for item in node)
+    if is_typed(node):
+        if has_pickle(node) and not allow_pickle:
+            raise UsageError(f"{path}: holds pickled values; loading those runs code: --allow-pickle allows it")
+        return decode(node, allow_pickle)
+    if kind in (dict, OrderedDict):
+        return kind((key, _untyped(value, path, allow_pickle)) for key, value in node.items())
+    return node

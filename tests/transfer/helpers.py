@@ -1,0 +1,121 @@
+"""Checkpoints of several ranks without a process for each, and the commands as a user would give them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from click.testing import CliRunner, Result
+
+import rekindle
+from rekindle.cli import main
+from rekindle.snapshot.documents import Receipt, checksum
+from rekindle.snapshot.layout import Chunk, Layout
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.storage.posix import PosixStore
+
+FORMATS = ["safetensors", "torch", "dcp"]
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, as one rank has it."""
+
+    name: str
+    data: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    own: bool = False
+
+
+def all_of(name: str, data: torch.Tensor, own: bool = False) -> Piece:
+    return Piece(name, data, tuple(data.shape), (0,) * data.dim(), own)
+
+
+def box_of(name: str, data: torch.Tensor, *spans: tuple[int, int]) -> Piece:
+    """The part of a tensor from first to last, exclusive, along each dimension."""
+    part = data[tuple(slice(*span) for span in spans)]
+    return Piece(name, part, tuple(data.shape), tuple(first for first, _ in spans))
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+class Rank(NamedTuple):
+    """What one rank saves."""
+
+    pieces: Sequence[Piece]
+    structure: Any
+    values: Sequence[Any] = ()
+
+
+def named(*names: str) -> dict[str, Any]:
+    """The structure of a module's entry ``model`` with these tensors, by their names in the state."""
+    return {"model": {name.removeprefix("model."): {"$tensor": name} for name in names}}
+
+
+def write(root: Path, ranks: Sequence[Rank], step: int = 1) -> Path:
+    """A durable checkpoint of these ranks."""
+    store = PosixStore(root)
+    for number, rank in enumerate(ranks):
+        by_place = {(piece.name, piece.offsets): piece for piece in rank.pieces}
+        layout = Layout.build(
+            Chunk(p.name, str(p.data.dtype)[6:], p.shape, p.offsets, tuple(p.data.shape), own=p.own)
+            for p in rank.pieces
+        )
+        body = b"".join(raw(by_place[chunk.name, chunk.offsets].data) for chunk in layout.chunks)
+        stamp = Stamp(step, number, len(ranks), Incarnation(1, "a" * 16))
+        static = Receipt.static_part(layout, rank.structure)
+        sums = [checksum(body[start:stop]) for start, stop in layout.blocks]
+        text = Receipt.encode(stamp, static, sums, json.dumps(rank.values).encode())
+        store.write_shard(Receipt.decode(text, "here"), memoryview(layout.header + body), lambda nbytes: None)
+    assert store.publish(stamp)
+    return root / f"step-{step:010d}"
+
+
+def run(*arguments: object) -> Result:
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def done(*arguments: object) -> Any:
+    """What a command says in JSON that must succeed."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def taken_in(source: Path, root: Path, step: int = 1, *options: str) -> Any:
+    """``rekindle import``, with leave to load a DCP directory."""
+    more = ["--allow-pickle"] if (source / ".metadata").exists() and "--allow-pickle" not in options else []
+    return done("import", source, root, step, *options, *more)
+
+
+def restored(root: Path, state: dict[str, Any], step: int) -> None:
+    """Load ``step``, the newest of ``root``, into ``state``."""
+    checkpointer = rekindle.Checkpointer(root, state)
+    try:
+        assert checkpointer.restore() == step
+    finally:
+        checkpointer.close()
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and raw(ours) == raw(theirs)
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert same(tensor, theirs[name]), name
+
+
+def names(paths: Iterable[Path]) -> list[str]:
+    return sorted(path.name for path in paths)
