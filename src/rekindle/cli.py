@@ -26,6 +26,7 @@ from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
 from rekindle.errors import CorruptError, NotFoundError, RekindleError
 from rekindle.operate import Listed, copies_of, job_status, jobs, receipts, stop, values_of
+from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.storage.verify import verify
 from rekindle.terminal import JSON, MEMORY, ROOT, STEP, bar_of, print_json, show, table_of, to_root
@@ -115,12 +116,14 @@ def inspect(root: Path, step: int | None, as_json: bool, memory: Path | None) ->
         print_json({**entry.to_json(), "shards": shards})
         return
     click.echo(f"step {entry.copy.step} from {entry.copy.place}, {entry.condition}: {entry.copy.path}\n")
-    tensors = table_of("rank", "tensor", "dtype", "shape", "bytes")
+    tensors = table_of("rank", "tensor", "dtype", "shape", "of which", "bytes")
     values = table_of("rank", "value", "")
     for receipt in found:
         rank = str(receipt.stamp.rank)
         for chunk in receipt.layout.chunks:
-            tensors.add_row(rank, chunk.name, chunk.dtype, str(list(chunk.sizes)), f"{chunk.nbytes:,}")
+            box = "" if chunk.sizes == chunk.global_shape else str(Box(chunk.offsets, chunk.sizes))
+            row = (rank, chunk.name, chunk.dtype, str(list(chunk.global_shape)), box, f"{chunk.nbytes:,}")
+            tensors.add_row(*row)
         for path, value in values_of(receipt):
             text = json.dumps(value)
             values.add_row(rank, path, text if len(text) <= 60 else f"{text[:57]}...")
