@@ -56,7 +56,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory(prefix="rekindle-ranks-") as name:
         place = Path(name)
         ranks = [
-            _context.Process(target=_rank, args=(place, rank, world if grouped else 0, act, args), daemon=True)
+            _context.Process(target=_rank, args=(place, rank, world, grouped, act, args), daemon=True)
             for rank in range(world)
         ]
         for process in ranks:
@@ -85,12 +85,13 @@ def _answer(path: Path, log: Path) -> Answer:
     return Answer(**json.loads(path.read_text()))
 
 
-def _rank(place: Path, rank: int, world: int, act: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> None:
+def _rank(
+    place: Path, rank: int, world: int, grouped: bool, act: Callable[..., dict[str, Any]], args: tuple[Any, ...]
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    grouped, world = world > 0, max(world, 1)
     os.dup2(os.open(place / f"{rank}.log", os.O_WRONLY | os.O_CREAT), 2)  # what torch has to say, too
     logging.basicConfig(level=logging.INFO, force=True, format="%(levelname)s %(message)s")
     os.environ["LOCAL_WORLD_SIZE"] = str(world)

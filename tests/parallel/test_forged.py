@@ -51,7 +51,7 @@ def test_the_sound_one_is_read(answers: dict[str, list[Answer]]) -> None:
     for ranks in answers.values():
         for answer in ranks:
             assert answer["sound"]["error"] == "" and answer["sound"]["step"] == SAVED
-            assert any("shard-00001" in path for path in answer["sound"]["opened"]), "opening goes unnoticed"
+            assert any("shard-" in path for path in answer["sound"]["opened"]), "opening goes unnoticed"
 
 
 @pytest.mark.parametrize("kind", READERS)
