@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +30,7 @@ from rekindle.state.tree import Flat, describe, flatten
 from rekindle.state.watch import Watch, content
 from rekindle.state.zero import ZeroState, is_zero
 
-__all__ = ["Capture", "Plan", "unwrap"]
+__all__ = ["Capture", "Plan", "batches", "unwrap"]
 
 RNG = "rng"
 
@@ -228,7 +228,7 @@ class Capture:
         layout = Layout.build(_chunk(name, tensor) for name, tensor in stored.items())
         if self._plan is not None and layout == self._plan.layout:
             layout = self._plan.layout  # the same object: its header is made once
-        early, behind = _batches(layout, stored, late)
+        early, behind = batches(layout, lambda chunk: stored[chunk.name], late)
         return Plan(layout, description.structure, early, behind, late)
 
 
@@ -283,15 +283,15 @@ def _chunk(name: str, tensor: torch.Tensor) -> Chunk:
     return Chunk(name, str(tensor.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape)
 
 
-def _batches(
-    layout: Layout, stored: Mapping[str, torch.Tensor], late: Collection[str]
+def batches(
+    layout: Layout, tensor: Callable[[Chunk], torch.Tensor], late: Collection[str] = ()
 ) -> tuple[list[Batch], list[Batch]]:
-    """Units to copy at once, and those that can wait, in batches of one device each."""
+    """Units to copy at once, and those that can wait, in batches of one device each. ``tensor`` gives a chunk's own."""
     full: tuple[list[Batch], list[Batch]] = ([], [])
     filling: dict[tuple[bool, torch.device], tuple[Batch, int]] = {}
     block = 0
     for chunk in layout.chunks:
-        source = stored[chunk.name].detach()  # an alias: its memory stays ours though the tensor is given another
+        source = tensor(chunk).detach()  # an alias: its memory stays ours though the tensor is given another
         which = chunk.name in late, source.device
         limit = _BATCH if source.device.type == "cpu" else _DEVICE_BATCH
         for unit in _units(chunk, source, block):
