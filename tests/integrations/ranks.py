@@ -30,7 +30,7 @@ def attempt(world: int, work: Callable[..., Any], *args: Any) -> tuple[list[Any]
         pipes, processes = [], []
         for rank in range(world):
             receive, send = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank, args=(rank, world, place, send, work, args))
+            process = _context.Process(target=_rank, args=(rank, world, place, dict(os.environ), send, work, args))
             process.start()
             send.close()
             pipes.append(receive)
@@ -46,13 +46,21 @@ def _receive(pipe: Any) -> Any:
         return None
 
 
-def _rank(rank: int, world: int, place: str, pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int,
+    world: int,
+    place: str,
+    environment: dict[str, str],
+    pipe: Any,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     import torch
     import torch.distributed as dist
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    os.environ.update(environment, LOCAL_WORLD_SIZE=str(world))  # the server's is that of an earlier test
     dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=world)
     try:
         result, code = work(rank, *args), 0

@@ -26,22 +26,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import rekindle
 from rekindle.errors import NotFoundError, StateMismatchError, UnsupportedValueError, UsageError
 from rekindle.integrations.dcp import RekindleReader, RekindleStager, RekindleWriter
-from rekindle.integrations.dcp import run as runs
 from rekindle.integrations.dcp.names import root_of, step_of
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import step_dir
 from tests.integrations.ranks import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Any:
-    """A process has one start of a job by root; tests begin anew."""
-    yield
-    for run in list(runs._runs.values()):
-        run.close(30.0)
-    runs._loaded.clear()
 
 
 def awkward() -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.layout import Chunk
 from rekindle.snapshot.lineage import retired
 from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import receipt_name
+from rekindle.snapshot.names import MANIFEST, receipt_name
 from rekindle.state.codec import decode
 from rekindle.state.reshard import Box, Have, Want, plan
 from rekindle.state.tree import assemble, entries
@@ -46,6 +48,16 @@ class Shard:
     rank: int
     receipt: Receipt
     copies: list[tuple[str, Path]]
+    look: Callable[[], list[Copy]]
+    """Lists all copies of all checkpoints anew."""
+
+    def places(self) -> Iterator[tuple[str, Path]]:
+        """The copies, and then those that have come, or been given another name, since they were listed."""
+        yield from self.copies
+        for copy in self.look():
+            here = copy.place, copy.path / receipt_name(self.rank, copy.world)
+            if copy.key == self.receipt.stamp.key and self.rank in copy.ranks and here not in self.copies:
+                yield here
 
 
 @dataclass
@@ -66,7 +78,21 @@ def find(root: Path, job: JobDir, step: int | None) -> Checkpoint:
     Raises NotFoundError when there is none, CorruptError when a part of it is missing or damaged.
     """
     job.check()
-    copies = _survey(root, job)
+    for again in (True, True, False):
+        try:
+            return _find(root, partial(_survey, root, job), step)
+        except _Gone:
+            if not again:
+                raise
+    raise AssertionError
+
+
+class _Gone(CorruptError):
+    """A file is missing: perhaps it has only been carried elsewhere, or recycled, since it was listed."""
+
+
+def _find(root: Path, look: Callable[[], list[Copy]], step: int | None) -> Checkpoint:
+    copies = look()
     seen = {copy.incarnation for copy in copies}
     found: dict[Key, list[Copy]] = {}
     for copy in copies:
@@ -78,13 +104,13 @@ def find(root: Path, job: JobDir, step: int | None) -> Checkpoint:
         raise NotFoundError(_why_none(root, found, step))
     parts = found[chosen]
     try:
-        shards = [_shard(chosen, parts, rank) for rank in range(parts[0].world)]
+        shards = [_shard(chosen, parts, rank, look) for rank in range(parts[0].world)]
         return Checkpoint(root, chosen, shards)
     except CorruptError as error:
         others = sorted({key[0] for key in whole} - {chosen[0]}, reverse=True)
         if step is not None or not others:
             raise
-        raise CorruptError(
+        raise type(error)(
             f"{error}; there are older checkpoints, to be asked for by checkpoint_id: {others}"
         ) from error
 
@@ -117,9 +143,10 @@ def _why_none(root: Path, found: dict[Key, list[Copy]], step: int | None) -> str
     )
 
 
-def _shard(key: Key, parts: list[Copy], rank: int) -> Shard:
+def _shard(key: Key, parts: list[Copy], rank: int, look: Callable[[], list[Copy]]) -> Shard:
     """A rank's part. Copies of which the receipt or the size is wrong are left out, and told of when none is left."""
     problems: list[str] = []
+    gone = False
     shard: Shard | None = None
     for copy in parts:
         if rank not in copy.ranks:
@@ -128,15 +155,16 @@ def _shard(key: Key, parts: list[Copy], rank: int) -> Shard:
         try:
             receipt = _receipt(copy, path, rank)
         except FileNotFoundError as error:
+            gone = True
             problems.append(f"{error.filename} is missing")
         except (OSError, CorruptError) as error:
             problems.append(str(error))
         else:
             if shard is None:
-                shard = Shard(rank, receipt, [])
+                shard = Shard(rank, receipt, [], look)
             shard.copies.append((copy.place, path))
     if shard is None:
-        raise CorruptError(f"step {key[0]} is not whole: {'; '.join(problems)}")
+        raise (_Gone if gone else CorruptError)(f"step {key[0]} is not whole: {'; '.join(problems)}")
     for problem in problems:
         log.warning("step %d: a copy of rank %d's shard is out: %s", key[0], rank, problem)
     return shard
@@ -152,7 +180,10 @@ def _receipt(copy: Copy, path: Path, rank: int) -> Receipt:
             f"{path.with_suffix('.safetensors')}: has {size:,} bytes, should have {receipt.file_bytes:,}"
         )
     if copy.place == STORAGE and rank == 0:
-        for problem in check_manifest(copy.path):
+        problems = check_manifest(copy.path)
+        if problems and not (copy.path / MANIFEST).exists():
+            raise FileNotFoundError(errno.ENOENT, "has been renamed or removed", str(copy.path))
+        for problem in problems:
             raise problem
     return receipt
 

@@ -71,7 +71,7 @@ def _pour(shard: Shard, sink: _Sink) -> None:
     """Read the blocks of ``sink`` from the nearest copy; what is damaged there, from the next one."""
     left, problems = sorted(sink.windows), []
     gone = True
-    for place, path in shard.copies:
+    for place, path in shard.places():
         try:
             with OpenShard.open(path, in_memory=place == MEMORY) as opened:
                 if opened.receipt.checksums != shard.receipt.checksums or opened.receipt.stamp.key != (

@@ -191,7 +191,7 @@ class Run:
         durable = max((copy.step for copy in copies if copy.place == STORAGE), default=-1)
         waits = [c for c in copies if c.key == base and c.place == MEMORY and c.persist and c.step > durable]
         if self.settings.keep is None and waits:
-            self.wait_durable(waits[0].stamp)
+            self.wait_durable(waits[0].stamp, _PATIENCE)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -252,9 +252,9 @@ class Run:
         """
         stamp, self.finished = self.finished, None
         if self.settings.keep is None and stamp is not None:
-            self.wait_durable(stamp)
+            self.wait_durable(stamp, _PATIENCE)
 
-    def wait_durable(self, stamp: Stamp, timeout: float = _PATIENCE) -> None:
+    def wait_durable(self, stamp: Stamp, timeout: float) -> None:
         """Return when a checkpoint is on storage. Raises NotDurableError after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not self._store.durable(stamp):

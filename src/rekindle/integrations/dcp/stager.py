@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import mmap
 import sys
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,6 +26,9 @@ from rekindle.state.device import page_lock
 __all__ = ["RekindleStager"]
 
 _DICTS = (dict, OrderedDict)
+_LINGER, _POLL = 0.05, 0.001
+"""Seconds that a save's thread may take to let go of what it has saved, once its future is done. Making memory takes
+longer."""
 
 
 class RekindleStager(AsyncStager):
@@ -58,6 +62,9 @@ class RekindleStager(AsyncStager):
 
     def _room(self, nbytes: int) -> _Buffer:
         """Memory that nobody uses any more."""
+        until = time.monotonic() + _LINGER
+        while self._buffers and not any(b.free for b in self._buffers) and time.monotonic() < until:
+            time.sleep(_POLL)
         free = [buffer for buffer in self._buffers if buffer.free]
         kept = next((buffer for buffer in free if nbytes <= len(buffer.map) <= 2 * nbytes), None)
         self._buffers = [b for b in self._buffers if not b.free or b is kept]
