@@ -41,6 +41,10 @@ __all__ = ["Checkpoint", "Shard", "Stored", "find"]
 log = logging.getLogger("rekindle")
 
 
+_LOOKS = 3
+"""Times that a checkpoint is looked for while files come and go."""
+
+
 @dataclass
 class Shard:
     """One rank's part, and the copies of it that seem whole, the nearest first: store and receipt of each."""
@@ -78,17 +82,17 @@ def find(root: Path, job: JobDir, step: int | None) -> Checkpoint:
     Raises NotFoundError when there is none, CorruptError when a part of it is missing or damaged.
     """
     job.check()
-    for again in (True, True, False):
+    look = partial(_survey, root, job)
+    for _ in range(_LOOKS):
         try:
-            return _find(root, partial(_survey, root, job), step)
-        except _Gone:
-            if not again:
-                raise
-    raise AssertionError
+            return _find(root, look, step)
+        except _Gone as error:
+            gone = error
+    raise CorruptError(str(gone))
 
 
 class _Gone(CorruptError):
-    """A file is missing: perhaps it has only been carried elsewhere, or recycled, since it was listed."""
+    """A file is missing: perhaps it has only been renamed, or its memory used again, since it was listed."""
 
 
 def _find(root: Path, look: Callable[[], list[Copy]], step: int | None) -> Checkpoint:

@@ -57,12 +57,14 @@ def _first_blocks(layout: Layout) -> list[int]:
 
 def _waves(windows: Iterable[_Window]) -> Iterator[list[_Window]]:
     wave: list[_Window] = []
+    parked = 0
     for window in windows:
         if window.nbytes:
             wave.append(window)
-        if sum(w.parks for w in wave) > _PARKED:
+            parked += window.parks
+        if parked > _PARKED:
             yield wave
-            wave = []
+            wave, parked = [], 0
     if wave:
         yield wave
 
@@ -110,7 +112,7 @@ class _Window:
             raise StateMismatchError(
                 f"{read.item.dest_index.fqn}: {lengths} are to be loaded into a tensor of {tuple(read.target.shape)}"
             )
-        self.chunk, self._target = chunk, settled(read.target)
+        self.number, self.chunk, self._target = read.number, chunk, settled(read.target)
         dtype: torch.dtype = getattr(torch, chunk.dtype)
         steps = [1] * len(lengths)
         for d in range(len(lengths) - 1, 0, -1):
@@ -143,7 +145,9 @@ class _Window:
         if self._parked is not None:
             self._target.copy_(self._parked)
             self._parked = None
-            self.memory = memoryview(b"")
+        elif not self._target.is_inference():
+            torch.autograd.graph.increment_version(self._target)  # what was written past torch is told to autograd
+        self.memory = memoryview(b"")
 
 
 class _Sink(Nowhere):
@@ -152,11 +156,10 @@ class _Sink(Nowhere):
     def __init__(self, layout: Layout, windows: list[_Window], starts: list[int]) -> None:
         self._blocks = layout.blocks
         self.windows: dict[int, list[_Window]] = {}
-        first = {chunk: number for chunk, number in zip(layout.chunks, starts, strict=True)}
         for window in windows:
-            base, chunk = first[window.chunk], window.chunk
-            for block in range((window.start - chunk.start) // BLOCK, -(-(window.stop - chunk.start) // BLOCK)):
-                self.windows.setdefault(base + block, []).append(window)
+            at = window.chunk.start
+            for block in range((window.start - at) // BLOCK, -(-(window.stop - at) // BLOCK)):
+                self.windows.setdefault(starts[window.number] + block, []).append(window)
 
     def place(self, block: int) -> memoryview | None:
         start, stop = self._blocks[block]

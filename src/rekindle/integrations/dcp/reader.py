@@ -91,10 +91,7 @@ class RekindleReader(StorageReader):
         checkpoint = self._checkpoint
         assert checkpoint is not None
         by_shard: dict[int, list[Read]] = {}
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, checkpoint.value(item.storage_index.fqn, self._rank))
-                continue
+        for item in (item for item in plan.items if item.type == LoadItemType.TENSOR):
             stored = checkpoint.stored(item.storage_index)
             own = self._rank % len(checkpoint.shards)
             holder = own if own in stored.places else min(stored.places)
@@ -105,6 +102,8 @@ class RekindleReader(StorageReader):
                 fill(checkpoint.shards[holder], reads)
         for read in (read for reads in by_shard.values() for read in reads):
             planner.commit_tensor(read.item, read.target)
+        for item in (item for item in plan.items if item.type == LoadItemType.BYTE_IO):
+            planner.load_bytes(item, checkpoint.value(item.storage_index.fqn, self._rank))
         note_loaded(self._root, checkpoint.key)
         done: Future[None] = Future()
         done.set_result(None)

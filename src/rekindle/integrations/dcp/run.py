@@ -84,7 +84,7 @@ def _world() -> object:
 
 
 class Run:
-    """One rank's part of a start. Made, begun and closed by all ranks; thread-safe."""
+    """One rank's part of a start. Made by all ranks; used by the thread that saves, and closed by any."""
 
     def __init__(self, root: Path, settings: Settings) -> None:
         self.root, self.settings = root, settings
