@@ -115,6 +115,22 @@ def test_one_rank_without_room_fails_the_save_of_all(memory: Path, root: Path) -
     assert [entry.stamp.step for entry in PosixStore(root).published()] == [1, 3]
 
 
+def too_much_for_two(rank: int, root: Path, memory: Path) -> float:
+    writer = RekindleWriter(root, memory=memory)
+    dcp.save({"a": torch.ones(MIB), "b": torch.ones(MIB), "n": 1.0}, storage_writer=writer)
+    target = {"a": torch.zeros(MIB), "b": torch.zeros(MIB), "n": 0.0}
+    dcp.load(target, storage_reader=RekindleReader(root, memory=memory))
+    assert target["a"].all() and target["b"].all()
+    writer.close()
+    return float(target["n"])
+
+
+def test_where_memory_has_room_for_one_rank_only_storage_has_all_when_a_save_returns(
+    root: Path, small_tmpfs: Any
+) -> None:
+    assert ranks(2, too_much_for_two, root, small_tmpfs(6 * MIB)) == [1.0, 1.0]
+
+
 def test_when_memory_is_taken_away_storage_takes_over(memory: Path, root: Path) -> None:
     writer = save(root, 1.0)
     wait_until(lambda: PosixStore(root).find(1))

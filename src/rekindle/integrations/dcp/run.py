@@ -235,13 +235,16 @@ class Run:
     def finish(self, stamp: Stamp, in_memory: bool) -> None:
         """All ranks have written their parts, ``in_memory`` or some of them straight to storage. For the coordinator.
 
-        Where memory has some of them, the agent publishes the checkpoint.
+        In the second case the checkpoint is on storage when this returns; else neither store could show all of it.
         """
-        if not in_memory and self._store.publish(stamp):
-            with suppress(OSError):  # the checkpoint is durable; what is left over goes next time
-                self._store.prune(*self.settings.retention)
-                self._store.settle()
         self.finished = stamp
+        if in_memory:
+            return
+        if not self._store.publish(stamp):
+            self.wait_durable(stamp, _PATIENCE)  # the agent carries the parts that memory took, and publishes it
+        with suppress(OSError):  # what is left over goes next time
+            self._store.prune(*self.settings.retention)
+            self._store.settle()
 
     # -- storage ---------------------------------------------------------------------------------------------------
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import mmap
 import sys
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,18 +19,24 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rekindle.errors import RekindleError
 from rekindle.integrations.dcp.items import copyable, settled
-from rekindle.snapshot.layout import Chunk, Layout
-from rekindle.state.capture import Plan, batches
-from rekindle.state.copy import ShardWriter
-from rekindle.state.device import page_lock
+from rekindle.snapshot.pieces import threads_for
+from rekindle.state.device import Lanes, page_lock, reached
 
 __all__ = ["RekindleStager"]
 
 _DICTS = (dict, OrderedDict)
+_ALIGN = 64
+_SMALL = 1 << 20
+"""Bytes of a tensor that is not worth a thread's turn."""
+_PIECE = 8 << 20
+"""Bytes that a thread copies in one go."""
 _LINGER, _POLL = 0.05, 0.001
 """Seconds that a save's thread may take to let go of what it has saved, once its future is done. Making memory takes
 longer."""
+_STUCK = 600.0
+"""Seconds after which a copy that doesn't end counts as failed."""
 
 
 class RekindleStager(AsyncStager):
@@ -36,29 +44,61 @@ class RekindleStager(AsyncStager):
 
     The memory is that of an earlier copy, if that is not in use any more: so it is ready, and for CUDA page-locked. If
     the save before is still under way, as when nobody has waited for its future, more memory is taken rather than that
-    save be spoilt. Tensors that share bytes are copied once. Not thread-safe.
+    save be spoilt. Tensors that are the same bytes are copied once. Not thread-safe.
     """
 
     _synchronize_after_execute = False
 
     def __init__(self) -> None:
-        self._copier = ShardWriter()
+        self._threads = ThreadPoolExecutor(threads_for(in_memory=True), thread_name_prefix="rekindle-stage")
+        self._lanes = Lanes()
         self._buffers: list[_Buffer] = []
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The same state dict with tensors on the host that nobody else knows of. Nothing of ``state_dict`` is kept."""
-        found: dict[tuple[Any, ...], torch.Tensor] = {}
-        _walk(state_dict, lambda tensor: found.setdefault(_place(tensor), tensor), rebuild=False)
-        chunks = [_chunk(str(i), tensor) for i, tensor in enumerate(found.values())]
-        tensors = list(found.values())
-        layout = Layout.build(chunks)
-        early, _ = batches(layout, lambda chunk: tensors[int(chunk.name)])
-        buffer = self._room(layout.file_bytes)
-        self._copier.write(Plan(layout, None, early, [], {}), buffer.map, None, -1)
-        views = buffer.lend(layout)
-        staged = {place: views[str(i)] for i, place in enumerate(found)}
-        result: dict[str, Any] = _walk(state_dict, lambda tensor: staged[_place(tensor)], rebuild=True)
+        sources: list[torch.Tensor] = []
+        known: dict[tuple[Any, ...], int] = {}
+        order: list[int] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            number = known.setdefault(_place(tensor), len(sources))
+            if number == len(sources):
+                sources.append(tensor)
+            order.append(number)
+            return tensor
+
+        _walk(state_dict, note, rebuild=False)
+        staged = self._copy(sources)
+        following = iter(order)
+        result: dict[str, Any] = _walk(state_dict, lambda _: staged[next(following)], rebuild=True)
         return result
+
+    def _copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        places, end = [], 0
+        for source in sources:
+            places.append(end)
+            end += -(-source.nbytes // _ALIGN) * _ALIGN
+        memory = self._room(max(end, _ALIGN)).lend()
+        copies = [
+            memory[at : at + source.nbytes].view(source.dtype).view(source.shape)
+            for at, source in zip(places, sources, strict=True)
+        ]
+        large: list[tuple[int, int, int]] = []
+        rest: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for to, source in zip(copies, sources, strict=True):
+            if source.nbytes > _SMALL and _plain(source):
+                begin = range(0, source.nbytes, _PIECE)
+                large += [(to.data_ptr() + i, source.data_ptr() + i, min(_PIECE, source.nbytes - i)) for i in begin]
+            else:
+                pair = rest.setdefault(source.device, ([], []))
+                pair[0].append(to)
+                pair[1].append(source)
+        events = [self._lanes.here(device, *pair) for device, pair in rest.items()]
+        for _ in self._threads.map(lambda piece: ctypes.memmove(*piece), large):
+            pass
+        if not all(reached(event, _STUCK) for event in events):
+            raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
+        return copies
 
     def _room(self, nbytes: int) -> _Buffer:
         """Memory that nobody uses any more."""
@@ -78,7 +118,7 @@ class RekindleStager(AsyncStager):
 
     def close(self) -> None:
         """Let go of the memory; what is still in use stays until it isn't."""
-        self._copier.close()
+        self._threads.shutdown()
         self._buffers.clear()
 
 
@@ -86,29 +126,27 @@ class _Buffer:
     """Private memory, in large pages where there are any: what costs most of a first copy is making small ones."""
 
     def __init__(self, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.map = mmap.mmap(-1, nbytes, flags=flags)
-        if sys.platform.startswith("linux") and hasattr(mmap, "MADV_HUGEPAGE"):
+        self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform.startswith("linux"):
             self.map.madvise(mmap.MADV_HUGEPAGE)
         self._locked = page_lock(self.map)
         self._lent: Callable[[], object] = lambda: None
 
     @property
     def free(self) -> bool:
-        """Whether the tensors that were last made of it are gone."""
+        """Whether all tensors that were made of what was lent are gone."""
         return self._lent() is None
 
-    def lend(self, layout: Layout) -> dict[str, torch.Tensor]:
-        """Tensors, by name, on the bytes of the chunks. All of them hold on to one view, whose end tells of theirs."""
+    def lend(self) -> torch.Tensor:
+        """The bytes. Whatever is made of them holds on to one view of the memory, whose end tells of theirs."""
         view = memoryview(self.map)
         self._lent = weakref.ref(view)
-        base = len(layout.header)
-        found = {}
-        for chunk in layout.chunks:
-            dtype, count = getattr(torch, chunk.dtype), chunk.nbytes // getattr(torch, chunk.dtype).itemsize
-            flat = torch.frombuffer(view, dtype=dtype, count=count, offset=base + chunk.start) if count else None
-            found[chunk.name] = torch.empty(chunk.sizes, dtype=dtype) if flat is None else flat.view(chunk.sizes)
-        return found
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes can be copied as they lie."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _walk(node: Any, give: Callable[[torch.Tensor], torch.Tensor], rebuild: bool) -> Any:
@@ -153,8 +191,3 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
         return (tensor.shape, tensor.dtype)
     flags = tensor.is_conj(), tensor.is_neg()
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, *flags
-
-
-def _chunk(name: str, tensor: torch.Tensor) -> Chunk:
-    shape = tuple(tensor.shape)
-    return Chunk(name, str(tensor.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape)
