@@ -281,6 +281,8 @@ def test_no_checkpoint_is_written_over(memory: Path, root: Path) -> None:
             dcp.save({"n": 0}, checkpoint_id=step, storage_writer=writer)
         assert isinstance(failure(caught), UsageError)
     writer.close()
+    with pytest.raises(CheckpointException, match="has been closed"):
+        dcp.save({"n": 0}, storage_writer=writer)
     with pytest.raises(CheckpointException, match="steps must grow"):
         dcp.save({"n": 0}, checkpoint_id="20", storage_writer=RekindleWriter(root))
     assert load(root, {"n": 0}) == {"n": 20}

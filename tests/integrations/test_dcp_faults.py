@@ -86,9 +86,10 @@ def test_without_room_in_memory_a_save_is_on_storage_when_it_returns(root: Path,
 
 def test_without_room_anywhere_a_save_fails_and_what_was_saved_stays(memory: Path, root: Path) -> None:
     writer = save(root, 1.0)
+    wait_until(JobDir.of(root, memory_base(memory)).agent)  # else it would be started with too little room, too
     with files_of_at_most(2 * MIB):
-        error = error_of(lambda: save(root, 2.0))
-        future = dcp.async_save(state(3.0), storage_writer=writer)
+        error = error_of(lambda: save(root, 2.0, 8))  # more than the memory that is ready
+        future = dcp.async_save(state(3.0, 8), storage_writer=writer)
         assert isinstance(future.exception(), CheckpointException)
     assert isinstance(error, OSError)
     assert loaded(root) == 1.0
@@ -97,10 +98,11 @@ def test_without_room_anywhere_a_save_fails_and_what_was_saved_stays(memory: Pat
 
 
 def one_rank_without_room(rank: int, root: Path) -> list[str]:
-    save(root, 1.0)
+    writer = save(root, 1.0)
+    wait_until(JobDir.of(root, memory_base()).agent)
     with files_of_at_most(MIB if rank == 1 else 1 << 40):
         try:
-            dcp.save({"a": torch.ones(MIB), "b": torch.ones(MIB)}, storage_writer=RekindleWriter(root))
+            dcp.save({"a": torch.ones(2 * MIB), "b": torch.ones(2 * MIB)}, storage_writer=writer)
         except CheckpointException as error:
             failed = {which: type(pair[0]).__name__ for which, pair in error.failures.items()}
     assert loaded(root) == 1.0

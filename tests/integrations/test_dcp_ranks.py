@@ -141,6 +141,34 @@ def test_two_ranks_save_in_the_background_and_three_load_from_memory(memory: Pat
     assert all(ranks(3, load_sharded, root))
 
 
+def save_stage(rank: int, root: Path) -> None:
+    """As a stage of a pipeline: what it has, no other rank has; the last one has nothing."""
+    import torch.distributed.checkpoint as dcp
+
+    from rekindle.integrations.dcp import RekindleWriter
+
+    writer = RekindleWriter(root)
+    state = {f"stage{rank}": {"w": whole(rank, 4), "n": rank}} if rank < 2 else {}
+    dcp.save(state, storage_writer=writer)
+    writer.close()
+
+
+def load_stages(rank: int, root: Path) -> dict[str, Any]:
+    import torch.distributed.checkpoint as dcp
+
+    from rekindle.integrations.dcp import RekindleReader
+
+    state = {f"stage{stage}": {"w": torch.zeros(4), "n": -1} for stage in (1, 0)}
+    dcp.load(state, storage_reader=RekindleReader(root))
+    return {"n": [state["stage0"]["n"], state["stage1"]["n"]], "w": [float(state[f"stage{i}"]["w"][0]) for i in (0, 1)]}
+
+
+def test_ranks_that_have_different_things(memory: Path, root: Path) -> None:
+    ranks(3, save_stage, root)
+    (found,) = ranks(1, load_stages, root)
+    assert found == {"n": [0, 1], "w": [float(whole(0, 4)[0]), float(whole(1, 4)[0])]}
+
+
 # -- large tensors: only what is needed is read ----------------------------------------------------------------------
 
 

@@ -143,6 +143,8 @@ class Run:
 
         A collective the first time. Raises UsageError for a step that is not newer than all there are.
         """
+        if _runs.get(self.root) is not self:
+            raise UsageError(f"the writer of {self.root} has been closed: make a new one")
         if self._incarnation is None:
             self._begin()
         assert self._incarnation is not None
