@@ -13,7 +13,7 @@ import pytest
 REPO = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/export.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/export.md", "docs/dcp.md"])
 def test_python_blocks_run_in_order(page: str, tmp_path: Path, memory: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (REPO / page).read_text(), re.DOTALL)
     assert blocks

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from rekindle.listing import Checkpoint, list_checkpoints
 from rekindle.metrics import Metrics
 from rekindle.recovery.group import this_group
 from rekindle.recovery.guard import Guard, Hooks
-from rekindle.recovery.meet import meet
+from rekindle.recovery.meet import meet, share_out
 from rekindle.recovery.notice import Notice
 from rekindle.recovery.restore import restore
 from rekindle.saves import Saves
@@ -54,7 +55,7 @@ class Checkpointer:
     nothing else are collectives. Not thread-safe: use it from the thread that trains.
 
     root
-        Directory, or ``file://`` URL, that checkpoints are kept in. All ranks name the same one.
+        Directory, or ``file://`` URL, that checkpoints are kept in; the same one on all ranks.
     state
         Maps names to modules, optimizers and anything else with ``state_dict()`` and ``load_state_dict()``;
         ``rekindle.Values`` holds plain values.
@@ -115,8 +116,7 @@ class Checkpointer:
         limit = rate(drain_limit)
         self.root = root_path(root)
         self.metrics = Metrics()
-        self._persist_every = persist_every
-        self._keep, self._keep_every, self._strict = keep, keep_every, strict
+        self._persist_every, self._keep, self._keep_every, self._strict = persist_every, keep, keep_every, strict
         self._capture = Capture(state, rng, allow_pickle)
         self._store = PosixStore(self.root)
         self._job: JobDir | None = JobDir.of(self.root, memory_base(memory))
@@ -133,7 +133,8 @@ class Checkpointer:
         self._group = this_group()
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
         settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap}
-        self._meeting = meet(self._group, self._job, self.root, self._capture, memory_limit, settings)
+        size = partial(share_out, self._group, self._capture)
+        self._meeting = meet(self._group, self._job, self.root, size, memory_limit, settings)
         self._incarnation = self._meeting.incarnation
         self._saves.lock = self._meeting.lock
         if self._meeting.nodes > 1 and persist_every is None:
@@ -187,8 +188,8 @@ class Checkpointer:
 
         Returns the number of completed steps: 0 when there is nothing to restore. ``restore(step=0)`` starts anew and
         leaves all there is behind. What is left behind on storage is removed once this run has a durable checkpoint
-        there, what is left behind in memory at its first save. With ``strict=False`` what live state and checkpoint
-        don't have alike is left as it is, and listed in the log.
+        there, what is left behind in memory at its first save. ``strict=False`` leaves what doesn't fit as it is, and
+        lists it in the log.
 
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
         StateMismatchError when the checkpoint doesn't fit the live state.

@@ -21,7 +21,9 @@ from typing import Any
 from rekindle.snapshot.memory import JobDir
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "rekindle.checkpointer", "tests.faults.harness"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "rekindle.checkpointer", "tests.faults.harness", "tests.integrations.preload"]
+)
 
 
 @dataclass(frozen=True)

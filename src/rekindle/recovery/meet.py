@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rekindle.snapshot.memory import JobDir
 from rekindle.state.capture import Capture
 from rekindle.storage.posix import PosixStore
 
-__all__ = ["Meeting", "meet"]
+__all__ = ["Meeting", "meet", "share_out"]
 
 log = logging.getLogger("rekindle")
 
@@ -46,12 +47,18 @@ class Meeting:
 
 
 def meet(
-    group: Alone | Group, job: JobDir, root: Path, capture: Capture, limit: int | None, settings: dict[str, Any]
+    group: Alone | Group,
+    job: JobDir,
+    root: Path,
+    size: Callable[[list[int]], int],
+    limit: int | None,
+    settings: dict[str, Any],
 ) -> Meeting:
-    """Three rounds with all ranks, in which ``capture`` learns with whom to share its work. A collective.
+    """Some rounds with all ranks. A collective.
 
-    ``limit`` is what all snapshots may take on a node, ``settings`` what every rank must have been given alike. Raises
-    BusyError or UsageError, on all ranks.
+    ``size``, a collective too, is told the ranks of this node and tells what a snapshot of this one will take;
+    ``limit`` is what all may take on a node, ``settings`` what every rank must have been given alike. Raises BusyError
+    or UsageError, on all ranks.
     """
     lock, busy, no_memory = _take_place(job, group.rank)
     try:
@@ -65,9 +72,7 @@ def meet(
             if differing:
                 name = differing[0]
                 raise UsageError(f"{name} is {given[name]!r} on rank {rank} and {first[0][2][name]!r} on rank 0")
-        capture.among(group.rank, group.world, mates)
-        _agree_on_shares(group, capture)
-        nbytes = capture.estimate()
+        nbytes = size(mates)
         no_memory = no_memory or _no_room(job, nbytes, len(mates), limit)
         offers = look(None if lock is None else job, PosixStore(root), group.rank).offers
         generation = max((offer.incarnation.generation for offer in offers), default=0)
@@ -82,8 +87,12 @@ def meet(
     return Meeting(incarnation, mates, nodes, lock, no_memory, any(entry[2] for entry in second), nbytes)
 
 
-def _agree_on_shares(group: Alone | Group, capture: Capture) -> None:
-    """See that all ranks that are to share the copying of something mean the same; else every rank copies all."""
+def share_out(group: Alone | Group, capture: Capture, mates: list[int]) -> int:
+    """Tell ``capture`` with whom to share its work. Bytes that a snapshot will take. A collective.
+
+    Where ranks that are to share the copying of something don't mean the same, every rank copies all.
+    """
+    capture.among(group.rank, group.world, mates)
     shares: list[dict[tuple[int, ...], str]] = group.gather(capture.shares())
     for rank, own in enumerate(shares):
         for ranks, digest in own.items():
@@ -96,7 +105,8 @@ def _agree_on_shares(group: Alone | Group, capture: Capture) -> None:
                         "each rank saves all that it has",
                         *(rank, differing[0]),
                     )
-                return
+                return capture.estimate()
+    return capture.estimate()
 
 
 def _take_place(job: JobDir, rank: int) -> tuple[Lock | None, str | None, str | None]:

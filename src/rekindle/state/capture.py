@@ -33,7 +33,7 @@ from rekindle.state.tree import Flat, describe, flatten
 from rekindle.state.watch import Watch
 from rekindle.state.zero import ZeroState, is_zero
 
-__all__ = ["Capture", "Plan", "unwrap"]
+__all__ = ["Capture", "Piece", "Plan", "batches", "unwrap"]
 
 RNG = "rng"
 
@@ -329,7 +329,7 @@ class Capture:
         for before in [self._plan, self._plan.whole] if self._plan is not None else []:
             if layout == before.layout:
                 layout = before.layout  # the same object: its header is made once
-        early, late = _batches(layout, {(p.chunk.name, p.chunk.offsets): p for p in pieces})
+        early, late = batches(layout, {(p.chunk.name, p.chunk.offsets): p for p in pieces})
         watched = {p.chunk.name: p.counter for p in pieces if p.late}
         return Plan(layout, structure, early, late, watched, replicas, whole)
 
@@ -358,7 +358,7 @@ def _can_wait(tensor: torch.Tensor) -> bool:
     return tensor.device.type in ("cpu", "cuda") and not tensor.is_inference()
 
 
-def _batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece]) -> tuple[list[Batch], list[Batch]]:
+def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece]) -> tuple[list[Batch], list[Batch]]:
     """Units to copy at once, and those that can wait, in batches of one device each."""
     full: tuple[list[Batch], list[Batch]] = ([], [])
     filling: dict[tuple[bool, torch.device], tuple[Batch, int]] = {}

@@ -57,7 +57,7 @@ class _Pile:
         self._over = threading.Event()
         self._error: BaseException | None = None
         if not self._left:
-            self._over.set()
+            self._end()
 
     def help(self) -> None:
         """Take batches as long as there are any. ``wait`` tells what went wrong; interrupts are raised here too."""
@@ -71,7 +71,7 @@ class _Pile:
                 with self._lock:
                     self._left -= 1
                     if not self._left:
-                        self._over.set()
+                        self._end()
         except Exception as error:
             self.fail(error)
         except BaseException:  # a signal's handler may raise between any two instructions
@@ -86,6 +86,10 @@ class _Pile:
     def fail(self, error: BaseException) -> None:
         """Give up: whoever waits is told why."""
         self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._work = _nothing  # else this and whose work it is would keep each other alive, and the state with them
         self._over.set()
 
     def wait(self) -> None:
@@ -94,6 +98,10 @@ class _Pile:
             raise RekindleError(f"a copy has not ended within {_STUCK:.0f} s")
         if self._error is not None:
             raise self._error
+
+
+def _nothing(batch: Batch) -> None:
+    return None
 
 
 class Copying:

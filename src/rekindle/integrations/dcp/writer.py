@@ -1,0 +1,160 @@
+"""DCP's ``StorageWriter``: each rank's part of DCP's plan becomes a shard in memory, which the agent carries on."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple, NoReturn
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from rekindle.errors import UsageError
+from rekindle.integrations.dcp.items import plan_shard
+from rekindle.integrations.dcp.names import root_of, step_of
+from rekindle.integrations.dcp.run import Settings, run_of
+from rekindle.integrations.dcp.stager import RekindleStager
+from rekindle.settings import check_settings
+from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.names import root_path
+from rekindle.storage.pace import rate
+
+__all__ = ["RekindleWriter"]
+
+
+class _Written(NamedTuple):
+    """What a rank tells the coordinator with each item."""
+
+    step: int
+    incarnation: str
+    in_memory: bool
+
+
+class RekindleWriter(StorageWriter, AsyncStager):
+    """Saves DCP's state dicts into memory; an agent carries them to ``root``. Also the stager of ``dcp.async_save``.
+
+    Every rank makes one, after ``init_process_group()``: the first one of a root is a collective, and so is its first
+    save. Not thread-safe, but for what DCP itself does. When ``dcp.save`` returns, the checkpoint survives the death of
+    all ranks; where memory has no room, it is on storage.
+
+    root
+        Directory, or ``file://`` URL, that checkpoints are kept in. ``ROOT/step-N`` names the root, and the step too.
+    keep
+        How many checkpoints stay on storage: the newest so many. None: all of them, and each save waits until the one
+        before has reached storage, so that none is passed over; with a number only the newest one goes there.
+    drain_limit
+        What a node writes to storage at most: bytes per second, or a text such as "500MB/s".
+    memory
+        Directory of the memory store; default $REKINDLE_MEMORY, else /dev/shm.
+
+    ``checkpoint_id`` is a step: a number, or a name that ends in one, alone or below the root (``step-1200``,
+    ``ROOT/step-1200``). Without one the number after the newest is taken. Steps must grow.
+
+    Raises UsageError for arguments that make no sense, BusyError when another process trains this rank. From a save,
+    DCP's CheckpointException holds each rank's error: UsageError, UnsupportedValueError, OSError when storage had to
+    take a shard and didn't, NotDurableError when it didn't take the checkpoint before.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        drain_limit: int | str | None = None,
+        memory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_settings(True, 0.5, {}, {"keep": keep})
+        path, self._wanted = root_of(root)
+        self._run = run_of(path, Settings(keep, rate(drain_limit), None if memory is None else str(root_path(memory))))
+        self._stager = RekindleStager()
+        self._stamp: Stamp | None = None
+
+    # -- a save, in the order of DCP's calls -----------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next save is of the step that ``checkpoint_id`` names. Raises UsageError when it names none."""
+        self._wanted = None if checkpoint_id is None else step_of(checkpoint_id, self._run.root)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Refuse what would not be one checkpoint of all ranks. Raises UsageError."""
+        if not kwargs.get("use_collectives", True):
+            raise UsageError("use_collectives=False: Rekindle saves one plan of all ranks; leave it out")
+        if kwargs.get("rank", self._run.group.rank) != self._run.group.rank:
+            raise UsageError(
+                "all ranks of the job save together: leave out no_dist, and give a process_group of all ranks in order"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Begin a save, on the coordinator: the others wait for this. Raises UsageError, NotDurableError."""
+        if len(plans) != self._run.group.world:
+            raise UsageError(
+                f"{len(plans)} rank(s) save, and the writer was made by {self._run.group.world}: all ranks of the job "
+                "save together; leave out no_dist, and process_group unless it has all ranks"
+            )
+        self._run.see_finished()
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Secure this rank's part. Done when this returns."""
+        wanted, self._wanted = self._wanted, None
+        self._stamp = stamp = self._run.stamp(wanted)
+        shard, values = plan_shard(plan, planner)
+        written = _Written(stamp.step, stamp.incarnation.id, self._run.write(stamp, shard, values))
+        sizes = {(chunk.name, chunk.offsets): chunk.nbytes for chunk in shard.layout.chunks}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [
+                WriteResult(i.index, sizes.get((i.index.fqn, tuple(i.index.offset or ())), 0), written)
+                for i in plan.items
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """All ranks have written their parts. On the coordinator. Raises UsageError if these are of different steps."""
+        assert self._stamp is not None
+        written: set[_Written] = {result.storage_data for rank in results for result in rank}
+        if len({(entry.step, entry.incarnation) for entry in written}) > 1:
+            steps = sorted({entry.step for entry in written})
+            raise UsageError(f"the ranks have saved different steps, {steps}: give all the same checkpoint_id")
+        self._run.finish(self._stamp, all(entry.in_memory for entry in written))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it could be one: of which root, only a writer knows."""
+        try:
+            return root_of(checkpoint_id)[1] is not None
+        except UsageError:
+            return False
+
+    # -- the stager of dcp.async_save ------------------------------------------------------------------------------
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of ``state_dict`` in host memory: see RekindleStager."""
+        return self._stager.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: ``stage`` returns when the copy is made."""
+
+    def close(self, timeout: float = 600.0) -> None:
+        """Wait until the newest save is on storage, then give the memory back. All writers of this root end with it.
+
+        A job that ends without it loses nothing: the agent carries what memory holds to storage, and leaves some
+        minutes later. Raises NotDurableError after ``timeout`` seconds: the agent goes on.
+        """
+        self._stager.close()
+        self._run.close(timeout)
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a writer stays in its process: use AsyncCheckpointerType.THREAD, or none; an agent in a process of its "
+            "own carries checkpoints to storage"
+        )
