@@ -12,7 +12,7 @@ import torch
 from rekindle.errors import StateMismatchError
 from rekindle.state.capture import RNG
 from rekindle.state.content import Contents, is_plain_optimizer
-from rekindle.state.parts import Leaf, Sharded, dtype_name, hold, is_dtensor, is_leaf, memory
+from rekindle.state.parts import Leaf, Sharded, dtype_name, hold, is_dtensor, is_leaf, memory, replicated
 from rekindle.state.reshard import Box, Want
 from rekindle.state.rng import RngState
 from rekindle.state.saved import Node, Saved
@@ -101,7 +101,11 @@ class Fit:
             self.targets[entry, name] = Target(name, entry, leaf, held.pieces, live)
 
     def new(self, entry: str, name: str, like: Leaf | None = None) -> Leaf:
-        """A tensor made for what the checkpoint calls ``name``; sharded as ``like`` is, if that has its shape."""
+        """A tensor made for what the checkpoint calls ``name``; sharded as ``like`` is, if that has its shape.
+
+        Else it is whole on each rank of ``like``'s mesh: as sums over rows are that an optimizer keeps of a sharded
+        parameter. Counters are plain tensors whatever the parameter is.
+        """
         if (entry, name) in self.targets:
             return self.targets[entry, name].leaf
         kind = self.saved.kind(name)
@@ -112,6 +116,8 @@ class Fit:
         leaf: Leaf
         if is_dtensor(like) and tuple(like.shape) == shape:
             leaf = torch.empty_like(like.detach(), dtype=dtype)
+        elif is_dtensor(like) and shape and not self.saved.own(name):
+            leaf = replicated(torch.empty(shape, dtype=dtype, device=memory(like).device), like)
         else:
             leaf = torch.empty(shape, dtype=dtype)
         self._target(entry, name, leaf, False)

@@ -15,7 +15,7 @@ from rekindle.errors import UnsupportedValueError
 from rekindle.snapshot.layout import DTYPES
 from rekindle.state.reshard import Box
 
-__all__ = ["Held", "Leaf", "Sharded", "boxes_of", "dtype_name", "hold", "is_dtensor", "is_leaf", "memory"]
+__all__ = ["Held", "Leaf", "Sharded", "boxes_of", "dtype_name", "hold", "is_dtensor", "is_leaf", "memory", "replicated"]
 
 
 @dataclass(eq=False)
@@ -104,6 +104,14 @@ def memory(leaf: Leaf) -> torch.Tensor:
 def is_dtensor(value: object) -> TypeGuard[Any]:
     module = sys.modules.get("torch.distributed.tensor")  # else it can't be one; to import it takes a second
     return module is not None and isinstance(value, module.DTensor)
+
+
+def replicated(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """A DTensor that is ``whole`` on each rank of the mesh of ``like``, another one."""
+    module = sys.modules["torch.distributed.tensor"]
+    placements = [module.Replicate()] * like.device_mesh.ndim
+    made: torch.Tensor = module.DTensor.from_local(whole, like.device_mesh, placements, run_check=False)
+    return made
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

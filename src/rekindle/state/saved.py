@@ -25,6 +25,7 @@ class Saved:
     def __init__(self, home: Receipt) -> None:
         self.receipts: list[Receipt] = []
         self._kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._own: set[str] = set()
         self._entries: list[dict[str, dict[Any, Any]]] = []
         self._groups: list[dict[str, dict[Any, Any]]] = []
         self.add(home)
@@ -37,6 +38,8 @@ class Saved:
         self.receipts.append(receipt)
         for chunk in receipt.layout.chunks:
             self._kinds.setdefault(chunk.name, (chunk.dtype, chunk.global_shape))
+            if chunk.own:
+                self._own.add(chunk.name)
         top = entries(receipt.structure)
         self._entries.append({name: entries(body) for name, body in top.items()})
         self._groups.append({})
@@ -44,6 +47,10 @@ class Saved:
     def kind(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """dtype and shape of a tensor; None while no receipt with a part of it has been added."""
         return self._kinds.get(name)
+
+    def own(self, name: str) -> bool:
+        """Whether each rank had one of its own."""
+        return name in self._own
 
     def entry(self, name: str) -> Node | None:
         """An entry of the state as the first rank that has it has it."""
