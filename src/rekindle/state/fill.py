@@ -13,6 +13,7 @@ import torch
 
 from rekindle.snapshot.layout import BLOCK, DTYPES, Chunk, Layout, blocks
 from rekindle.state.device import page_lock
+from rekindle.state.parts import dtype_name
 from rekindle.state.reshard import Box, runs
 
 __all__ = ["Filling", "Sides", "begin"]
@@ -31,12 +32,17 @@ class Filling:
             self._first.append(len(self._numbers))
             self._numbers += [number] * len(blocks(chunk))
         self._windows: dict[int, list[_Window]] = {}
+        self.staged = 0
+        """Bytes that will wait on the host until ``settle``."""
         self._sides = sides
 
     def want(self, chunk: int, common: Box, box: Box, tensor: torch.Tensor) -> None:
         """``common``, a part of the shard's chunk of this number, is wanted in ``tensor``, which holds ``box``."""
         source = self._layout.chunks[chunk]
-        window = _straight(source, common, box, tensor) or _Staged(source, common, box, tensor)
+        window = _straight(source, common, box, tensor)
+        if window is None:
+            window = _Staged(source, common, box, tensor)
+            self.staged += window.stop - window.start
         self._windows.setdefault(chunk, []).append(window)
 
     @property
@@ -81,10 +87,11 @@ class Filling:
         return page_lock(buffer)
 
     def settle(self) -> None:
-        """Put what torch has to bring into order in its place."""
-        for windows in self._windows.values():
-            for window in windows:
-                window.settle()
+        """Put what torch has to bring into order in its place, and tell autograd what has been written past torch."""
+        with torch.no_grad():
+            for windows in self._windows.values():
+                for window in windows:
+                    window.settle()
 
 
 class _Window:
@@ -110,7 +117,8 @@ class _Window:
         sides.copy(flat[at : at + len(data)], torch.frombuffer(data, dtype=torch.uint8))
 
     def settle(self) -> None:
-        pass
+        if not self._tensor.is_inference():
+            torch.autograd.graph.increment_version(self._tensor)
 
 
 class _Staged(_Window):
@@ -151,8 +159,8 @@ class _Staged(_Window):
 
 
 def _straight(chunk: Chunk, common: Box, box: Box, tensor: torch.Tensor) -> _Window | None:
-    """None where the wanted bytes don't lie in one piece on both sides."""
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    """None where the wanted bytes don't lie in one piece on both sides, or are to become others."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or dtype_name(tensor) != chunk.dtype:
         return None
     source = Box(chunk.offsets, chunk.sizes)
     found = list(islice(runs(common, source, box, DTYPES[chunk.dtype][1]), 2))

@@ -15,7 +15,6 @@ from rekindle.state.codec import has_pickle
 from rekindle.state.content import named
 from rekindle.state.fit import Fit
 from rekindle.state.flat import is_flat
-from rekindle.state.parts import memory
 from rekindle.state.rng import RngState
 from rekindle.state.saved import Node
 from rekindle.state.tree import assemble, entries
@@ -40,9 +39,6 @@ def load(state: Mapping[str, Any], fit: Fit, allow_pickle: bool, strict: bool = 
     given live tensors where those have been filled in place: torch sees that there is nothing left to copy. Random
     generators come last, so nothing that runs while loading draws from them.
     """
-    for target in fit.targets.values():
-        if target.live and not memory(target.leaf).is_inference():  # tell autograd what has been written
-            torch.autograd.graph.increment_version(memory(target.leaf))
     loading = _Loading(fit, allow_pickle)
     trees = {name: loading.tree(name, state[name]) for name in state if fit.saved.entry(name) is not None}
     for name in sorted(trees, key=lambda name: isinstance(state[name], RngState)):
