@@ -197,9 +197,28 @@ def columns_of_rows(rank: int, root: Path) -> tuple[bool, int]:
     return right, sum(counted)
 
 
+def other_rows(rank: int, root: Path) -> bool:
+    """Rows that begin and end in the middle of blocks; then the whole, from all shards."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, zeros
+
+    from rekindle.integrations.dcp import RekindleReader
+
+    tensor = whole(1, 5000, 2500)
+    thirds = {"x": zeros(5000, 2500, device_mesh=init_device_mesh("cpu", (3,)), placements=[Shard(0)])}
+    dcp.load(thirds, storage_reader=RekindleReader(root))
+    alone = {"x": torch.zeros(5000, 2500)}
+    if rank == 0:
+        dcp.load(alone, storage_reader=RekindleReader(root), no_dist=True)
+    right = torch.equal(thirds["x"].to_local(), tensor.chunk(3)[rank])
+    return right and (rank > 0 or torch.equal(alone["x"], tensor))
+
+
 def test_large_tensors_are_read_by_parts(memory: Path, root: Path) -> None:
     for right, nbytes in ranks(2, columns_of_rows, root):
         assert right and nbytes == 2500 * 2500 * 4, "its own half, and nothing of the other rank's"
+    assert all(ranks(3, other_rows, root))
 
 
 # -- FSDP2: PyTorch's own comparison of state dicts --------------------------------------------------------------------
