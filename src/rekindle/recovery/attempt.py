@@ -123,7 +123,8 @@ class Attempt:
             found = plan([want for _, want, _ in wants], [have for _, _, have in haves])
             if fit.problems and self._strict:
                 raise mismatch(fit.problems)
-            if not (found.missing or fit.absent or fit.lacking or fit.unsure) or not self._sources.more():
+            unsure = fit.unsure and self._resized  # this rank's own shard says it all, of the same rank
+            if not (found.missing or fit.absent or fit.lacking or unsure) or not self._sources.more():
                 break
         if not self._whole(fit, found):
             return False
@@ -142,11 +143,16 @@ class Attempt:
         """Whether nothing is missing. Raises StateMismatchError for what only the live state has."""
         if fit.lacking and self._strict:
             raise mismatch([f"{name}: only in the live state" for name in fit.lacking])
+        unseen = fit.unsure and self._resized and self._sources.unseen
+        if unseen:
+            self._sources.reasons.append(
+                f"what optimizers kept of some parameters may be in the shards of rank(s) {unseen}, which can't be read"
+            )
         for name in fit.absent[:1]:
             self._sources.reasons.append(f"no shard that can be read has any of {name}")
         for want in found.missing[:1]:
             self._sources.reasons.append(f"no shard that can be read has {want.name}{want.box}")
-        return not (fit.absent or found.missing)
+        return not (fit.absent or found.missing or unseen)
 
     def _aim(self, found: Plan, wants: Sequence[Any], haves: Sequence[tuple[Source, int, Have]]) -> None:
         sides = Sides()

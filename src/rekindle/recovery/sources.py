@@ -40,7 +40,7 @@ class Sources:
     """Opens shards as they are needed: this rank's own, then those in memory, then those on storage, more and more."""
 
     def __init__(self, key: tuple[int, Incarnation], copies: Sequence[Copy], home: int) -> None:
-        self._key, self._home = key, home
+        self._key, self._home, self._world = key, home, copies[0].world if copies else 0
         self.opened: list[Source] = []
         self.reasons: list[str] = []
         """Why copies were passed over."""
@@ -66,6 +66,11 @@ class Sources:
             if self._open(place, rank, copy):
                 return self.opened[-1]
         return None
+
+    @property
+    def unseen(self) -> list[int]:
+        """Ranks of which no shard is open."""
+        return sorted(set(range(self._world)) - {source.rank for source in self.opened})
 
     def more(self) -> list[Source]:
         """Some of those that haven't been opened; nothing when there are no more."""

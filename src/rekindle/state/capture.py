@@ -228,7 +228,8 @@ class Capture:
                 for name, entry in owners
             ]
             boxes = sorted((piece.chunk.name, piece.chunk.dtype, piece.box) for piece in pieces)
-            found[ranks] = checksum(repr((boxes, [entry for entry in updated if entry[1]])).encode())
+            entries = [name for name in self.state if any(b[0].startswith(f"{name}.") for b in boxes)]  # order counts
+            found[ranks] = checksum(repr((boxes, entries, [entry for entry in updated if entry[1]])).encode())
         return found
 
     def distrust(self, names: Collection[str]) -> None:

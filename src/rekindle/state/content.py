@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from rekindle.state.names import Names, canonical, strip
 from rekindle.state.parts import Sharded
 from rekindle.state.zero import ZeroState, numbered
 
-__all__ = ["Contents", "named"]
+__all__ = ["Contents", "is_plain_optimizer", "named", "with_extra_state"]
 
 
 def named(module: torch.nn.Module) -> dict[str, str]:
@@ -24,6 +25,9 @@ class Contents:
     """Of all entries of one state. Good until a module or an optimizer gets other parameters."""
 
     def __init__(self, state: dict[str, Any]) -> None:
+        for module in state.values():
+            if isinstance(module, torch.nn.Module) and not is_flat(module):
+                module.state_dict(keep_vars=True)  # fully_shard then puts back the parameters that optimizers have
         self._names = Names(state)
         self._flat: dict[int, list[Run]] = {}
         """By id of a tensor in which parameters lie flattened: these. With views, each parameter has its own."""
@@ -68,7 +72,7 @@ class Contents:
         ]:
             if id(tensor) not in self._flat and key not in passed_over:
                 found[names[key]] = tensor
-        return found
+        return found | {key: part.get_extra_state() for key, part in with_extra_state(module)}
 
     # -- optimizers ---------------------------------------------------------------------------------------------
 
@@ -112,6 +116,13 @@ class Contents:
             else value
             for key, value in kept.items()
         }
+
+
+def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules inside that keep more than tensors, and what ``state_dict()`` calls that."""
+    for name, part in module.named_modules():
+        if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield strip(f"{name}._extra_state" if name else "_extra_state", []), part
 
 
 def is_plain_optimizer(entry: Any, saved: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 from rekindle.errors import StateMismatchError
 from rekindle.state.capture import RNG
 from rekindle.state.content import Contents, is_plain_optimizer
+from rekindle.state.flat import is_flat
 from rekindle.state.parts import Leaf, Sharded, dtype_name, hold, is_dtensor, is_leaf, memory, replicated
 from rekindle.state.reshard import Box, Want
 from rekindle.state.rng import RngState
@@ -43,8 +44,9 @@ class Fit:
     saved: Saved
     targets: dict[tuple[str, str], Target] = field(default_factory=dict)
     """By entry of the state and name in the checkpoint."""
-    kept: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    """By optimizer and number of the parameter: what it is to keep of it, tensors and nodes of values."""
+    kept: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    """By optimizer and number of the parameter: what it is to keep of it, tensors and nodes of values; what it keeps
+    beside parameters by its own key."""
     problems: list[str] = field(default_factory=list)
     """What doesn't fit."""
     lacking: list[str] = field(default_factory=list)
@@ -61,9 +63,12 @@ class Fit:
     def __post_init__(self) -> None:
         self.contents = Contents(dict(self.state))
         self._claims = Claims()
+        self._misfits: set[int] = set()
+        """Ids of parameters of which the checkpoint has others by that name."""
         there = entries(self.saved.home.structure)
         self.surplus |= {repr(name) for name in there if name not in self.state and name != RNG}
-        for name, entry in self.state.items():
+        modules_first = sorted(self.state.items(), key=lambda item: not isinstance(item[1], torch.nn.Module))
+        for name, entry in modules_first:
             saved = self.saved.entry(name)
             if saved is None:
                 if not isinstance(entry, RngState):  # else a job that began without it
@@ -154,13 +159,23 @@ class Fit:
             self.absent.append(stored)
             return
         ours = (dtype_name(memory(leaf)), tuple(leaf.shape))
-        if ours != kind:
+        if ours != kind and self._widens(entry, leaf, kind):
+            self.new(entry, stored)
+        elif ours != kind:
+            self._misfits.add(id(leaf.counter if isinstance(leaf, Sharded) else leaf))
             self.problems.append(f"{path}: live {ours[0]}{list(ours[1])}, saved {kind[0]}{list(kind[1])}")
         elif (entry, stored) not in self.targets:
             if self._claims.add(leaf):
                 self._target(entry, stored, leaf, True)
             else:
                 self.new(entry, stored)  # load_state_dict() will know how to copy it
+
+    def _widens(self, entry: str, leaf: Leaf, kind: tuple[str, tuple[int, ...]]) -> bool:
+        """Whether it is a buffer that FullyShardedDataParallel will cast, at its first use, to what was saved."""
+        if not is_flat(self.state[entry]) or isinstance(leaf, (Sharded, torch.nn.Parameter)):
+            return False
+        saved = getattr(torch, kind[0])
+        return tuple(leaf.shape) == kind[1] and torch.promote_types(leaf.dtype, saved) == leaf.dtype
 
     # -- optimizers ---------------------------------------------------------------------------------------------
 
@@ -179,14 +194,25 @@ class Fit:
                 if node is None:
                     self.unsure = self.unsure or parameter.requires_grad
                     continue
+                if id(parameter) in self._misfits:
+                    self.surplus.add(f"{name}: what it kept of {own_name!r}")
+                    continue
+                if not entries(node.body):  # not a dictionary, or an empty one
+                    self._nested(node.body, parameter)
+                    self.kept[name][number] = node
+                    continue
                 live = entry.state.get(parameter, {})
                 for key, child in entries(node.body).items():
                     run = runs[at] if runs is not None else None
-                    self._kept(name, parameter, run, live.get(key), kept, key, Node(child, node.receipt))
+                    found = live.get(key) if isinstance(live, dict) else None
+                    self._kept(name, parameter, run, found, kept, key, Node(child, node.receipt))
             if kept:
                 self.kept[name][number] = kept
         self._groups(name, entry, names)
         live = {key for own in names.values() for key in own}
+        for key, node in self.saved.beside(name):
+            self._other(node.body, None)
+            self.kept[name][key] = node
         self.surplus |= {f"{name}: parameter {key!r}" for key in self.saved.parameters(name) - live}
         home = self.saved.entry(name)
         for key, child in entries(home.body).items() if home is not None else ():
@@ -198,7 +224,7 @@ class Fit:
     ) -> None:
         stored = node.body.get("$tensor") if isinstance(node.body, dict) else None
         if stored is None:
-            self._other(node.body, live)
+            self._nested(node.body, parameter)
             kept[key] = node
             return
         self.parameters.add(stored)
@@ -219,6 +245,10 @@ class Fit:
             self._target(name, stored, live, True)
         kept[key] = self.new(name, stored, parameter)
 
+    def _nested(self, body: Any, parameter: torch.Tensor) -> None:
+        for stored, _ in _pairs(body, None):
+            self.new("", stored, parameter)
+
     def _groups(self, name: str, entry: Any, names: dict[int, list[Any]]) -> None:
         for number, group in enumerate(entry.param_groups):
             own = [key for parameter in group["params"] for key in names[id(parameter)]]
@@ -228,6 +258,12 @@ class Fit:
             options = [_options(node) for node in nodes]
             for node in nodes[:1]:
                 self._other(node.body, group)
+                there, here = set(entries(node.body)), set(group)
+                if there - here and here - there:  # newer versions of torch have more, and never both
+                    self.problems.append(
+                        f"{name}: is another kind of optimizer: group {number} has {_some(here - there)}, "
+                        f"and had {_some(there - here)}"
+                    )
             if any(other != options[0] for other in options[1:]):
                 self.problems.append(f"{name}: parameters of group {number} were in groups of different options")
 
@@ -277,6 +313,10 @@ def _can_be_filled(tensor: torch.Tensor) -> bool:
     )
 
 
+def _some(keys: set[Any]) -> str:
+    return ", ".join(sorted(map(str, keys))[:4])
+
+
 def _options(node: Node) -> dict[str, Any]:
     """A group's options, as they are saved."""
     return {key: _values(body, node) for key, body in entries(node.body).items() if key != "params"}
@@ -308,4 +348,5 @@ def _pairs(body: Any, live: Any) -> Iterator[tuple[str, Any]]:
 
 def mismatch(problems: list[str]) -> StateMismatchError:
     more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-    return StateMismatchError("; ".join(sorted(problems)[:5]) + more)
+    hint = "; restore(strict=False) loads what fits"
+    return StateMismatchError("; ".join(sorted(problems)[:5]) + more + hint)

@@ -12,7 +12,7 @@ import torch
 from rekindle.errors import StateMismatchError, UsageError
 from rekindle.snapshot.documents import Receipt
 from rekindle.state.codec import has_pickle
-from rekindle.state.content import named
+from rekindle.state.content import named, with_extra_state
 from rekindle.state.fit import Fit
 from rekindle.state.flat import is_flat
 from rekindle.state.rng import RngState
@@ -96,11 +96,17 @@ class _Loading:
             if target is not None and isinstance(leaf, torch.Tensor) and isinstance(target.leaf, torch.Tensor):
                 with torch.no_grad():
                     leaf.copy_(target.leaf)
+        for key, part in with_extra_state(module):
+            node = self._fit.saved.child(name, key)
+            if node is not None:
+                part.set_extra_state(self._build(name, node))
 
     def _optimizer(self, name: str, entry: Any, saved: Node) -> dict[str, Any]:
         numbers = {id(p): number for number, p in numbered(entry.param_groups).items()}
         state = {
-            number: {key: self._build(name, value) if isinstance(value, Node) else value for key, value in kept.items()}
+            number: self._build(name, kept)
+            if isinstance(kept, Node)
+            else {key: self._build(name, value) if isinstance(value, Node) else value for key, value in kept.items()}
             for number, kept in self._fit.kept[name].items()
         }
         names = self._fit.contents.names(entry)

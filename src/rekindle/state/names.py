@@ -5,6 +5,7 @@ The same names as those of ``torch.distributed.checkpoint.state_dict``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,10 +50,11 @@ class Names:
 
     def of(self, parameters: Mapping[int, torch.Tensor]) -> dict[int, Any]:
         """What an optimizer calls its parameters, by their numbers: by name, with that of its module if there are
-        several of those; by the number itself where no module of the state has the parameter."""
+        several of those; by the number itself where no module of the state has the parameter, or two have that name."""
         found = {number: self._of.get(id(parameter)) for number, parameter in parameters.items()}
         several = len({entry[0] for entry in found.values() if entry is not None}) > 1
         names: dict[int, Any] = {}
         for number, entry in found.items():
             names[number] = number if entry is None else ".".join(entry) if several else entry[1]
-        return names
+        count = Counter(names.values())
+        return {number: name if count[name] == 1 else number for number, name in names.items()}

@@ -123,7 +123,8 @@ def hold(leaf: Leaf, path: str) -> Held:
     local = memory(leaf)
     _check_kind(local, path)
     if isinstance(leaf, Sharded):
-        place = (_place(local), leaf.start, leaf.shape, leaf.first, leaf.last)
+        at = (_place(local), leaf.start, leaf.shape, leaf.first, leaf.last)
+        place = at if leaf.first < leaf.last else (id(leaf),)  # nothing of it is here: it is like no other
         return Held(leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, True, place)
     if is_dtensor(leaf):
         return _hold_dtensor(leaf, local, path)

@@ -96,8 +96,7 @@ def data_parallel() -> dict[int, tuple[int, ...]]:
         for module in found
         if all(map(_keeps_alike, module._comm_hooks))
         for ranks in [tuple(sorted(dist.get_process_group_ranks(module.process_group)))]
-        for name, parameter in module.module.named_parameters()
-        if name not in module.parameters_to_ignore
+        for parameter in module._module_parameters  # those that it was made with
     }
 
 
@@ -120,8 +119,10 @@ def alike(
             part = replicated_over(entry.optimizer.process_group)
             found |= {id(tensor): ((), part) for kept in entry.state.values() for tensor in kept.values()}
         elif isinstance(entry, torch.optim.Optimizer):
+            trained = [p for group in entry.param_groups for p in group["params"] if p.requires_grad]
+            all_kept = all(p in entry.state for p in trained)  # else ranks may share out the updates
             for parameter, kept in entry.state.items():
-                ranks = parameters.get(id(parameter), ())
+                ranks = parameters.get(id(parameter), ()) if all_kept else ()
                 for tensor in kept.values() if isinstance(kept, dict) else ():
                     if ranks or (isinstance(tensor, torch.Tensor) and not tensor.dim()):
                         found[id(tensor)] = (ranks, ranks) if ranks else _of(parameter)

@@ -97,6 +97,13 @@ class Saved:
         groups = self._entries[0].get(name, {}).get("param_groups") or []
         return {key for group in groups for key in _params(group, self.home)}
 
+    def beside(self, name: str) -> Iterator[tuple[Any, Node]]:
+        """What an optimizer kept on this rank that belongs to no parameter."""
+        known = self.parameters(name)
+        for key, body in entries(self._entries[0].get(name, {}).get("state")).items():
+            if key not in known:
+                yield key, Node(body, self.home)
+
     def group(self, name: str, number: int) -> Node | None:
         """A group by its number, for one without parameters."""
         groups = self._entries[0].get(name, {}).get("param_groups") or []
