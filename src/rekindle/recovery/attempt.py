@@ -13,7 +13,7 @@ from rekindle.errors import RekindleError, StateMismatchError, UsageError
 from rekindle.recovery.exchange import Job, exchange
 from rekindle.recovery.group import Alone, Group
 from rekindle.recovery.sources import Source, Sources
-from rekindle.snapshot.boxes import Box
+from rekindle.snapshot.boxes import Box, tensors_in
 from rekindle.snapshot.layout import blocks
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.pieces import pour
@@ -111,9 +111,12 @@ class Attempt:
         home = self._sources.home
         if home is None:
             return False
-        check_values(home.reader.shard.receipt, self._allow_pickle)
+        receipt = home.reader.shard.receipt
+        check_values(receipt, self._allow_pickle)
+        if not {chunk.name for chunk in receipt.layout.chunks}.issuperset(tensors_in(receipt.structure)):
+            self._sources.more()  # it shared the work: nothing can be told without the others
         while True:
-            saved = Saved(home.reader.shard.receipt)
+            saved = Saved(receipt)
             for source in self._sources.opened:
                 if source is not home:
                     saved.add(source.reader.shard.receipt)
