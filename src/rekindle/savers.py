@@ -15,9 +15,9 @@ from rekindle.errors import MemoryStoreError, NotDurableError, RekindleError, Us
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.slots import Slot, Slots
-from rekindle.state.capture import Plan
 from rekindle.state.copy import Copying, fingerprints
 from rekindle.state.live import Live
+from rekindle.state.plan import Plan
 from rekindle.storage.pace import step_back
 from rekindle.storage.posix import PosixStore
 

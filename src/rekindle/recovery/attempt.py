@@ -123,8 +123,7 @@ class Attempt:
             found = plan([want for _, want, _ in wants], [have for _, _, have in haves])
             if fit.problems and self._strict:
                 raise mismatch(fit.problems)
-            unsure = fit.unsure and self._resized  # this rank's own shard says it all, of the same rank
-            if not (found.missing or fit.absent or fit.lacking or unsure) or not self._sources.more():
+            if not (found.missing or fit.absent or fit.lacking or fit.unsure) or not self._sources.more():
                 break
         if not self._whole(fit, found):
             return False
@@ -143,7 +142,7 @@ class Attempt:
         """Whether nothing is missing. Raises StateMismatchError for what only the live state has."""
         if fit.lacking and self._strict:
             raise mismatch([f"{name}: only in the live state" for name in fit.lacking])
-        unseen = fit.unsure and self._resized and self._sources.unseen
+        unseen = self._sources.unseen if fit.unsure else []
         if unseen:
             self._sources.reasons.append(
                 f"what optimizers kept of some parameters may be in the shards of rank(s) {unseen}, which can't be read"

@@ -90,9 +90,23 @@ def meet(
 def share_out(group: Alone | Group, capture: Capture, mates: list[int]) -> int:
     """Tell ``capture`` with whom to share its work. Bytes that a snapshot will take. A collective.
 
-    Where ranks that are to share the copying of something don't mean the same, every rank copies all.
+    Where ranks that are to share the copying of something don't mean the same, every rank copies all. Where groups of
+    ranks, stages of a pipeline for one, have parameters of the same name, each rank's are its own.
     """
     capture.among(group.rank, group.world, mates)
+    owners: dict[str, tuple[int, ...]] = {}
+    for families in group.gather(capture.families()):
+        for ranks, names in families.items():
+            twice = next((name for name in names if owners.setdefault(name, ranks) != ranks), None)
+            if twice is not None:
+                capture.among(group.rank, group.world, [group.rank], apart=True)
+                if group.rank == 0:
+                    log.warning(
+                        "ranks %s and ranks %s each have a %s: each rank saves what it has, to be restored on as many "
+                        "ranks only, unless all are alike",
+                        *(list(owners[twice]), list(ranks), twice),
+                    )
+                return capture.estimate()
     shares: list[dict[tuple[int, ...], str]] = group.gather(capture.shares())
     for rank, own in enumerate(shares):
         for ranks, digest in own.items():

@@ -11,40 +11,34 @@ import gc
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rekindle.errors import UnsupportedValueError, UsageError
-from rekindle.snapshot.documents import Receipt, checksum
-from rekindle.snapshot.layout import DTYPES, PAGE, Chunk, Layout, blocks
+from rekindle.snapshot.documents import checksum
+from rekindle.snapshot.layout import DTYPES, PAGE, Chunk, Layout
 from rekindle.state.codec import encode
 from rekindle.state.content import Contents
 from rekindle.state.fence import Fence
 from rekindle.state.parts import Held, hold, memory
+from rekindle.state.plan import Piece, Plan, batches
 from rekindle.state.replicas import alike, data_parallel
-from rekindle.state.reshard import Box
 from rekindle.state.rng import RngState
 from rekindle.state.share import Item, share
 from rekindle.state.tree import Flat, describe, flatten
 from rekindle.state.watch import Watch
 from rekindle.state.zero import ZeroState, is_zero
 
-__all__ = ["Capture", "Piece", "Plan", "batches", "unwrap"]
+__all__ = ["RNG", "Capture", "unwrap"]
 
 RNG = "rng"
 
 _OPTIMIZERS = (torch.optim.Optimizer, ZeroState)
 
-_BATCH = 4 << 20
-"""Bytes after which a batch is full: small enough to share out among threads, large enough to be worth handing over."""
 _NAMES = 1024
 """Bytes of the header for what an optimizer keeps of one parameter: ample."""
-_DEVICE_BATCH = 64 << 20
-"""The same for a device's tensors, whose copies are waited for batch by batch."""
 
 
 def unwrap(module: Any) -> Any:
@@ -58,91 +52,6 @@ def unwrap(module: Any) -> Any:
             module = module._orig_mod
         else:
             return module
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one copy moves: a tensor, or one checksum block of a tensor whose bytes can be copied as they lie."""
-
-    source: torch.Tensor
-    address: int
-    """Where the bytes are; 0 when torch has to copy them, from a device or into order."""
-    start: int
-    """First byte in the shard, counted from the start of its data."""
-    nbytes: int
-    block: int
-    """Number of its first checksum in the receipt."""
-    counter: torch.Tensor
-    """The tensor whose version counts what is written to ``source``."""
-    offset: int = 0
-    """Its first byte, counted from the first of ``source``."""
-
-    def view(self, buffer: Any, base: int) -> torch.Tensor:
-        """The unit's place in a shard whose data starts at byte ``base`` of ``buffer``."""
-        count = self.source.numel()
-        flat = torch.frombuffer(buffer, dtype=self.source.dtype, count=count, offset=base + self.start)
-        return flat.view(self.source.shape)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of a tensor that this rank holds."""
-
-    chunk: Chunk
-    source: torch.Tensor
-    counter: torch.Tensor
-    late: bool
-    """Whether it stays as it is until the next update."""
-    ranks: tuple[int, ...]
-    """All that hold the same, as far as that is known."""
-
-    @property
-    def box(self) -> Box:
-        return Box(self.chunk.offsets, self.chunk.sizes)
-
-    def rows(self, rows: Box) -> Piece:
-        """Some of its rows, or all of it."""
-        if rows == self.box:
-            return self
-        source = self.source.narrow(0, rows.offsets[0] - self.chunk.offsets[0], rows.sizes[0])
-        return replace(self, chunk=replace(self.chunk, offsets=rows.offsets, sizes=rows.sizes), source=source)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Some MiB of units, in the order of their bytes: what one thread copies and hashes in one go."""
-
-    device: torch.device
-    """Where all of them are."""
-    units: list[Unit]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything about a state that stays the same from save to save."""
-
-    layout: Layout
-    structure: Any
-    early: list[Batch]
-    """What may change as soon as training goes on: copied before ``step()`` returns."""
-    late: list[Batch]
-    """What stays as it is until the next update."""
-    watched: dict[str, torch.Tensor]
-    """By name: the tensors that count what is written to those of ``late``."""
-    replicas: dict[str, tuple[int, ...]]
-    """By tensor that may be copied late: the ranks that are known to have the same bytes of it after each update.
-    What updates alike stays alike."""
-    _whole: Plan | None = None
-
-    @property
-    def whole(self) -> Plan:
-        """The plan to copy all that this rank holds, whoever else does."""
-        return self._whole or self
-
-    @cached_property
-    def static(self) -> bytes:
-        """The part of the receipt that only changes with the layout. Not made before a commit needs it."""
-        return Receipt.static_part(self.layout, self.structure)
 
 
 class Capture:
@@ -170,7 +79,9 @@ class Capture:
         self._watch: Watch | None = None
         self._paths: list[str] = []
         self._plan: Plan | None = None
-        self._rank, self._world, self._mates = 0, 1, frozenset({0})
+        self._rank, self._world, self._mates, self._apart = 0, 1, frozenset({0}), False
+        self._families: dict[tuple[int, ...], list[str]] = {}
+        """By all ranks that have a part of them: parameters, if those are not all ranks, and this is the first."""
         self._replicated: tuple[object, dict[int, tuple[int, ...]]] = (None, {})
         self._common: dict[tuple[int, ...], list[Piece]] = {}
         """By the ranks of this node that share the copying: what they all hold."""
@@ -208,10 +119,18 @@ class Capture:
         """From now on plan to copy late what ``fence`` stands before."""
         self._fence = fence
 
-    def among(self, rank: int, world: int, mates: Collection[int]) -> None:
-        """From now on share with ``mates``, all ranks of this node, what several of them hold alike."""
-        self._rank, self._world, self._mates = rank, world, frozenset(mates)
+    def among(self, rank: int, world: int, mates: Collection[int], apart: bool = False) -> None:
+        """From now on share with ``mates``, all ranks of this node, what several of them hold alike.
+
+        With ``apart`` nothing of one rank is a part of what others have by the same name.
+        """
+        self._rank, self._world, self._mates, self._apart = rank, world, frozenset(mates), apart
         self._watch = None
+
+    def families(self) -> dict[tuple[int, ...], list[str]]:
+        """By all ranks that have a part of them: parameters, if those are not all ranks, and this is their first."""
+        self.prepare()
+        return self._families
 
     def shares(self) -> dict[tuple[int, ...], str]:
         """By the ranks of this node that copy something together: a digest of what each of them must know of it."""
@@ -272,6 +191,7 @@ class Capture:
         known = alike(self.state, self._data_parallel(flat))
         pieces: list[Piece] = []
         replicas: dict[str, tuple[int, ...]] = {}
+        self._families = {}
         for tensor, leaf in zip(flat.tensors, description.leaves, strict=True):
             held = hold(tensor, leaf.path)
             if held.place not in first:
@@ -283,6 +203,9 @@ class Capture:
                 sure, likely = known.get(id(held.counter), ((), ()))
                 ranks = held.ranks if len(held.ranks) > 1 else sure or held.ranks
                 late = id(held.counter) in lasting and name not in self._restless and _can_wait(held.counter)
+                family = () if sure and held.family else held.family or sure  # both: known to be alike elsewhere, too
+                if isinstance(tensor, torch.nn.Parameter) and 0 < len(family) < self._world and self._rank == family[0]:
+                    self._families.setdefault(family, []).append(name)
                 pieces += self._pieces(name, held, ranks, late, not (held.sharded or sure or likely))
                 if late and (others := likely or ranks):
                     replicas[name] = others
@@ -300,7 +223,8 @@ class Capture:
         return self._replicated[1]
 
     def _pieces(self, name: str, held: Held, ranks: tuple[int, ...], late: bool, own: bool) -> list[Piece]:
-        own = own and self._world > 1
+        own = (own or self._apart) and self._world > 1
+        ranks = () if self._apart else ranks
         return [
             Piece(Chunk(name, held.dtype, held.shape, *box, own=own), source, held.counter, late, ranks)
             for box, source in held.pieces
@@ -357,37 +281,3 @@ def _kept(optimizer: torch.optim.Optimizer) -> int:
 def _can_wait(tensor: torch.Tensor) -> bool:
     """Whether it can be copied late: there is a way to, and torch counts what is written to it."""
     return tensor.device.type in ("cpu", "cuda") and not tensor.is_inference()
-
-
-def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece]) -> tuple[list[Batch], list[Batch]]:
-    """Units to copy at once, and those that can wait, in batches of one device each."""
-    full: tuple[list[Batch], list[Batch]] = ([], [])
-    filling: dict[tuple[bool, torch.device], tuple[Batch, int]] = {}
-    block = 0
-    for chunk in layout.chunks:
-        piece = pieces[chunk.name, chunk.offsets]
-        which = piece.late, piece.source.device
-        limit = _BATCH if piece.source.device.type == "cpu" else _DEVICE_BATCH
-        for unit in _units(chunk, piece, block):
-            batch, waiting = filling.get(which) or (Batch(piece.source.device, []), 0)
-            if not batch.units:
-                full[which[0]].append(batch)
-            batch.units.append(unit)
-            waiting += unit.nbytes
-            filling[which] = (batch, waiting) if waiting < limit else (Batch(piece.source.device, []), 0)
-        block += len(blocks(chunk))
-    return full
-
-
-def _units(chunk: Chunk, piece: Piece, block: int) -> list[Unit]:
-    if not chunk.nbytes:
-        return []
-    source = piece.source
-    plain = source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg())
-    if not plain:
-        return [Unit(source, 0, chunk.start, chunk.nbytes, block, piece.counter)]
-    address = source.data_ptr() - chunk.start
-    return [
-        Unit(source, address + at, at, stop - at, block + i, piece.counter, at - chunk.start)
-        for i, (at, stop) in enumerate(blocks(chunk))
-    ]

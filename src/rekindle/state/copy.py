@@ -18,8 +18,8 @@ from rekindle.errors import RekindleError
 from rekindle.failpoints import reach
 from rekindle.snapshot.documents import checksum
 from rekindle.snapshot.layout import BLOCK
-from rekindle.state.capture import Batch, Plan, Unit
 from rekindle.state.device import Event, Lanes, reached
+from rekindle.state.plan import Batch, Plan, Unit
 
 __all__ = ["Copying", "ShardWriter", "fingerprints"]
 

@@ -10,9 +10,10 @@ from rekindle.errors import RekindleError
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.small import Smalls
-from rekindle.state.capture import Capture, Plan
+from rekindle.state.capture import Capture
 from rekindle.state.copy import ShardWriter
 from rekindle.state.device import after
+from rekindle.state.plan import Plan
 from rekindle.state.small import SmallState
 
 __all__ = ["Live"]

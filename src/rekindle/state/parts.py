@@ -90,6 +90,8 @@ class Held:
     """All ranks that hold the same boxes, as far as the tensor itself tells; empty if it doesn't."""
     sharded: bool = False
     """Whether the tensor says of itself that it is a part of one that all ranks have together."""
+    family: tuple[int, ...] = ()
+    """All ranks that hold a part of the same tensor, as far as the tensor itself tells."""
     place: tuple[Any, ...] = field(default=(), compare=False)
     """Equal for tied tensors."""
 
@@ -125,7 +127,7 @@ def hold(leaf: Leaf, path: str) -> Held:
     if isinstance(leaf, Sharded):
         at = (_place(local), leaf.start, leaf.shape, leaf.first, leaf.last)
         place = at if leaf.first < leaf.last else (id(leaf),)  # nothing of it is here: it is like no other
-        return Held(leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, True, place)
+        return Held(leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, True, (), place)
     if is_dtensor(leaf):
         return _hold_dtensor(leaf, local, path)
     shape = tuple(leaf.shape)
@@ -139,7 +141,7 @@ def _hold_dtensor(tensor: Any, local: torch.Tensor, path: str) -> Held:
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     shape = tuple(tensor.shape)
     if coordinate is None:  # a mesh that this rank is no part of
-        return Held(shape, dtype_name(local), [], tensor, (), True, _place(local))
+        return Held(shape, dtype_name(local), [], tensor, (), True, (), _place(local))
     alike = tuple(
         slice(None) if placement.is_replicate() else at
         for placement, at in zip(tensor.placements, coordinate, strict=True)
@@ -150,7 +152,8 @@ def _hold_dtensor(tensor: Any, local: torch.Tensor, path: str) -> Held:
         raise UnsupportedValueError(f"{path}: its part on this rank is not one box, {tensor.placements}")
     box = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
     pieces = [(box, local.detach())] if box.volume else []
-    return Held(shape, dtype_name(local), pieces, tensor, tuple(sorted(ranks)), True, (_place(local), box))
+    family = tuple(sorted(mesh.mesh.flatten().tolist()))
+    return Held(shape, dtype_name(local), pieces, tensor, tuple(sorted(ranks)), True, family, (_place(local), box))
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

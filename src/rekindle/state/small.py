@@ -13,8 +13,8 @@ import torch
 from rekindle.errors import RekindleError
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.small import Smalls, padded
-from rekindle.state.capture import Batch, Plan, Unit
 from rekindle.state.device import Event, mark, reached
+from rekindle.state.plan import Batch, Plan, Unit
 
 __all__ = ["SmallState"]
 

@@ -17,8 +17,9 @@ from rekindle.snapshot.layout import blocks
 from rekindle.snapshot.lineage import Incarnation, Stamp, retired
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import MANIFEST
-from rekindle.state.capture import Capture, Plan
+from rekindle.state.capture import Capture
 from rekindle.state.copy import ShardWriter
+from rekindle.state.plan import Plan
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.transfer import dcp, huggingface, torchfile

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from rekindle.errors import UnsupportedValueError
 from rekindle.snapshot.layout import DTYPES, Chunk, Layout
-from rekindle.state.capture import Piece, Plan, batches
 from rekindle.state.codec import encode
+from rekindle.state.plan import Piece, Plan, batches
 
 __all__ = ["Path", "copyable", "plan_shard", "settled"]
 

@@ -21,9 +21,9 @@ from rekindle.snapshot.lineage import Incarnation, Stamp, retired
 from rekindle.snapshot.memory import Job, JobDir, memory_base
 from rekindle.snapshot.names import LAST_STEP
 from rekindle.snapshot.slots import Slots
-from rekindle.state.capture import Plan
 from rekindle.state.copy import ShardWriter
 from rekindle.state.device import page_lock
+from rekindle.state.plan import Plan
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy, survey
 from rekindle.storage.posix import PosixStore
 
