@@ -22,6 +22,11 @@ _context.set_forkserver_preload(
     [
         *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
         *("torch.distributed.optim", "rekindle.checkpointer", "tests.faults.harness", "tests.parallel.jobs"),
+        *(
+            "torch._dynamo",
+            "tests.parallel.kinds",
+            "tests.parallel.truth",
+        ),  # the first optimizer imports that for 0.5 s
     ]
 )
 
