@@ -19,7 +19,7 @@ from rekindle.state.capture import Capture
 from rekindle.state.copy import ShardWriter
 from rekindle.state.fill import Filling, Sides
 from rekindle.state.fit import Fit, mismatch
-from rekindle.state.load import check_values, load
+from rekindle.state.load import build, check_values, load
 from rekindle.state.reshard import Have, plan
 from rekindle.state.saved import Saved
 
@@ -72,7 +72,7 @@ class Pipeline:
         with OpenShard(receipt, fd, Path("slot"), in_memory=True) as shard:
             assert pour(Reader(shard), filling, filling.blocks) == []
         filling.settle()
-        load(live, fit, allow_pickle)
+        load(live, fit, build(live, fit, allow_pickle), allow_pickle)
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from rekindle.errors import RekindleError, StateMismatchError, UsageError
 from rekindle.recovery.exchange import Job, exchange
 from rekindle.recovery.group import Alone, Group
 from rekindle.recovery.sources import Source, Sources
-from rekindle.snapshot.boxes import Box, tensors_in
+from rekindle.snapshot.boxes import Box, overlapping, tensors_in
 from rekindle.snapshot.layout import blocks
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.pieces import pour
 from rekindle.state.fill import Filling, Sides, begin
 from rekindle.state.fit import Fit, mismatch
-from rekindle.state.load import check_values, load
+from rekindle.state.load import build, check_values, load
 from rekindle.state.reshard import Have, Plan, plan
 from rekindle.state.saved import Saved
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy
@@ -78,6 +78,7 @@ class Attempt:
         self._sources = Sources(key, copies, ranks[0] % saved)
         self._fit: Fit | None = None
         self._jobs: list[tuple[Source, Filling]] = []
+        self._trees: dict[str, Any] = {}
 
     def __enter__(self) -> Attempt:
         return self
@@ -97,6 +98,9 @@ class Attempt:
             found = self._find()
         except (StateMismatchError, UsageError) as error:
             self.verdict.place, self.verdict.error = STORAGE, error
+            return
+        except Exception as error:  # of what is sealed, and makes no sense all the same
+            self._sources.reasons.append(self._nonsense(error))
             return
         finally:
             self.verdict.reasons += self._sources.reasons
@@ -150,11 +154,12 @@ class Attempt:
             self._sources.reasons.append(
                 f"what optimizers kept of some parameters may be in the shards of rank(s) {unseen}, which can't be read"
             )
+        self._sources.reasons += fit.saved.conflicts[:1]
         for name in fit.absent[:1]:
             self._sources.reasons.append(f"no shard that can be read has any of {name}")
         for want in found.missing[:1]:
             self._sources.reasons.append(f"no shard that can be read has {want.name}{want.box}")
-        return not (fit.absent or found.missing or unseen)
+        return not (fit.absent or found.missing or unseen or fit.saved.conflicts)
 
     def _aim(self, found: Plan, wants: Sequence[Any], haves: Sequence[tuple[Source, int, Have]]) -> None:
         sides = Sides()
@@ -176,15 +181,16 @@ class Attempt:
             return
         while self._sources.more():
             pass
-        seen: dict[str, tuple[int, list[str]]] = {}
+        seen: dict[str, dict[Box, tuple[int, list[str]]]] = {}
         for source in self._sources.opened:
             receipt = source.reader.shard.receipt
             sums = iter(receipt.checksums)
             for chunk in receipt.layout.chunks:
                 digests = list(islice(sums, len(blocks(chunk))))
                 if chunk.own and chunk.name in fit.parameters:
-                    rank, other = seen.setdefault(chunk.name, (source.rank, digests))
-                    if other != digests:
+                    known = seen.setdefault(chunk.name, {})
+                    rank, other = known.setdefault(Box(chunk.offsets, chunk.sizes), (source.rank, digests))
+                    if other != digests or overlapping(known):
                         raise StateMismatchError(
                             f"{chunk.name}: ranks {rank} and {source.rank}, which saved it, had different tensors by "
                             "this name, and another number of ranks can't tell whose is whose"
@@ -206,8 +212,22 @@ class Attempt:
             if self._pour(jobs):
                 for _, filling in self._jobs:
                     filling.settle()
+                self._make_trees()
                 return
             self.open()
+
+    def _make_trees(self) -> None:
+        """While the other ranks can still be told of what goes wrong."""
+        try:
+            self._trees = build(self._state, self.fit, self._allow_pickle)
+        except Exception as error:
+            self.verdict.place = None
+            self.verdict.reasons.append(self._nonsense(error))
+
+    def _nonsense(self, error: Exception) -> str:
+        home = self._sources.home
+        where = f"{home.reader.shard.path}: " if home is not None else ""
+        return f"{where}makes no sense: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
     def _pour(self, jobs: list[Job]) -> bool:
         """Read what is left. False when a source had to be dropped."""
@@ -235,6 +255,6 @@ class Attempt:
 
     def load(self) -> None:
         """Give the live objects what has been filled. All ranks have what they want."""
-        load(self._state, self.fit, self._allow_pickle, self._strict)
+        load(self._state, self.fit, self._trees, self._allow_pickle, self._strict)
         for entry in self._state.values():
             _half_loaded.pop(id(entry), None)

@@ -90,29 +90,35 @@ def meet(
 def share_out(group: Alone | Group, capture: Capture, mates: list[int]) -> int:
     """Tell ``capture`` with whom to share its work. Bytes that a snapshot will take. A collective.
 
-    Where ranks that are to share the copying of something don't mean the same, every rank copies all. Where groups of
-    ranks, stages of a pipeline for one, have parameters of the same name, each rank's are its own.
+    Where ranks that are to share the copying of something don't mean the same, every rank copies all. Where two groups
+    of ranks have parameters of one name they may be copies of each other, of which no tensor tells, or different layers
+    of a pipeline's stages, which differ by now: then each rank's are its own.
     """
     capture.among(group.rank, group.world, mates)
     owners: dict[str, tuple[int, ...]] = {}
-    for families in group.gather(capture.families()):
-        for ranks, names in families.items():
-            twice = next((name for name in names if owners.setdefault(name, ranks) != ranks), None)
-            if twice is not None:
-                capture.among(group.rank, group.world, [group.rank], apart=True)
-                if group.rank == 0:
-                    log.warning(
-                        "ranks %s and ranks %s each have a %s: each rank saves what it has, to be restored on as many "
-                        "ranks only, unless all are alike",
-                        *(list(owners[twice]), list(ranks), twice),
-                    )
-                return capture.estimate()
+    twice = {
+        name
+        for families in group.gather(capture.families())
+        for ranks, names in families.items()
+        for name in names
+        if owners.setdefault(name, ranks) != ranks
+    }
+    looks: dict[str, str] = {}
+    found = [look for looked in (group.gather(capture.looks(twice)) if twice else []) for look in looked]
+    if any(looks.setdefault(name, seen) != seen for name, seen in found):
+        if group.rank == 0:
+            log.warning(
+                "ranks that are no replicas of each other have parameters of the same names, such as %s: each rank's "
+                "are saved as its own, to be restored on as many ranks",
+                sorted(twice)[0],
+            )
+        capture.among(group.rank, group.world, mates, twice)
     shares: list[dict[tuple[int, ...], str]] = group.gather(capture.shares())
     for rank, own in enumerate(shares):
         for ranks, digest in own.items():
             differing = [other for other in ranks if shares[other].get(ranks) != digest]
             if differing:
-                capture.among(group.rank, group.world, [group.rank])
+                capture.among(group.rank, group.world, [group.rank], twice)
                 if group.rank == 0:
                     log.warning(
                         "ranks %d and %d are replicas of each other, but don't have the same tensors in their state: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rekindle.errors import CorruptError, NotFoundError, UsageError
@@ -47,6 +47,8 @@ class Sight:
     offers: list[Offer]
     copies: dict[Key, list[Copy]]
     storage_error: str | None
+    damaged: list[str] = field(default_factory=list)
+    """Directories with a manifest that can't be read."""
     half_loaded: bool = False
     """Whether an earlier restore has left this rank's live state half overwritten."""
 
@@ -66,7 +68,8 @@ def look(job: JobDir | None, store: PosixStore, rank: int) -> Sight:
         Offer(*key, near[0].world, tuple(copy.place for copy in near if rank % copy.world in copy.ranks))
         for key, near in found.items()
     ]
-    return Sight(offers, found, error)
+    damaged = [] if error else [str(path) for _, path in store.damaged()]
+    return Sight(offers, found, error, damaged)
 
 
 def restore(
@@ -190,6 +193,12 @@ def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight], s
         anew = "restore(step=0) starts anew and leaves them behind"
         raise CorruptError(
             f"no checkpoint is sound; {f'{_SPOILT}, where {anew}' if spoilt else anew}. " + "; ".join(why)
+        )
+    damaged = sorted({path for sight in sights for path in sight.damaged})
+    if damaged and step != 0:
+        raise CorruptError(
+            f"no checkpoint can be read: the manifest of {', '.join(damaged)} is damaged, or a link to elsewhere; "
+            "restore(step=0) starts anew"
         )
     if step:
         known = sorted({o.step for s in sights for o in s.offers})

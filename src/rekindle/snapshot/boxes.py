@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from rekindle.snapshot.documents import Receipt
 
-__all__ = ["Box", "lacking", "tensors_in", "uncovered"]
+__all__ = ["Box", "lacking", "overlapping", "tensors_in", "uncovered"]
 
 
 class Box(NamedTuple):
@@ -65,6 +65,12 @@ def uncovered(whole: Box, boxes: Iterable[Box]) -> list[Box]:
             left += [part] if common is None else part.without(common)
         rest = left
     return rest
+
+
+def overlapping(boxes: Iterable[Box]) -> bool:
+    """Whether two of these boxes, each of which is there once, have elements in common."""
+    found = list(boxes)
+    return any(a.meet(b) is not None for number, a in enumerate(found) for b in found[:number])
 
 
 def tensors_in(structure: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ ones. It stays plain JSON for everybody else.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from rekindle.errors import FormatError
 from rekindle.snapshot.layout import BLOCK, Chunk, Layout
 from rekindle.snapshot.lineage import Stamp
 
-__all__ = ["CHECKSUM", "VERSION", "Receipt", "checksum", "parse", "read_stamp", "seal"]
+__all__ = ["CHECKSUM", "VERSION", "Receipt", "checksum", "open_file", "parse", "read", "read_stamp", "seal"]
 
 VERSION = "1.0"
 """Version of the format, major.minor. A reader refuses another major version by name."""
@@ -62,6 +63,22 @@ def parse(data: bytes, kind: str, where: str | os.PathLike[str]) -> dict[str, An
     if fields.get("format") != kind:
         raise FormatError(f"{os.fspath(where)}: is a {fields.get('format')!r}, not a {kind!r}")
     return fields
+
+
+def read(path: Path) -> bytes:
+    """A whole file of a checkpoint. Raises CorruptError for a link: nothing is read outside of its directory."""
+    with open(open_file(path), "rb") as file:
+        return file.read()
+
+
+def open_file(path: Path) -> int:
+    """A descriptor for reading. Raises CorruptError for a link."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise FormatError(f"{path}: is a symbolic link, not a file of the checkpoint") from None
+        raise
 
 
 def read_stamp(path: Path) -> Stamp:
@@ -125,7 +142,14 @@ class Receipt:
         """The layout in a document that has ``static_part``. Raises FormatError for another kind of checksum."""
         if fields["checksum"] != {"algorithm": CHECKSUM, "block": BLOCK}:
             raise FormatError(f"{os.fspath(where)}: unknown checksum {fields['checksum']}")
-        return Layout(tuple(map(Chunk.from_json, fields["tensors"])))
+        layout, at = Layout(tuple(map(Chunk.from_json, fields["tensors"]))), 0
+        for chunk in layout.chunks:
+            if chunk.start != at:
+                raise FormatError(
+                    f"{os.fspath(where)}: tensor {chunk.name!r} doesn't begin where the one before it ends"
+                )
+            at = chunk.stop
+        return layout
 
     @staticmethod
     def encode(stamp: Stamp, static: bytes, checksums: list[str], values: bytes) -> bytes:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from rekindle.errors import CorruptError
-from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.documents import Receipt, open_file, read
 
 __all__ = ["OpenShard"]
 
@@ -31,12 +31,12 @@ class OpenShard:
         one of the two is a link: nothing is read outside of the checkpoint's directory.
         """
         path = receipt_path.with_suffix(".safetensors")
-        raw = _read(receipt_path)
-        fd = _open(path)
+        raw = read(receipt_path)
+        fd = open_file(path)
         try:
             if in_memory:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if os.stat(path).st_ino != os.fstat(fd).st_ino or _read(receipt_path) != raw:
+                if os.stat(path).st_ino != os.fstat(fd).st_ino or read(receipt_path) != raw:
                     raise FileNotFoundError(errno.ENOENT, "recycled meanwhile", str(path))
             receipt = Receipt.decode(raw, receipt_path)
             size = os.fstat(fd).st_size
@@ -69,17 +69,3 @@ class OpenShard:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CorruptError(f"{path}: is a symbolic link, not a file of the checkpoint") from None
-        raise
-
-
-def _read(path: Path) -> bytes:
-    with open(_open(path), "rb") as file:
-        return file.read()

@@ -31,7 +31,7 @@ from rekindle.state.tree import Flat, describe, flatten
 from rekindle.state.watch import Watch
 from rekindle.state.zero import ZeroState, is_zero
 
-__all__ = ["RNG", "Capture", "unwrap"]
+__all__ = ["RNG", "Capture", "content", "unwrap"]
 
 RNG = "rng"
 
@@ -79,8 +79,8 @@ class Capture:
         self._watch: Watch | None = None
         self._paths: list[str] = []
         self._plan: Plan | None = None
-        self._rank, self._world, self._mates, self._apart = 0, 1, frozenset({0}), False
-        self._families: dict[tuple[int, ...], list[str]] = {}
+        self._rank, self._world, self._mates, self._apart = 0, 1, frozenset({0}), frozenset[str]()
+        self._families: dict[tuple[int, ...], dict[str, Held]] = {}
         """By all ranks that have a part of them: parameters, if those are not all ranks, and this is the first."""
         self._replicated: tuple[object, dict[int, tuple[int, ...]]] = (None, {})
         self._common: dict[tuple[int, ...], list[Piece]] = {}
@@ -119,18 +119,27 @@ class Capture:
         """From now on plan to copy late what ``fence`` stands before."""
         self._fence = fence
 
-    def among(self, rank: int, world: int, mates: Collection[int], apart: bool = False) -> None:
+    def among(self, rank: int, world: int, mates: Collection[int], apart: Collection[str] = ()) -> None:
         """From now on share with ``mates``, all ranks of this node, what several of them hold alike.
 
-        With ``apart`` nothing of one rank is a part of what others have by the same name.
+        ``apart``: names of parameters of which each rank's are its own, whatever others have by that name.
         """
-        self._rank, self._world, self._mates, self._apart = rank, world, frozenset(mates), apart
+        self._rank, self._world, self._mates, self._apart = rank, world, frozenset(mates), frozenset(apart)
         self._watch = None
 
     def families(self) -> dict[tuple[int, ...], list[str]]:
         """By all ranks that have a part of them: parameters, if those are not all ranks, and this is their first."""
         self.prepare()
-        return self._families
+        return {ranks: list(found) for ranks, found in self._families.items()}
+
+    def looks(self, names: Collection[str]) -> list[tuple[str, str]]:
+        """(name, what this rank's part of it looks like now) of those of ``names`` that are in ``families``."""
+        return [
+            (name, repr([(box, content(piece)) for box, piece in held.pieces]))
+            for found in self._families.values()
+            for name, held in found.items()
+            if name in names
+        ]
 
     def shares(self) -> dict[tuple[int, ...], str]:
         """By the ranks of this node that copy something together: a digest of what each of them must know of it."""
@@ -189,6 +198,7 @@ class Capture:
         stored: dict[str, Held] = {}
         lasting = self._fence.lasting() if self._fence is not None else set()
         known = alike(self.state, self._data_parallel(flat))
+        apart = self._ids_apart(flat, [leaf.name for leaf in description.leaves])
         pieces: list[Piece] = []
         replicas: dict[str, tuple[int, ...]] = {}
         self._families = {}
@@ -201,18 +211,26 @@ class Capture:
                 first[held.place] = name
                 stored[name] = held
                 sure, likely = known.get(id(held.counter), ((), ()))
+                own = id(held.counter) in apart or not (held.sharded or sure or likely)
                 ranks = held.ranks if len(held.ranks) > 1 else sure or held.ranks
                 late = id(held.counter) in lasting and name not in self._restless and _can_wait(held.counter)
                 family = () if sure and held.family else held.family or sure  # both: known to be alike elsewhere, too
                 if isinstance(tensor, torch.nn.Parameter) and 0 < len(family) < self._world and self._rank == family[0]:
-                    self._families.setdefault(family, []).append(name)
-                pieces += self._pieces(name, held, ranks, late, not (held.sharded or sure or likely))
-                if late and (others := likely or ranks):
+                    self._families.setdefault(family, {})[name] = held
+                pieces += self._pieces(name, held, () if own else ranks, late, own)
+                if late and not own and (others := likely or ranks):
                     replicas[name] = others
             leaf.node["$tensor"] = first[held.place]  # tied tensors are stored once
         whole = self._lay_out(pieces, description.structure, replicas, None)
         mine = self._shared_out(pieces)
         return self._lay_out(mine, description.structure, replicas, whole) if self._common else whole
+
+    def _ids_apart(self, flat: Flat, names: list[str]) -> set[int]:
+        """Of parameters that are each rank's own, and of what optimizers keep of them."""
+        found = {id(tensor) for tensor, name in zip(flat.tensors, names, strict=True) if name in self._apart}
+        owners = [entry for entry in self.state.values() if found and isinstance(entry, _OPTIMIZERS)]
+        states = [kept for entry in owners for p, kept in entry.state.items() if id(p) in found]
+        return found | {id(value) for kept in states if isinstance(kept, dict) for value in kept.values()}
 
     def _data_parallel(self, flat: Flat) -> dict[int, tuple[int, ...]]:
         """Looked for anew only where there are other tensors than before: it takes as long as a small step."""
@@ -223,8 +241,7 @@ class Capture:
         return self._replicated[1]
 
     def _pieces(self, name: str, held: Held, ranks: tuple[int, ...], late: bool, own: bool) -> list[Piece]:
-        own = (own or self._apart) and self._world > 1
-        ranks = () if self._apart else ranks
+        own = own and self._world > 1
         return [
             Piece(Chunk(name, held.dtype, held.shape, *box, own=own), source, held.counter, late, ranks)
             for box, source in held.pieces
@@ -257,6 +274,11 @@ class Capture:
         early, late = batches(layout, {(p.chunk.name, p.chunk.offsets): p for p in pieces})
         watched = {p.chunk.name: p.counter for p in pieces if p.late}
         return Plan(layout, structure, early, late, watched, replicas, whole)
+
+
+def content(tensor: torch.Tensor) -> str:
+    """A checksum of a tensor's bytes."""
+    return checksum(memoryview(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
 @contextmanager

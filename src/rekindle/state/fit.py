@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rekindle.errors import StateMismatchError
+from rekindle.errors import CorruptError, StateMismatchError
 from rekindle.state.capture import RNG
 from rekindle.state.content import Contents, is_plain_optimizer
 from rekindle.state.flat import is_flat
@@ -119,12 +119,15 @@ class Fit:
             return torch.empty(0)
         dtype, shape = getattr(torch, kind[0]), kind[1]
         leaf: Leaf
-        if is_dtensor(like) and tuple(like.shape) == shape:
-            leaf = torch.empty_like(like.detach(), dtype=dtype)
-        elif is_dtensor(like) and shape and not self.saved.own(name):
-            leaf = replicated(torch.empty(shape, dtype=dtype, device=memory(like).device), like)
-        else:
-            leaf = torch.empty(shape, dtype=dtype)
+        try:
+            if is_dtensor(like) and tuple(like.shape) == shape:
+                leaf = torch.empty_like(like.detach(), dtype=dtype)
+            elif is_dtensor(like) and shape and not self.saved.own(name):
+                leaf = replicated(torch.empty(shape, dtype=dtype, device=memory(like).device), like)
+            else:
+                leaf = torch.empty(shape, dtype=dtype)
+        except (RuntimeError, TypeError) as error:
+            raise CorruptError(f"{name}: there is no room for a {kind[0]}{list(shape)}") from error
         self._target(entry, name, leaf, False)
         return leaf
 

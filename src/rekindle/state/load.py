@@ -20,7 +20,7 @@ from rekindle.state.saved import Node
 from rekindle.state.tree import assemble, entries
 from rekindle.state.zero import numbered
 
-__all__ = ["check_values", "load"]
+__all__ = ["build", "check_values", "load"]
 
 
 def check_values(receipt: Receipt, allow_pickle: bool) -> None:
@@ -32,21 +32,25 @@ def check_values(receipt: Receipt, allow_pickle: bool) -> None:
         )
 
 
-def load(state: Mapping[str, Any], fit: Fit, allow_pickle: bool, strict: bool = True) -> None:
+def build(state: Mapping[str, Any], fit: Fit, allow_pickle: bool) -> dict[str, Any]:
+    """What each entry's ``load_state_dict()`` is to be given. Changes nothing live."""
+    loading = _Loading(fit, allow_pickle)
+    return {name: loading.tree(name, state[name]) for name in state if fit.saved.entry(name) is not None}
+
+
+def load(state: Mapping[str, Any], fit: Fit, trees: Mapping[str, Any], allow_pickle: bool, strict: bool = True) -> None:
     """Give the live objects what has been put, verified, into the targets of ``fit``, and all values.
 
     Each entry's ``load_state_dict()`` is called, so that hooks and classes with a mind of their own work as ever. It is
     given live tensors where those have been filled in place: torch sees that there is nothing left to copy. Random
     generators come last, so nothing that runs while loading draws from them.
     """
-    loading = _Loading(fit, allow_pickle)
-    trees = {name: loading.tree(name, state[name]) for name in state if fit.saved.entry(name) is not None}
     for name in sorted(trees, key=lambda name: isinstance(state[name], RngState)):
         entry, tree = state[name], trees[name]
         try:
             if is_flat(entry):
-                continue
-            if isinstance(entry, torch.nn.Module) and not strict:
+                _Loading(fit, allow_pickle).flat(name, entry)
+            elif isinstance(entry, torch.nn.Module) and not strict:
                 entry.load_state_dict(tree, strict=False)
             else:
                 entry.load_state_dict(tree)
@@ -76,7 +80,6 @@ class _Loading:
 
     def _module(self, name: str, module: torch.nn.Module) -> Any:
         if is_flat(module):
-            self._flat(name, module)
             return {}
         live = module.state_dict(keep_vars=True)
         tree: OrderedDict[str, Any] = OrderedDict()
@@ -88,7 +91,7 @@ class _Loading:
         setattr(tree, "_metadata", getattr(live, "_metadata", None))  # noqa: B010
         return tree
 
-    def _flat(self, name: str, module: torch.nn.Module) -> None:
+    def flat(self, name: str, module: torch.nn.Module) -> None:
         """Its ``load_state_dict()`` would gather parameters, which have been filled where they are."""
         for key, leaf in self._fit.contents.of(module).items():
             node = self._fit.saved.child(name, key)
@@ -109,6 +112,7 @@ class _Loading:
             else {key: self._build(name, value) if isinstance(value, Node) else value for key, value in kept.items()}
             for number, kept in self._fit.kept[name].items()
         }
+        _untie(state)
         names = self._fit.contents.names(entry)
         groups = []
         for number, group in enumerate(entry.param_groups):
@@ -120,6 +124,16 @@ class _Loading:
         rest = {key: child for key, child in entries(saved.body).items() if key not in ("state", "param_groups")}
         more = {key: self._build(name, Node(child, saved.receipt)) for key, child in rest.items()}
         return {**more, "state": state, "param_groups": groups}
+
+
+def _untie(state: Mapping[Any, Any]) -> None:
+    """Each parameter gets tensors of its own: flattened ones had a counter together, which would now count for each."""
+    seen: set[int] = set()
+    for kept in state.values():
+        for key, value in kept.items() if isinstance(kept, dict) else ():
+            if isinstance(value, torch.Tensor):
+                kept[key] = value.clone() if id(value) in seen else value
+                seen.add(id(kept[key]))
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:

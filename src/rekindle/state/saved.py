@@ -26,6 +26,8 @@ class Saved:
         self.receipts: list[Receipt] = []
         self._kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._own: set[str] = set()
+        self.conflicts: list[str] = []
+        """What ranks say differently of one tensor."""
         self._entries: list[dict[str, dict[Any, Any]]] = []
         self._groups: list[dict[str, dict[Any, Any]]] = []
         self.add(home)
@@ -37,7 +39,13 @@ class Saved:
     def add(self, receipt: Receipt) -> None:
         self.receipts.append(receipt)
         for chunk in receipt.layout.chunks:
-            self._kinds.setdefault(chunk.name, (chunk.dtype, chunk.global_shape))
+            kind = (chunk.dtype, chunk.global_shape)
+            known = self._kinds.setdefault(chunk.name, kind)
+            if known != kind and not chunk.own:
+                self.conflicts.append(
+                    f"{chunk.name} is {kind[0]}{list(kind[1])} on rank {receipt.stamp.rank} and "
+                    f"{known[0]}{list(known[1])} on another"
+                )
             if chunk.own:
                 self._own.add(chunk.name)
         top = entries(receipt.structure)

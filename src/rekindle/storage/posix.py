@@ -21,7 +21,7 @@ from typing import Any
 from rekindle.errors import CorruptError, FormatError
 from rekindle.failpoints import reach
 from rekindle.snapshot.boxes import lacking
-from rekindle.snapshot.documents import Receipt, checksum, parse, seal
+from rekindle.snapshot.documents import Receipt, checksum, parse, read, seal
 from rekindle.snapshot.lineage import Incarnation, Stamp, retired
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.storage.copy import copy_shard
@@ -72,7 +72,7 @@ class PosixStore:
     def _stamp(path: Path) -> Stamp | None:
         """The stamp of a sound manifest."""
         try:
-            manifest = parse((path / MANIFEST).read_bytes(), MANIFEST_KIND, path / MANIFEST)
+            manifest = parse(read(path / MANIFEST), MANIFEST_KIND, path / MANIFEST)
             return Stamp.from_json(manifest["stamp"])
         except (FileNotFoundError, NotADirectoryError, FormatError):
             return None

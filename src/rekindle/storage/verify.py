@@ -9,7 +9,7 @@ from typing import Any
 
 from rekindle.errors import CorruptError
 from rekindle.snapshot.boxes import lacking
-from rekindle.snapshot.documents import checksum, parse
+from rekindle.snapshot.documents import checksum, parse, read
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
 from rekindle.snapshot.pieces import Nowhere, Reader, pour
 from rekindle.snapshot.shard import OpenShard
@@ -24,7 +24,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises CorruptError.
     """
     try:
-        manifest = parse((path / MANIFEST).read_bytes(), MANIFEST_KIND, path / MANIFEST)
+        manifest = parse(read(path / MANIFEST), MANIFEST_KIND, path / MANIFEST)
     except OSError as error:
         raise CorruptError(f"{path / MANIFEST}: {error.strerror}") from error
     try:
@@ -49,10 +49,12 @@ def check_manifest(path: Path) -> list[CorruptError]:
     for entry in manifest["shards"]:
         receipt = path / entry["receipt"]
         try:
-            if checksum(receipt.read_bytes()) != entry["receipt_checksum"]:
+            if checksum(read(receipt)) != entry["receipt_checksum"]:
                 problems.append(CorruptError(f"{receipt}: is not the receipt that the manifest names"))
         except OSError as error:
             problems.append(CorruptError(f"{receipt}: {error.strerror}"))
+        except CorruptError as error:
+            problems.append(error)
     return problems
 
 
