@@ -10,6 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 help:
 	@echo 'make demo    train on two ranks, kill them, show that nothing is lost'
 	@echo 'make drill   let faults strike real training, at chosen moments; ARGS="--full" for all of them'
+	@echo 'make soak    train under random faults; MINUTES=30 for longer'
 	@echo 'make test    run the tests; ARGS="-k memory" runs some of them'
 	@echo 'make check   check style, types and import rules'
 	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
@@ -29,8 +30,11 @@ demo: .venv/ready
 drill: .venv/ready
 	$(BIN)/python -m tests.faults.matrix $(or $(ARGS),--short)
 
+soak: .venv/ready
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),5) $(ARGS)
+
 test: .venv/ready
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: .venv/ready
 	$(BIN)/ruff check .
@@ -45,4 +49,4 @@ clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo drill test check bench clean
+.PHONY: help demo drill soak test check bench clean

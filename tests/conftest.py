@@ -6,16 +6,17 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from rekindle.snapshot.documents import Receipt, checksum
-from rekindle.snapshot.layout import Chunk, Layout
-from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.slots import Slots
+from rekindle.testing import make_shard
 from tests.faults.harness import end_agent
 
 settings.register_profile("rekindle", deadline=None)  # machines that run tests are busy ones
@@ -43,34 +44,37 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a tmpfs of so many bytes; a full one is a real one."""
-    mounted: list[Path] = []
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts something for the rest of the test, or skips it with a reason."""
+    places: list[Path] = []
 
-    def mount(nbytes: int) -> Path:
-        path = tmp_path / f"tmpfs-{len(mounted)}"
+    def mount(name: str, *command: str) -> Path:
+        path = tmp_path / name
         path.mkdir()
-        if os.getuid() != 0:
-            pytest.skip("only root can mount a small tmpfs")
-        command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes},mode=700", "tmpfs", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(["mount", *command, str(path)], capture_output=True, text=True, check=False)
         if done.returncode:
-            pytest.skip(f"a small tmpfs can't be mounted here: {done.stderr.strip()}")
-        mounted.append(path)
+            pytest.skip(f"can't be mounted here: {done.stderr.strip()}")
+        places.append(path)
         return path
 
     yield mount
-    for path in mounted:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+    for path in places:
+        subprocess.run(["umount", "-l", str(path)], check=False)
 
 
-def make_shard(stamp: Stamp, data: Mapping[str, bytes]) -> tuple[Receipt, bytes]:
-    """A receipt and its shard's bytes, made by hand: byte tensors in a ``Values`` that the state calls "v"."""
-    layout = Layout.build(Chunk(f"v.{n}", "uint8", (len(b),), (0,), (len(b),)) for n, b in data.items())
-    body = b"".join(data[chunk.name.removeprefix("v.")] for chunk in layout.chunks)
-    sums = [checksum(body[start:stop]) for start, stop in layout.blocks]
-    static = Receipt.static_part(layout, {"v": {name: {"$tensor": f"v.{name}"} for name in data}})
-    return Receipt.decode(Receipt.encode(stamp, static, sums, b"[]"), "made by hand"), layout.header + body
+@pytest.fixture
+def small_tmpfs(mounted: Callable[..., Path]) -> Callable[[int], Path]:
+    """Mounts a tmpfs of so many bytes; a full one is a real one."""
+    numbers = count()
+    return lambda nbytes: mounted(f"tmpfs-{next(numbers)}", "-t", "tmpfs", "-o", f"size={nbytes},mode=700", "tmpfs")
+
+
+def commit(slots: Slots, receipt: Receipt, data: bytes) -> None:
+    """A save of a shard made by hand into memory."""
+    slot = slots.acquire(receipt.stamp.step, receipt.stamp.incarnation, len(data))
+    assert slot.map is not None
+    slot.map[:] = data
+    slots.commit(slot, receipt.stamp, receipt.raw)
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import math
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -198,8 +202,6 @@ def test_saving_the_step_that_was_restored_is_no_error(root: Path, memory: Path)
 
 
 def test_a_checkpointer_that_nobody_closed_gives_its_rank_back(root: Path, memory: Path) -> None:
-    import gc
-
     ckpt = rekindle.Checkpointer(root, Training().state)
     del ckpt
     gc.collect()
@@ -230,7 +232,10 @@ def test_steps_grow(root: Path, memory: Path) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"snapshot_every": 0}, {"persist_every": -1}, {"keep": 0}, {"keep_every": 0.5}],
+    [
+        *({"snapshot_every": 0}, {"persist_every": -1}, {"keep": 0}, {"keep": True}, {"keep": 1 << 63}),
+        *({"keep_every": 0.5}, {"idle_timeout": -1}, {"idle_timeout": "10"}, {"fallback_after": math.nan}),
+    ],
 )
 def test_arguments_that_make_no_sense(wrong: dict[str, object], root: Path, memory: Path) -> None:
     with pytest.raises(rekindle.UsageError, match=next(iter(wrong))):
@@ -238,7 +243,7 @@ def test_arguments_that_make_no_sense(wrong: dict[str, object], root: Path, memo
 
 
 def test_roots_that_are_not_directories(memory: Path) -> None:
-    for root in ("s3://bucket/run", "file://host/run", ""):
+    for root in ("s3://", "http://host/run", "file://host/run", "file:///x/run#1", "file:///x/run?1", ""):
         with pytest.raises(rekindle.UsageError, match="root"):
             rekindle.Checkpointer(root, Training().state)
 
@@ -371,3 +376,72 @@ def test_what_does_not_fit_is_left_as_it_is_and_listed(
     for name in ("model.1.weight: live float32[5, 8], saved float32[3, 8]", "model.2.bias", "'progress'"):
         assert name in caplog.text
     assert "not loaded, for want of a place: 'old'" in caplog.text
+
+
+def test_a_forked_child_that_closes_takes_nothing_from_its_parent(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=1000)
+    ckpt.restore()
+    go(ckpt, training, 1, 3)
+    child = os.fork()
+    if child == 0:
+        try:
+            ckpt.close(timeout=10)
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [(c.step, c.places) for c in ckpt.checkpoints()] == [(3, ("memory",)), (2, ("memory",))]
+    go(ckpt, training, 4, 5)
+    ckpt.close(timeout=30)
+    assert (ckpt.metrics.direct, ckpt.metrics.failed) == (0, 0)
+
+
+def test_a_forked_child_does_not_wait_at_its_end_for_what_its_parent_writes(root: Path, memory: Path) -> None:
+    code = (
+        "import os, sys, threading, time, torch, rekindle\n"
+        "from rekindle.storage.posix import PosixStore\n"
+        "PosixStore.write_shard = lambda *args: threading.Event().wait()\n"
+        "ckpt = rekindle.Checkpointer(sys.argv[1], {'model': torch.nn.Linear(2, 2)}, memory_limit=1)\n"
+        "ckpt.restore(); ckpt.step(1)\n"
+        "child = os.fork()\n"
+        "if child == 0: sys.exit(0)\n"
+        "end = time.monotonic() + 20\n"
+        "while time.monotonic() < end and not os.waitpid(child, os.WNOHANG)[0]: time.sleep(0.05)\n"
+        "late = time.monotonic() >= end\n"
+        "if late: os.kill(child, 9)\n"
+        "os._exit(late)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(root)], timeout=100).returncode == 0
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+@pytest.mark.parametrize("persist_every", [None, 1000])
+def test_saving_the_step_that_was_restored_waits_for_no_storage(
+    how: str, persist_every: int | None, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=persist_every)
+    ckpt.restore()
+    go(ckpt, training, 1, 3)
+    ckpt._saves.secure(10)
+    del ckpt
+    gc.collect()
+    ckpt = rekindle.Checkpointer(root, Training().state, persist_every=persist_every)
+    assert ckpt.restore() == 3 and ckpt.metrics.restored_from == "memory"
+    free = threading.Event()
+
+    def durable(*args: object) -> bool:
+        free.wait(20 if how == "hangs" else 0)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rekindle.storage.posix.PosixStore.durable", durable)
+        patch.setattr("rekindle.saves._LOOK", 0.2)
+        began = time.monotonic()
+        ckpt.save(3)
+        assert time.monotonic() - began < 10
+        free.set()
+    assert ckpt.metrics.saves == (0 if persist_every is None else 1), "only what no agent would carry is saved again"
+    ckpt.save(3, wait="durable", timeout=30)
+    ckpt.close(timeout=30)
+    assert ckpt.metrics.failed == 0

@@ -91,6 +91,10 @@ def test_status_of_a_live_job(root: Path, memory: Path) -> None:
     assert ended.exit_code == 0, ended.output
     assert not job.path.exists()
     assert parsed("status") == []
+    (found,) = parsed("status", root)
+    assert found["durable_step"] == parsed("ls", root)[0]["step"] and found["trainers"] == {}
+    assert "has ended, and its step" in run("stop", root).stdout
+    assert run("status", root.with_name("elsewhere")).exit_code == rekindle.NotFoundError.exit_code
 
 
 def test_status_of_a_job_without_an_agent_is_a_failure(root: Path, memory: Path) -> None:

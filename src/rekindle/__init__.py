@@ -20,6 +20,7 @@ from rekindle.errors import (
     StateMismatchError,
     UnsupportedValueError,
     UsageError,
+    VersionError,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "UnsupportedValueError",
     "UsageError",
     "Values",
+    "VersionError",
     "replica_groups",
 ]
 

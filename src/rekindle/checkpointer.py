@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from rekindle.advice import advise
+from rekindle.agent.ending import let_go, wait_durable
 from rekindle.agent.fault import Fault
 from rekindle.agent.spawn import AgentKeeper
 from rekindle.cadence import Auto, Cadence, Fixed, agreement
@@ -32,19 +34,18 @@ from rekindle.settings import check_settings, warn_of_shared_store
 from rekindle.snapshot.compose import compose
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.names import LAST_STEP, root_path
+from rekindle.snapshot.names import LAST_STEP, root_of
 from rekindle.snapshot.slots import Slots
 from rekindle.state.capture import Capture
 from rekindle.state.device import page_lock
 from rekindle.state.fence import Fence
 from rekindle.storage.pace import rate
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.stores import open_store
 
 __all__ = ["Checkpoint", "Checkpointer", "Metrics"]
 
 log = logging.getLogger("rekindle")
 
-_POLL = 0.02
 _SEVERAL_NODES_EVERY = 100
 
 
@@ -86,6 +87,9 @@ class Checkpointer:
         one is being drained as others are taken; with less, the third is done without.
     idle_timeout
         Seconds after the last trainer has gone until the agent leaves, everything being durable.
+    fallback_after
+        Seconds in which an agent that is gone, or memory that takes no more saves, gets three more chances; then it is
+        done without, and tried now and then. Saves that memory doesn't take go straight to storage from the first on.
 
     Raises UsageError for arguments that make no sense, BusyError when another process trains this rank,
     UnsupportedValueError when the state holds something that can't be saved.
@@ -109,19 +113,21 @@ class Checkpointer:
         memory: str | os.PathLike[str] | None = None,
         memory_limit: int | None = None,
         idle_timeout: float = 900.0,
+        fallback_after: float = 10.0,
     ) -> None:
         every = 1 if snapshot_every == "auto" else snapshot_every
         optional = {"persist_every": persist_every, "keep_every": keep_every, "memory_limit": memory_limit}
-        check_settings(overlap, snapshot_budget, {"snapshot_every": every, "keep": keep}, optional)
+        times = {"fallback_after": fallback_after, "idle_timeout": idle_timeout}
+        check_settings(overlap, snapshot_budget, {"snapshot_every": every, "keep": keep}, optional, times)
         limit = rate(drain_limit)
-        self.root = root_path(root)
+        self.root = root_of(root)
         self.metrics = Metrics()
-        self._persist_every, self._keep, self._keep_every, self._strict = persist_every, keep, keep_every, strict
+        self._persist_every, self._strict = persist_every, strict
         self._capture = Capture(state, rng, allow_pickle)
-        self._store = PosixStore(self.root)
+        self._store = open_store(self.root)
         self._job: JobDir | None = JobDir.of(self.root, memory_base(memory))
         self._keeper: AgentKeeper | None = None
-        self._saves = Saves(self._capture, self._store, (keep, keep_every), self.metrics, strict)
+        self._saves = Saves(self._capture, self._store, (keep, keep_every), self.metrics, strict, fallback_after)
         self._seen = 0
         """Saves that the cadence has been told of."""
         self._overlap = overlap
@@ -129,7 +135,7 @@ class Checkpointer:
         self._capture.overlap(self._fence)
         self._base: Stamp | None = None
         """What this run went on from."""
-        self._restored = self._closed = False
+        self._begun = self._closed = False
         self._group = this_group()
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
         settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap}
@@ -142,7 +148,9 @@ class Checkpointer:
         if self._meeting.no_memory:
             self._without_memory(self._meeting.no_memory)
         else:
-            self._with_memory(self._job, self._meeting.nbytes, memory_limit, idle_timeout, limit)
+            info = Job(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout, limit)
+            self._with_memory(self._job, info, memory_limit, fallback_after)
+        self._saves.direct.job = self._job
         self._cadence: Cadence = Fixed(every)
         if snapshot_every == "auto":
             self._cadence = Auto(snapshot_budget, agreement(self._group.world))
@@ -150,16 +158,10 @@ class Checkpointer:
 
     # -- starting -----------------------------------------------------------------------------------------------
 
-    def _with_memory(
-        self, job: JobDir, nbytes: int, limit: int | None, idle_timeout: float, drain_limit: int | None
-    ) -> None:
-        mates, rank = self._meeting.mates, self._group.rank
+    def _with_memory(self, job: JobDir, info: Job, limit: int | None, fallback_after: float) -> None:
+        mates, rank, nbytes = self._meeting.mates, self._group.rank, self._meeting.nbytes
         if rank == mates[0]:
-            job.forget_durable()
-            job.write_job(
-                Job(str(self.root), mates, self._group.world, self._keep, self._keep_every, idle_timeout, drain_limit),
-            )
-            self._keeper = AgentKeeper(job)
+            self._keeper = AgentKeeper(job, info, fallback_after, self.metrics.agent)
             self._keeper.check()
         share = None if limit is None else limit // len(mates)
         slots = Slots(job, rank, self._group.world, mates, share, page_lock)
@@ -198,10 +200,13 @@ class Checkpointer:
             raise UsageError("restore() comes before the first save of a run")
         if self._saves.memory is not None and self._job is not None and step != 0:
             compose(self._job, self._saves.memory.slots)
-        done = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle, strict)
-        if self._saves.memory is not None and not self._restored and self._meeting.found:
+        done, seen = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle, strict)
+        self._incarnation = replace(self._incarnation, generation=max(self._incarnation.generation, 1 + seen))
+        if self._saves.memory is not None and not self._begun and self._meeting.found:
             self._saves.memory.slots.reserve(self._capture.estimate())
-        self._restored = True
+        self._begun = True
+        anyway = done is None or step is not None
+        self._meeting.go_on(self._job, self._group.rank, None if done is None else done.stored, anyway)
         if done is None:
             return 0
         self._saves.restored = self._saves.reached = done.step
@@ -224,6 +229,7 @@ class Checkpointer:
     def _step(self, n: int) -> None:
         self._saves.settle()
         self._check_step(n)
+        self._begin()
         saved, self._seen = self.metrics.saves > self._seen, self.metrics.saves
         due = self._cadence.due(n, self.metrics.last_stall if saved else None)
         self.metrics.snapshot_every = self._cadence.every
@@ -249,6 +255,7 @@ class Checkpointer:
         with self._saves.stepping(n):
             self._saves.settle()
             self._check_step(n)
+            self._begin()
             self._save(n, persist=True)
         if wait is not None:
             self._saves.secure(timeout)
@@ -317,7 +324,7 @@ class Checkpointer:
         if self._keeper is not None:
             self._keeper.check()
         base = self._base if self._saves.newest is None else None
-        if base is not None and base.step == n and (not persist or self._store.durable(base)):
+        if base is not None and base.step == n and (not persist or self._saves.kept(base)):
             return  # it has just been restored, and there is nothing to add
         self._saves.save(self._stamp(n, persist))
 
@@ -333,29 +340,28 @@ class Checkpointer:
             raise UsageError(f"step {n} after step {self._saves.newest.step}: steps must grow")
         if self._saves.newest is None and self._base is not None and n < self._base.step:
             raise UsageError(f"step {n} after restoring step {self._base.step}: steps must grow")
-        if not self._restored and self._meeting.found:
+        if not self._begun and self._meeting.found:
             raise UsageError(
                 f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"
             )
 
+    def _begin(self) -> None:
+        """There was nothing to restore."""
+        if not self._begun:
+            self._begun = True
+            self._meeting.go_on(self._job, self._group.rank, None, anyway=True)
+
     def _wait_durable(self, stamp: Stamp, timeout: float) -> None:
         with self.pause_watchdog("waiting for storage"):
-            self._wait_for(stamp, timeout)
-
-    def _wait_for(self, stamp: Stamp, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        error = self._saves.direct.finish(timeout)
-        if error is not None and not self._store.durable(stamp):
-            raise NotDurableError(f"step {stamp.step} did not reach storage: {error}") from error
-        while not self._store.durable(stamp):
-            if self._keeper is not None:
-                self._keeper.check()
-            if time.monotonic() > deadline:
-                why = self._job.drain_error() if self._job is not None else ""
-                raise NotDurableError(
-                    f"step {stamp.step} is not on storage after {timeout:.0f} s{f': {why}' if why else ''}"
-                )
-            time.sleep(_POLL)
+            deadline = time.monotonic() + timeout
+            error = self._saves.direct.finish(timeout) or self._saves.direct.error_of(stamp)
+            left = 0.0 if error is not None else max(0.0, deadline - time.monotonic())
+            try:
+                wait_durable(stamp, self._store, self._job, self._keeper, left)
+            except NotDurableError:
+                if error is None:
+                    raise
+                raise NotDurableError(f"step {stamp.step} did not reach storage: {advise(error)}") from error
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -374,9 +380,9 @@ class Checkpointer:
         """Wait until the newest save is durable, then give the memory back.
 
         Raises NotDurableError after ``timeout`` seconds. Nothing is lost by that: the snapshot stays in memory, and
-        the agent goes on carrying it to storage.
+        the agent goes on carrying it to storage. Does nothing in a forked child: all belongs to its parent.
         """
-        if self._closed:
+        if self._closed or self._saves.forked:
             return
         saved = False
         try:
@@ -390,11 +396,4 @@ class Checkpointer:
             self._closed = True
             self._fence.close()
             self._saves.close()
-            if self._job is not None and saved:
-                self._job.remove_snapshots(self._group.rank)
-            if self._keeper is not None:
-                self._keeper.close()
-            if self._meeting.lock is not None:
-                self._meeting.lock.release()
-            if self._job is not None and self._job.agent() is None and (saved or not any(self._job.stamps())):
-                self._job.remove()  # else the agent does it, once the last rank has left
+            let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, saved)

@@ -5,6 +5,7 @@ Exit code 0 only when all is well; otherwise the code of the error, as in rekind
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -21,15 +22,18 @@ from rich.live import Live
 from rich.progress import Progress
 from rich.table import Table
 
+from rekindle.advice import advise
 from rekindle.agent.loop import run as run_agent
 from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
 from rekindle.errors import CorruptError, NotFoundError, RekindleError
-from rekindle.operate import Listed, copies_of, job_status, jobs, receipts, stop, values_of
+from rekindle.operate import Listed, copies_of, ended, job_status, jobs, receipts, stop, values_of
+from rekindle.patience import within
 from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.snapshot.names import Root
 from rekindle.storage.verify import verify
-from rekindle.terminal import JSON, MEMORY, ROOT, STEP, bar_of, print_json, show, table_of, to_root
+from rekindle.terminal import JSON, MEMORY, PATIENCE, ROOT, STEP, bar_of, print_json, show, table_of, to_root
 
 __all__ = ["main"]
 
@@ -46,6 +50,8 @@ class _Group(click.Group):
     """Turns our errors into one line on stderr and their exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # paths and names need not be text that it can encode
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except RekindleError as error:
@@ -55,7 +61,8 @@ class _Group(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
         except OSError as error:  # for one, a live job has recycled what was being looked at
-            click.echo(f"Error: {error}", err=True)
+            where = f"{error.filename}: " if error.filename else ""
+            click.echo(f"Error: {where}{advise(error)}", err=True)
             ctx.exit(RekindleError.exit_code)
 
 
@@ -69,13 +76,17 @@ main.add_command(export_command)
 main.add_command(import_command)
 
 
+def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list[Listed]:
+    return within(PATIENCE, root, lambda: copies_of(root, memory_base(memory), step))
+
+
 @main.command("ls")
 @ROOT
 @JSON
 @MEMORY
-def ls(root: Path, as_json: bool, memory: Path | None) -> None:
+def ls(root: Root, as_json: bool, memory: Path | None) -> None:
     """List the checkpoints of ROOT: on storage, and in this node's memory."""
-    listed = copies_of(root, memory_base(memory))
+    listed = _copies_of(root, memory)
     if as_json:
         print_json([entry.to_json() for entry in listed])
         return
@@ -99,9 +110,9 @@ def ls(root: Path, as_json: bool, memory: Path | None) -> None:
 @STEP
 @JSON
 @MEMORY
-def inspect(root: Path, step: int | None, as_json: bool, memory: Path | None) -> None:
+def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) -> None:
     """Show the tensors and values of a checkpoint of ROOT: of STEP, or the newest complete one."""
-    listed = copies_of(root, memory_base(memory), step)
+    listed = _copies_of(root, memory, step)
     entry = next((e for e in listed if e.condition == "complete"), listed[0])
     found = list(receipts(entry.copy))
     if as_json:
@@ -115,7 +126,7 @@ def inspect(root: Path, step: int | None, as_json: bool, memory: Path | None) ->
         ]
         print_json({**entry.to_json(), "shards": shards})
         return
-    click.echo(f"step {entry.copy.step} from {entry.copy.place}, {entry.condition}: {entry.copy.path}\n")
+    click.echo(f"step {entry.copy.step} from {entry.copy.place}, {entry.condition}: {entry.copy.files}\n")
     tensors = table_of("rank", "tensor", "dtype", "shape", "of which", "bytes")
     values = table_of("rank", "value", "")
     for receipt in found:
@@ -137,11 +148,11 @@ def inspect(root: Path, step: int | None, as_json: bool, memory: Path | None) ->
 @STEP
 @JSON
 @MEMORY
-def verify_command(root: Path, step: int | None, as_json: bool, memory: Path | None) -> None:
+def verify_command(root: Root, step: int | None, as_json: bool, memory: Path | None) -> None:
     """Read every byte of the checkpoints of ROOT, or of one STEP, and compare it with its checksum."""
     results: list[dict[str, Any]] = []
     with bar_of(as_json) as bar:
-        for entry in copies_of(root, memory_base(memory), step):
+        for entry in _copies_of(root, memory, step):
             results.append(_verify_one(entry, bar))
     if as_json:
         print_json(results)
@@ -172,7 +183,7 @@ def _verify_one(entry: Listed, bar: Progress) -> dict[str, Any]:
 @click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
 @JSON
 @MEMORY
-def status(root: Path | None, watch: bool, as_json: bool, memory: Path | None) -> None:
+def status(root: Root | None, watch: bool, as_json: bool, memory: Path | None) -> None:
     """Show this node's jobs, or that of ROOT: who is alive and does what, what is in memory, what is on storage."""
     base = memory_base(memory)
     if watch and as_json:
@@ -198,14 +209,18 @@ def status(root: Path | None, watch: bool, as_json: bool, memory: Path | None) -
         raise RekindleError("; ".join(problems))
 
 
-def _statuses(root: Path | None, base: Path) -> list[dict[str, Any]]:
+def _ended(root: Root) -> dict[str, Any]:
+    return within(PATIENCE, root, lambda: ended(root))
+
+
+def _statuses(root: Root | None, base: Path) -> list[dict[str, Any]]:
     wanted = jobs(base) if root is None else [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
     if root is not None and not wanted:
-        raise NotFoundError(f"{root}: has nothing in memory on this node")
+        return [_ended(root)]
     return [job_status(job) for job in wanted]
 
 
-def _watch(root: Path | None, base: Path) -> None:
+def _watch(root: Root | None, base: Path) -> None:
     with suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as live:
         while True:
             found = _statuses(root, base)
@@ -263,7 +278,7 @@ def _ranks_table(found: list[dict[str, Any]]) -> Table:
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for the first new step.")
 @JSON
 @MEMORY
-def drill_command(root: Path, fault: str, rank: int | None, timeout: float, as_json: bool, memory: Path | None) -> None:
+def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_json: bool, memory: Path | None) -> None:
     """Let a real fault befall the running job of ROOT, and tell what was noticed, secured, lost, and when.
 
     \b
@@ -282,9 +297,10 @@ def drill_command(root: Path, fault: str, rank: int | None, timeout: float, as_j
     if as_json:
         print_json(report.to_json())
     elif report.again is not None:
-        click.echo(f"lost: {report.lost} of {report.step} completed steps, and the step under way")
+        more = "" if fault == "agent" else ", and the step under way"
+        click.echo(f"lost: {report.lost} of {report.step} completed steps{more}")
     if report.again is None:
-        raise RekindleError(f"no new step within {timeout:.0f} s")
+        raise RekindleError(f"no new step within {timeout:.0f} s: is there a launcher that starts the ranks again?")
 
 
 @main.command("stop")
@@ -293,7 +309,7 @@ def drill_command(root: Path, fault: str, rank: int | None, timeout: float, as_j
 @click.option("--discard", is_flag=True, help="Give memory back at once; what only memory holds is lost.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")
 @MEMORY
-def stop_command(root: Path | None, stale: bool, discard: bool, timeout: float, memory: Path | None) -> None:
+def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, memory: Path | None) -> None:
     """End the job of ROOT on this node: carry what only memory holds to storage, then give the memory back."""
     if (root is None) == (not stale):
         raise click.UsageError("give either ROOT or --stale")
@@ -301,7 +317,7 @@ def stop_command(root: Path | None, stale: bool, discard: bool, timeout: float, 
     if root is not None:
         wanted = [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
         if not wanted:
-            raise NotFoundError(f"{root}: has nothing in memory on this node")
+            click.echo(f"{root}: has ended, and its step {_ended(root)['durable_step']} is on storage")
     else:
         wanted = [job for job in jobs(base) if not job.trainers() and job.agent() is None]
     failures: list[RekindleError] = []
@@ -325,7 +341,7 @@ def stop_command(root: Path | None, stale: bool, discard: bool, timeout: float, 
 @main.command("agent")
 @ROOT
 @MEMORY
-def agent(root: Path, memory: Path | None) -> None:
+def agent(root: Root, memory: Path | None) -> None:
     """Serve ROOT's memory on this node in the foreground. Trainers start their agents themselves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     job = JobDir.of(root, memory_base(memory))

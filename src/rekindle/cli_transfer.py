@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.operate import copies_of
 from rekindle.snapshot.memory import JobDir, memory_base
-from rekindle.snapshot.names import LAST_STEP, root_path
+from rekindle.snapshot.names import LAST_STEP, Root, root_of
 from rekindle.storage.catalog import STORAGE, Copy
 from rekindle.storage.pace import amount
 from rekindle.terminal import JSON, MEMORY, ROOT, bar_of, print_json
@@ -25,6 +25,8 @@ __all__ = ["export_command", "import_command"]
 
 _SHARD = 5_000_000_000
 """Bytes of tensors in a file, as Hugging Face has it."""
+_TRIES = 10
+"""Times that a job which trains may take away what is just to be exported from its memory."""
 
 
 def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
@@ -36,15 +38,15 @@ def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     return int(nbytes)
 
 
-def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> tuple[Path, int | None, Path]:
+def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> tuple[Root, int | None, Path]:
     root, *step, out = value if len(value) in (2, 3) else ("", "", "")
     if not root:
         raise click.BadParameter("give ROOT OUT, or ROOT STEP OUT")
     if not step and out.isdecimal():
         raise click.BadParameter(f"is {out} a step? Then OUT is missing; as the name of the export, write ./{out}")
-    if step and not step[0].isdecimal():
+    if step and not (step[0].isdecimal() and len(step[0]) <= len(str(LAST_STEP))):
         raise click.BadParameter(f"{step[0]!r} is not a step")
-    return root_path(root), int(step[0]) if step else None, Path(out).absolute()
+    return root_of(root), int(step[0]) if step else None, Path(out).absolute()
 
 
 @click.command("export")
@@ -57,7 +59,7 @@ def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
 @JSON
 @MEMORY
 def export_command(
-    places: tuple[Path, int | None, Path],
+    places: tuple[Root, int | None, Path],
     form: Form,
     only: str | None,
     max_shard_size: int | None,
@@ -74,12 +76,19 @@ def export_command(
     if max_shard_size is not None and form != "safetensors":
         raise click.UsageError("--max-shard-size is for --format safetensors")
     root, step, out = places
-    copy = _copy(root, step, memory_base(memory))
     from rekindle.transfer.export import export  # noqa: PLC0415  the other commands need no torch
 
     with bar_of(as_json) as bar:
-        progress = _OnBar(bar, f"exporting step {copy.step}")
-        done = export(copy, out, form, only, max_shard_size or _SHARD, progress)
+        for left in reversed(range(_TRIES)):
+            copy = _copy(root, step, memory_base(memory))
+            progress = _OnBar(bar, f"exporting step {copy.step}")
+            try:
+                done = export(copy, out, form, only, max_shard_size or _SHARD, progress)
+                break
+            except NotFoundError:
+                if copy.place == STORAGE or not left:
+                    raise
+                progress.drop()
     if as_json:
         print_json(done.to_json())
         return
@@ -88,7 +97,7 @@ def export_command(
     click.echo(f"step {done.step} from {done.place}: {done.tensors} tensors, {size}, {files}: {done.path}")
 
 
-def _copy(root: Path, step: int | None, base: Path) -> Copy:
+def _copy(root: Root, step: int | None, base: Path) -> Copy:
     """What to export: the newest complete checkpoint; of a given step an abandoned one too, if it is all there is."""
     listed = copies_of(root, base, step)
     fit = [e for e in listed if e.condition == "complete" or (step is not None and e.condition == "abandoned")]
@@ -112,7 +121,7 @@ def _copy(root: Path, step: int | None, base: Path) -> Copy:
 @JSON
 @MEMORY
 def import_command(
-    source: Path, root: Path, step: int, entry: str | None, allow_pickle: bool, as_json: bool, memory: Path | None
+    source: Path, root: Root, step: int, entry: str | None, allow_pickle: bool, as_json: bool, memory: Path | None
 ) -> None:
     """Make SOURCE the checkpoint of STEP of ROOT.
 
@@ -141,3 +150,7 @@ class _OnBar(Progress):
 
     def advance(self, nbytes: int) -> None:
         self._bar.advance(self._task, nbytes)
+
+    def drop(self) -> None:
+        """Nothing more comes: another one begins anew."""
+        self._bar.remove_task(self._task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -11,11 +10,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rekindle.agent.fault import Fault
 from rekindle.agent.http import ask
 from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.operate import pages
+from rekindle.snapshot.documents import read
+from rekindle.snapshot.fields import loads
 from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.status import DONE, SECURED, STAGES, Status, read_status
+from rekindle.snapshot.status import DONE, SECURED, STAGES, STARTING, Status, read_status
 
 __all__ = ["FAULTS", "Report", "drill"]
 
@@ -140,7 +142,7 @@ class _Watcher:
                     report.secured = page.progress / 1e9 - self._began
                     self._tell(f"rank {rank}: step {page.secured} secured after {report.secured:.3f} s")
                 report.stages[rank] = STAGES[page.stage]
-        new = [page for page in found.values() if page.generation > self._generation]
+        new = [page for page in found.values() if page.generation > self._generation and page.phase != STARTING]
         if new and len(new) == len(self._ranks):
             if report.back is None:
                 report.back, report.resumed = time.monotonic() - self._began, min(page.step for page in new)
@@ -150,9 +152,9 @@ class _Watcher:
                 self._tell(f"the first new step is complete after {report.again:.2f} s")
 
     def _look_for_notice(self) -> None:
-        with suppress(OSError, ValueError, KeyError):
-            fault = json.loads(self._job.fault.read_bytes())
-            if fault["noticed"] > self._began:
-                self._report.noticed = fault["noticed"] - self._began
-                self._report.cause, self._report.what = fault["cause"], fault["what"]
-                self._tell(f"noticed after {self._report.noticed * 1e3:.1f} ms: {fault['what']}")
+        with suppress(OSError, ValueError):
+            fault = Fault.from_json(loads(read(self._job.fault)))
+            if fault.noticed > self._began:
+                self._report.noticed = fault.noticed - self._began
+                self._report.cause, self._report.what = fault.cause, fault.what
+                self._tell(f"noticed after {self._report.noticed * 1e3:.1f} ms: {fault.what}")

@@ -8,6 +8,7 @@
     ├── NotFoundError (FileNotFoundError)                            3
     ├── CorruptError (ValueError)                                    4
     │   └── FormatError                                              4
+    │       └── VersionError                                         4
     ├── StateMismatchError (ValueError)                              5
     ├── MemoryStoreError (OSError)                                   6
     ├── BusyError (RuntimeError)                                     7
@@ -33,6 +34,7 @@ __all__ = [
     "StateMismatchError",
     "UnsupportedValueError",
     "UsageError",
+    "VersionError",
 ]
 
 
@@ -65,7 +67,11 @@ class CorruptError(RekindleError, ValueError):
 
 
 class FormatError(CorruptError):
-    """A file is not what its name says, or was written by a newer major version of the format."""
+    """A file is not what its name says."""
+
+
+class VersionError(FormatError):
+    """A file was written by a newer major version of the format: update Rekindle to read it."""
 
 
 class StateMismatchError(RekindleError, ValueError):

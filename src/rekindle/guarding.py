@@ -13,7 +13,7 @@ from rekindle.recovery.meet import Meeting
 from rekindle.saves import Saves
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import JobDir
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.contract import Store
 
 __all__ = ["Guarding"]
 
@@ -29,7 +29,7 @@ class Guarding:
     """See ``rekindle.recovery.guard.Guarded``."""
 
     saves: Saves
-    store: PosixStore
+    store: Store
     stamp: Callable[[int, bool], Stamp]
     job: JobDir | None
     group: Alone | Group
@@ -70,7 +70,7 @@ class Guarding:
     def finish(self, step: int) -> None:
         """Once this rank has nothing left that tells of the last step, it could not help those that fail in it.
 
-        It waits a moment for their parts of what they share, then brings all that it has.
+        It waits a moment for their parts of what they share, if they do, then brings all that it has.
         """
         if self.saves.memory is not None and step > self.saves.restored:
             with self.saves.stepping(step):
@@ -79,7 +79,7 @@ class Guarding:
                     self.saves.save(self.stamp(step, False))
                     self.saves.settle()
                 until = time.monotonic() + _OTHERS
-                while not self.secured(step):
+                while not self.shared_by_all(step):
                     if time.monotonic() > until:
                         self.saves.gasp(self.stamp(step, False), True)
                         return
@@ -88,10 +88,10 @@ class Guarding:
     def secure(self, step: int, whole: bool) -> None:
         self.saves.gasp(self.stamp(step, True), whole)
 
-    def secured(self, step: int) -> bool:
+    def shared_by_all(self, step: int) -> bool:
         stamp = self.stamp(step, True)
         memory = self.saves.memory
-        return (memory is not None and memory.complete(stamp)) or self.durable(step)
+        return not self.saves.live.shared or (memory is not None and memory.complete(stamp)) or self.durable(step)
 
     def durable(self, step: int) -> bool:
         return self.store.durable(self.stamp(step, True))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rekindle.snapshot.lineage import Incarnation, retired
+from rekindle.snapshot.lineage import Incarnation, live
 from rekindle.snapshot.memory import JobDir
 from rekindle.storage.catalog import STORAGE, survey
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.contract import Store
 
 __all__ = ["Checkpoint", "list_checkpoints"]
 
@@ -30,14 +30,11 @@ class Checkpoint:
         return STORAGE in self.places
 
 
-def list_checkpoints(job: JobDir | None, store: PosixStore, mates: Collection[int]) -> list[Checkpoint]:
+def list_checkpoints(job: JobDir | None, store: Store, mates: Collection[int]) -> list[Checkpoint]:
     """All complete ones that this node, of ranks ``mates``, can see, newest first; abandoned ones are left out."""
-    copies = survey(job, store)
-    seen = [copy.incarnation for copy in copies]
     found: dict[tuple[int, Incarnation], Checkpoint] = {}
-    for copy in copies:
-        whole = copy.place == STORAGE or copy.ranks.issuperset(mates)
-        if whole and not retired(copy.step, copy.incarnation, seen):
+    for copy in live(survey(job, store)):
+        if copy.place == STORAGE or copy.ranks.issuperset(mates):
             known = found.get(copy.key)
             places = (*known.places, copy.place) if known else (copy.place,)
             found[copy.key] = Checkpoint(copy.step, places, copy.world, copy.incarnation.generation)

@@ -24,6 +24,16 @@ class Metrics:
     restored_step: int = 0
     restored_from: str = ""
     restore_seconds: float = 0.0
+    direct: int = 0
+    """Saves that went straight to storage."""
+    memory_lost: int = 0
+    """Times that memory would take no more saves, and storage got them instead."""
+    memory_back: int = 0
+    """Times that saves went into memory again after that."""
+    agent_lost: int = 0
+    """Times that no agent could be had, and this process carried checkpoints to storage itself."""
+    agent_back: int = 0
+    """Times that an agent did so again after that."""
     stalls: deque[float] = field(default_factory=lambda: deque(maxlen=1000), repr=False)
     """The newest 1,000 stalls."""
 
@@ -40,6 +50,11 @@ class Metrics:
         self.last_stall += seconds
         self.stalls[-1] = self.last_stall
         self.max_stall = max(self.last_stall, self.max_stall)
+
+    def agent(self, there: bool) -> None:
+        """Count that there is no agent any more, or one again."""
+        self.agent_back += there
+        self.agent_lost += not there
 
     def summary(self) -> str:
         """One line for people."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -13,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.agent.drain import Drainer
+from rekindle.agent.fault import Fault
 from rekindle.agent.http import ask
 from rekindle.agent.spawn import TICK
 from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError
-from rekindle.snapshot.documents import Receipt
+from rekindle.patience import within
+from rekindle.snapshot.documents import Receipt, read
+from rekindle.snapshot.fields import loads
 from rekindle.snapshot.lineage import Incarnation, retired
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import receipt_name
+from rekindle.snapshot.names import Root, receipt_name
 from rekindle.snapshot.status import DOES, PHASES, STAGES, Status, read_status
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy, survey
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.stores import open_store
 
-__all__ = ["Listed", "copies_of", "jobs", "job_status", "pages", "receipts", "stop", "values_of"]
+__all__ = ["Listed", "copies_of", "ended", "jobs", "job_status", "pages", "receipts", "stop", "values_of"]
 
 
 _COMPOSING = 5.0
@@ -54,11 +56,11 @@ class Listed:
             "world": copy.world,
             "ranks": sorted(copy.ranks),
             "bytes": self.nbytes,
-            "path": str(copy.path),
+            "path": str(copy.files),
         }
 
 
-def copies_of(root: Path, base: Path, step: int | None = None) -> list[Listed]:
+def copies_of(root: Root, base: Path, step: int | None = None) -> list[Listed]:
     """Every copy of every checkpoint of ``root`` that this node can see, newest first; of one step if given.
 
     Raises NotFoundError when there is none.
@@ -66,7 +68,7 @@ def copies_of(root: Path, base: Path, step: int | None = None) -> list[Listed]:
     job = JobDir.of(root, base)
     job.check()
     info = job.read_job()
-    copies = survey(job, PosixStore(root))
+    copies = survey(job, open_store(root))
     seen = {copy.incarnation for copy in copies}
     listed = []
     for copy in copies:
@@ -77,9 +79,9 @@ def copies_of(root: Path, base: Path, step: int | None = None) -> list[Listed]:
         if retired(copy.step, copy.incarnation, seen):
             condition = "abandoned"
         listed.append(Listed(copy, _bytes(copy), condition))
-    for number, path in PosixStore(root).damaged():
+    for number, files in open_store(root).damaged():
         if step is None or number == step:
-            listed.append(Listed(Copy(number, Incarnation(0, ""), 0, STORAGE, path, frozenset(), True), 0, "damaged"))
+            listed.append(Listed(Copy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged"))
     if not listed:
         raise NotFoundError(f"{root}: no checkpoint" + (f" of step {step}" if step is not None else ""))
     return listed
@@ -89,7 +91,7 @@ def _bytes(copy: Copy) -> int:
     total = 0
     for rank in copy.ranks:
         try:
-            total += (copy.path / receipt_name(rank, copy.world)).with_suffix(".safetensors").stat().st_size
+            total += copy.files.shard_size(rank, copy.world)
         except OSError:
             continue
     return total
@@ -98,8 +100,8 @@ def _bytes(copy: Copy) -> int:
 def receipts(copy: Copy) -> Iterator[Receipt]:
     """The receipts of one copy, rank by rank. Raises CorruptError or FileNotFoundError."""
     for rank in sorted(copy.ranks):
-        path = copy.path / receipt_name(rank, copy.world)
-        yield Receipt.decode(path.read_bytes(), path)
+        name = receipt_name(rank, copy.world)
+        yield Receipt.decode(copy.files.read(name), copy.files.named(name))
 
 
 def values_of(receipt: Receipt) -> Iterator[tuple[str, Any]]:
@@ -181,6 +183,21 @@ def job_status(job: JobDir) -> dict[str, Any]:
     return status
 
 
+def ended(root: Root) -> dict[str, Any]:
+    """The status of a job that has ended here, which has nothing in memory any more.
+
+    Raises NotFoundError when storage has nothing of it either.
+    """
+    published = open_store(root).published()
+    if not published:
+        raise NotFoundError(f"{root}: has nothing in memory on this node, and no checkpoint on storage")
+    return {
+        **{"root": str(root), "directory": None, "trainers": {}, "ranks": {}, "fault": None, "agent": None},
+        **{"memory_bytes": 0, "memory_steps": [], "durable_step": published[-1].stamp.step},
+        **{"problem": None, "drain": None},
+    }
+
+
 def _described(page: Status) -> dict[str, Any]:
     return {
         "phase": "paused" if page.paused else STAGES[page.stage] if page.stage else PHASES[page.phase],
@@ -195,10 +212,9 @@ def _described(page: Status) -> dict[str, Any]:
 
 def _last_fault(job: JobDir) -> dict[str, Any] | None:
     try:
-        fault: dict[str, Any] = json.loads(job.fault.read_bytes())
+        return Fault.from_json(loads(read(job.fault))).to_json()
     except (OSError, ValueError):
         return None
-    return fault
 
 
 def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
@@ -252,9 +268,10 @@ def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[d
     try:
         drainer = Drainer(job)
         while not discard:
-            busy = drainer.tick()  # at least once: it also gives a killed drain's checkpoint its proper name
+            # At least once: it also gives a killed drain's checkpoint its proper name.
+            busy = _in_time(deadline, job, drainer.tick)
             progress(vars(drainer.progress))
-            if not _pending(drainer):
+            if not _in_time(deadline, job, lambda: _pending(drainer)):
                 break
             if time.monotonic() > deadline:
                 why = drainer.progress.error or "storage is slow, or other nodes have not finished"
@@ -265,6 +282,15 @@ def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[d
             raise BusyError(f"{job.path}: a trainer has come back")
     finally:
         lock.release()
+
+
+def _in_time(deadline: float, job: JobDir, work: Callable[[], bool]) -> bool:
+    """What ``work`` gives, which storage that hangs keeps from ending. Raises NotDurableError."""
+    info = job.read_job()
+    try:
+        return within(max(1.0, deadline - time.monotonic()), info.root if info else job.path, work)
+    except TimeoutError as error:
+        raise NotDurableError(f"{job.path}: what memory holds is not on storage: {error}") from error
 
 
 def _pending(drainer: Drainer) -> bool:

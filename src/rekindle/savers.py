@@ -1,32 +1,34 @@
-"""Two ways for a snapshot to go: into the memory store, or, where there is none, straight to storage."""
+"""Saves into the memory store: a snapshot is begun inside of ``step()``, and completed while training goes on."""
 
 from __future__ import annotations
 
-import logging
-import mmap
+import sys
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from rekindle.errors import MemoryStoreError, NotDurableError, RekindleError, UsageError
+from rekindle.advice import advise
+from rekindle.errors import MemoryStoreError, RekindleError, UsageError
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.slots import Slot, Slots
 from rekindle.state.copy import Copying, fingerprints
 from rekindle.state.live import Live
 from rekindle.state.plan import Plan
-from rekindle.storage.pace import step_back
-from rekindle.storage.posix import PosixStore
 
-__all__ = ["Changed", "DirectSaver", "Flight", "MemorySaver"]
+__all__ = ["Changed", "Flight", "MemorySaver"]
 
-log = logging.getLogger("rekindle")
 
-_WRITE_TIMEOUT = 1800.0
-"""Seconds that a save waits for the one before it to reach storage."""
+_WRITE = 2.0
+"""Seconds for which a write to a tensor may outlast the copy of everything."""
+_PEEK = 0.0002, 0.005
+"""Seconds between two looks at what the trainer is doing: at first, doubled each time, and at most."""
+
+_HARMLESS = {"threading", "torch.autograd.graph", "torch.distributed.distributed_c10d"}
+"""Modules in which the trainer waits, for somebody or for a backward pass: it may take long, or not end at all."""
 
 
 class Changed(UsageError):
@@ -58,8 +60,9 @@ class Flight:
     committed: bool = False
     error: BaseException | None = None
     """What went wrong."""
+    _trainer: int = field(default_factory=threading.get_ident)
     _held: bool = False
-    _judged: bool = False
+    _judged: threading.Event = field(default_factory=threading.Event)
     _landed: bool = False
     _judging: threading.Lock = field(default_factory=threading.Lock)
     _landing: threading.Lock = field(default_factory=threading.Lock)
@@ -85,7 +88,7 @@ class Flight:
             return
         try:
             self.copying.hold()
-            self._judge()
+            self.judge()
             if first and self.expected:  # optimizers update one after the other: only the first finds all as it was
                 self._compare(fingerprints(self.plan))
         except Exception as error:
@@ -95,12 +98,15 @@ class Flight:
 
     def land(self) -> None:
         """Wait for the copy and commit it. Doesn't raise: ``error`` tells what went wrong."""
+        if threading.get_ident() == self._trainer:  # which is here, so none of its writes is under way
+            self.judge()
         with self._landing:
             if self._landed:
                 return
             try:
                 self.checksums = self.copying.finish()
-                self._judge()
+                self._let_writes_end()
+                self.judge()
                 self._compare(self.checksums)
                 if self.error is not None:
                     raise self.error
@@ -114,18 +120,35 @@ class Flight:
             finally:
                 self._landed = True
 
-    def _judge(self) -> None:
+    def _let_writes_end(self) -> None:
+        """Return when a write that began during the copy is over: torch counts it then, and not before.
+
+        So it is once the trainer has gone on from where it is now. What takes it longer than any write, such as a wait
+        for other ranks, isn't waited for.
+        """
+        if self._judged.is_set():
+            return
+        place, deadline = _place(self._trainer), time.monotonic() + _WRITE
+        pause, longest = _PEEK
+        while place is not None and place == _place(self._trainer) and time.monotonic() < deadline:
+            if self._judged.wait(pause):
+                return
+            pause = min(2 * pause, longest)
+
+    def judge(self) -> None:
         """See, once and before the first update, that nothing has changed the state since the start; else ``error``.
+
+        For the trainer, or while nothing changes the state.
 
         Writes past torch's version counters are only found by hashes.
         """
         with self._judging:
-            if not self._judged:
+            if not self._judged.is_set():
                 pairs = zip(self.plan.watched, self.versions, self._versions(), strict=True)
                 names = {name for name, before, after in pairs if before != after}
                 if names:
                     self.error = self.error or Changed(self.stamp.step, names)
-                self._judged = True
+                self._judged.set()
 
     def _compare(self, found: Mapping[int, str] | Sequence[str]) -> None:
         changed = {number for number, expected in self.expected.items() if found[number] != expected}
@@ -134,6 +157,19 @@ class Flight:
 
     def receipt(self) -> bytes:
         return Receipt.encode(self.stamp, self.plan.static, self.checksums, self.values)
+
+
+def _place(thread: int) -> tuple[int, int] | None:
+    """Where another thread is in code other than torch's; None if nowhere, or where it writes to no parameter.
+
+    That place stays the same until a call into torch returns, whatever Python that runs: compiled code, dispatch.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is not None and frame.f_globals.get("__name__") in _HARMLESS:
+        return None
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    return None if frame is None else (id(frame), frame.f_lasti)
 
 
 class MemorySaver:
@@ -148,6 +184,8 @@ class MemorySaver:
         self._overlap, self._verify = overlap, verify
         self.flight: Flight | None = None
         """The newest save that didn't fail at once."""
+        self._torn = False
+        """Whether a save has left the slots behind in an unknown state."""
 
     def save(self, stamp: Stamp, owner: object) -> int:
         """Bytes to be saved. Raises MemoryStoreError when memory has no room, or is gone. Call ``settle`` first.
@@ -156,6 +194,7 @@ class MemorySaver:
         """
         plan, values = self._live.take(stamp)
         try:
+            self.mend()
             slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
             assert slot.map is not None
             expected = fingerprints(plan) if self._verify else {}
@@ -167,13 +206,26 @@ class MemorySaver:
                 flight.land()
         except MemoryStoreError:
             raise
-        except BaseException:  # a signal handler may raise between any two instructions, Ctrl-C's for one
-            self.flight = None
-            self.slots.recover()
+        except BaseException as error:  # a signal handler may raise between any two instructions, Ctrl-C's for one
+            self.flight, self._torn = None, True
+            if isinstance(error, OSError):
+                raise MemoryStoreError(f"memory store {self.slots.job.path}: {advise(error)}") from error
             raise
         if late:
             self._live.writer.behind(partial(_fly, flight, owner))
         return plan.layout.file_bytes
+
+    def mend(self) -> None:
+        """Begin again from the files, if a save has broken off. Raises OSError when that can't be."""
+        if self._torn:
+            self.slots.recover()
+            self._torn = False
+
+    def come_back(self, lock: Lock) -> bool:
+        """Begin again from the files, and from none if somebody has removed them: then True. Raises OSError."""
+        removed = self.slots.job.retake(lock)
+        self.flight, self._torn = None, True
+        return removed
 
     def gasp(self, stamp: Stamp, whole: bool) -> None:
         """Bring the state, which is that of ``stamp``, into memory. For any thread, while nothing changes the state.
@@ -183,6 +235,7 @@ class MemorySaver:
         """
         flight = self.flight
         if flight is not None and flight.stamp.step == stamp.step:
+            flight.judge()
             flight.land()
             if flight.committed and (not whole or self.complete(stamp) or flight.plan is flight.plan.whole):
                 self.persist(stamp.step)
@@ -190,6 +243,7 @@ class MemorySaver:
             if isinstance(flight.error, Changed):
                 raise flight.error
         plan = self._live.plan(stamp, whole)
+        self.mend()
         slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
         assert slot.map is not None
         try:
@@ -222,7 +276,7 @@ class MemorySaver:
         if isinstance(flight.error, (Changed, MemoryStoreError)):
             flight.slot.unlock()
         else:
-            self.slots.recover()  # threads may still be writing into the slot
+            self._torn = True  # threads may still be writing into the slot
             self._live.capture.begin_anew()
         return flight
 
@@ -240,82 +294,3 @@ class MemorySaver:
 
 def _fly(flight: Flight, owner: object) -> None:
     flight.behind()
-
-
-class DirectSaver:
-    """Copies the state into private memory; a thread writes it to storage while training goes on.
-
-    Each save waits for the one before it, so that all ranks save the same steps without having to talk.
-    """
-
-    def __init__(self, live: Live, store: PosixStore, keep: tuple[int, int | None]) -> None:
-        self._live = live
-        self._store = store
-        self._keep = keep
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rekindle-direct", initializer=step_back)
-        self._buffer: mmap.mmap | None = None
-        self._cache: object = None
-        self._writing: Future[None] | None = None
-
-    def save(self, stamp: Stamp) -> int:
-        """Bytes copied; storage gets them in the background. Call ``finish`` first."""
-        plan, values = self._live.take(stamp)
-        buffer = self._room(plan)
-        self._cache, checksums = self._live.writer.write(plan, buffer, self._cache, stamp.step)
-        self._submit(stamp, Receipt.encode(stamp, plan.static, checksums, values), buffer)
-        return plan.layout.file_bytes
-
-    def _room(self, plan: Plan) -> mmap.mmap:
-        if self._buffer is None or len(self._buffer) != plan.layout.file_bytes:
-            self._cache, self._buffer = None, mmap.mmap(-1, plan.layout.file_bytes)
-        return self._buffer
-
-    def gasp(self, stamp: Stamp, whole: bool) -> None:
-        """Bring the state, which is that of ``stamp``, to storage: all of it or this rank's part.
-
-        For any thread, while nothing changes the state.
-
-        Raises OSError when storage refuses it, RekindleError when the state can't be had.
-        """
-        self.finish()
-        plan = self._live.plan(stamp, whole)
-        buffer = self._room(plan)
-        self._submit(stamp, self._live.write(stamp, plan, buffer), buffer)
-        error = self.finish()
-        if error is not None:
-            raise error
-
-    def rescue(self, flight: Flight) -> None:
-        """Write a snapshot that is whole but could not be committed to memory. Call ``finish`` first, and before the
-        next save into memory."""
-        assert flight.slot.map is not None
-        self._submit(flight.stamp, flight.receipt(), flight.slot.map)
-
-    def _submit(self, stamp: Stamp, raw: bytes, buffer: mmap.mmap) -> None:
-        receipt = Receipt.decode(raw, f"step {stamp.step}")
-        self._writing = self._thread.submit(self._write, receipt, memoryview(buffer)[: receipt.file_bytes])
-
-    def _write(self, receipt: Receipt, data: memoryview) -> None:
-        self._store.write_shard(receipt, data, lambda nbytes: None)
-        if self._store.publish(receipt.stamp):
-            self._store.prune(*self._keep)
-            self._store.settle()
-
-    @property
-    def writing(self) -> bool:
-        """Whether a save has not been seen to its end."""
-        return self._writing is not None
-
-    def finish(self, timeout: float = _WRITE_TIMEOUT) -> BaseException | None:
-        """Wait until the last save is written, and tell what went wrong with it. Raises NotDurableError."""
-        if self._writing is None:
-            return None
-        try:
-            error = self._writing.exception(timeout)
-        except FutureTimeout:
-            raise NotDurableError(f"storage has not taken the last checkpoint within {timeout:.0f} s") from None
-        self._writing = None
-        return error
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=self._writing is None or self._writing.done())

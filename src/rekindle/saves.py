@@ -6,38 +6,58 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
-from rekindle.errors import MemoryStoreError, NotDurableError
+from rekindle.advice import advise
+from rekindle.agent.tries import Tries
+from rekindle.direct import DirectSaver
+from rekindle.errors import BusyError, MemoryStoreError, NotDurableError
 from rekindle.metrics import Metrics
+from rekindle.patience import within
 from rekindle.recovery.gate import Gate
-from rekindle.savers import DirectSaver, MemorySaver
+from rekindle.savers import Flight, MemorySaver
 from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.slots import Slots
 from rekindle.snapshot.small import Smalls
 from rekindle.snapshot.status import STABLE
 from rekindle.state.capture import Capture
 from rekindle.state.live import Live
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.catalog import STORAGE
+from rekindle.storage.contract import Store
 
 __all__ = ["Saves"]
 
 log = logging.getLogger("rekindle")
+
+_LOOK = 3.0
+"""Seconds that storage gets to say whether it has what was restored."""
 
 
 class Saves:
     """For the thread that trains, but for ``hold``. With ``strict`` failures are raised, else they are logged."""
 
     def __init__(
-        self, capture: Capture, store: PosixStore, keep: tuple[int, int | None], metrics: Metrics, strict: bool
+        self,
+        capture: Capture,
+        store: Store,
+        keep: tuple[int, int | None],
+        metrics: Metrics,
+        strict: bool,
+        fallback_after: float,
     ) -> None:
-        """``keep``: how many checkpoints stay on storage, and the multiple of which all do."""
+        """``keep``: how many checkpoints stay on storage, and the multiple of which all do.
+
+        Memory that fails is tried again three times within ``fallback_after`` seconds, then now and then. The saves in
+        between go straight to storage.
+        """
         self.live = Live(capture)
         self.memory: MemorySaver | None = None
         """None where there is no memory store."""
         self.direct = DirectSaver(self.live, store, keep)
-        self.lock: object = None
+        self._store = store
+        self.lock: Lock | None = None
         """What makes this process the rank's trainer: it stays so while a copy is on its way, whoever forgets us."""
         self.gate: Gate | None = None
         """Who is told what training does, inside of ``guard()``."""
@@ -50,7 +70,9 @@ class Saves:
         """The newest completed step that we were told of, or that was restored."""
         self.restored = 0
         self._metrics, self._strict = metrics, strict
-        self._fallen_back = False
+        self._tries = Tries(fallback_after)
+        self._trial: Flight | None = None
+        """What is to show that memory takes saves again."""
 
     def use_memory(self, slots: Slots, overlap: bool, verify: bool) -> None:
         """From now on saves go into memory."""
@@ -73,18 +95,48 @@ class Saves:
         self._metrics.saved(time.perf_counter() - began, nbytes)
 
     def _write(self, stamp: Stamp) -> int:
-        if self.memory is not None:
+        if self.memory is not None and self._tries.due():
             try:
                 self._finish_direct()  # it may be writing what a slot holds
-                return self.memory.save(stamp, (self, self.lock))
+                if self._tries.failed:
+                    self._come_back(self.memory)
+                nbytes = self.memory.save(stamp, (self, self.lock))
+                self._trial = self.memory.flight
+                return nbytes
             except MemoryStoreError as error:
                 if self._strict:
                     raise
-                if not self._fallen_back:
-                    log.warning("step %d goes straight to storage: %s", stamp.step, error)
-                self._fallen_back = True
+                self._fall_back(stamp.step, error)
         self._finish_direct()
-        return self.direct.save(stamp)
+        nbytes = self.direct.save(stamp)
+        self._metrics.direct += 1
+        return nbytes
+
+    def _come_back(self, memory: MemorySaver) -> None:
+        """Make what somebody may have removed. Raises MemoryStoreError."""
+        try:
+            if self.lock is not None and memory.come_back(self.lock) and self.gate is not None:
+                self.gate.show_again()
+        except (BusyError, OSError) as error:
+            raise MemoryStoreError(str(error)) from error
+
+    def _fall_back(self, step: int, error: BaseException) -> None:
+        if not self._tries.failed:
+            self._metrics.memory_lost += 1
+            log.warning(
+                "step %d goes straight to storage, and so do those after it until memory takes them again, which is "
+                "tried now and then: %s",
+                *(step, error),
+            )
+        self._tries.fail()
+
+    def _see_trial(self) -> None:
+        """Memory works when a save into it is complete."""
+        trial, self._trial = self._trial, None
+        if trial is not None and trial.committed and self._tries.failed:
+            self._tries.succeed()
+            self._metrics.memory_back += 1
+            log.warning("step %d is in memory: memory takes saves again", trial.stamp.step)
 
     def _finish_direct(self) -> None:
         if not self.direct.writing:  # a pause teaches the watchdog nothing of the step
@@ -103,9 +155,18 @@ class Saves:
         except Exception as error:
             self._failed(self.newest.step, error)
 
+    def kept(self, base: Stamp) -> bool:
+        """Whether storage has what was restored; where it doesn't say, whether the agent will see to that."""
+        if self._metrics.restored_from == STORAGE:
+            return True
+        with suppress(OSError):
+            return within(_LOOK, self._store.root, lambda: self._store.durable(base))
+        stamps = self.memory.slots.job.stamps() if self.memory is not None else ()
+        return any(stamp.key == base.key and stamp.persist for stamp, _ in stamps)
+
     def hold(self) -> None:
         """Wait until the newest save has what an update will change. For the thread that updates."""
-        if os.getpid() != self._pid:  # a forked child
+        if self.forked:
             return
         if self.memory is not None and self.memory.flight is not None:
             began = time.perf_counter()
@@ -115,6 +176,11 @@ class Saves:
             if self._before_update is not None and self.gate.phase == STABLE:  # the first optimizer of several
                 self._before_update(self.gate.step + 1)
             self.gate.updating(self.in_memory())
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that trains: nothing of it belongs to the child."""
+        return os.getpid() != self._pid
 
     def guard(self, gate: Gate | None, before_update: Callable[[int], object] | None = None) -> None:
         """From now on tell ``gate`` what training does, and keep what ``gasp`` needs; or, with None, no longer.
@@ -157,7 +223,7 @@ class Saves:
                 self.memory.gasp(stamp, whole)
                 self.newest = stamp
                 return
-            except MemoryStoreError as error:
+            except OSError as error:
                 log.warning("step %d goes straight to storage: %s", stamp.step, error)
         self.direct.gasp(stamp, whole)
         self.newest = stamp
@@ -165,16 +231,18 @@ class Saves:
     def settle(self) -> None:
         """See the newest save into memory, and say what went wrong with it."""
         flight = self.memory.settle() if self.memory is not None else None
+        self._see_trial()
         if flight is None or flight.error is None:
             return
         if not flight.committed and self.newest is not None and self.newest.step == flight.stamp.step:
             self.newest = self._before
         if isinstance(flight.error, MemoryStoreError) and not self._strict:
-            log.warning("step %d goes straight to storage: %s", flight.stamp.step, flight.error)
+            self._fall_back(flight.stamp.step, flight.error)
             try:
                 self._finish_direct()
                 self.direct.rescue(flight)
                 self.newest = flight.stamp
+                self._metrics.direct += 1
             except Exception as error:
                 self._failed(flight.stamp.step, error)
             return
@@ -193,7 +261,7 @@ class Saves:
         if self._strict:
             raise error
         what = "is saved, but by luck" if saved else "is not saved, training goes on"
-        log.error("step %d %s: %s: %s", step, what, type(error).__name__, error)
+        log.error("step %d %s: %s: %s", step, what, type(error).__name__, advise(error))
 
     def close(self) -> None:
         """Let go of memory and threads. What is being written to storage goes on being written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from typing import Any
 
@@ -13,16 +14,21 @@ __all__ = ["check_settings", "warn_of_shared_store"]
 log = logging.getLogger("rekindle")
 
 
-def check_settings(overlap: Any, budget: Any, counts: dict[str, Any], optional: dict[str, Any]) -> None:
+def check_settings(
+    overlap: Any, budget: Any, counts: dict[str, Any], optional: dict[str, Any], times: dict[str, Any]
+) -> None:
     """Raise UsageError for arguments that make no sense, naming the first one."""
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in (counts | given).items():
-        if not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} is {value!r}: must be a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 63:
+            raise UsageError(f"{name} is {value!r}: must be a whole number of at least 1, and less than 2 to the 63rd")
     if overlap not in (True, False, "verify"):
         raise UsageError(f"overlap is {overlap!r}: must be True, False or 'verify'")
     if not isinstance(budget, (int, float)) or not 0 < budget < 1:
         raise UsageError(f"snapshot_budget is {budget!r}: must be a share of training time, such as 0.01")
+    for name, value in times.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise UsageError(f"{name} is {value!r}: must be a number of seconds, more than 0")
 
 
 def warn_of_shared_store(rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,26 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
-from rekindle.snapshot.names import root_path
+from rekindle.patience import within
+from rekindle.snapshot.names import Root, root_of
 
-__all__ = ["JSON", "MEMORY", "ROOT", "STEP", "bar_of", "print_json", "show", "table_of", "to_root"]
+__all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP", "bar_of", "print_json", "show", "table_of", "to_root"]
+
+_LINKS = 3.0
+"""Seconds to follow the links in a root's path."""
+PATIENCE = 10.0
+"""Seconds that storage gets to say what there is, before a person is told that it doesn't."""
 
 
-def to_root(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Path | None:
-    return None if value is None else root_path(value)
+def to_root(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Root | None:
+    if value is None:
+        return None
+    try:
+        return within(_LINKS, value, lambda: root_of(value))
+    except TimeoutError:  # memory may still be asked
+        return Path(os.path.abspath(os.path.expanduser(value)))
 
 
 ROOT = click.argument("root", callback=to_root)
@@ -31,8 +44,19 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+class _Table(Table):
+    """Shows texts as they are: what looks like markup is a name, and what a terminal would obey is spelt out."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(Text(_printable(cell)) for cell in cells), **options)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def table_of(*columns: str, **options: Any) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", **options)
+    table = _Table(box=None, pad_edge=False, header_style="bold", **options)
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

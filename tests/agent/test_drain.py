@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import rekindle
 from rekindle.agent.drain import Drainer
+from rekindle.agent.http import ask
 from rekindle.agent.spawn import AgentKeeper, spawn
 from rekindle.snapshot.lineage import Incarnation, Stamp
 from rekindle.snapshot.memory import Job, JobDir, memory_base
@@ -25,9 +28,11 @@ from rekindle.snapshot.slots import Slots
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
-from tests.conftest import make_shard
+from tests.conftest import commit, make_shard
+from tests.faults.harness import end_agent
 
 FIRST = Incarnation(1, "a" * 16)
+SECOND = Incarnation(2, "b" * 16, FIRST.id, 2)
 MB = 1_000_000
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
@@ -45,18 +50,22 @@ def snapshot(job: JobDir, root: Path) -> Iterator[Callable[..., None]]:
     """Puts a snapshot of so many bytes of each rank into memory, and says what the job is."""
     with ExitStack() as stack:
 
-        def save(nbytes: int, drain_limit: int | None = None, ranks: int = 1, step: int = 1) -> None:
+        def save(
+            nbytes: int,
+            drain_limit: int | None = None,
+            ranks: int = 1,
+            step: int = 1,
+            only: int | None = None,
+            start: Incarnation = FIRST,
+        ) -> None:
             everyone = list(range(ranks))
             job.write_job(Job(str(root), everyone, ranks, 2, None, 600.0, drain_limit))
-            for rank in everyone:
-                stamp = Stamp(step, rank, ranks, FIRST, persist=True)
+            for rank in everyone if only is None else [only]:
+                stamp = Stamp(step, rank, ranks, start, persist=True)
                 receipt, data = make_shard(stamp, {"x": bytes([rank]) * nbytes})
                 slots = Slots(job, rank, ranks, everyone)
                 stack.callback(slots.close)
-                slot = slots.acquire(step, FIRST, len(data))
-                assert slot.map is not None
-                slot.map[:] = data
-                slots.commit(slot, stamp, receipt.raw)
+                commit(slots, receipt, data)
 
         yield save
 
@@ -75,6 +84,20 @@ def assert_sound(root: Path, step: int = 1) -> None:
 
 def drained(job: JobDir) -> int:
     return int(json.loads(job.agent_status.read_text())["done"]) if job.agent_status.exists() else 0
+
+
+def keeper_without_agent(job: JobDir, within: float = 0.01) -> AgentKeeper:
+    """One that finds no agent, because none can be started, and drains itself."""
+    info = job.read_job()
+    assert info is not None
+    keeper, executable = AgentKeeper(job, info, within), sys.executable
+    try:
+        sys.executable = "/bin/false"
+        keeper.check()
+        wait_for(lambda: job.agent() == os.getpid())
+    finally:
+        sys.executable = executable
+    return keeper
 
 
 # -- the budget ------------------------------------------------------------------------------------------------------
@@ -151,8 +174,7 @@ def test_an_agent_under_a_low_limit_finishes_its_drain_and_leaves_when_it_is_tol
 
 def test_a_trainer_that_drains_under_a_low_limit_can_be_closed(job, root, snapshot, caplog):
     snapshot(4 * MB, drain_limit=1000)
-    keeper = AgentKeeper(job)
-    keeper._drain_here("for this test")
+    keeper = keeper_without_agent(job)
     wait_for(lambda: (root / f"{step_dir(1)}.{FIRST.id}.partial").exists())
     began = time.monotonic()
     keeper.close()
@@ -166,8 +188,13 @@ def test_a_trainer_that_drains_under_a_low_limit_can_be_closed(job, root, snapsh
 @linux
 def test_an_agents_drain_makes_way_and_the_rest_of_it_does_not(job, root, snapshot):
     snapshot(20 * MB, drain_limit=2 * MB)
-    process = spawn(job)
+    info = job.read_job()
+    assert info is not None
+    keeper = AgentKeeper(job, info)
+    keeper.check()
     wait_for(lambda: (root / f"{step_dir(1)}.{FIRST.id}.partial").exists())
+    process = keeper._process
+    assert process is not None
 
     def niceness() -> dict[int, int]:
         found = {}
@@ -206,15 +233,150 @@ def test_an_agent_starts_where_there_is_no_ionice(job, root, snapshot, monkeypat
 def test_a_thread_of_a_trainer_that_drains_makes_way_too(job, root, snapshot):
     snapshot(20 * MB, drain_limit=4 * MB)
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    keeper = AgentKeeper(job)
-    keeper._drain_here("for this test")
+    keeper = keeper_without_agent(job)
 
     def niceness() -> set[int]:
         names = ("rekindle-drain", "rekindle-write")
         found = [t.native_id for t in threading.enumerate() if t.name.startswith(names) and t.native_id]
-        return {os.getpriority(os.PRIO_PROCESS, native) for native in found} if len(found) > 1 else set()
+        with suppress(ProcessLookupError):  # it ends just now
+            return {os.getpriority(os.PRIO_PROCESS, native) for native in found} if len(found) > 1 else set()
+        return set()
 
     wait_for(lambda: niceness() == {max(10, own)})
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
     keeper.close()
     assert_sound(root)
+
+
+def test_checkpoints_that_are_gone_from_storage_are_an_alarm_and_no_new_root(
+    root: Path, memory: Path, job: JobDir
+) -> None:
+    """As when the file system is unmounted: what is written to the directory below it is lost by the next mount."""
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(a=1)}, memory=memory)
+    ckpt.save(1, wait="durable")
+    elsewhere = root.with_name("elsewhere")
+    root.rename(elsewhere)
+    for below in (False, True):  # a mount point stays, and is empty
+        if below:
+            root.mkdir()
+        ckpt.save(2 + below)
+        wait_for(lambda: "step 1 was there, and nothing is now" in job.drain_error())
+        assert not list(root.glob("step-*"))
+    root.rmdir()
+    elsewhere.rename(root)
+    ckpt.save(4, wait="durable", timeout=60)
+    ckpt.close()
+
+
+def test_a_memory_store_whose_path_is_too_long_for_a_sockets_address(tmp_path: Path, root: Path) -> None:
+    memory = tmp_path.joinpath(*["long" * 10] * 4)
+    memory.mkdir(parents=True)
+    job = JobDir.of(root, memory_base(memory))
+    assert len(str(job.socket)) > 150
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(a=1)}, memory=memory)
+    with ckpt.guard() as guard:
+        assert guard.connected(30)
+        ckpt.save(1, wait="durable")
+    assert ask(job.socket, "GET", "/status")["durable"] == 1
+    ckpt.close()
+    wait_for(lambda: not job.path.exists() or not any(job.stamps()))
+    end_agent(job)
+
+
+# -- what an earlier start has left ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def come_back(job: JobDir, ranks: int, drain_limit: int | None = None) -> Iterator[None]:
+    """The job's next start, with so many ranks, all on this node."""
+    before, everyone = job.read_job(), list(range(ranks))
+    assert before is not None
+    locks = [job.lock_rank(rank, 1.0) for rank in everyone]
+    job.write_job(replace(before, ranks=everyone, world=ranks, drain_limit=drain_limit))
+    job.forget_durable()
+    try:
+        yield
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def in_memory(job: JobDir) -> list[tuple[int, int, int]]:
+    """(step, generation, rank) of all snapshots."""
+    return sorted((stamp.step, stamp.incarnation.generation, stamp.rank) for stamp, _ in job.stamps())
+
+
+def of_rank_1(job: JobDir) -> list[str]:
+    names = [path.name for path in job.path.rglob("*") if path.suffix != ".lock"]
+    return [name for name in names if name.lstrip(".").startswith(("shard-00001", "rank-00001"))]
+
+
+def test_what_gone_ranks_saved_last_outlives_the_drain_of_an_older_step_and_is_drained_itself(job, root, snapshot):
+    snapshot(1 * MB, drain_limit=1000, ranks=2, step=1)
+    drainer = Drainer(job)
+    older = threading.Thread(target=drainer.tick)
+    older.start()
+    wait_for(lambda: drainer.progress.done)
+    snapshot(1 * MB, ranks=2, step=2)
+    job.small_plan(1).write_bytes(b"plan")
+    with come_back(job, ranks=1):
+        drainer.hurry()
+        older.join(20)
+        assert drainer.progress.durable == 1
+        assert in_memory(job) == [(1, 1, 0), (2, 1, 0), (2, 1, 1)], "what rank 1 had of the durable step is freed"
+        assert job.small_plan(1).exists()
+        assert drainer.tick()
+        assert drainer.progress.durable == 2
+        assert in_memory(job) == [(1, 1, 0), (2, 1, 0)]
+        assert of_rank_1(job) == []
+    copies = survey(None, PosixStore(root))
+    assert [(copy.step, copy.world, verify(copy)) for copy in copies] == [(2, 2, []), (1, 2, [])]
+
+
+def test_what_gone_ranks_saved_and_cannot_be_drained_is_freed_by_the_new_starts_own_checkpoint(job, snapshot):
+    snapshot(1 * MB, ranks=2, step=1)
+    snapshot(1 * MB, ranks=2, step=2)
+    snapshot(1 * MB, ranks=2, step=3, only=1)
+    (job.slots / "rank-00001-7.slot").write_bytes(b"free")
+    drainer = Drainer(job)
+    with come_back(job, ranks=1):
+        assert drainer.tick() or drainer.tick()  # what is there of step 3 waits for the rest of it
+        assert drainer.progress.durable == 2
+        assert (3, 1, 1) in in_memory(job) and (2, 1, 1) not in in_memory(job)
+        assert not (job.slots / "rank-00001-7.slot").exists()
+        snapshot(1 * MB, step=3, start=SECOND)
+        assert drainer.tick()
+        assert (3, 2, 0) in in_memory(job)
+        assert of_rank_1(job) == []
+
+
+def test_a_step_that_an_older_start_drained_too_is_drained_again_and_nobody_is_told_to_end(job, root, snapshot):
+    snapshot(1 * MB, drain_limit=1000, step=2)
+    drainer = Drainer(job)
+    older = threading.Thread(target=drainer.tick)
+    older.start()
+    wait_for(lambda: drainer.progress.done)
+    with come_back(job, ranks=1):
+        snapshot(1 * MB, step=2, start=SECOND)
+        drainer.hurry()
+        older.join(20)
+        assert PosixStore(root).durable(Stamp(2, 0, 1, FIRST))
+        assert drainer.pending() == 2
+        assert drainer.tick()
+        assert drainer.progress.error is None
+        assert PosixStore(root).durable(Stamp(2, 0, 1, SECOND))
+        assert drainer.pending() is None
+
+
+def test_a_start_that_went_on_elsewhere_is_told_of(job, root, snapshot):
+    snapshot(1 * MB, step=2, start=SECOND)
+    assert Drainer(job).tick()
+    shutil.rmtree(job.path / step_dir(2))
+    for start in (FIRST, Incarnation(2, "c" * 16, FIRST.id, 2)):
+        with come_back(job, ranks=1):
+            snapshot(1 * MB, step=3, start=start)
+            drainer = Drainer(job)
+            assert not drainer.tick()
+            assert "another start of this job, generation 2, writes there" in str(drainer.progress.error)
+        shutil.rmtree(job.path / step_dir(3))
+    assert_sound(root, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,16 @@ def job(root: Path, memory: Path) -> Iterator[JobDir]:
     """The job's directory; whoever is still in it at the end is killed."""
     job = JobDir.of(root, memory_base(memory))
     yield job
-    for pid in [*job.trainers().values(), *filter(None, [job.agent()])]:
-        kill(pid)
-    wait_for(lambda: job.agent() is None and not job.trainers(), what="everybody is gone")
+
+    def gone() -> bool:
+        """An agent may have been on its way when its trainer died."""
+        there = [*job.trainers().values(), *filter(None, [job.agent()])]
+        for pid in there:
+            with suppress(ProcessLookupError):
+                kill(pid)
+        return not there
+
+    wait_for(gone, what="everybody is gone")
 
 
 _unbroken: dict[tuple[int, int, int], list[str]] = {}

@@ -24,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from tests.faults.cluster import CONFIGS, FAULTS, MOMENTS, TWO_DIE, Cell, Outcome, run
+from tests.pages import put
 
 __all__ = ["cells", "judge", "play", "unbroken_run", "world_of"]
 
@@ -185,15 +186,12 @@ def _medians(rows: list[dict[str, Any]]) -> str:
 
 
 def _into_docs(how: str, rows: list[dict[str, Any]]) -> None:
-    text, mark = _DOCS.read_text(), "times" if how == "times" else "matrix"
+    mark = "times" if how == "times" else "matrix"
     lines = [*(f"- {line}" for line in _medians(rows).splitlines()), ""]
     if how != "times":
         lines += ["| " + " | ".join(_HEADS) + " |", "| " + " | ".join("---" for _ in _HEADS) + " |"]
         lines += ["| " + " | ".join(_texts(row)) + " |" for row in rows]
-    before, rest = text.split(f"<!-- {mark} -->", 1)
-    body = "\n".join(lines).rstrip()
-    after = rest.split("<!-- end -->", 1)[1]
-    _DOCS.write_text(f"{before}<!-- {mark} -->\n\n{body}\n\n<!-- end -->{after}")
+    put(_DOCS, mark, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ CAUSES = {"kill": "signal", "term": "notice", "stop": "hang", "hang": "hang", "e
 
 @pytest.mark.parametrize("fault", CAUSES)
 def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
-    cell, outcomes = Cell(root, memory, steps=150), list[Outcome]()
+    cell, outcomes = Cell(root, memory, steps=80), list[Outcome]()
     trainer = threading.Thread(target=lambda: outcomes.append(run(cell)))
     trainer.start()
     wait_for(lambda: len(pages(job)) == 2 and min(p.step for p in pages(job).values()) > 5, what="training")

@@ -219,7 +219,7 @@ def _unsupported(trainer: Trainer) -> None:
 def test_what_can_not_be_put_aside_does_not_stop_training(play: Play) -> None:
     codes, notes, log = play(_unsupported)
     assert codes == [0] and notes[-1][1] == 6
-    assert log.count("can't be secured if a rank fails") == 2
+    assert log.count("can't be secured if a rank fails") == 1 and log.count("can be secured again") == 1
 
 
 def _again(trainer: Trainer) -> None:

@@ -17,19 +17,20 @@ import pytest
 from rekindle.snapshot.memory import JobDir
 from tests.faults.harness import Run, digest_of, finish, kill, leftovers, restored, start, traced, train, wait_for
 
-KILLS = 20
+KILLS = int(os.environ.get("REKINDLE_TEST_KILLS", "8"))
 TRAINER = Path(__file__).with_name("launched.py")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_twenty_random_kills_lose_no_completed_step(
+def test_random_kills_lose_no_completed_step(
     root: Path, memory: Path, job: JobDir, unbroken: Callable[[Run], list[str]]
 ) -> None:
+    """``REKINDLE_TEST_KILLS=20`` for more of them, ``REKINDLE_TEST_SEED`` for the same ones."""
     seed = int(os.environ.get("REKINDLE_TEST_SEED", time.time_ns() % 1_000_000))
     chance = random.Random(seed)
     print(f"REKINDLE_TEST_SEED={seed}")
-    run = Run(root, memory, steps=120, world=2, pause=0.05)
+    run = Run(root, memory, steps=10 * KILLS, world=2, pause=0.05)
     output = open(root.parent / "launcher.log", "wb")  # noqa: SIM115
     command = [sys.executable, "-m", "rekindle", "run", "--nproc-per-node", "2", "--monitor-interval", "0.1"]
     arguments = [str(TRAINER), str(root), str(memory), str(run.steps), str(run.pause)]
@@ -88,7 +89,8 @@ def _starts(run: Run, rank: int) -> list[tuple[int, int, int]]:
 def test_two_incarnations_that_saved_the_same_step_are_never_mixed(
     root: Path, memory: Path, job: JobDir, unbroken: Callable[[Run], list[str]]
 ) -> None:
-    options = {"persist_every": 1000}  # nothing goes to storage while trainers live
+    # Nothing goes to storage while trainers live; who isn't killed has its shard in memory before it goes on.
+    options = {"persist_every": 1000, "overlap": False}
     first = Run(root, memory, world=2, points={1: "save.copying@5"}, options=options)
     codes = finish(start(first))
     assert codes[1] == -9
@@ -131,7 +133,7 @@ def test_agent_is_spared_by_a_kill_of_the_trainers_process_group_and_holds_no_to
     run = Run(root, memory, steps=1000, pause=0.02, options={"idle_timeout": 600.0})
     processes = start(run)
     agent = wait_for(job.agent, what="an agent")
-    wait_for(lambda: list(root.glob("step-*")), what="a durable step")
+    wait_for(lambda: list(root.glob("step-*/checkpoint.json")), what="a durable step")
     status = Path(f"/proc/{agent}/status").read_text()
     resident = sum(int(re.findall(rf"{kind}:\s+(\d+) kB", status)[0]) for kind in ("RssAnon", "RssFile"))
     assert resident < 40_000, "more than 40 MB beside the shared memory"

@@ -3,6 +3,7 @@
 import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
+import torch.distributed.optim
 import torch.distributed.tensor  # noqa: F401
 
 import rekindle.integrations.dcp  # noqa: F401

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import rekindle
 from rekindle.errors import NotFoundError, StateMismatchError, UnsupportedValueError, UsageError
 from rekindle.integrations.dcp import RekindleReader, RekindleStager, RekindleWriter
-from rekindle.integrations.dcp.names import root_of, step_of
+from rekindle.integrations.dcp.names import place_of, step_of
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import step_dir
 from tests.integrations.ranks import wait_until
@@ -255,10 +255,10 @@ def test_a_checkpoint_id_that_names_none_is_refused(root: Path, name: str) -> No
 
 
 def test_a_path_names_the_root_and_perhaps_a_step(root: Path) -> None:
-    assert root_of(root) == (root, None) and root_of(root / "step-12") == (root, 12)
+    assert place_of(root) == (root, None) and place_of(root / "step-12") == (root, 12)
     assert step_of(str(root), root) is None
     assert RekindleWriter.validate_checkpoint_id(str(root / "step-12"))
-    assert not RekindleReader.validate_checkpoint_id("s3://bucket/step-12")
+    assert not RekindleReader.validate_checkpoint_id("http://bucket/step-12")
 
 
 def test_steps_are_counted_or_named(memory: Path, root: Path) -> None:

@@ -169,7 +169,7 @@ FORGERIES: dict[str, tuple[Callable[[Place], object], str]] = {
     ),
     "tensors that are no list": (lambda place: place.lie(lambda f: f.update(tensors=7)), "shard-00001-of-00002"),
     "values that are too few": (_all(lambda f: f.update(values=[])), "shard-0000"),
-    "a structure that is none": (_all(lambda f: f.update(structure=[1, 2])), "model"),
+    "a structure that is none": (_all(lambda f: f.update(structure=[1, 2])), "shard-0000"),
     "a structure nested beyond reason": (_all(_nested), "shard-0000"),
     "the manifest names a receipt outside": (
         _name_in_manifest("receipt", lambda place: _up(place, place.secret)),
@@ -181,12 +181,12 @@ FORGERIES: dict[str, tuple[Callable[[Place], object], str]] = {
         "checkpoint.json",
     ),
     "the manifest names a receipt of no text": (_name_in_manifest("receipt", lambda place: 7), "checkpoint.json"),  # type: ignore[arg-type, return-value]
-    "the manifest names fewer shards": (lambda place: place.declare(lambda f: f["shards"].pop()), "checkpoint.json"),
+    "the manifest names fewer shards": (lambda place: place.declare(lambda f: f["shards"].pop()), "the manifest of"),
     "the manifest names one shard twice": (
         lambda place: place.declare(lambda f: f.update(shards=[f["shards"][0], f["shards"][0]])),
         "checkpoint.json",
     ),
-    "the manifest names no shards": (lambda place: place.declare(lambda f: f.pop("shards")), "checkpoint.json"),
+    "the manifest names no shards": (lambda place: place.declare(lambda f: f.pop("shards")), "the manifest of"),
     "a shard is a link to the outside": (_linked(Place.shard), "link"),
     "a receipt is a link to the outside": (_linked(Place.receipt), "link"),
     "a manifest is a link to the outside": (_linked(lambda place: place.manifest), "link"),

@@ -67,7 +67,13 @@ def on_ranks(
         for process in ranks:
             process.start()
         _await(ranks, place, timeout)
-        return [_answer(place / f"{rank}.json", place / f"{rank}.log") for rank in range(world)]
+        answers = [_answer(place / f"{rank}.json", place / f"{rank}.log") for rank in range(world)]
+    told = [
+        f"\nrank {n} ended with {p.exitcode}: {a.trace}" for n, (p, a) in enumerate(zip(ranks, answers, strict=True))
+    ]
+    for killed in [answer for answer in answers if answer.error == "Killed"]:
+        killed.trace = "".join(told)  # another one's failure may be the reason
+    return answers
 
 
 def _await(ranks: list[Any], place: Path, timeout: float) -> None:

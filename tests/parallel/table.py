@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from tests.pages import put
 from tests.parallel.cells import PLACES, TOLERANCE, Cell, every_cell, judge, loss_error, short_cells
 from tests.parallel.jobs import SAVED, Resumed, Saved, resume, save
 from tests.parallel.kinds import KINDS
@@ -193,12 +194,8 @@ def _into_docs(seen: Seen) -> None:
         "costs": _markdown(*_costs(seen)),
         "wrong": [f"- {row.cell}: {row.wrong[0][:300]}" for row in seen.bad] or ["Nothing."],
     }
-    text = _DOCS.read_text()
     for mark, lines in parts.items():
-        before, rest = text.split(f"<!-- {mark} -->", 1)
-        after = rest.split("<!-- end -->", 1)[1]
-        text = f"{before}<!-- {mark} -->\n\n" + "\n".join(lines) + f"\n\n<!-- end -->{after}"
-    _DOCS.write_text(text)
+        put(_DOCS, mark, "\n".join(lines))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

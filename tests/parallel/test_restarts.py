@@ -70,3 +70,36 @@ def starting(rank: int, world: int, number: int, stores: Stores) -> dict[str, An
         torch.save(whole, truth)
     ckpt.save(start + STEPS, wait="memory")
     return found
+
+
+def test_what_is_a_ranks_own_comes_from_its_own_shard_however_far_that_is(tmp_path: Path, memory: Path) -> None:
+    """The copy of one rank's shard in memory is damaged: its own state is on storage, the other rank's is nearer."""
+    stores = Stores.under(tmp_path, memory)
+    on_ranks(2, leaving_its_own, stores)
+    shard = next(stores.job.path.glob("step-*/shard-00001-of-00002.safetensors"))
+    raw = shard.read_bytes()
+    shard.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert [answer["own"] for answer in on_ranks(2, having_its_own, stores)] == [[0.0, 0.0], [1.0, 1.0]]
+    stores.remove()
+
+
+def leaving_its_own(rank: int, world: int, stores: Stores) -> dict[str, Any]:
+    import torch
+
+    values = rekindle.Values(own=torch.full((2,), float(rank)))
+    rekindle.Checkpointer(stores.root, shared_and(values), memory=stores.memory).save(1, wait="durable")
+    return {}
+
+
+def having_its_own(rank: int, world: int, stores: Stores) -> dict[str, Any]:
+    values = rekindle.Values()
+    assert rekindle.Checkpointer(stores.root, shared_and(values), memory=stores.memory).restore() == 1
+    return {"own": values.own.tolist()}
+
+
+def shared_and(values: rekindle.Values) -> dict[str, Any]:
+    """With a model of which each rank saves a part, so that each needs the other's shard too."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    return {"model": DistributedDataParallel(torch.nn.Linear(64, 64)), "values": values}

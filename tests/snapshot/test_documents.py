@@ -29,23 +29,36 @@ json_values = st.recursive(
 )
 
 
+structures = st.recursive(
+    st.builds(lambda name: {"$tensor": name}, st.text()) | st.builds(lambda at: {"$value": at}, st.integers(0, 3)),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text().filter(lambda key: not key.startswith("$")), inner, max_size=3)
+        | st.builds(lambda pairs: {"$dict": pairs}, st.lists(st.tuples(json_values, inner).map(list), max_size=3))
+        | st.builds(lambda items: {"$tuple": items}, st.lists(inner, max_size=3))
+    ),
+    max_leaves=8,
+)
+
+
 def encode(stamp: Stamp, values: list, structure: object = None) -> bytes:
     chunks = [Chunk("w", "float32", (2, 3), (0, 0), (2, 3)), Chunk("b", "bfloat16", (8,), (4,), (4,))]
     layout = Layout.build(chunks)
     sums = [checksum(b"%d" % i) for i in range(len(layout.blocks))]
-    return Receipt.encode(stamp, Receipt.static_part(layout, structure), sums, json.dumps(values).encode())
+    return Receipt.encode(stamp, Receipt.static_part(layout, structure or {}), sums, json.dumps(values).encode())
 
 
 SOUND = encode(STAMP, [1, "two", None, {"$float": "nan"}], {"v": {"w": {"$tensor": "w"}}})
 
 
-@given(stamps, st.lists(json_values, max_size=4), json_values)
+@given(stamps, st.lists(json_values, max_size=4), structures)
 def test_a_receipt_round_trips(stamp, values, structure):
+    values += [None] * 4
     raw = encode(stamp, values, structure)
     receipt = Receipt.decode(raw, "here")
     assert receipt.stamp == stamp
     assert receipt.values == values
-    assert receipt.structure == structure
+    assert receipt.structure == (structure or {})
     assert receipt.raw == raw
     assert [chunk.name for chunk in receipt.layout.chunks] == ["w", "b"]
     assert receipt.file_bytes == receipt.layout.file_bytes
@@ -118,7 +131,7 @@ def test_another_kind_of_document_is_refused_by_its_name():
 def test_too_few_checksums_are_noticed():
     layout = Layout.build([Chunk("w", "uint8", (4,), (0,), (4,))])
     with pytest.raises(FormatError, match="0 checksums for 1 blocks"):
-        Receipt.decode(Receipt.encode(STAMP, Receipt.static_part(layout, None), [], b"[]"), "here")
+        Receipt.decode(Receipt.encode(STAMP, Receipt.static_part(layout, {}), [], b"[]"), "here")
 
 
 @pytest.mark.parametrize("field", ["checksum", "shard", "structure", "tensors", "values", "checksums"])

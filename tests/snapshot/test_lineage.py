@@ -54,18 +54,36 @@ def test_incarnations_are_ordered_by_generation_and_differ_by_id():
     assert len(drawn) == 100 and all(len(name) == 16 for name in drawn)
 
 
+IDS = st.text("0123456789abcdef", min_size=16, max_size=16)
+STEPS = st.integers(0, 10**10 - 1)
+
+
 def test_shards_of_one_checkpoint_share_step_and_incarnation():
     assert Stamp(3, 0, 2, FIRST).key == Stamp(3, 1, 2, FIRST, persist=False).key
     assert Stamp(3, 0, 2, FIRST).key != Stamp(3, 0, 2, after(2, 2)).key
 
 
-@given(st.integers(0), st.integers(0), st.integers(1), st.booleans(), st.text(), st.integers(0))
+@given(STEPS, st.integers(0, 9), st.integers(1, 9), st.booleans(), IDS, STEPS)
 def test_a_stamp_survives_json(step, rank, world, persist, name, parent_step):
     stamp = Stamp(step, rank, rank + world, Incarnation(world, name, name, parent_step), persist)
     assert Stamp.from_json(json.loads(json.dumps(stamp.to_json()))) == stamp
 
 
-WRONG = ({"step": "x"}, {"step": -1}, {"rank": 1}, {"world": 0})
+OTHER = Stamp(1, 0, 1, FIRST).to_json()["incarnation"]
+WRONG = (
+    {"step": "x"},
+    {"step": -1},
+    {"rank": 1},
+    {"world": 0},
+    {"step": float("inf")},
+    {"step": True},
+    {"step": 10**10},
+)
+WRONG += (
+    {"world": 10**18},
+    {"incarnation": OTHER | {"id": "../../elsewhere"}},
+    {"incarnation": OTHER | {"parent": "x"}},
+)
 
 
 @pytest.mark.parametrize(

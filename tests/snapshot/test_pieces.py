@@ -73,14 +73,9 @@ def evict(path: Path) -> None:
 
 
 @pytest.fixture
-def ramfs(tmp_path):
+def ramfs(mounted):
     """A file system that refuses direct I/O."""
-    path = tmp_path / "ramfs"
-    path.mkdir()
-    if os.getuid() != 0 or subprocess.run(["mount", "-t", "ramfs", "ramfs", str(path)], check=False).returncode:
-        pytest.skip("a ramfs can't be mounted here")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    return mounted("ramfs", "-t", "ramfs", "ramfs")
 
 
 @pytest.mark.parametrize("way", ["memory", "cold", "cached"])

@@ -90,6 +90,25 @@ def test_a_committed_snapshot_is_found_and_sound(job):
     assert_sound(job, 1)
 
 
+def test_a_step_that_an_earlier_start_has_saved_too(job):
+    """While the drain holds the older one; the saves after it find every file where it is."""
+    slots = alone(job)
+    save(slots, 7)
+    save(slots, 8)
+    slots.close()
+    slots = alone(job)
+    slots.adopt()
+    again = Incarnation(2, "b" * 16, FIRST.id, 8)
+    with open_step(job, 8):
+        for step in range(8, 14):
+            save(slots, step, again)
+            assert_sound(job, step)
+    for step in range(14, 20):
+        save(slots, step, again)
+    assert steps(job)[-2:] == [18, 19]
+    assert len(files(job)) <= 3
+
+
 def test_nothing_is_visible_before_the_commit(job):
     slots = alone(job)
     slot = begin(slots, 1)

@@ -65,3 +65,16 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         read_status(path)
     with pytest.raises(FileNotFoundError):
         read_status(tmp_path / "none")
+
+
+def test_a_truncated_page_ends_nobody_and_is_mended_by_its_owners_next_write(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    page = StatusPage(path, 1)
+    reader = Reader(path)
+    for size in (0, 10, 70):
+        os.truncate(path, size)
+        with pytest.raises(FormatError, match="not a status page"):
+            reader.read()
+        page.step = size
+        page.write()
+        assert reader.read().step == read_status(path).step == size

@@ -72,7 +72,7 @@ class Pipeline:
         with OpenShard(receipt, fd, Path("slot"), in_memory=True) as shard:
             assert pour(Reader(shard), filling, filling.blocks) == []
         filling.settle()
-        load(live, fit, build(live, fit, allow_pickle), allow_pickle)
+        load(live, fit, build(live, fit, allow_pickle))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 import rekindle
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
+from rekindle.snapshot.fields import check_values
 from rekindle.state.codec import decode, encode
 
 
@@ -181,6 +182,15 @@ def test_what_the_format_has_no_type_for_is_refused(value):
         encode(value)
     with pytest.raises(TypeError):
         encode(value)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, frozenset, lambda pair: {"a": next(iter(pair))}])
+def test_values_are_refused_before_they_are_too_deep_to_be_read(kind):
+    value: Any = 1
+    with pytest.raises(UnsupportedValueError, match="too deeply"):
+        for _ in range(1000):
+            assert decode(check_values([encode(value)])[0]) == value
+            value = kind([value])
 
 
 def test_a_pickle_is_written_and_read_only_when_asked_for():

@@ -249,6 +249,20 @@ def test_abandoned_steps_do_not_fill_the_places_of_live_ones(store):
     assert [(p.stamp.step, p.stamp.incarnation.generation) for p in store.published()] == [(4, 1), (5, 2)]
 
 
+def test_what_has_its_manifest_is_not_discarded_though_it_could_not_be_named(store, root):
+    """Another node may have found it, and told that it is durable."""
+    stamp = write(store, 5)
+    (root / step_dir(5)).write_text("in its way")
+    with pytest.raises(NotADirectoryError):
+        store.publish(stamp)
+    store.discard(stamp)
+    assert steps(store) == [5]
+    (root / step_dir(5)).unlink()
+    store.settle()
+    assert store.durable(stamp)
+    assert_sound(store)
+
+
 # -- the same step twice ---------------------------------------------------------------------------------------------
 
 
@@ -257,8 +271,8 @@ def test_an_older_incarnations_step_is_moved_aside_and_removed_only_afterwards(s
     save(store, 5, incarnation=SECOND)
     aside = root / f"{step_dir(5)}.{FIRST.id}.retired"
     assert aside.is_dir() and (aside / MANIFEST).exists()
-    assert store.find(5).path == root / step_dir(5) and store.find(5).stamp.incarnation == SECOND
-    assert {p.kind for p in store.published()} == {None, "retired"}
+    assert store.find(5).files.path == root / step_dir(5) and store.find(5).stamp.incarnation == SECOND
+    assert {p.files.path.suffix for p in store.published()} == {"", ".retired"}
     assert_sound(store)
     store.prune(2, None)
     store.settle()
@@ -266,12 +280,22 @@ def test_an_older_incarnations_step_is_moved_aside_and_removed_only_afterwards(s
     assert {path.name for path in root.iterdir()} == {step_dir(4), step_dir(5)}
 
 
+def test_what_was_moved_aside_before_is_in_nobodys_way(store, root):
+    save(store, 4, 5)
+    aside = root / f"{step_dir(5)}.{FIRST.id}.retired"
+    aside.mkdir()
+    (aside / MANIFEST).write_bytes(b"of another publisher")
+    save(store, 5, incarnation=SECOND)
+    assert store.find(5).stamp.incarnation == SECOND and store.find(5).files.path == root / step_dir(5)
+    assert len(store.published()) == 3
+
+
 def test_a_drain_that_was_overtaken_does_not_replace_its_successors_step(store, root):
     late = write(store, 5, incarnation=FIRST)
     save(store, 5, incarnation=SECOND)
     store.publish(late)
     assert (root / step_dir(5)).is_dir()
-    assert store.find(5).stamp.incarnation == SECOND and store.find(5).path == root / step_dir(5)
+    assert store.find(5).stamp.incarnation == SECOND and store.find(5).files.path == root / step_dir(5)
     store.settle()
     store.prune(9, None)
     store.settle()
@@ -318,7 +342,7 @@ def test_whatever_a_killed_writer_leaves_is_settled_by_the_next(store, root, poi
     store.settle()
     assert_sound(store)
     assert set(before) <= set(steps(store))
-    assert all(p.kind != "partial" for p in store.published())
+    assert all(p.files.path.suffix != ".partial" for p in store.published())
 
     third = Incarnation(3, "c" * 16, SECOND.id, 6)
     save(store, 7, 8, incarnation=third)

@@ -22,7 +22,7 @@ from rekindle.snapshot.slots import Slots
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
-from tests.conftest import make_shard
+from tests.conftest import commit, make_shard
 
 FIRST = Incarnation(1, "a" * 16)
 DATA = {"weight": b"w" * 1000, "bias": b"b" * 10, "empty": b""}
@@ -164,7 +164,7 @@ def load(job: JobDir | None, store: PosixStore) -> str:
     """What a restore comes back with, checked byte for byte when it comes back with something."""
     values = rekindle.Values()
     try:
-        done = restore(Alone(), {"v": values}, job, store, None, False)
+        done, _ = restore(Alone(), {"v": values}, job, store, None, False)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     if done is None:
@@ -225,11 +225,7 @@ def test_no_flipped_byte_of_a_receipt_in_memory_keeps_an_older_step_from_being_r
     job.create()
     slots = Slots(job, 0, 1, [0])
     for step in (1, 2):
-        stamp = Stamp(step, 0, 1, FIRST)
-        receipt, data = make_shard(stamp, DATA)
-        slot = slots.acquire(step, FIRST, len(data))
-        slot.map[:] = data
-        slots.commit(slot, stamp, receipt.raw)
+        commit(slots, *make_shard(Stamp(step, 0, 1, FIRST), DATA))
     assert load(job, PosixStore(root)) == "step 2"
     wrong = {}
     for where in flips(job.path / step_dir(2) / receipt_name(0, 1)):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from click.testing import CliRunner, Result
 
 import rekindle
 from rekindle.cli import main
-from rekindle.snapshot.documents import Receipt, checksum
+from rekindle.snapshot.documents import Receipt, checksum, seal
 from rekindle.snapshot.layout import Chunk, Layout
 from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
 from rekindle.storage.posix import PosixStore
 
 FORMATS = ["safetensors", "torch", "dcp"]
@@ -58,9 +61,10 @@ def named(*names: str) -> dict[str, Any]:
     return {"model": {name.removeprefix("model."): {"$tensor": name} for name in names}}
 
 
-def write(root: Path, ranks: Sequence[Rank], step: int = 1) -> Path:
-    """A durable checkpoint of these ranks."""
+def write(root: Path, ranks: Sequence[Rank], step: int = 1, sound: bool = True) -> Path:
+    """A durable checkpoint of these ranks; one that is not ``sound`` gets a manifest that no store would write."""
     store = PosixStore(root)
+    entries = []
     for number, rank in enumerate(ranks):
         by_place = {(piece.name, piece.offsets): piece for piece in rank.pieces}
         layout = Layout.build(
@@ -72,8 +76,18 @@ def write(root: Path, ranks: Sequence[Rank], step: int = 1) -> Path:
         static = Receipt.static_part(layout, rank.structure)
         sums = [checksum(body[start:stop]) for start, stop in layout.blocks]
         text = Receipt.encode(stamp, static, sums, json.dumps(rank.values).encode())
-        store.write_shard(Receipt.decode(text, "here"), memoryview(layout.header + body), lambda nbytes: None)
-    assert store.publish(stamp)
+        receipt = Receipt.decode(text, "here")
+        store.write_shard(receipt, memoryview(layout.header + body), lambda nbytes: None)
+        names = {"file": shard_name(number, len(ranks)), "receipt": receipt_name(number, len(ranks))}
+        entries.append({**names, "bytes": receipt.file_bytes, "receipt_checksum": checksum(receipt.raw)})
+    if not sound:
+        with pytest.raises(rekindle.CorruptError, match="is in no shard"):
+            store.publish(stamp)
+        manifest = json.dumps({"saved_at": "", "shards": entries})[1:-1].encode()
+        (store.partial(stamp) / MANIFEST).write_bytes(seal(replace(stamp, rank=0), MANIFEST_KIND, manifest))
+        store.settle()
+    else:
+        assert store.publish(stamp)
     return root / f"step-{step:010d}"
 
 

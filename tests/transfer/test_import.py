@@ -122,7 +122,6 @@ def test_safetensors_that_are_not_right(root: Path, memory: Path, tmp_path: Path
 # -- torch.save ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(reason="written for optimizers by number, and for a store that publishes holes: to be rewritten")
 def test_what_scripts_save_with_torch(root: Path, memory: Path, tmp_path: Path) -> None:
     """A dictionary of state_dicts, and a few values beside."""
     module, optimizer = trained(1)

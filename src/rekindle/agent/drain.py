@@ -6,16 +6,17 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from rekindle.advice import advise
 from rekindle.errors import CorruptError
-from rekindle.snapshot.lineage import Incarnation, Stamp, retired
+from rekindle.snapshot.lineage import Incarnation, Stamp, elsewhere, live
 from rekindle.snapshot.memory import Job, JobDir
-from rekindle.snapshot.names import receipt_name
 from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.catalog import Copy, survey
+from rekindle.storage.contract import Store
 from rekindle.storage.pace import Budget
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.standing import check_written, newest_on, rival
+from rekindle.storage.stores import open_store
 
 __all__ = ["Drainer", "Progress"]
 
@@ -43,6 +44,8 @@ class Progress:
     """Checkpoints carried to storage."""
     seconds: float = 0.0
     """Time that the last one took."""
+    moved: float | None = None
+    """When storage last answered, by this node's clock; None while it is asked nothing."""
     error: str | None = None
     """Why the last attempt failed; None when it didn't."""
 
@@ -62,6 +65,8 @@ class Drainer:
     _waiting: dict[tuple[int, Incarnation], Stamp] = field(default_factory=dict)
     """Steps of which this node's part is on storage, and other ranks' parts are not."""
     _ask_at: float = 0.0
+    _look_at: float = 0.0
+    """When to look again for what a rank of this node has put straight on storage."""
     _retry_at: float = 0.0
     _delay: float = _RETRY_FIRST
     _budget: Budget = field(default_factory=Budget)
@@ -76,12 +81,15 @@ class Drainer:
 
     def tick(self) -> bool:
         """Drain the newest snapshot that should be on storage and isn't. True when one became durable."""
-        info = self.job.read_job()
-        if info is None or time.monotonic() < self._retry_at:
+        if time.monotonic() < self._retry_at:
             return False
-        self._budget.limit = info.drain_limit
-        copy = None
+        info = copy = None
+        self.progress.moved = time.monotonic()
         try:
+            info = self.job.read_job()
+            if info is None:
+                return False
+            self._budget.limit = info.drain_limit
             if self._waiting and time.monotonic() >= self._ask_at:
                 self._ask_again(info)
             copy = self._next(info)
@@ -89,67 +97,83 @@ class Drainer:
         except _Superseded:
             return False
         except CorruptError as error:
-            if copy is not None:
-                self._broken.add(copy.key)
-                PosixStore(Path(info.root)).discard(copy.stamp)
             self.progress.error = str(error)
+            if copy is None or info is None:
+                self._put_off()
+                return False
+            self._broken.add(copy.key)
             log.error("a snapshot will not be drained: %s", error)
+            with contextlib.suppress(OSError):
+                open_store(info.root).discard(copy.stamp)
             return False
         except OSError as error:
-            self.progress.error = f"{info.root}: {error.strerror or error}"
-            self._retry_at = time.monotonic() + self._delay
-            log.warning("not drained, next try in %.1f s: %s", self._delay, self.progress.error)
-            self._delay = min(2 * self._delay, _RETRY_LONGEST)
-            if copy is not None:
-                with contextlib.suppress(OSError):  # the next try may be of a newer step, and would want the room
-                    PosixStore(Path(info.root)).discard(copy.stamp)
+            self.progress.error = f"{info.root if info is not None else self.job.path}: {advise(error)}"
+            self._put_off()
+            if copy is not None and info is not None:
+                with contextlib.suppress(OSError):
+                    open_store(info.root).make_room(copy.stamp)
             return False
         finally:
-            self.progress.step = None
+            self.progress.step = self.progress.moved = None
         self._delay = _RETRY_FIRST
         return done
 
-    def _complete(self, info: Job) -> list[Copy]:
-        """Snapshots in this node's memory that all of its ranks have, newest first, none abandoned or damaged."""
-        copies = survey(self.job, None)
-        seen = [c.incarnation for c in copies]
-        store = PosixStore(Path(info.root))
+    def _put_off(self) -> None:
+        self._retry_at = time.monotonic() + self._delay
+        log.warning("not drained, next try in %.1f s: %s", self._delay, self.progress.error)
+        self._delay = min(2 * self._delay, _RETRY_LONGEST)
+
+    def _complete(self, info: Job, look: bool = True) -> list[Copy]:
+        """Snapshots in this node's memory that all of its ranks have, newest first, none abandoned or damaged.
+
+        Without ``look`` nothing is asked of storage.
+        """
+        store = open_store(info.root)
 
         def has_all(copy: Copy) -> bool:
             # A rank that found no room in memory has put its part straight into the unfinished checkpoint.
             missing = set(_local(info, copy)) - copy.ranks
-            return all(store.has_shard(Stamp(copy.step, rank, copy.world, copy.incarnation)) for rank in missing)
+            return (look or not missing) and all(
+                store.has_shard(Stamp(copy.step, rank, copy.world, copy.incarnation)) for rank in missing
+            )
 
         return [
             c
-            for c in copies
-            if c.key not in self._broken
-            and c.key not in self._waiting
-            and not retired(c.step, c.incarnation, seen)
-            and has_all(c)
+            for c in live(survey(self.job, None))
+            if c.key not in self._broken and c.key not in self._waiting and has_all(c)
         ]
 
     def _next(self, info: Job) -> Copy | None:
-        complete = self._complete(info)
-        if complete and complete[0].key != self._settled and self.job.trainers():
+        trained = bool(self.job.trainers())
+        look = not trained or time.monotonic() >= self._look_at
+        complete = self._complete(info, look)
+        if look:
+            self._look_at = time.monotonic() + open_store(info.root).poll
+        if complete and complete[0].key != self._settled and trained:
             complete = [c for c in complete if c.persist]
         if not complete or complete[0].key == self._settled:
             return None
-        copy, store = complete[0], PosixStore(Path(info.root))
+        copy, store = complete[0], open_store(info.root)
         newest = self._newest_durable(store)
         if newest is not None and newest.key == copy.key:
-            self._became_durable(store, info, copy.key)
+            if store.publish(copy.stamp):  # again: an agent that was killed may not have come to sync what it wrote
+                self._became_durable(store, info, copy.key)
         elif newest is None or _goes_beyond(copy, newest):
             return copy
+        elif trained and elsewhere(copy.incarnation, newest.incarnation):
+            self._left_behind(info, newest)
         self._settled = copy.key
         return None
 
-    def _newest_durable(self, store: PosixStore) -> Stamp | None:
+    def _left_behind(self, info: Job, newest: Stamp) -> None:
+        why = rival(info.root, newest, "what this one saves stays in memory")
+        if self.progress.error != why:
+            log.warning("not drained: %s", why)
+        self.progress.error = why
+
+    def _newest_durable(self, store: Store) -> Stamp | None:
         """The newest checkpoint on storage that no start of the job has abandoned, as far as this node can tell."""
-        published = store.published()
-        seen = {p.stamp.incarnation for p in published} | {c.incarnation for c in survey(self.job, None)}
-        live = [p.stamp for p in published if not retired(p.stamp.step, p.stamp.incarnation, seen)]
-        return live[-1] if live else None
+        return newest_on(store, self.job.durable(), {copy.incarnation for copy in survey(self.job, None)})
 
     def pending(self) -> int | None:
         """The step in this node's memory that storage lacks, if any. Raises OSError when storage can't be listed."""
@@ -157,12 +181,12 @@ class Drainer:
         complete = self._complete(info)[:1] if info else []
         if info is None or not complete:
             return None
-        newest = self._newest_durable(PosixStore(Path(info.root)))
+        newest = self._newest_durable(open_store(info.root))
         return complete[0].step if newest is None or _goes_beyond(complete[0], newest) else None
 
     def _drain(self, info: Job, copy: Copy) -> bool:
         began = time.monotonic()
-        store = PosixStore(Path(info.root))
+        store = open_store(info.root)
         stamps = [Stamp(copy.step, rank, copy.world, copy.incarnation) for rank in _local(info, copy)]
         with contextlib.ExitStack() as pins:
             # All pinned before the first byte moves: from here on nothing that the trainers do can take the step away.
@@ -172,7 +196,9 @@ class Drainer:
             for shard in shards:
                 with shard.map() as source:
                     store.write_shard(shard.receipt, source, self._count, self._budget)
+        self._newest_durable(store)
         if not store.publish(stamps[0]):
+            check_written(store, stamps)
             self._waiting[copy.key] = stamps[0]  # the last node to finish publishes
             return False
         self.progress.drained += 1
@@ -183,11 +209,12 @@ class Drainer:
 
     def _count(self, nbytes: int) -> None:
         self.progress.done += nbytes
+        self.progress.moved = time.monotonic()
 
     def _ask_again(self, info: Job) -> None:
         """Publish what the other nodes have finished meanwhile; forget what they have given up."""
-        self._ask_at = time.monotonic() + _OTHER_NODES
-        store = PosixStore(Path(info.root))
+        store = open_store(info.root)
+        self._ask_at = time.monotonic() + max(_OTHER_NODES, store.poll)
         for key, stamp in list(self._waiting.items()):
             try:
                 published = store.publish(stamp)
@@ -202,12 +229,12 @@ class Drainer:
                 del self._waiting[key]
                 self._broken.add(key)
 
-    def _became_durable(self, store: PosixStore, info: Job, key: tuple[int, Incarnation]) -> None:
+    def _became_durable(self, store: Store, info: Job, key: tuple[int, Incarnation]) -> None:
         with contextlib.suppress(OSError):  # full memory: the note only saves look-ups
             self.job.write_durable(key[0])
         self.progress.durable, self.progress.error = key[0], None
         self._settled = key
-        self.job.remove_strangers()
+        self.job.remove_strangers(key)
         removed = store.prune(info.keep, info.keep_every)
         store.settle()
         if removed:
@@ -220,24 +247,19 @@ class _Superseded(Exception):
 
 def _pin(copy: Copy, stamp: Stamp) -> OpenShard:
     try:
-        shard = OpenShard.open(copy.path / receipt_name(stamp.rank, stamp.world), in_memory=True)
+        shard = copy.files.shard(stamp.rank, stamp.world)
     except FileNotFoundError as error:
         raise _Superseded from error
-    if shard.receipt.stamp.key != copy.key:
+    found = shard.receipt.stamp
+    if (found.key, found.rank, found.world) != (copy.key, stamp.rank, stamp.world):
         shard.close()
         raise _Superseded
     return shard
 
 
 def _goes_beyond(copy: Copy, newest: Stamp) -> bool:
-    """Whether storage should get ``copy`` though it has ``newest``.
-
-    Not when another start of the same generation is on storage: the job went on elsewhere, unable to see this node's
-    memory, and what this node holds is a branch that nobody follows.
-    """
-    other = newest.incarnation
-    elsewhere = other != copy.incarnation and other.generation >= copy.incarnation.generation
-    return newest.step < copy.step and not elsewhere
+    """Whether storage should get ``copy`` though it has ``newest``, which may be an older start's of the same step."""
+    return newest.key < copy.key and not elsewhere(copy.incarnation, newest.incarnation)
 
 
 def _local(info: Job, copy: Copy) -> list[int]:

@@ -6,6 +6,9 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rekindle.errors import FormatError
+from rekindle.snapshot.fields import number, seconds, texts
+
 __all__ = ["Fault"]
 
 
@@ -33,5 +36,12 @@ class Fault:
         return asdict(self)
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> Fault:
-        return Fault(**value)
+    def from_json(value: Any) -> Fault:
+        """Raises FormatError when it is none."""
+        try:
+            cause, what, detail = texts([value["cause"], value["what"], value["detail"]])
+            times = seconds(value["noticed"]), seconds(value["at"])
+            rank, generation, step = number(value["rank"]), number(value["generation"]), number(value["step"], -1)
+            return Fault(cause, rank, generation, step, what, detail, *times)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"a fault is not readable: {error!r}") from error

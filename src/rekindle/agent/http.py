@@ -10,9 +10,18 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from rekindle.agent.address import address
 from rekindle.errors import AgentError
+from rekindle.snapshot.fields import loads
 
 __all__ = ["ask", "serve"]
+
+_CONNECTIONS = 64
+"""At a time; beyond that the oldest one has to go. Each is a file, which a drain would want, too."""
+_PATIENCE = 30.0
+"""Seconds that a connection may last. A question takes milliseconds."""
+_LONGEST = 1 << 20
+"""Bytes of an answer that are read, at most."""
 
 
 async def serve(
@@ -34,33 +43,59 @@ async def serve(
         return web.json_response(status())
 
     async def post_drill(request: web.Request) -> web.Response:
-        told = tell(int(request.query["rank"]), {"drill": request.query["fault"]})
-        return web.json_response({"told": told})
+        rank, fault = request.query.get("rank", ""), request.query.get("fault")
+        if not (rank.isascii() and rank.isdecimal() and len(rank) < 10) or fault is None:
+            raise web.HTTPBadRequest(text="say /drill?rank=NUMBER&fault=NAME")
+        return web.json_response({"told": tell(int(rank), {"drill": fault})})
+
+    doors: list[asyncio.Server] = []
+
+    async def shut(_: web.Application) -> None:
+        for door in doors:
+            door.close()
 
     app = web.Application()
+    app.on_shutdown.append(shut)
     app.add_routes(
         [web.get("/status", get_status), web.post("/stop", post_stop), web.post("/drill", post_drill)],
     )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
+    loop, server = asyncio.get_running_loop(), runner.server
+    assert server is not None
+
+    def meet() -> asyncio.BaseProtocol:
+        for oldest in server.connections[:-_CONNECTIONS]:
+            oldest.force_close()
+        handler = server()
+        loop.call_later(_PATIENCE, handler.force_close)  # aiohttp waits for the rest of a question for ever
+        return handler
+
     socket.unlink(missing_ok=True)
-    await web.UnixSite(runner, str(socket)).start()
+    with address(socket) as name:
+        doors.append(await loop.create_unix_server(meet, name))
     return runner
 
 
 def ask(socket: Path, method: str, path: str, timeout: float = 5.0) -> dict[str, Any]:
     """One question to an agent. Raises AgentError when it doesn't answer within ``timeout`` seconds."""
 
-    async def exchange() -> dict[str, Any]:
+    async def exchange(name: str) -> dict[str, Any]:
         limit = aiohttp.ClientTimeout(total=timeout)
         async with (
-            aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket)), timeout=limit) as session,
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(name), timeout=limit) as session,
             session.request(method, f"http://agent{path}") as response,
         ):
-            answer: dict[str, Any] = await response.json()
+            text = b""
+            while len(text) < _LONGEST and (piece := await response.content.read(_LONGEST)):
+                text += piece
+            answer = loads(text) if response.ok and len(text) < _LONGEST else None
+            if not isinstance(answer, dict):
+                raise AgentError(f"agent at {socket} does not answer {path}: {response.status} {text[:200]!r}")
             return answer
 
     try:
-        return asyncio.run(exchange())
-    except (OSError, aiohttp.ClientError, asyncio.TimeoutError) as error:
-        raise AgentError(f"agent at {socket} does not answer: {error or type(error).__name__}") from error
+        with address(socket) as name:
+            return asyncio.run(exchange(name))
+    except (OSError, ValueError, aiohttp.ClientError, asyncio.TimeoutError) as error:
+        raise AgentError(f"agent at {socket} does not answer: {str(error) or type(error).__name__}") from error

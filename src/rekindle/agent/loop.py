@@ -20,10 +20,10 @@ from rekindle.agent.drain import Drainer
 from rekindle.agent.http import serve
 from rekindle.agent.spawn import TICK
 from rekindle.agent.watch import Watch
-from rekindle.errors import RekindleError
+from rekindle.errors import FormatError, RekindleError
 from rekindle.snapshot.compose import compose_for_the_dead
 from rekindle.snapshot.lock import Lock
-from rekindle.snapshot.memory import JobDir, write_atomic
+from rekindle.snapshot.memory import Job, JobDir, write_atomic
 from rekindle.storage.pace import step_back
 
 __all__ = ["run"]
@@ -32,6 +32,9 @@ log = logging.getLogger("rekindle.agent")
 
 _IDLE = 0.5
 """Seconds between two looks when no trainer is there and nothing is to be drained: somebody may come back."""
+_SILENT, _TELL_EVERY = 10.0, 1.0
+"""Seconds without an answer after which storage is said to hang, and an agent that was told to go gives up the drain in
+hand; and seconds between looks whether it does."""
 _NO_JOB = 60.0
 """Seconds that an agent waits for a trainer to say what the job is."""
 
@@ -39,8 +42,9 @@ _NO_JOB = 60.0
 class Agent:
     """One job's agent on this node. Everything it would miss after its death is in files."""
 
-    def __init__(self, job: JobDir) -> None:
+    def __init__(self, job: JobDir, lock: Lock) -> None:
         self.job = job
+        self.lock = lock
         self.drainer = Drainer(job)
         self.watch = Watch(job, self._urgent)
         self.stopping = False
@@ -54,8 +58,14 @@ class Agent:
         # The event loop keeps its priority: it must answer, and notice faults, while training has all cores busy.
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=step_back)
 
+    def _info(self) -> Job | None:
+        """What the job is; None as long as that is not known, or can't be read, of which the drain tells."""
+        with contextlib.suppress(FormatError):
+            return self.job.read_job()
+        return None
+
     def status(self) -> dict[str, Any]:
-        info = self.job.read_job()
+        info = self._info()
         return {
             "pid": os.getpid(),
             "root": info.root if info else None,
@@ -63,8 +73,37 @@ class Agent:
             "trainers": self.job.trainers(),
             "memory_bytes": self.job.held_bytes(),
             "fault": self.watch.fault.what if self.watch.fault is not None else None,
-            **asdict(self.drainer.progress),
+            **self._progress(),
         }
+
+    def _silent(self) -> float:
+        """Seconds since storage has last answered, if it is asked for something."""
+        moved = self.drainer.progress.moved
+        return 0.0 if moved is None else time.monotonic() - moved
+
+    def _progress(self) -> dict[str, Any]:
+        """That of the drain. A store that hangs can't say so itself."""
+        progress = asdict(self.drainer.progress)
+        del progress["moved"]
+        silent = self._silent()
+        if silent > _SILENT:
+            progress["error"] = f"storage does not answer, for {silent // 10 * 10:.0f} s now: see that its server is up"
+        return progress
+
+    def _write_status(self) -> None:
+        text = json.dumps({"pid": os.getpid(), **self._progress()})
+        if text != self._written and self.job.path.exists():
+            with contextlib.suppress(OSError):  # full memory must not end the one who could empty it
+                write_atomic(self.job.agent_status, text.encode())
+            self._written = text
+
+    async def _go_on_telling(self) -> None:
+        """While the drain may hang in storage. The file's time is the sign of life that trainers look for."""
+        while True:
+            await asyncio.sleep(_TELL_EVERY)
+            self._write_status()
+            with contextlib.suppress(OSError):
+                os.utime(self.job.agent_status)
 
     def _stop(self) -> None:
         self.stopping = True
@@ -72,6 +111,14 @@ class Agent:
     def _quit(self) -> None:
         self.quitting = True
         self.drainer.hurry()
+        self._leave_if_stuck()
+
+    def _leave_if_stuck(self) -> None:
+        """Storage that hangs keeps the drain in hand for ever, and this process with it."""
+        if self._silent() > _SILENT:
+            log.error("storage hangs: left in the middle of a drain; memory has what it was draining")
+            os._exit(1)
+        asyncio.get_running_loop().call_later(_TELL_EVERY, self._leave_if_stuck)
 
     def _urgent(self, on: bool) -> None:
         self.drainer.hurry(on or self.quitting)
@@ -81,16 +128,17 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._quit)
         runner = await serve(self.job.socket, self.status, self._stop, self.watch.tell)
-        watching = loop.create_task(self.watch.serve())
+        tasks = [loop.create_task(self.watch.serve()), loop.create_task(self._go_on_telling())]
         log.info("agent %d serves %s", os.getpid(), self.job.path)
         try:
-            while not self.quitting:
+            while not self.quitting and self.lock.held():  # else the job has another agent, or none
                 busy = await loop.run_in_executor(self._behind, self._work)
                 if not busy and await loop.run_in_executor(self._behind, self._done):
                     return
                 await asyncio.sleep(0 if busy else _IDLE if self._idle else TICK)
         finally:
-            watching.cancel()
+            for task in tasks:
+                task.cancel()
             await runner.cleanup()
 
     def _work(self) -> bool:
@@ -99,11 +147,7 @@ class Agent:
             compose_for_the_dead(self.job)
         self._idle = alone
         busy = self.drainer.tick()
-        text = json.dumps({"pid": os.getpid(), **asdict(self.drainer.progress)})
-        if text != self._written and self.job.path.exists():
-            with contextlib.suppress(OSError):  # full memory must not end the one who could empty it
-                write_atomic(self.job.agent_status, text.encode())
-            self._written = text
+        self._write_status()
         return busy
 
     def _done(self) -> bool:
@@ -113,13 +157,13 @@ class Agent:
             self._alone_since, self.stopping = now, False
             return False
         alone = now - self._alone_since
-        info = self.job.read_job()
-        if info is None:
-            return alone > _NO_JOB or not self.job.path.exists()
-        empty = next(self.job.stamps(), None) is None
-        if not (empty or self.stopping or alone > info.idle_timeout) or self.watch.reporting:
-            return False
         try:
+            info = self.job.read_job()
+            if info is None:
+                return alone > _NO_JOB or not self.job.path.exists()
+            empty = next(self.job.stamps(), None) is None
+            if not (empty or self.stopping or alone > info.idle_timeout) or self.watch.reporting:
+                return False
             return self.drainer.pending() is None and self.job.remove()
         except (OSError, RekindleError) as error:
             self.drainer.progress.error = str(error)
@@ -143,6 +187,6 @@ def run(job: JobDir) -> int:
         log.info("another agent serves %s", job.path)
         return 0
     _trim()
-    asyncio.run(Agent(job).run())
+    asyncio.run(Agent(job, lock).run())
     log.info("agent %d leaves", os.getpid())
     return 0

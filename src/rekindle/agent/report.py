@@ -10,8 +10,9 @@ from pathlib import Path
 from rekindle.agent.fault import Fault
 from rekindle.errors import RekindleError
 from rekindle.snapshot.memory import JobDir
+from rekindle.storage.stores import open_store
 
-__all__ = ["main_stack", "report_file", "write_report"]
+__all__ = ["main_stack", "report_name", "write_report"]
 
 log = logging.getLogger("rekindle.agent")
 
@@ -20,9 +21,9 @@ _OURS = str(Path(__file__).parents[1])
 _IDLE = "concurrent/futures/thread.py"
 
 
-def report_file(root: Path, generation: int, step: int) -> Path:
+def report_name(generation: int, step: int) -> str:
     """Where a hang's report goes: beside the checkpoints, where it outlives the node."""
-    return root / f"hang-{generation}-step-{step}" / "report.txt"
+    return f"hang-{generation}-step-{step}/report.txt"
 
 
 def main_stack(text: str) -> str:
@@ -59,14 +60,12 @@ def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
         info = job.read_job()
         if info is None:
             return
-        report = report_file(Path(info.root), fault.generation, fault.step)
-        place = report.parent
-        place.mkdir(parents=True, exist_ok=True)
-        report.write_text("\n".join(parts) + "\n")
+        store, report = open_store(info.root), report_name(fault.generation, fault.step)
+        store.leave(report, ("\n".join(parts) + "\n").encode(errors="replace"))
         for rank in ranks:
             with suppress(FileNotFoundError):
-                (place / f"rank_{rank}").write_bytes(job.flight(rank).read_bytes())
-        log.error("the report is %s", report)
+                store.leave(report.replace("report.txt", f"rank_{rank}"), job.flight(rank).read_bytes())
+        log.error("the report is %s/%s", info.root, report)
     except (OSError, RekindleError) as error:
         log.error("the report could not be written: %s", error)
 

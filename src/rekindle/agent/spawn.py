@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rekindle.agent.drain import Drainer
+from rekindle.agent.tries import SOON, pauses
+from rekindle.errors import RekindleError
+from rekindle.patience import behind
+from rekindle.snapshot.fields import loads
 from rekindle.snapshot.lock import Lock
-from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.memory import Job, JobDir
 from rekindle.storage.pace import step_back
 
 __all__ = ["AgentKeeper"]
@@ -23,84 +30,160 @@ log = logging.getLogger("rekindle")
 
 _LOOK_EVERY = 0.5
 """Seconds between looks at the agent's lock: a look costs some microseconds, so not at every step."""
-_START_WITHIN = 10.0
-_ATTEMPTS = 3
+_START_WITHIN = 5.0
+"""Seconds that nobody drains while an agent that was done without gets another chance."""
+_SIGN_WITHIN = 10.0
+"""Seconds within which an agent gives a sign of life, which it does each second."""
+_STAYS = 1.0
+"""Seconds after which an agent that has come is taken to stay: one that can't do its work ends at once."""
 TICK = 0.05
 """Seconds between two looks for something to drain."""
 
 
 class AgentKeeper:
-    """Sees to it that somebody drains this job's memory: an agent or, when none will live, a thread of this process."""
+    """Sees to it that somebody drains this job's memory: an agent or, while none will live, a thread of ours."""
 
-    def __init__(self, job: JobDir) -> None:
-        self.job = job
+    def __init__(
+        self, job: JobDir, info: Job, within: float = 10.0, changed: Callable[[bool], object] = lambda there: None
+    ) -> None:
+        """``info`` is what an agent needs to know; one that does not come ``within`` seconds is done without.
+
+        ``changed`` is called, in another thread, with False when this process begins to drain and with True when an
+        agent does so again.
+        """
+        self.job, self.info = job, info
+        self._within, self._changed = within, changed
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = 0.0
-        self._attempts = 0
         self._looked = -_LOOK_EVERY
         self._thread: threading.Thread | None = None
         self._told: str | None = None
+        self._sign, self._silent = 0, 0.0
         self._stop = threading.Event()
         self._drainer = Drainer(job)
+        job.write_job(info)
 
     def check(self) -> None:
         """Look after the agent, at most twice a second. Never waits for it."""
         now = time.monotonic()
-        if self._thread is not None or now - self._looked < _LOOK_EVERY:
+        passed = now - self._looked
+        if passed < _LOOK_EVERY or (self._thread is not None and self._thread.is_alive()):
             return
         self._looked = now
-        ended = self._process is not None and self._process.poll() is not None  # also reaps it
-        if self.job.agent() is not None:
-            self._attempts = 0
-            self._tell()
+        if self._process is not None:
+            self._process.poll()  # reaps it
+        agent = self.job.agent()
+        if agent is not None:
+            self._see(agent, min(passed, 1.0))
             return
-        if self._process is not None and not ended and now - self._started < _START_WITHIN:
-            return
-        if self._attempts >= _ATTEMPTS:
-            self._drain_here(f"it did not stay, see {self.job.log}")
-            return
-        self._attempts += 1
-        self._started = now
-        try:
-            self._process = spawn(self.job)
-        except OSError as error:
-            self._drain_here(str(error))
+        self._silent = 0.0
+        self._thread = threading.Thread(target=self._keep, name="rekindle-keep", daemon=True)
+        with suppress(RuntimeError):  # no thread can be had now: the next look tries again
+            self._thread.start()
 
-    def _tell(self) -> None:
-        """Pass on what the agent suffers from, once, and that it is over."""
+    def _see(self, agent: int, passed: float) -> None:
+        """Pass on what the agent suffers from, once, and that it is over; end one that holds its lock and does nothing,
+        as a stopped one does: all it has is in files.
+
+        Only time in which this process was looking counts: a node that sleeps takes both along.
+        """
         try:
-            error = json.loads(self.job.agent_status.read_bytes())["error"]
-        except (OSError, ValueError, KeyError):
+            sign = self.job.agent_status.stat().st_mtime_ns
+            status = loads(self.job.agent_status.read_bytes())
+            pid, error = status["pid"], status["error"]
+        except (OSError, ValueError, KeyError, TypeError):
             return
-        if (error is None) != (self._told is None):
+        self._drained(error)
+        self._silent = 0.0 if sign != self._sign else self._silent + passed
+        self._sign = sign
+        if self._silent > _SIGN_WITHIN and pid == agent:  # else it is a process that drains in an agent's place
+            self._silent = 0.0
+            log.warning(
+                "agent %d gave no sign of life for %.0f s: it is killed, and another one is started",
+                *(agent, _SIGN_WITHIN),
+            )
+            with suppress(OSError):
+                os.kill(agent, signal.SIGKILL)
+
+    def _keep(self) -> None:
+        """Start an agent, again and again until one stays; after three that didn't, drain here in between."""
+        for number, pause in enumerate(pauses(self._within), 1):
+            why = self._start()
+            here = number > SOON
+            if self._came(min(pause, _START_WITHIN) if here else pause):
+                self._describe()  # a rank's line may have started one too
+                if here:
+                    log.warning("an agent carries checkpoints to storage again")
+                    self._changed(True)
+                return
+            if number == SOON:
+                log.warning(
+                    "no agent on this node (%s): this process drains to storage itself, in a thread, until one can be "
+                    "started again",
+                    why,
+                )
+                self._changed(False)
+            if number >= SOON:
+                try:  # in another thread: an agent would inherit its priority
+                    behind(partial(self._drain, pause), "rekindle-drain").result()
+                except RuntimeError as error:  # no thread can be had
+                    self._drained(str(error))
+                    self._stop.wait(pause)
+            if self._stop.is_set():
+                return
+
+    def _start(self) -> str:
+        """Start an agent. Gives what to look at if it doesn't stay."""
+        try:
+            self._describe()
+            self._process = spawn(self.job)
+        except (OSError, RekindleError) as error:
+            return str(error)
+        return f"it did not stay, see {self.job.log}"
+
+    def _describe(self) -> None:
+        if self.job.read_job() is None:  # somebody has removed it
+            self.job.write_job(self.info)
+
+    def _came(self, within: float) -> bool:
+        """Whether an agent comes ``within`` so many seconds, and stays. False at once when nobody needs one more."""
+        until = time.monotonic() + within
+        since: float | None = None
+        while since is None or time.monotonic() < since + min(_STAYS, within / 2):
+            there = self.job.agent() is not None
+            gone = since is not None and not there
+            since = since or (time.monotonic() if there else None)
+            if gone or self._stop.wait(TICK) or (since is None and time.monotonic() > until):
+                return False
+            if self._process is not None:
+                self._process.poll()
+        return True
+
+    def _drain(self, seconds: float) -> None:
+        step_back()
+        until, lock = time.monotonic() + seconds, Lock(self.job.agent_lock)
+        try:
+            if lock.acquire(1.0):
+                while time.monotonic() < until and not self._stop.wait(TICK) and lock.held():
+                    self._drainer.tick()
+                    self._drained(self._drainer.progress.error)
+        except Exception as error:
+            self._drained(f"{type(error).__name__}: {error}")
+        finally:
+            lock.release()
+        self._stop.wait(until - time.monotonic())
+
+    def _drained(self, error: str | None) -> None:
+        """Say what this process's own drain suffers from, once, and that it is over."""
+        if error != self._told and (error is None or self._told is None):
             log.warning("drain: %s", error or "storage takes checkpoints again")
         self._told = error
 
-    def _drain_here(self, why: str) -> None:
-        log.warning("no agent on this node (%s): this process drains to storage itself, in a thread", why)
-        self._thread = threading.Thread(target=self._drain, name="rekindle-drain", daemon=True)
-        self._thread.start()
-
-    def _drain(self) -> None:
-        step_back()
-        lock = Lock(self.job.agent_lock)
-        while not self._stop.is_set():
-            try:
-                if lock.acquire(1.0):
-                    while not self._stop.wait(TICK):
-                        self._drainer.tick()
-            except Exception:
-                log.exception("the drain failed and is tried again")
-                lock.release()
-                self._stop.wait(1.0)
-        lock.release()
-
-    def close(self) -> None:
-        """Stop draining here. An agent is left to itself."""
+    def close(self, seconds: float = 60.0) -> None:
+        """Stop draining here, and give what is in hand so many seconds. An agent is left to itself."""
         self._stop.set()
         self._drainer.hurry()
         if self._thread is not None:
-            self._thread.join(timeout=60)
+            self._thread.join(seconds)
         if self._process is not None:
             self._process.poll()
 

@@ -10,18 +10,22 @@ import asyncio
 import json
 import logging
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rekindle.agent.address import address
 from rekindle.agent.fault import Fault
 from rekindle.agent.process import Process, describe, oom_kills
-from rekindle.agent.report import report_file, write_report
+from rekindle.agent.report import report_name, write_report
 from rekindle.errors import FormatError
+from rekindle.snapshot.fields import loads, number, seconds
 from rekindle.snapshot.memory import JobDir, write_atomic
+from rekindle.snapshot.names import MOST_RANKS
 from rekindle.snapshot.status import DOES, DONE, SECURING, Reader, Status
 
 __all__ = ["Watch", "allowance"]
@@ -29,7 +33,7 @@ __all__ = ["Watch", "allowance"]
 log = logging.getLogger("rekindle.agent")
 
 _TICK = 0.01
-"""Seconds between two looks at every rank; a look takes 5 microseconds."""
+"""Seconds between two looks at every rank; a look takes 10 microseconds."""
 _FACTOR, _FLOOR = 3.0, 1.0
 """A rank hangs after this many times the longest of the job's recent steps, plus this many seconds."""
 _SLEPT = 0.5
@@ -38,6 +42,8 @@ _DEAF = 1.0
 """Seconds after which a rank that has not begun to secure its state is taken for stuck."""
 _LINE = 1 << 20
 """Bytes of the longest line that a rank may send."""
+_STRANGERS, _HELLO = 64, 10.0
+"""How many connections may keep silent, and for how many seconds. Each is a file, which a drain would want, too."""
 _TELLING = 60.0
 """Seconds after which a hang's report is written though some ranks are still there."""
 _ANSWER = 0.1
@@ -49,6 +55,12 @@ _LINGER = 0.5
 def allowance(longest: float) -> float | None:
     """Seconds without progress after which a job whose longest recent step took ``longest`` hangs; None: can't tell."""
     return _FACTOR * longest + _FLOOR if longest > 0 else None
+
+
+def _peer(writer: asyncio.StreamWriter) -> int | None:
+    """Process id of whoever made a connection, as the kernel knows it; None where it doesn't tell."""
+    line, option = writer.get_extra_info("socket"), getattr(socket, "SO_PEERCRED", None)
+    return None if option is None else int.from_bytes(line.getsockopt(socket.SOL_SOCKET, option, 4), sys.byteorder)
 
 
 @dataclass(eq=False)
@@ -65,6 +77,8 @@ class _Rank:
     """Signal at which it writes down where its threads stand, when it can't be told to; 0 for none."""
     process: Process
     page: Reader
+    seen: Status
+    """What its page said when it made sense for the last time."""
     writer: asyncio.StreamWriter
     ooms: int
     settled: float = 0.0
@@ -72,6 +86,14 @@ class _Rank:
     asked: float = 0.0
     """When it was asked for its stacks."""
     over: bool = False
+
+    def status(self) -> Status:
+        """What its page says. One that somebody has damaged says nothing of hangs, until the rank has mended it."""
+        try:
+            self.seen = self.page.read()
+        except FormatError:
+            return replace(self.seen, paused=1)
+        return self.seen
 
 
 @dataclass
@@ -88,13 +110,16 @@ class Watch:
     _reporting: asyncio.Task[None] | None = None
     _looked: float = 0.0
     _blind_until: float = 0.0
+    _strangers: dict[asyncio.StreamWriter, None] = field(default_factory=dict)
+    """Connections that have not said yet who they are, the oldest first."""
     _paused: float = 0.0
     """When a rank was last seen to pause."""
 
     async def serve(self) -> None:
         """Listen for ranks, and look after them until cancelled."""
         self.job.watch_socket.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._meet, str(self.job.watch_socket), limit=_LINE)
+        with address(self.job.watch_socket) as name:
+            self._server = await asyncio.start_unix_server(self._meet, name, limit=_LINE)
         self._looked = time.monotonic()
         try:
             while True:
@@ -115,33 +140,34 @@ class Watch:
     # -- talking ------------------------------------------------------------------------------------------------
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank: _Rank | None = None
+        self._strangers[writer] = None
+        for oldest in list(self._strangers)[:-_STRANGERS]:
+            oldest.close()
         try:
-            rank = self._welcome(json.loads(await reader.readline()), writer)
+            hello = await asyncio.wait_for(reader.readline(), _HELLO)
+            rank = self._welcome(loads(hello), writer)
+            del self._strangers[writer]
             while line := await reader.readline():
-                self._hear(rank, json.loads(line))
-        except (OSError, ValueError, KeyError, TypeError, FormatError) as error:
+                self._hear(rank, loads(line))
+        except (OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError) as error:
             log.warning("a rank's connection is refused or lost: %s: %s", type(error).__name__, error)
         finally:
+            self._strangers.pop(writer, None)
             writer.close()
 
     def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Rank:
-        number = int(hello["rank"])
-        process, page = Process(int(hello["pid"])), Reader(self.job.status_page(number))
-        rank = _Rank(
-            rank=number,
-            since=float(hello["since"]),
-            watchdog=bool(hello["watchdog"]),
-            deadline=float(hello["deadline"]),
-            stacks=int(hello["stacks"]),
-            process=process,
-            page=page,
-            writer=writer,
-            ooms=oom_kills(process.pid),
-        )
-        if number in self.ranks:
-            self._part(self.ranks[number])
-        self.ranks[number] = rank
+        index = number(hello["rank"], 0, MOST_RANKS - 1)
+        since, deadline = seconds(hello["since"]), seconds(hello["deadline"])
+        stacks, page = number(hello["stacks"], 0, signal.NSIG - 1), Reader(self.job.status_page(index))
+        pid, watchdog = number(hello["pid"], 1), bool(hello["watchdog"])
+        if _peer(writer) not in (None, pid):  # it may be killed one day: nobody says so for somebody else
+            raise ValueError(f"it says that it is process {pid}, and is {_peer(writer)}")
+        seen, ooms = page.read(), oom_kills(pid)
+        process = Process(pid)  # last: it keeps a file open
+        rank = _Rank(index, since, watchdog, deadline, stacks, process, page, seen, writer, ooms)
+        if index in self.ranks:
+            self._part(self.ranks[index])
+        self.ranks[index] = rank
         if self.fault is not None and self._dies(rank):
             self._send(rank, {"fault": self.fault.to_json()})
         else:
@@ -171,7 +197,7 @@ class Watch:
         now = time.monotonic()
         if now - self._looked > _SLEPT:  # we did not run either: nobody's silence means anything
             self._blind_until = now + max(
-                (allowance(r.page.read().longest) or 0.0 for r in self.ranks.values()), default=0
+                (allowance(r.status().longest) or 0.0 for r in self.ranks.values()), default=0
             )
         self._looked = now
         for rank in list(self.ranks.values()):
@@ -188,7 +214,7 @@ class Watch:
         return self.fault is not None and self.fault.noticed >= rank.since
 
     def _ended(self, rank: _Rank, status: int | None) -> None:
-        page = rank.page.read()
+        page = rank.status()
         self._part(rank)
         if self._dies(rank) or page.phase == DONE:
             return
@@ -196,7 +222,7 @@ class Watch:
         self.strike(Fault(cause, rank.rank, page.generation, page.step, f"rank {rank.rank} {what}"), rank)
 
     def _look_for_hang(self, now: float) -> None:
-        pages = {rank.rank: rank.page.read() for rank in self.ranks.values()}
+        pages = {rank.rank: rank.status() for rank in self.ranks.values()}
         watched = [rank for rank in self.ranks.values() if rank.watchdog]
         # Whoever waits for a rank that was told to pause waits with a reason, and only counts from the pause's end.
         if any(page.paused for page in pages.values()):
@@ -214,18 +240,20 @@ class Watch:
         stopped = {number for number, rank in self.ranks.items() if rank.process.look().stopped}
         behind = min(pages, key=lambda number: (number not in stopped, pages[number].step, pages[number].progress))
         lines = [f"no progress for {limit:.2f} s, which is {_FACTOR:g} x the longest recent step + {_FLOOR:g} s"]
-        for number, page in sorted(pages.items()):
-            more = (f", {page.note}" if page.note else "") + (", stopped by a signal" if number in stopped else "")
-            lines.append(f"rank {number}: after step {page.step}, {DOES[page.phase]}, for {page.age:.2f} s{more}")
+        for each, page in sorted(pages.items()):
+            more = (f", {page.note}" if page.note else "") + (", stopped by a signal" if each in stopped else "")
+            lines.append(f"rank {each}: after step {page.step}, {DOES[page.phase]}, for {page.age:.2f} s{more}")
         rank = self.ranks[behind]
         step, generation = pages[behind].step, pages[behind].generation
         like = [n for n in sorted(pages) if (n in stopped, pages[n].step) == (behind in stopped, step)]
         what = f"rank {behind} hangs after step {step}, {DOES[pages[behind].phase]}"
         if len(like) > 1:  # who waits for whom, only their stacks can tell
             what = f"ranks {', '.join(map(str, like))} hang after step {step}, {DOES[pages[behind].phase]}"
-        info = self.job.read_job()
+        info = None
+        with suppress(FormatError):
+            info = self.job.read_job()
         if info is not None:
-            lines.append(f"the stacks of all ranks will be in {report_file(Path(info.root), generation, step)}")
+            lines.append(f"the stacks of all ranks will be in {info.root}/{report_name(generation, step)}")
         fault = Fault("hang", behind, generation, step, what, "\n".join(lines))
         self.strike(fault, rank)
         self._reporting = asyncio.get_running_loop().create_task(self._report(fault, sorted(pages)))
@@ -256,7 +284,7 @@ class Watch:
         since = now - fault.noticed
         busy, idle = False, []
         for rank in dying:
-            page = rank.page.read()
+            page = rank.status()
             if page.stage > SECURING and not rank.settled:
                 rank.settled = now
             stopped = rank.process.look().stopped

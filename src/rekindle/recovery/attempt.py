@@ -13,8 +13,9 @@ from rekindle.errors import RekindleError, StateMismatchError, UsageError
 from rekindle.recovery.exchange import Job, exchange
 from rekindle.recovery.group import Alone, Group
 from rekindle.recovery.sources import Source, Sources
-from rekindle.snapshot.boxes import Box, overlapping, tensors_in
-from rekindle.snapshot.layout import blocks
+from rekindle.snapshot.boxes import Box, tensors_in
+from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.layout import Chunk, blocks
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.pieces import pour
 from rekindle.state.fill import Filling, Sides, begin
@@ -126,7 +127,7 @@ class Attempt:
                     saved.add(source.reader.shard.receipt)
             fit = self._fit = Fit(self._state, saved)
             wants = fit.wants
-            haves = self._haves()
+            haves = self._haves(receipt)
             found = plan([want for _, want, _ in wants], [have for _, _, have in haves])
             if fit.problems and self._strict:
                 raise mismatch(fit.problems)
@@ -138,11 +139,19 @@ class Attempt:
         self._check_ambiguity(fit)
         return True
 
-    def _haves(self) -> list[tuple[Source, int, Have]]:
+    def _haves(self, home: Receipt) -> list[tuple[Source, int, Have]]:
+        """All parts that there are. What each rank has of its own is this rank's, however near another's may be; what
+        this rank has no part of may be that of ranks that share a tensor with it."""
+        own: dict[str, list[Box]] = {}
+        for chunk in home.layout.chunks:
+            if chunk.own:
+                own.setdefault(chunk.name, []).append(_box(chunk))
         return [
-            (source, number, Have(chunk.name, Box(chunk.offsets, chunk.sizes), source.cost))
+            (source, number, Have(chunk.name, _box(chunk), source.cost))
             for source in self._sources.opened
             for number, chunk in enumerate(source.reader.shard.receipt.layout.chunks)
+            if source.rank == home.stamp.rank
+            or not (chunk.own and any(box.meet(_box(chunk)) for box in own.get(chunk.name, ())))
         ]
 
     def _whole(self, fit: Fit, found: Plan) -> bool:
@@ -189,8 +198,10 @@ class Attempt:
                 digests = list(islice(sums, len(blocks(chunk))))
                 if chunk.own and chunk.name in fit.parameters:
                     known = seen.setdefault(chunk.name, {})
-                    rank, other = known.setdefault(Box(chunk.offsets, chunk.sizes), (source.rank, digests))
-                    if other != digests or overlapping(known):
+                    box = _box(chunk)
+                    met = next((other for other in known if other != box and other.meet(box) is not None), box)
+                    rank, other = known.setdefault(met, (source.rank, digests))
+                    if other != digests or met != box:
                         raise StateMismatchError(
                             f"{chunk.name}: ranks {rank} and {source.rank}, which saved it, had different tensors by "
                             "this name, and another number of ranks can't tell whose is whose"
@@ -255,6 +266,10 @@ class Attempt:
 
     def load(self) -> None:
         """Give the live objects what has been filled. All ranks have what they want."""
-        load(self._state, self.fit, self._trees, self._allow_pickle, self._strict)
+        load(self._state, self.fit, self._trees, self._strict)
         for entry in self._state.values():
             _half_loaded.pop(id(entry), None)
+
+
+def _box(chunk: Chunk) -> Box:
+    return Box(chunk.offsets, chunk.sizes)

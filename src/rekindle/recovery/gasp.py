@@ -44,12 +44,14 @@ class Gasp:
     secure: Callable[[int, bool], None]
     """Bring the live state, which is that of this step, into memory, or to storage where there is no memory: with True
     all that this rank holds, with False its part of what several hold."""
-    secured_by_all: Callable[[int], bool]
-    """Whether all ranks of this node have secured the step."""
+    shared_by_all: Callable[[int], bool]
+    """Whether all ranks of this node have secured their parts of the step, or have none of what others hold too."""
     durable: Callable[[int], bool]
     """Whether the step is on storage."""
     deadline: float
     """Seconds after the fault at which the process ends, come what may."""
+    call: Callable[[str, int], object]
+    """Call the user's hook of this name, with the step."""
     secured: list[int] = field(default_factory=list)
 
     def run(self, fault: Fault) -> None:
@@ -91,14 +93,16 @@ class Gasp:
 
     def _take(self, step: int, cause: str, end: float) -> None:
         """Each its part, while all live and are at one step; all of it, whoever else may have it, as soon as not."""
+        self.call("on_clean", step)
         whole = cause not in _ALIVE or self._apart(step)
         self.secure(step, whole)
         until = min(end, time.monotonic() + _TOGETHER)
-        while not whole and not self.secured_by_all(step):
+        while not whole and not self.shared_by_all(step):
             if self._apart(step) or time.monotonic() > until:
                 self.secure(step, True)
                 break
             time.sleep(_POLL)
+        self.call("on_gasp", step)
         self._done(step)
 
     def _apart(self, step: int) -> bool:

@@ -21,7 +21,7 @@ _RECENT = 20
 
 
 class Gate:
-    """One rank's. Thread-safe. What the thread that trains calls takes about two microseconds."""
+    """One rank's. Thread-safe. What the thread that trains calls takes about six microseconds."""
 
     def __init__(self, page: StatusPage, step: int) -> None:
         """``step``: completed updates; the state is that step's."""
@@ -35,6 +35,11 @@ class Gate:
         """A drill: what is to befall this rank before its next update."""
         page.step, page.phase = step, STABLE
         self._show()
+
+    def show_again(self) -> None:
+        """Somebody has removed what shows where training stands. Raises OSError when it can't be shown."""
+        with self._changed:
+            self._page.place()
 
     def _show(self) -> None:
         self._page.progress = time.monotonic_ns()

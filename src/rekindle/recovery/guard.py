@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any, Protocol
 
+from rekindle.advice import advise
 from rekindle.agent.fault import Fault
 from rekindle.agent.report import main_stack
 from rekindle.errors import FormatError, NonFiniteLossError
@@ -69,8 +70,8 @@ class Guarded(Protocol):
         """Bring the live state, which is that of ``step``, into memory: all of it or this rank's part. Any thread,
         while nothing changes it."""
 
-    def secured(self, step: int) -> bool:
-        """Whether all ranks of this node have secured ``step``."""
+    def shared_by_all(self, step: int) -> bool:
+        """Whether all ranks of this node have secured their parts of ``step``, or have none of what others hold too."""
 
     def durable(self, step: int) -> bool:
         """Whether ``step`` is on storage."""
@@ -143,7 +144,7 @@ class Guard(ContextDecorator):
             try:
                 return StatusPage(job.status_page(self.trainer.rank), self.trainer.generation)
             except OSError as error:
-                why = f"memory store {job.path}: {error.strerror}"
+                why = f"memory store {job.path}: {advise(error)}"
         log.warning("%s, so no agent watches this rank: it notices its own exceptions and signals, nothing else", why)
         return None
 
@@ -254,7 +255,9 @@ class Guard(ContextDecorator):
         self._gate.stage(SECURING)
         tell_launcher(fault, self.trainer.rank)
         self.hooks.call("on_stop", fault)
-        gasp = Gasp(self._gate, self._mates, self._secure, self.trainer.secured, self.trainer.durable, self.deadline)
+        trainer = self.trainer
+        waits = trainer.shared_by_all, trainer.durable
+        gasp = Gasp(self._gate, self._mates, trainer.secure, *waits, self.deadline, self.hooks.call)
         gasp.run(fault)
         if fault.cause == "hang":
             self._write_down_collectives()
@@ -280,11 +283,6 @@ class Guard(ContextDecorator):
             record = recording()
             if record:
                 write_atomic(self.trainer.job.flight(self.trainer.rank), record)
-
-    def _secure(self, step: int, whole: bool) -> None:
-        self.hooks.call("on_clean", step)
-        self.trainer.secure(step, whole)
-        self.hooks.call("on_gasp", step)
 
     def _mates(self, alive: bool) -> list[Status]:
         """Pages of this start's other ranks on this node; of live ones only, or of those that have ended too."""

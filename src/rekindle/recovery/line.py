@@ -13,7 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from rekindle.agent.address import address
 from rekindle.agent.spawn import spawn
+from rekindle.snapshot.fields import loads
 from rekindle.snapshot.memory import JobDir
 
 __all__ = ["Line"]
@@ -46,12 +48,13 @@ class Line:
             began = time.monotonic()
             try:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                    line.connect(str(self._job.watch_socket))
+                    with address(self._job.watch_socket) as name:
+                        line.connect(name)
                     line.sendall(json.dumps(self._hello).encode() + b"\n")
                     self._socket = line
                     self._first.set()
                     for text in line.makefile("rb"):
-                        self._hear(json.loads(text))
+                        self._hear(loads(text))
                 if self._closed:
                     return
                 if time.monotonic() - began > _SETTLED:
@@ -60,7 +63,7 @@ class Line:
                 else:
                     pause = min(2 * pause, _RETRY_LONGEST)
                 alone_since = time.monotonic() - _PATIENCE
-            except (OSError, ValueError):
+            except (OSError, ValueError, TypeError):  # no agent, or one that talks nonsense
                 pass
             self._socket = None
             if time.monotonic() - alone_since > _PATIENCE:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from rekindle.advice import advise
 from rekindle.errors import BusyError, MemoryStoreError, UsageError
 from rekindle.recovery.group import Alone, Group, node_id
 from rekindle.recovery.restore import look
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.names import Root
 from rekindle.state.capture import Capture
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.contract import Store
+from rekindle.storage.stores import open_store
 
 __all__ = ["Meeting", "meet", "share_out"]
 
@@ -41,15 +44,29 @@ class Meeting:
     no_memory: str | None
     """Why snapshots can't go into this node's memory; None when they can. What is there can be read if ``lock`` is."""
     found: bool
-    """Whether any rank sees a checkpoint of an earlier start."""
+    """Whether any rank sees a checkpoint of an earlier start, or a note of one."""
     nbytes: int
     """What a snapshot of this rank will take."""
+
+    def go_on(self, job: JobDir | None, rank: int, stored: int | None, anyway: bool) -> None:
+        """It is settled what this start goes on from, and that storage has ``stored`` of it: note that.
+
+        Not before: a start that storage is away for has to leave the old note to the next one. It stays as well where
+        storage shows nothing, unless that start is to go on ``anyway``.
+        """
+        if job is None or rank != self.mates[0]:
+            return
+        with suppress(OSError):
+            if stored is not None:
+                job.write_durable(stored)
+            elif anyway:
+                job.forget_durable()
 
 
 def meet(
     group: Alone | Group,
     job: JobDir,
-    root: Path,
+    root: Root,
     size: Callable[[list[int]], int],
     limit: int | None,
     settings: dict[str, Any],
@@ -74,17 +91,31 @@ def meet(
                 raise UsageError(f"{name} is {given[name]!r} on rank {rank} and {first[0][2][name]!r} on rank 0")
         nbytes = size(mates)
         no_memory = no_memory or _no_room(job, nbytes, len(mates), limit)
-        offers = look(None if lock is None else job, PosixStore(root), group.rank).offers
-        generation = max((offer.incarnation.generation for offer in offers), default=0)
-        second = group.gather((no_memory, generation, bool(offers), Incarnation.begin(0).id))
+        store = open_store(root)
+        sight = look(None if lock is None else job, store, group.rank)
+        generation = max((offer.incarnation.generation for offer in sight.offers), default=0)
+        second = group.gather(
+            (no_memory, generation, bool(sight.offers or sight.damaged or sight.noted), Incarnation.begin(0).id)
+        )
     except BaseException:
         if lock is not None:
             lock.release()
         raise
     no_memory = next((second[rank][0] for rank in mates if second[rank][0]), None)
+    if group.rank == 0 and sight.storage_error is None:
+        _warn_of_weakness(store)
     incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
     nodes = len({node for node, _, _ in first})
     return Meeting(incarnation, mates, nodes, lock, no_memory, any(entry[2] for entry in second), nbytes)
+
+
+def _warn_of_weakness(store: Store) -> None:
+    try:
+        weakness = store.weakness()
+    except OSError as error:
+        weakness = f"{store.root}: nothing can be written there: {error.strerror or error}"
+    if weakness:
+        log.warning("%s", weakness)
 
 
 def share_out(group: Alone | Group, capture: Capture, mates: list[int]) -> int:
@@ -138,7 +169,7 @@ def _take_place(job: JobDir, rank: int) -> tuple[Lock | None, str | None, str | 
     except MemoryStoreError as error:
         return None, None, str(error)
     except OSError as error:
-        return None, None, f"memory store {job.path}: {error.strerror or error}"
+        return None, None, f"memory store {job.path}: {advise(error)}"
 
 
 def _no_room(job: JobDir, nbytes: int, ranks: int, limit: int | None) -> str | None:
@@ -152,5 +183,5 @@ def _no_room(job: JobDir, nbytes: int, ranks: int, limit: int | None) -> str | N
         return None
     return (
         f"memory store {job.path.parent}: two snapshots of about {nbytes / 1e6:,.1f} MB for each of {ranks} rank(s) "
-        f"need {need / 1e6:,.1f} MB, {room}"
+        f"need {need / 1e6:,.1f} MB, {room}: give it more (a container: --shm-size), or raise memory_limit"
     )

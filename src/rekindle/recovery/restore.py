@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rekindle.errors import CorruptError, NotFoundError, UsageError
+from rekindle.advice import advise
+from rekindle.errors import CorruptError, NotFoundError, UsageError, VersionError
+from rekindle.patience import within
 from rekindle.recovery.attempt import Attempt, Verdict, half_loaded
 from rekindle.recovery.choose import Choice, Offer, choose
 from rekindle.recovery.group import Alone, Group
+from rekindle.snapshot.documents import parse
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND
 from rekindle.state.fit import Fit, mismatch
-from rekindle.storage.catalog import Copy, survey
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.catalog import STORAGE, Copy, newest_stored, survey
+from rekindle.storage.contract import Store
 
 __all__ = ["Restored", "look", "restore"]
 
@@ -38,6 +42,8 @@ class Restored:
     read: int
     """Bytes that this rank has read, copies that turned out damaged included; other ranks may have sent some more."""
     seconds: float
+    stored: int | None
+    """The newest step, this one or one before it, that storage has."""
 
 
 @dataclass
@@ -49,17 +55,27 @@ class Sight:
     storage_error: str | None
     damaged: list[str] = field(default_factory=list)
     """Directories with a manifest that can't be read."""
+    newer: list[tuple[int, str]] = field(default_factory=list)
+    """Steps that a newer version of the format was used for, and what there is to say of each."""
+    noted: int = 0
+    """The newest step that this node knows to have been on storage."""
+    stored: int = 0
+    """The newest one that storage shows, damaged or not."""
     half_loaded: bool = False
     """Whether an earlier restore has left this rank's live state half overwritten."""
 
 
-def look(job: JobDir | None, store: PosixStore, rank: int) -> Sight:
+_LISTING = 120.0
+"""Seconds in which storage must say what there is."""
+
+
+def look(job: JobDir | None, store: Store, rank: int) -> Sight:
     """What this rank could restore from. A rank beyond a smaller world's shards reads those from the start again."""
-    error = None
+    error, damaged = None, list[tuple[int, str, CorruptError | None]]()
     try:
-        copies = survey(job, store)
+        copies, damaged = within(_LISTING, store.root, lambda: (survey(job, store), list(_damaged(store))))
     except OSError as failure:
-        error = f"{store.root}: {failure.strerror or failure}"
+        error = f"{store.root}: {advise(failure)}"
         copies = survey(job, None)
     found: dict[Key, list[Copy]] = {}
     for copy in copies:
@@ -68,20 +84,38 @@ def look(job: JobDir | None, store: PosixStore, rank: int) -> Sight:
         Offer(*key, near[0].world, tuple(copy.place for copy in near if rank % copy.world in copy.ranks))
         for key, near in found.items()
     ]
-    damaged = [] if error else [str(path) for _, path in store.damaged()]
-    return Sight(offers, found, error, damaged)
+    newer = [(step, str(problem)) for step, _, problem in damaged if isinstance(problem, VersionError)]
+    noted = (job.durable() if job is not None else None) or 0
+    stored = max([copy.step for copy in copies if copy.place == STORAGE] + [step for step, _, _ in damaged], default=0)
+    return Sight(offers, found, error, [place for _, place, _ in damaged], newer, noted, stored)
+
+
+def _damaged(store: Store) -> Iterator[tuple[int, str, CorruptError | None]]:
+    """Step, place and defect of every manifest that can't be read."""
+    for step, files in store.damaged():
+        problem = None
+        try:
+            parse(files.read(MANIFEST), MANIFEST_KIND, f"{files}")
+        except CorruptError as error:
+            problem = error
+        except OSError:
+            pass
+        yield step, str(files), problem
 
 
 def restore(
     group: Alone | Group,
     state: Mapping[str, Any],
     job: JobDir | None,
-    store: PosixStore,
+    store: Store,
     step: int | None,
     allow_pickle: bool,
     strict: bool = True,
-) -> Restored | None:
+) -> tuple[Restored | None, int]:
     """Load the newest readable checkpoint, or that of ``step``. None when there is none to load. A collective.
+
+    Gives the highest generation that any rank sees, too: when the start was given its own one, storage may have been
+    away.
 
     Raises CorruptError when checkpoints exist and none is sound, NotFoundError when ``step`` isn't there,
     StateMismatchError when the chosen one doesn't fit the live state: on all ranks alike.
@@ -90,9 +124,14 @@ def restore(
     sight.half_loaded = half_loaded(state)
     sights = group.gather(sight)
     spoilt = any(s.half_loaded for s in sights)
+    generation = max((offer.incarnation.generation for s in sights for offer in s.offers), default=0)
     choice = choose([s.offers for s in sights], step)
+    if step is None:
+        _refuse_newer(choice, sights)
     worlds = {(o.step, o.incarnation): o.world for s in sights for o in s.offers}
     for key in choice.candidates:
+        if step is None:
+            _refuse_older(key[0], sights)
         began = time.monotonic()
         ranks = (group.rank, group.world)
         with Attempt(state, key, sight.copies.get(key, []), ranks, allow_pickle, strict) as attempt:
@@ -112,11 +151,34 @@ def restore(
             if not strict:
                 _warn_of_rest(group.rank, attempt.fit)
         verdict = attempt.verdict
-        done = Restored(*key, verdict.place or "", verdict.nbytes, verdict.read, time.monotonic() - began)
-        _report(group.rank, done, verdicts)
-        return done
+        stored = newest_stored([copy for near in sight.copies.values() for copy in near], key)
+        done = Restored(*key, verdict.place or "", verdict.nbytes, verdict.read, time.monotonic() - began, stored)
+        _report(group.rank, done, verdicts, sights)
+        if step is None and group.rank == 0:
+            _warn_of_gone(key[0], sights)
+        return done, generation
     _nothing(group.rank, choice, step, sights, spoilt)
-    return None
+    return None, generation
+
+
+def _refuse_newer(choice: Choice, sights: list[Sight]) -> None:
+    """Going back to an older step because this is an older Rekindle is for a person to decide."""
+    known = max((key[0] for key in choice.candidates), default=-1)
+    newer = [found for sight in sights for found in sight.newer if found[0] > known]
+    if newer:
+        older = f"; restore(step={known}) goes on from step {known} instead, and leaves it as it is" * (known >= 0)
+        raise VersionError(max(newer)[1] + older)
+
+
+def _refuse_older(step: int, sights: list[Sight]) -> None:
+    """Storage that doesn't show what it had may be back soon: to go on from less would leave all of it behind."""
+    noted = max(sight.noted for sight in sights)
+    if step >= noted or min(sight.stored for sight in sights) >= noted:
+        return
+    error = next((s.storage_error for s in sights if s.storage_error), None)
+    why = f"which can't be read now ({error})" if error else "which shows nothing of it now"
+    instead = f"goes on from step {step} on purpose, and leaves it behind" if step else "starts anew on purpose"
+    raise NotFoundError(f"step {noted} was on storage, {why}: see that it is mounted. restore(step={step}) {instead}")
 
 
 def _agree(group: Alone | Group, verdict: Verdict) -> list[Verdict]:
@@ -171,7 +233,7 @@ def _short(key: Key) -> tuple[int, int]:
     return key[0], key[1].generation
 
 
-def _report(rank: int, done: Restored, verdicts: list[Verdict]) -> None:
+def _report(rank: int, done: Restored, verdicts: list[Verdict], sights: list[Sight]) -> None:
     if rank != 0:
         return
     places = sorted({v.place for v in verdicts if v.place})
@@ -181,6 +243,18 @@ def _report(rank: int, done: Restored, verdicts: list[Verdict]) -> None:
         "restored step %d from %s: %.1f MB on %d rank(s) in %.3f s, %.2f GB/s, verified",
         *(done.step, " and ".join(places), total / 1e6, len(verdicts), slowest, total / 1e9 / max(slowest, 1e-9)),
     )
+    for error in sorted({s.storage_error for s in sights if s.storage_error}):
+        log.warning("restored step %d without storage, which may have a newer one: %s", done.step, error)
+
+
+def _warn_of_gone(step: int, sights: list[Sight]) -> None:
+    noted = max(sight.noted for sight in sights)
+    if noted and not any(sight.stored or sight.storage_error for sight in sights):
+        log.warning(
+            "step %d was on storage, which shows nothing now: see that it is mounted. Until then, all saves stay in "
+            "memory; restore(step=%d) begins anew on storage",
+            *(noted, step),
+        )
 
 
 def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight], spoilt: bool) -> None:
@@ -203,6 +277,8 @@ def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight], s
     if step:
         known = sorted({o.step for s in sights for o in s.offers})
         raise NotFoundError(f"no checkpoint of step {step}; {'; '.join(why) or f'there are {known}'}")
+    if step is None:
+        _refuse_older(0, sights)
     if spoilt:
         raise UsageError(f"an earlier restore failed: {_SPOILT}")
     if rank == 0:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rekindle.errors import CorruptError
 from rekindle.snapshot.documents import checksum
+from rekindle.snapshot.files import Files
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.names import receipt_name
 from rekindle.snapshot.pieces import Reader
-from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.catalog import MEMORY, Copy
 from rekindle.storage.verify import read_manifest
 
@@ -44,7 +43,7 @@ class Sources:
         self.opened: list[Source] = []
         self.reasons: list[str] = []
         """Why copies were passed over."""
-        self._manifests: dict[Path, dict[str, str]] = {}
+        self._manifests: dict[Files, dict[str, str]] = {}
         order = [
             (place, (rank - home) % copy.world, rank, copy)
             for place, copy in enumerate(copies)
@@ -100,10 +99,10 @@ class Sources:
         self.opened.clear()
 
     def _open(self, place: int, rank: int, copy: Copy) -> bool:
-        path = copy.path / receipt_name(rank, copy.world)
+        name = receipt_name(rank, copy.world)
         try:
-            expected = None if copy.place == MEMORY else self._manifest(copy.path).get(path.name)
-            shard = OpenShard.open(path, in_memory=copy.place == MEMORY)
+            expected = None if copy.place == MEMORY else self._manifest(copy.files).get(name)
+            shard = copy.files.shard(rank, copy.world)
         except (OSError, CorruptError) as error:
             self.reasons.append(f"{copy.place}: {error}")
             return False
@@ -112,15 +111,15 @@ class Sources:
         self.opened.append(source)
         stamp = shard.receipt.stamp
         if stamp.key != self._key or stamp.rank != rank:
-            self.drop(source, f"{path}: belongs to another checkpoint")
+            self.drop(source, f"{copy.files.named(name)}: belongs to another checkpoint")
         elif expected is not None and checksum(shard.receipt.raw) != expected:
-            self.drop(source, f"{path}: is not the receipt that the manifest names")
+            self.drop(source, f"{copy.files.named(name)}: is not the receipt that the manifest names")
         elif not reader.header_is_sound():
             self.drop(source, shard.complain(-1))
         return source in self.opened
 
-    def _manifest(self, directory: Path) -> dict[str, str]:
-        if directory not in self._manifests:
-            entries = read_manifest(directory)["shards"]
-            self._manifests[directory] = {entry["receipt"]: entry["receipt_checksum"] for entry in entries}
-        return self._manifests[directory]
+    def _manifest(self, files: Files) -> dict[str, str]:
+        if files not in self._manifests:
+            entries = read_manifest(files)["shards"]
+            self._manifests[files] = {entry["receipt"]: entry["receipt_checksum"] for entry in entries}
+        return self._manifests[files]

@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rekindle.errors import CorruptError
+
 if TYPE_CHECKING:
     from rekindle.snapshot.documents import Receipt
 
-__all__ = ["Box", "lacking", "overlapping", "tensors_in", "uncovered"]
+__all__ = ["Box", "Rest", "lacking", "tensors_in", "uncovered"]
 
 
 class Box(NamedTuple):
@@ -53,24 +55,44 @@ class Box(NamedTuple):
         return "[" + ", ".join(f"{at}:{at + size}" for at, size in pairs) + "]"
 
 
-def uncovered(whole: Box, boxes: Iterable[Box]) -> list[Box]:
-    """What of ``whole`` is in none of ``boxes``."""
-    rest = [whole] if whole.volume else []
-    for box in sorted(set(boxes)):
-        if not rest:
-            break
-        left = []
-        for part in rest:
+class Rest:
+    """What is left of a box while others are taken from it.
+
+    A tensor that is cut up as a grid leaves a few parts at any time, whose number times that of the boxes is the work.
+    Boxes that were made up can leave as many parts as there are boxes: then it is given up, with a CorruptError.
+    """
+
+    def __init__(self, whole: Box, pieces: int) -> None:
+        """``pieces`` is the number of boxes to be expected."""
+        self.parts = [whole] if whole.volume else []
+        self._work = 20_000 + 50 * pieces
+
+    def take(self, box: Box) -> list[Box]:
+        """Take ``box`` away; what it had of the rest."""
+        self._work -= len(self.parts)
+        if self._work < 0:
+            raise CorruptError(f"what shards say that they hold is cut up as no tensor is, in some place at {box}")
+        found, left = [], []
+        for part in self.parts:
             common = part.meet(box)
-            left += [part] if common is None else part.without(common)
-        rest = left
-    return rest
+            if common is None:
+                left.append(part)
+            else:
+                found.append(common)
+                left += part.without(common)
+        self.parts = left
+        return found
 
 
-def overlapping(boxes: Iterable[Box]) -> bool:
-    """Whether two of these boxes, each of which is there once, have elements in common."""
-    found = list(boxes)
-    return any(a.meet(b) is not None for number, a in enumerate(found) for b in found[:number])
+def uncovered(whole: Box, boxes: Iterable[Box]) -> list[Box]:
+    """What of ``whole`` is in none of ``boxes``. Raises CorruptError for boxes that no sharding makes."""
+    there = sorted(set(boxes))
+    rest = Rest(whole, len(there))
+    for box in there:
+        if not rest.parts:
+            break
+        rest.take(box)
+    return rest.parts
 
 
 def tensors_in(structure: Any) -> Iterator[str]:
@@ -97,16 +119,22 @@ def lacking(receipts: Iterable[Receipt]) -> str | None:
         rank = receipt.stamp.rank
         for chunk in receipt.layout.chunks:
             kind = chunk.dtype, chunk.global_shape
-            if not chunk.own and kinds.setdefault(chunk.name, kind) != kind:
+            there = boxes[chunk.name]
+            if chunk.own:
+                continue
+            if kinds.setdefault(chunk.name, kind) != kind:
                 return f"{chunk.name} is {_kind(*kind)} on rank {rank}, {_kind(*kinds[chunk.name])} on another"
-            boxes[chunk.name].append(Box(chunk.offsets, chunk.sizes))
+            there.append(Box(chunk.offsets, chunk.sizes))
         for name in tensors_in(receipt.structure):
             named.setdefault(name, rank)
     for name, rank in named.items():
         if name not in boxes:
             return f"{name}, which rank {rank} speaks of, is in no shard"
     for name, (_, shape) in kinds.items():
-        missing = uncovered(Box((0,) * len(shape), shape), boxes[name])
+        try:
+            missing = uncovered(Box((0,) * len(shape), shape), boxes[name])
+        except CorruptError as error:
+            return f"{name}: {error}"
         if missing:
             return f"{name}{missing[0]} is in no shard"
     return None

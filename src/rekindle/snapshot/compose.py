@@ -37,7 +37,7 @@ def compose(job: JobDir, slots: Slots) -> list[int]:
     if plan is None:
         return []
     own = {stamp.key for stamp, _ in job.stamps() if stamp.rank == rank}
-    halves = [half for half in read_smalls(job, rank)[::-1] if half.plan == plan.digest]
+    halves = [half for half in read_smalls(job, rank)[::-1] if plan.fits(half)]
     inferred = infer(job, plan, rank)
     if inferred is not None and all(half.stamp.key != inferred.stamp.key for half in halves):
         halves.append(inferred)
@@ -58,7 +58,11 @@ def compose_for_the_dead(job: JobDir) -> None:
     A restarted rank would do it too; the node may be gone before there is one. Takes no memory but what the ranks'
     files have already.
     """
-    info = job.read_job()
+    try:
+        info = job.read_job()
+    except FormatError as error:
+        log.warning("what its dead ranks left is not put together: %s", error)
+        return
     for rank in info.ranks if info is not None else []:
         assert info is not None
         if not job.small_plan(rank).exists():

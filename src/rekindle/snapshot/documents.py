@@ -11,14 +11,16 @@ import errno
 import json
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from rekindle.errors import FormatError
-from rekindle.snapshot.layout import BLOCK, Chunk, Layout
+from rekindle.errors import FormatError, VersionError
+from rekindle.snapshot.fields import check_structure, check_values, loads, number, texts
+from rekindle.snapshot.layout import BLOCK, PAGE, Chunk, Layout
 from rekindle.snapshot.lineage import Stamp
 
 __all__ = ["CHECKSUM", "VERSION", "Receipt", "checksum", "open_file", "parse", "read", "read_stamp", "seal"]
@@ -30,6 +32,8 @@ CHECKSUM = "xxh3_64"
 
 _PREFIX = re.compile(rb'\{"digest":"([0-9a-f]{16})",')
 _DIGEST_END = len('{"digest":"0123456789abcdef",')
+_LARGEST = 1 << 44
+"""Bytes of a shard that are believed: what a process holds in memory is less."""
 _STAMP_LIMIT = 1024
 """The stamp comes first and fits in so many bytes, so that listing a store needs no whole receipt."""
 
@@ -56,29 +60,37 @@ def parse(data: bytes, kind: str, where: str | os.PathLike[str]) -> dict[str, An
     match = _PREFIX.match(data)
     if not match or checksum(data[_DIGEST_END:]) != match[1].decode():
         raise FormatError(f"{os.fspath(where)}: damaged, its bytes differ from its digest")
-    fields: dict[str, Any] = json.loads(data)
+    try:
+        fields: dict[str, Any] = loads(data)
+    except ValueError as error:
+        raise FormatError(f"{os.fspath(where)}: is not readable: {error}") from error
     version = str(fields.get("version", ""))
     if version.partition(".")[0] != VERSION.partition(".")[0]:
-        raise FormatError(f"{os.fspath(where)}: format version {version!r}; this Rekindle reads {VERSION}")
+        raise VersionError(f"{os.fspath(where)}: format version {version!r}; this Rekindle reads {VERSION}: update it")
     if fields.get("format") != kind:
         raise FormatError(f"{os.fspath(where)}: is a {fields.get('format')!r}, not a {kind!r}")
     return fields
 
 
 def read(path: Path) -> bytes:
-    """A whole file of a checkpoint. Raises CorruptError for a link: nothing is read outside of its directory."""
+    """A whole file of a checkpoint. Raises FormatError for a link: nothing is read outside of its directory."""
     with open(open_file(path), "rb") as file:
         return file.read()
 
 
 def open_file(path: Path) -> int:
-    """A descriptor for reading. Raises CorruptError for a link."""
+    """A descriptor for reading. Raises FormatError for a link, and for all else that is no file."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Not blocking: a pipe would be waited for until somebody writes to it.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise FormatError(f"{path}: is a symbolic link, not a file of the checkpoint") from None
         raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FormatError(f"{path}: is no file")
+    return fd
 
 
 def read_stamp(path: Path) -> Stamp:
@@ -86,14 +98,14 @@ def read_stamp(path: Path) -> Stamp:
 
     Raises FileNotFoundError when the file is gone and FormatError when it doesn't start with a stamp.
     """
-    with open(path, "rb") as file:
+    with open(open_file(path), "rb") as file:
         head = file.read(_STAMP_LIMIT)
     text = head[_DIGEST_END:].decode("ascii", "replace")
     if not _PREFIX.match(head) or not text.startswith('"stamp":'):
         raise FormatError(f"{path}: does not start with a stamp")
     try:
         value, end = json.JSONDecoder().raw_decode(text, len('"stamp":'))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: its stamp is not readable") from error
     mark = text[len('"stamp":') : end].encode()
     if not text.startswith(f',"stamp_digest":"{checksum(mark)}"', end):
@@ -141,8 +153,10 @@ class Receipt:
     def layout_of(fields: dict[str, Any], where: str | os.PathLike[str]) -> Layout:
         """The layout in a document that has ``static_part``. Raises FormatError for another kind of checksum."""
         if fields["checksum"] != {"algorithm": CHECKSUM, "block": BLOCK}:
-            raise FormatError(f"{os.fspath(where)}: unknown checksum {fields['checksum']}")
+            raise FormatError(f"{os.fspath(where)}: unknown kind of checksum")
         layout, at = Layout(tuple(map(Chunk.from_json, fields["tensors"]))), 0
+        if layout.nbytes > _LARGEST:
+            raise FormatError(f"{os.fspath(where)}: speaks of {layout.nbytes:,} bytes, which no shard has")
         for chunk in layout.chunks:
             if chunk.start != at:
                 raise FormatError(
@@ -167,14 +181,20 @@ class Receipt:
                 stamp=Stamp.from_json(fields["stamp"]),
                 layout=layout,
                 header_checksum=str(fields["shard"]["header_checksum"]),
-                header_bytes=int(fields["shard"]["header_bytes"]),
-                checksums=fields["checksums"],
+                # It says in fewer words what the receipt says; a longer one would only be memory to be taken.
+                header_bytes=number(fields["shard"]["header_bytes"], 8, 8 * len(data) + PAGE),
+                checksums=texts(fields["checksums"]),
                 structure=fields["structure"],
-                values=fields["values"],
+                values=check_values(fields["values"]),
                 raw=data,
             )
+            check_structure(receipt.structure, len(receipt.values))
         except (KeyError, TypeError) as error:
             raise FormatError(f"{os.fspath(where)}: field {error} is missing or malformed") from error
-        if len(receipt.checksums) != len(layout.blocks):
-            raise FormatError(f"{os.fspath(where)}: {len(receipt.checksums)} checksums for {len(layout.blocks)} blocks")
+        except ValueError as error:
+            if isinstance(error, FormatError):
+                raise FormatError(f"{os.fspath(where)}: {str(error).removeprefix(f'{os.fspath(where)}: ')}") from error
+            raise FormatError(f"{os.fspath(where)}: makes no sense: {error}") from error
+        if len(receipt.checksums) != layout.count:
+            raise FormatError(f"{os.fspath(where)}: {len(receipt.checksums)} checksums for {layout.count} blocks")
         return receipt

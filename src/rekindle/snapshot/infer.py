@@ -22,7 +22,7 @@ __all__ = ["infer"]
 def infer(job: JobDir, plan: SmallPlan, rank: int) -> Half | None:
     """The small state of the step that ``rank`` was about to complete. None if it was not, or can't be inferred."""
     before = read_before_update(job, rank)
-    if before is None or before.plan != plan.digest:
+    if before is None or not plan.fits(before):
         return None
     mates = sorted({mate for ranks in plan.replicas.values() for mate in ranks} - {rank})
     for mate in mates:
@@ -33,10 +33,10 @@ def infer(job: JobDir, plan: SmallPlan, rank: int) -> Half | None:
         theirs_before = read_before_update(job, mate)
         if theirs is None or theirs_before is None or theirs_before.stamp.key != before.stamp.key:
             continue
-        if theirs.static != plan.static or theirs.blocks != plan.blocks or theirs_before.plan != theirs.digest:
+        if theirs.static != plan.static or theirs.blocks != plan.blocks or not theirs.fits(theirs_before):
             continue
         for after in read_smalls(job, mate):
-            if after.stamp.key == before.stamp.key and after.plan == theirs.digest:
+            if after.stamp.key == before.stamp.key and theirs.fits(after):
                 return _transfer(plan, before, theirs_before, after)
     return None
 

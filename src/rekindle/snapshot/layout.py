@@ -11,14 +11,18 @@ from functools import cached_property
 from typing import Any
 
 from rekindle.errors import FormatError
+from rekindle.snapshot.fields import LARGEST, number, numbers, texts
 
-__all__ = ["BLOCK", "DTYPES", "PAGE", "Chunk", "Layout", "blocks"]
+__all__ = ["BLOCK", "DTYPES", "MOST_DIMENSIONS", "PAGE", "Chunk", "Layout", "blocks"]
 
 PAGE = 4096
 """Data starts at a multiple of this many bytes, so direct I/O and page-locking need no copy."""
 
 BLOCK = 16 << 20
 """Bytes of a tensor under one checksum: large enough to hash at full speed, small enough to overlap with copying."""
+
+MOST_DIMENSIONS = 64
+"""Of a tensor, as torch and NumPy have it."""
 
 DTYPES: Mapping[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
@@ -74,7 +78,9 @@ class Chunk:
         if not len(self.global_shape) == len(self.offsets) == len(self.sizes) or self.start < 0:
             return False
         spans = zip(self.offsets, self.sizes, self.global_shape, strict=True)
-        return all(at >= 0 and size >= 0 and at + size <= whole for at, size, whole in spans)
+        return math.prod(max(n, 1) for n in self.global_shape) <= LARGEST and all(
+            at >= 0 and size >= 0 and at + size <= whole for at, size, whole in spans
+        )
 
     def to_json(self) -> dict[str, Any]:
         fields = {
@@ -91,20 +97,22 @@ class Chunk:
     def from_json(value: Any) -> Chunk:
         try:
             chunk = Chunk(
-                name=str(value["name"]),
-                dtype=str(value["dtype"]),
-                global_shape=tuple(map(int, value["global_shape"])),
-                offsets=tuple(map(int, value["offsets"])),
-                sizes=tuple(map(int, value["sizes"])),
-                start=int(value["range"][0]),
+                name=texts([value["name"]])[0],
+                dtype=texts([value["dtype"]])[0],
+                global_shape=numbers(value["global_shape"], MOST_DIMENSIONS),
+                offsets=numbers(value["offsets"], MOST_DIMENSIONS),
+                sizes=numbers(value["sizes"], MOST_DIMENSIONS),
+                start=number(value["range"][0]),
                 own=bool(value.get("own")),
             )
-            if chunk.dtype not in DTYPES or chunk.stop != int(value["range"][1]) or not chunk._inside():
+            if chunk.dtype not in DTYPES or chunk.stop != number(value["range"][1]) or not chunk._inside():
                 raise FormatError(f"tensor {chunk.name!r}: dtype, shape, sizes and byte range do not agree")
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             if isinstance(error, FormatError):
                 raise
-            raise FormatError(f"tensor table is not readable: {error!r}") from error
+            name = value.get("name") if isinstance(value, dict) else None
+            what = f"tensor {name[:200]!r}" if isinstance(name, str) else "tensor table"
+            raise FormatError(f"{what} is not readable: {error!r}") from error
         return chunk
 
 
@@ -172,6 +180,11 @@ class Layout:
     @property
     def file_bytes(self) -> int:
         return len(self.header) + self.nbytes
+
+    @property
+    def count(self) -> int:
+        """Number of all checksums."""
+        return sum(-(-chunk.nbytes // BLOCK) for chunk in self.chunks)
 
     @cached_property
     def blocks(self) -> list[tuple[int, int]]:

@@ -7,14 +7,21 @@ higher generation began after all of a lower one had ended, because one job runs
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rekindle.errors import FormatError
+from rekindle.snapshot.fields import number
+from rekindle.snapshot.names import LAST_STEP, MOST_RANKS
 
-__all__ = ["Incarnation", "Stamp", "retired"]
+__all__ = ["Incarnation", "Stamp", "elsewhere", "live", "retired"]
+
+_ID = re.compile(r"[0-9a-f]{16}\Z")
+_LAST_GENERATION = 1 << 62
+"""Far beyond what starts can count up to; a later start still has room for its own."""
 
 
 @dataclass(frozen=True, order=True)
@@ -71,22 +78,41 @@ class Stamp:
         try:
             inc = value["incarnation"]
             stamp = Stamp(
-                step=int(value["step"]),
-                rank=int(value["rank"]),
-                world=int(value["world"]),
+                step=number(value["step"], 0, LAST_STEP),
+                rank=number(value["rank"], 0, MOST_RANKS - 1),
+                world=number(value["world"], 1, MOST_RANKS),
                 persist=bool(value["persist"]),
                 incarnation=Incarnation(
-                    generation=int(inc["generation"]),
-                    id=str(inc["id"]),
-                    parent=str(inc["parent"]),
-                    parent_step=int(inc["parent_step"]),
+                    generation=number(inc["generation"], 0, _LAST_GENERATION),
+                    id=_id(inc["id"]),
+                    parent=_id(inc["parent"]) if inc["parent"] else "",
+                    parent_step=number(inc["parent_step"], 0, LAST_STEP),
                 ),
             )
-            if stamp.step < 0 or not 0 <= stamp.rank < stamp.world:
-                raise ValueError(f"step {stamp.step}, rank {stamp.rank} of {stamp.world}")
+            if stamp.rank >= stamp.world:
+                raise ValueError(f"rank {stamp.rank} of {stamp.world}")
             return stamp
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"stamp is not readable: {error!r}") from error
+
+
+class _Written(Protocol):
+    """Anything that is of one step and was written by one start of the job."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def incarnation(self) -> Incarnation: ...
+
+
+_W = TypeVar("_W", bound=_Written)
+
+
+def _id(value: Any) -> str:
+    """An incarnation's id, which becomes a part of file names."""
+    if type(value) is not str or not _ID.match(value):
+        raise ValueError("an incarnation's id should be 16 hexadecimal digits")
+    return value
 
 
 def retired(step: int, incarnation: Incarnation, seen: Iterable[Incarnation]) -> Incarnation | None:
@@ -99,3 +125,17 @@ def retired(step: int, incarnation: Incarnation, seen: Iterable[Incarnation]) ->
         if other.generation > incarnation.generation and step > other.parent_step:
             return other
     return None
+
+
+def live(found: Collection[_W], also: Iterable[Incarnation] = ()) -> list[_W]:
+    """Those that no later start of the job has left behind, in the same order. ``also``: more starts to go by."""
+    seen = {one.incarnation for one in found} | set(also)
+    return [one for one in found if not retired(one.step, one.incarnation, seen)]
+
+
+def elsewhere(ours: Incarnation, newest: Incarnation) -> bool:
+    """Whether the job went on without ``ours``: the ``newest`` on storage is by another start, and that is no older.
+
+    Then what this start saves is a branch that nobody follows.
+    """
+    return newest != ours and newest.generation >= ours.generation

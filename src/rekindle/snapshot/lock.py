@@ -30,7 +30,7 @@ class Lock:
         return True
 
     def _try(self) -> bool:
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.stat(self.path).st_ino == os.fstat(fd).st_ino:  # else it was removed while we opened it
@@ -44,6 +44,13 @@ class Lock:
         os.close(fd)
         return False
 
+    def held(self) -> bool:
+        """Whether the lock is still ours: somebody may have removed its file, and others then take another one."""
+        try:
+            return self._fd >= 0 and os.stat(self.path).st_ino == os.fstat(self._fd).st_ino
+        except OSError:
+            return False
+
     def release(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -53,16 +60,21 @@ class Lock:
 
     @staticmethod
     def holder(path: Path) -> int | None:
-        """Process id of whoever holds the lock, or None when nobody does."""
+        """Process id of whoever holds the lock, 0 if it isn't known, or None when nobody does."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError:
+            return 0
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None
-        except BlockingIOError:
-            return int(os.read(fd, 32).strip() or b"0")
+        except OSError:  # held; or, as above, it can't be told, and who may be there must not be taken for gone
+            with suppress(OSError):
+                text = os.read(fd, 32).strip()
+                return int(text) if text.isdigit() else 0
+            return 0
         finally:
             os.close(fd)
 

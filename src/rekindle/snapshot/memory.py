@@ -25,16 +25,19 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
+from rekindle.advice import advise
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
-from rekindle.snapshot.documents import read_stamp
-from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.documents import read, read_stamp
+from rekindle.snapshot.fields import loads
+from rekindle.snapshot.job import Job
+from rekindle.snapshot.lineage import Incarnation, Stamp
 from rekindle.snapshot.lock import Lock
-from rekindle.snapshot.names import STEP_DIR, job_name, shard_pattern
+from rekindle.snapshot.names import STEP_DIR, Root, job_name, shard_pattern
 
 __all__ = ["Job", "JobDir", "Known", "matching", "memory_base", "write_atomic"]
 
@@ -77,7 +80,7 @@ def _private(path: Path) -> None:
     except FileExistsError:
         pass
     except OSError as error:
-        raise MemoryStoreError(f"memory store {path}: {error.strerror}") from error
+        raise MemoryStoreError(f"memory store {path}: {advise(error)}") from error
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode):
         raise MemoryStoreError(f"memory store {path}: is not a directory")
@@ -88,6 +91,8 @@ def _private(path: Path) -> None:
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise MemoryStoreError(f"memory store {path}: can't be written to")
 
+
+_RANK = "rank-" + 5 * "[0-9]"
 
 Known = tuple[tuple[int, int], Stamp]
 """Inode and time of a receipt, and its stamp. Receipts are replaced, never written over."""
@@ -104,20 +109,13 @@ def _stamp(entry: os.DirEntry[str], known: dict[str, Known] | None) -> Stamp:
     return found[1]
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a trainer tells its agent, through ``job.json``."""
+def _superfluous(stamp: Stamp, step: int, incarnation: Incarnation) -> bool:
+    """Whether that durable checkpoint is as good as the snapshot.
 
-    root: str
-    ranks: list[int]
-    """Ranks on this node."""
-    world: int
-    keep: int
-    keep_every: int | None
-    idle_timeout: float
-    """Seconds without a trainer after which the agent leaves, everything being durable."""
-    drain_limit: int | None = None
-    """Bytes per second that the drain of all ranks of this node may write; None for what storage takes."""
+    What an older start has saved is no newer than what the later one continued from, or was retired by it.
+    """
+    older = stamp.incarnation.generation < incarnation.generation
+    return older or (stamp.incarnation == incarnation and stamp.step <= step)
 
 
 class JobDir:
@@ -128,7 +126,7 @@ class JobDir:
         self.slots = path / "slots"
 
     @staticmethod
-    def of(root: Path, base: Path) -> JobDir:
+    def of(root: Root, base: Path) -> JobDir:
         return JobDir(base / job_name(root))
 
     def create(self) -> None:
@@ -136,7 +134,7 @@ class JobDir:
         try:
             os.makedirs(self.path.parent.parent, exist_ok=True)
         except OSError as error:
-            raise MemoryStoreError(f"memory store {self.path.parent.parent}: {error.strerror}") from error
+            raise MemoryStoreError(f"memory store {self.path.parent.parent}: {advise(error)}") from error
         for path in (self.path.parent, self.path, self.slots):
             _private(path)
 
@@ -192,10 +190,10 @@ class JobDir:
     def trainers(self) -> dict[int, int]:
         """Process id of each rank's live trainer."""
         found = {}
-        for path in matching(self.path, "rank-*.lock"):
+        for path in matching(self.path, f"{_RANK}.lock"):
             pid = Lock.holder(path)
             if pid is not None:
-                found[int(path.stem.removeprefix("rank-"))] = pid
+                found[int(path.name[5:10])] = pid
         return dict(sorted(found.items()))
 
     def agent(self) -> int | None:
@@ -215,6 +213,22 @@ class JobDir:
                 pid = Lock.holder(lock.path)
                 raise BusyError(f"rank {rank} of this root is already being trained by process {pid} on this node")
             time.sleep(0.02)
+
+    def retake(self, lock: Lock) -> bool:
+        """Come back as the rank that ``lock`` is of, should somebody have removed the directory. True if so.
+
+        Raises MemoryStoreError when that can't be, or another process has become that rank.
+        """
+        if lock.held() and self.slots.is_dir():
+            return False
+        self.create()
+        with self._guard():
+            if not lock.held():
+                lock.release()
+                if not lock.acquire():
+                    pid = Lock.holder(lock.path)
+                    raise MemoryStoreError(f"{lock.path}: process {pid} has taken this rank's place: end one of them")
+        return True
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -242,10 +256,10 @@ class JobDir:
     def read_job(self) -> Job | None:
         """What the trainers left for the agent; None before they did."""
         try:
-            return Job(**json.loads((self.path / "job.json").read_bytes()))
+            return Job.from_json(loads(read(self.path / "job.json")))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FormatError(f"{self.path / 'job.json'}: {error}") from error
 
     def write_durable(self, step: int) -> None:
@@ -259,13 +273,13 @@ class JobDir:
     def drain_error(self) -> str:
         """What the drain suffers from, in its own words; empty when it says nothing."""
         try:
-            return str(json.loads(self.agent_status.read_bytes())["error"] or "")
-        except (OSError, ValueError, KeyError):
+            return str(loads(read(self.agent_status))["error"] or "")
+        except (OSError, ValueError, KeyError, TypeError):
             return ""
 
     def durable(self) -> int | None:
         try:
-            return int((self.path / "durable").read_bytes())
+            return int(read(self.path / "durable"))
         except (OSError, ValueError):
             return None
 
@@ -286,13 +300,16 @@ class JobDir:
                 match = shard_pattern(entry.name)
                 if match and match[2] == "json":
                     try:
-                        yield _stamp(entry, known), directory / entry.name
+                        stamp = _stamp(entry, known)
                     except (OSError, FormatError):
                         continue
+                    if match[:2] == (stamp.rank, stamp.world):
+                        yield stamp, directory / entry.name
 
     def step_dirs(self) -> list[Path]:
         try:
-            return [self.path / name for name in os.listdir(self.path) if STEP_DIR.match(name)]
+            names = [name for name in os.listdir(self.path) if STEP_DIR.match(name)]
+            return [path for path in (self.path / name for name in names) if not path.is_symlink()]
         except OSError:
             return []
 
@@ -319,16 +336,20 @@ class JobDir:
         info = os.statvfs(self.path)
         return info.f_bavail * info.f_frsize
 
-    def remove_snapshots(self, rank: int | None = None) -> None:
-        """Give back the memory of one rank's, or all, snapshots. Receipts go first, so nothing half-gone shows."""
+    def remove_snapshots(self, rank: int | None = None, spared: Collection[Path] = ()) -> None:
+        """Give back the memory of one rank's, or all, snapshots. Receipts go first, so nothing half-gone shows.
+
+        Those whose receipts are ``spared`` stay, and with them what a rank has beside its snapshots.
+        """
         pattern = "shard-*" if rank is None else f"shard-{rank:05d}-of-*"
         for name in (f"{pattern}.json", f".{pattern}.json.tmp", f"{pattern}.safetensors"):
             for directory in self.step_dirs():
                 for path in matching(directory, name):
-                    path.unlink(missing_ok=True)
+                    if path.with_suffix(".json") not in spared:
+                        path.unlink(missing_ok=True)
         for path in matching(self.slots, "*.slot" if rank is None else f"rank-{rank:05d}-*.slot"):
             path.unlink(missing_ok=True)
-        for kind in ("plan", "small-?"):
+        for kind in () if spared else ("plan", "small-?"):
             for path in matching(self.path, f"rank-*.{kind}" if rank is None else f"rank-{rank:05d}.{kind}"):
                 path.unlink(missing_ok=True)
         for directory in self.step_dirs():
@@ -337,16 +358,22 @@ class JobDir:
             except OSError:
                 continue
 
-    def remove_strangers(self) -> None:
-        """Give back the memory of ranks that this node no longer has: the job came back with fewer."""
+    def remove_strangers(self, durable: tuple[int, Incarnation]) -> None:
+        """Give back the memory of ranks that this node no longer has: the job came back with fewer.
+
+        Their snapshots go when what is ``durable`` makes them superfluous. A newer one may be the newest there is, and
+        nobody may have drained it yet: it stays until the ranks that are here have a durable checkpoint of their own.
+        """
         with self._guard():  # no rank arrives meanwhile
             info, trainers = self.read_job(), self.trainers()
             if info is None or not trainers:
                 return
-            found = {int(path.name[5:10]) for path in matching(self.slots, "rank-*.slot")}
-            found |= {stamp.rank for stamp, _ in self.stamps()}
+            stamps = list(self.stamps())
+            found = {int(path.name[5:10]) for path in matching(self.slots, f"{_RANK}-*.slot")}
+            found |= {stamp.rank for stamp, _ in stamps}
+            needed = {path for stamp, path in stamps if not _superfluous(stamp, *durable)}
             for rank in found.difference(info.ranks, trainers):
-                self.remove_snapshots(rank)
+                self.remove_snapshots(rank, {path for stamp, path in stamps if stamp.rank == rank} & needed)
 
     def remove(self) -> bool:
         """Remove the whole directory unless a trainer is there. True when it is gone.

@@ -16,7 +16,7 @@ import xxhash
 
 from rekindle.snapshot.documents import checksum
 from rekindle.snapshot.layout import PAGE, Layout
-from rekindle.snapshot.shard import OpenShard
+from rekindle.snapshot.shard import OpenShard, Stream
 
 __all__ = ["Nowhere", "Reader", "Sink", "move", "pour", "runs", "threads_for"]
 
@@ -30,6 +30,9 @@ _GULP = 4 << 20
 """Bytes of a direct read, and of each thread's buffer. 1 to 8 MiB read equally fast where this was measured."""
 _READS = 4
 """Reads of storage that are under way at a time, at least; disks want more than one, whatever the number of cores."""
+
+_REQUESTS = 8
+"""Requests for ranges of what is elsewhere that are under way at a time: each one waits for its first byte."""
 
 
 class Sink(Protocol):
@@ -104,7 +107,7 @@ class Reader:
         self.nbytes = 0
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._direct = -1 if shard.in_memory else _open_direct(shard.fd)
+        self._direct = -1 if shard.in_memory or shard.stream else _open_direct(shard.fd)
         self._resident = None if self._direct < 0 else _residency(shard.fd)
 
     def close(self) -> None:
@@ -115,7 +118,11 @@ class Reader:
     def header_is_sound(self) -> bool:
         receipt = self.shard.receipt
         header = memoryview(bytearray(receipt.header_bytes))
-        return self._fill(self.shard.fd, [header], 0) and checksum(header) == receipt.header_checksum
+        if self.shard.stream is None:
+            return self._fill(self.shard.fd, [header], 0) and checksum(header) == receipt.header_checksum
+        data = b"".join(self.shard.stream(0, receipt.header_bytes))
+        self._count(len(data))
+        return checksum(data) == receipt.header_checksum
 
     def read(self, run: list[int], sink: Sink) -> list[int]:
         """Put a run of blocks where ``sink`` wants them. Numbers of those that differ from their checksums.
@@ -124,6 +131,8 @@ class Reader:
         """
         receipt = self.shard.receipt
         places = {number: sink.place(number) for number in run}
+        if self.shard.stream is not None:
+            return self._by_stream(self.shard.stream, run, places, sink)
         first, last = receipt.layout.blocks[run[0]][0], receipt.layout.blocks[run[-1]][1]
         resident = self._resident
         direct = resident is not None and not resident.holds(receipt.header_bytes + first, receipt.header_bytes + last)
@@ -150,6 +159,32 @@ class Reader:
                 number, _, stop = gulp[-1]
                 return bad + run[run.index(number) + (stop == len(places[number])) :]
         return bad
+
+    # -- as it comes in: from elsewhere ----------------------------------------------------------------------------
+
+    def _by_stream(self, stream: Stream, run: list[int], places: dict[int, Any], sink: Sink) -> list[int]:
+        """One request for all of a run, whose blocks are neighbours."""
+        receipt = self.shard.receipt
+        blocks, todo, bad = receipt.layout.blocks, iter(run), []
+        number = next(todo, None)
+        at, state = blocks[run[0]][0], xxhash.xxh3_64()
+        for piece in stream(receipt.header_bytes + at, receipt.header_bytes + blocks[run[-1]][1]):
+            self._count(len(piece))
+            while piece and number is not None:
+                start, stop = blocks[number]
+                data, piece = piece[: stop - at], piece[stop - at :]
+                place = places[number]
+                if place is None:
+                    sink.take(number, at - start, data)
+                else:
+                    place[at - start : at - start + len(data)] = data
+                state.update(data)
+                at += len(data)
+                if at == stop:
+                    if state.hexdigest() != receipt.checksums[number]:
+                        bad.append(number)
+                    number, state = next(todo, None), xxhash.xxh3_64()
+        return bad if number is None else bad + run[run.index(number) :]
 
     # -- by way of a buffer: direct I/O, or bytes without a place --------------------------------------------------
 
@@ -306,7 +341,7 @@ def pour(
             if progress is not None:
                 progress(layout.blocks[run[-1]][1] - layout.blocks[run[0]][0])
 
-    threads = threads_for(reader.shard.in_memory)
+    threads = threads_for(reader.shard.in_memory) if reader.shard.stream is None else _REQUESTS
     with ThreadPoolExecutor(threads, thread_name_prefix="rekindle-read") as pool:
         try:
             for future in [pool.submit(work) for _ in range(threads)]:

@@ -6,22 +6,32 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rekindle.errors import CorruptError
+from rekindle.errors import CorruptError, FormatError
 from rekindle.snapshot.documents import Receipt, open_file, read
 
-__all__ = ["OpenShard"]
+__all__ = ["OpenShard", "Stream"]
+
+
+Stream = Callable[[int, int], Iterator[memoryview]]
+"""Gives the bytes from one offset to another, piece by piece, each good until the next; fewer at the end of the file.
+For any thread. Raises OSError."""
 
 
 class OpenShard:
     """A shard and its receipt. While a pinned one is open its bytes stay, whatever its writer does next."""
 
-    def __init__(self, receipt: Receipt, fd: int, path: Path, in_memory: bool) -> None:
+    def __init__(
+        self, receipt: Receipt, fd: int, path: Path | str, in_memory: bool, stream: Stream | None = None
+    ) -> None:
+        """``stream`` takes the place of ``fd``, -1 then, for what is not on a file system."""
         self.receipt = receipt
         self.fd = fd
         self.path = path
         self.in_memory = in_memory
+        self.stream = stream
 
     @staticmethod
     def open(receipt_path: Path, in_memory: bool) -> OpenShard:
@@ -31,6 +41,8 @@ class OpenShard:
         one of the two is a link: nothing is read outside of the checkpoint's directory.
         """
         path = receipt_path.with_suffix(".safetensors")
+        if os.path.islink(str(path.parent)):
+            raise FormatError(f"{path.parent}: is a symbolic link, not a directory of checkpoints")
         raw = read(receipt_path)
         fd = open_file(path)
         try:

@@ -15,9 +15,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rekindle.advice import advise
 from rekindle.errors import FormatError, MemoryStoreError
 from rekindle.failpoints import reach
 from rekindle.snapshot.documents import read_stamp
@@ -56,9 +58,12 @@ class Slot:
             return True
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise MemoryStoreError(f"memory store {self.path}: {advise(error)}") from error
 
     def unlock(self) -> None:
-        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        with suppress(OSError):  # locked files are not drained, and used for the next save
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def resize(self, nbytes: int) -> None:
         """Give the file exactly ``nbytes`` of memory, and map at least these.
@@ -77,10 +82,10 @@ class Slot:
                 os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
             os.ftruncate(self.fd, 0)
-            why = "no room left" if error.errno == errno.ENOSPC else error.strerror
-            raise MemoryStoreError(
-                f"memory store {self.path.parent}: {why} for a snapshot of {nbytes:,} bytes"
-            ) from error
+            why = f"no room left for a snapshot of {nbytes:,} bytes: free some of it, or give it more"
+            if error.errno != errno.ENOSPC:
+                why = advise(error)
+            raise MemoryStoreError(f"memory store {self.path.parent}: {why}") from error
         self.map = mmap.mmap(self.fd, nbytes)
 
     def fault_in(self) -> None:
@@ -181,7 +186,7 @@ class Slots:
             slot = Slot(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._park(slot)
         except OSError as error:
-            raise MemoryStoreError(f"memory store {path}: {error.strerror}") from error
+            raise MemoryStoreError(f"memory store {path}: {advise(error)}") from error
         return slot
 
     # -- writing ------------------------------------------------------------------------------------------------
@@ -245,7 +250,7 @@ class Slots:
                 return slot
         raise MemoryStoreError(
             f"memory store {self.job.path}: every snapshot is being read and there is no room for one more of "
-            f"{nbytes:,} bytes"
+            f"{nbytes:,} bytes: give it more, or raise memory_limit"
         )
 
     def _give_back(self, surplus: list[Slot]) -> None:
@@ -292,7 +297,7 @@ class Slots:
         try:
             os.rename(slot.path, free)
         except OSError as error:
-            raise MemoryStoreError(f"memory store {slot.path}: {error.strerror}") from error
+            raise MemoryStoreError(f"memory store {slot.path}: {advise(error)}") from error
         slot.path = free
 
     def commit(self, slot: Slot, stamp: Stamp, receipt: bytes) -> None:
@@ -305,11 +310,13 @@ class Slots:
         except OSError as error:
             self._uncommit(slot)
             slot.unlock()
-            raise MemoryStoreError(f"memory store {slot.path}: {error.strerror or error}") from error
+            raise MemoryStoreError(f"memory store {slot.path}: {advise(error)}") from error
 
     def _commit(self, slot: Slot, stamp: Stamp, receipt: bytes) -> None:
         reach("save.copied", stamp.step)
         path = self.job.path / step_dir(stamp.step) / shard_name(stamp.rank, stamp.world)
+        for older in [other for other in self.slots if other is not slot and other.path == path]:
+            self._uncommit(older)  # of an earlier start, which has saved this step too
         while True:
             try:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -338,7 +345,7 @@ class Slots:
                 _write(file.fileno(), receipt[half:])
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise MemoryStoreError(f"memory store {path}: {error.strerror}") from error
+            raise MemoryStoreError(f"memory store {path}: {advise(error)}") from error
         os.replace(temporary, path)
         reach("save.committed", stamp.step)
 

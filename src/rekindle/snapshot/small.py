@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.errors import FormatError
-from rekindle.snapshot.documents import Receipt, checksum, parse, seal
-from rekindle.snapshot.layout import Layout
+from rekindle.snapshot.documents import Receipt, checksum, parse, read, seal
+from rekindle.snapshot.fields import check_structure, check_values, numbers
+from rekindle.snapshot.layout import BLOCK, Layout
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.names import MOST_RANKS
 
 __all__ = ["Half", "SmallPlan", "Smalls", "padded", "read_before_update", "read_plan", "read_smalls"]
 
@@ -48,6 +50,12 @@ class SmallPlan:
     replicas: dict[str, list[int]]
     """By tensor: the ranks that hold the same bytes after each update, this one included."""
     digest: str
+    nbytes: int
+    """Of the tensors in a small state."""
+
+    def fits(self, half: Half) -> bool:
+        """Whether ``half`` is a part of this."""
+        return half.plan == self.digest and len(half.tensors) == self.nbytes
 
 
 @dataclass(frozen=True)
@@ -93,41 +101,66 @@ def read_plan(job: JobDir, rank: int) -> SmallPlan | None:
     """The plan of a rank's small states; None when there is none. Raises FormatError when it is damaged."""
     path = job.small_plan(rank)
     try:
-        raw = path.read_bytes()
+        raw = read(path)
     except FileNotFoundError:
         return None
     fields = parse(raw, _PLAN, path)
+    try:
+        return _plan(fields, checksum(raw), path)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: is no plan: {error}") from error
+
+
+def _plan(fields: dict[str, Any], digest: str, path: Path) -> SmallPlan:
     layout = Receipt.layout_of(fields, path)
     kept = {name: fields[name] for name in ("checksum", "shard", "structure", "tensors")}
     static = json.dumps(kept, separators=(",", ":")).encode()[1:-1]
-    return SmallPlan(layout, fields["structure"], static, fields["blocks"], fields["replicas"], checksum(raw))
+    check_structure(fields["structure"])
+    replicas = {name: list(numbers(ranks, MOST_RANKS, MOST_RANKS - 1)) for name, ranks in fields["replicas"].items()}
+    if len({(chunk.name, chunk.offsets) for chunk in layout.chunks}) != len(layout.chunks):
+        raise ValueError("a tensor is there twice")
+    sizes, block = {}, 0
+    for chunk in layout.chunks:
+        sizes[block] = chunk.nbytes  # of a larger one, no small state has a part
+        block += -(-chunk.nbytes // BLOCK)
+    known = list(numbers(fields["blocks"], block, block - 1))
+    if len(set(known)) != len(known) or not all(0 < sizes.get(number, 0) <= BLOCK for number in known):
+        raise ValueError("its blocks are no small tensors")
+    nbytes = sum(padded(sizes[number]) for number in known)
+    return SmallPlan(layout, fields["structure"], static, known, replicas, digest, nbytes)
 
 
 def read_smalls(job: JobDir, rank: int) -> list[Half]:
     """A rank's small states, newest first. Damaged ones are left out."""
     found = []
     for which in "01":
-        with suppress(OSError, FormatError, struct.error):
-            found.append(_read(job.small(rank, which)))
+        with suppress(OSError, FormatError):
+            found.append(_read(job.small(rank, which), rank))
     return sorted(found, key=lambda half: (half.stamp.incarnation, half.stamp.step), reverse=True)
 
 
 def read_before_update(job: JobDir, rank: int) -> Half | None:
     """How a rank's small state was before its newest update; its stamp is that of the step which that update makes."""
-    with suppress(OSError, FormatError, struct.error):
-        return _read(job.small(rank, "u"))
+    with suppress(OSError, FormatError):
+        return _read(job.small(rank, "u"), rank)
     return None
 
 
-def _read(path: Path) -> Half:
-    raw = memoryview(path.read_bytes())
-    (length,) = _LENGTH.unpack_from(raw)
-    text, tensors = bytes(raw[_LENGTH.size : _LENGTH.size + length]), raw[_LENGTH.size + length :]
-    fields: dict[str, Any] = parse(text, _SMALL, path)
-    if checksum(tensors) != fields["tensors"]:
-        raise FormatError(f"{path}: damaged, its bytes differ from their digest")
-    values = json.dumps(fields["values"], separators=(",", ":"), allow_nan=False).encode()
-    return Half(Stamp.from_json(fields["stamp"]), str(fields["plan"]), values, tensors)
+def _read(path: Path, rank: int) -> Half:
+    raw = memoryview(read(path))
+    try:
+        (length,) = _LENGTH.unpack_from(raw)
+        text, tensors = bytes(raw[_LENGTH.size : _LENGTH.size + length]), raw[_LENGTH.size + length :]
+        fields: dict[str, Any] = parse(text, _SMALL, path)
+        if checksum(tensors) != fields["tensors"]:
+            raise FormatError(f"{path}: damaged, its bytes differ from their digest")
+        values = json.dumps(check_values(fields["values"]), separators=(",", ":"), allow_nan=False).encode()
+        stamp = Stamp.from_json(fields["stamp"])
+        if stamp.rank != rank:
+            raise FormatError(f"{path}: is that of rank {stamp.rank}")
+        return Half(stamp, str(fields["plan"]), values, tensors)
+    except (KeyError, ValueError, struct.error) as error:
+        raise error if isinstance(error, FormatError) else FormatError(f"{path}: is no small state: {error}") from error
 
 
 def _replace(path: Path, parts: Sequence[bytes | memoryview]) -> None:

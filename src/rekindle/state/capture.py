@@ -31,7 +31,7 @@ from rekindle.state.tree import Flat, describe, flatten
 from rekindle.state.watch import Watch
 from rekindle.state.zero import ZeroState, is_zero
 
-__all__ = ["RNG", "Capture", "content", "unwrap"]
+__all__ = ["RNG", "Capture", "unwrap"]
 
 RNG = "rng"
 
@@ -135,7 +135,7 @@ class Capture:
     def looks(self, names: Collection[str]) -> list[tuple[str, str]]:
         """(name, what this rank's part of it looks like now) of those of ``names`` that are in ``families``."""
         return [
-            (name, repr([(box, content(piece)) for box, piece in held.pieces]))
+            (name, repr([(box, _content(piece)) for box, piece in held.pieces]))
             for found in self._families.values()
             for name, held in found.items()
             if name in names
@@ -195,7 +195,7 @@ class Capture:
         description = describe(tree)
         self._paths = description.paths
         first: dict[tuple[Any, ...], str] = {}
-        stored: dict[str, Held] = {}
+        taken: set[str] = set()
         lasting = self._fence.lasting() if self._fence is not None else set()
         known = alike(self.state, self._data_parallel(flat))
         apart = self._ids_apart(flat, [leaf.name for leaf in description.leaves])
@@ -206,10 +206,10 @@ class Capture:
             held = hold(tensor, leaf.path)
             if held.place not in first:
                 name = leaf.name
-                while name in stored:  # {"a.b": x, "a": {"b": y}} are two tensors
+                while name in taken:  # {"a.b": x, "a": {"b": y}} are two tensors
                     name += "~"
                 first[held.place] = name
-                stored[name] = held
+                taken.add(name)
                 sure, likely = known.get(id(held.counter), ((), ()))
                 own = id(held.counter) in apart or not (held.sharded or sure or likely)
                 ranks = held.ranks if len(held.ranks) > 1 else sure or held.ranks
@@ -276,7 +276,7 @@ class Capture:
         return Plan(layout, structure, early, late, watched, replicas, whole)
 
 
-def content(tensor: torch.Tensor) -> str:
+def _content(tensor: torch.Tensor) -> str:
     """A checksum of a tensor's bytes."""
     return checksum(memoryview(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
+from rekindle.snapshot.fields import DEEPEST_VALUE
 
 __all__ = ["decode", "encode", "has_pickle", "is_typed"]
 
@@ -33,9 +34,14 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def encode(value: Any, allow_pickle: bool = False) -> Any:
-    """The JSON for a value. Raises UnsupportedValueError for what has no type in the format."""
+def encode(value: Any, allow_pickle: bool = False, room: int = DEEPEST_VALUE - 1) -> Any:
+    """The JSON for a value.
+
+    Raises UnsupportedValueError for what has no type in the format, or needs more than ``room`` levels of JSON.
+    """
     kind = type(value)
+    if room < 0:
+        raise UnsupportedValueError("a value is nested too deeply")
     if kind is bool or value is None:
         return value
     if kind is str:
@@ -47,13 +53,13 @@ def encode(value: Any, allow_pickle: bool = False) -> Any:
     if kind is bytes:
         return {"$bytes": _b64(value)}
     if kind is list:
-        return [encode(item, allow_pickle) for item in value]
+        return [encode(item, allow_pickle, room - 1) for item in value]
     if kind is torch.Size:
         return {"$size": list(value)}
     if kind in (tuple, set, frozenset):
-        return {f"${kind.__name__}": [encode(item, allow_pickle) for item in value]}
+        return {f"${kind.__name__}": [encode(item, allow_pickle, room - 2) for item in value]}
     if kind is dict:
-        return {"$dict": [[encode(k, allow_pickle), encode(v, allow_pickle)] for k, v in value.items()]}
+        return {"$dict": [[encode(item, allow_pickle, room - 3) for item in pair] for pair in value.items()]}
     if kind is torch.dtype:
         return {"$dtype": str(value).removeprefix("torch.")}
     if kind is torch.device:
@@ -113,7 +119,7 @@ def decode(value: Any, allow_pickle: bool = False) -> Any:
         raise FormatError(f"unknown type {tag!r} of a value")
     try:
         return decoder(body, allow_pickle)
-    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, OverflowError, MemoryError) as error:
         if isinstance(error, (FormatError, UsageError)):
             raise
         raise FormatError(f"a value of type {tag!r} is not readable: {error}") from error
@@ -124,7 +130,7 @@ def _items(body: Any, allow_pickle: bool) -> list[Any]:
 
 
 def _dtype(body: Any, _: bool) -> torch.dtype:
-    found = getattr(torch, body)
+    found = vars(torch).get(body)  # getattr() would import what torch only loads when it is asked for
     if not isinstance(found, torch.dtype):
         raise ValueError(f"torch.{body} is no dtype")
     return found
@@ -133,14 +139,22 @@ def _dtype(body: Any, _: bool) -> torch.dtype:
 def _array(body: Any, _: bool) -> Any:
     import numpy  # noqa: PLC0415  torch works without numpy, and so do we until a checkpoint has an array in it
 
-    return numpy.frombuffer(base64.b64decode(body[2]), numpy.dtype(body[0])).reshape(body[1]).copy()
+    return numpy.frombuffer(base64.b64decode(body[2]), _numpy_dtype(body[0])).reshape(body[1]).copy()
+
+
+def _numpy_dtype(name: Any) -> Any:
+    import numpy  # noqa: PLC0415
+
+    dtype = numpy.dtype(name)
+    if type(name) is not str or dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"{name!r:.80} is no dtype of plain elements")
+    return dtype
 
 
 def _scalar(body: Any, _: bool) -> Any:
-    import numpy  # noqa: PLC0415
-
-    if not numpy.dtype(body[0]).itemsize:  # an empty string, which an array can't hold
-        return numpy.dtype(body[0]).type()
+    dtype = _numpy_dtype(body[0])
+    if not dtype.itemsize:  # an empty string, which an array can't hold
+        return dtype.type()
     return _array([body[0], [1], body[1]], False)[0]
 
 

@@ -12,13 +12,7 @@ from rekindle.state.names import Names, canonical, strip
 from rekindle.state.parts import Sharded
 from rekindle.state.zero import ZeroState, numbered
 
-__all__ = ["Contents", "is_plain_optimizer", "named", "with_extra_state"]
-
-
-def named(module: torch.nn.Module) -> dict[str, str]:
-    """Of each tensor in ``module.state_dict()``, as that calls it: the bare model's name."""
-    names = canonical(module)
-    return {key: names.get(key, key) for key in module.state_dict(keep_vars=True)}
+__all__ = ["Contents", "is_plain_optimizer", "with_extra_state"]
 
 
 class Contents:
@@ -26,7 +20,7 @@ class Contents:
 
     def __init__(self, state: dict[str, Any]) -> None:
         for module in state.values():
-            if isinstance(module, torch.nn.Module) and not is_flat(module):
+            if isinstance(module, torch.nn.Module) and not is_flat(module) and _has_hooks(module):
                 module.state_dict(keep_vars=True)  # fully_shard then puts back the parameters that optimizers have
         self._names = Names(state)
         self._flat: dict[int, list[Run]] = {}
@@ -58,6 +52,16 @@ class Contents:
         if isinstance(entry, ZeroState) or is_plain_optimizer(entry, saved):
             return self._optimizer(entry, saved)
         return saved
+
+    def keys(self, module: torch.nn.Module) -> dict[str, str]:
+        """The bare model's names, by what the module's own ``load_state_dict()`` is to be given them as.
+
+        Without what lies in flattened parameters: that is filled where it is.
+        """
+        if id(module) in self._modules:
+            return {key: key for key, leaf in self._module(module).items() if not isinstance(leaf, Sharded)}
+        names = canonical(module)
+        return {key: names.get(key, key) for key in module.state_dict(keep_vars=True)}
 
     def _module(self, module: torch.nn.Module) -> dict[str, Any]:
         names = canonical(module)
@@ -116,6 +120,10 @@ class Contents:
             else value
             for key, value in kept.items()
         }
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return any(part._state_dict_pre_hooks for part in module.modules())
 
 
 def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

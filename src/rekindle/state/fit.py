@@ -44,6 +44,8 @@ class Fit:
     saved: Saved
     targets: dict[tuple[str, str], Target] = field(default_factory=dict)
     """By entry of the state and name in the checkpoint."""
+    names: dict[str, dict[int, list[Any]]] = field(default_factory=dict)
+    """By optimizer and id of the parameter: what the checkpoint calls it."""
     kept: dict[str, dict[Any, Any]] = field(default_factory=dict)
     """By optimizer and number of the parameter: what it is to keep of it, tensors and nodes of values; what it keeps
     beside parameters by its own key."""
@@ -184,7 +186,7 @@ class Fit:
 
     def _optimizer(self, name: str, entry: Any) -> None:
         every = numbered(entry.param_groups)
-        names = self.contents.names(entry)
+        names = self.names[name] = self._names(name, entry)
         owned = entry.owned if isinstance(entry, ZeroState) else set(names)
         self.kept[name] = {}
         for number, parameter in every.items():
@@ -221,6 +223,16 @@ class Fit:
         for key, child in entries(home.body).items() if home is not None else ():
             if key not in ("state", "param_groups"):
                 self._other(child, None)
+
+    def _names(self, name: str, entry: Any) -> dict[int, list[Any]]:
+        """What the checkpoint calls an optimizer's parameters, by their ids: by number where it has nothing but those,
+        as what was imported from others may."""
+        names = self.contents.names(entry)
+        saved = self.saved.parameters(name)
+        if not saved or any(type(key) is not int for key in saved):
+            return names
+        every = numbered(entry.param_groups)
+        return names if any(map(self.contents.runs, every.values())) else {id(p): [n] for n, p in every.items()}
 
     def _kept(
         self, name: str, parameter: torch.Tensor, run: Any, live: Any, kept: dict[str, Any], key: str, node: Node

@@ -32,6 +32,8 @@ class Live:
         None where there is no memory store."""
         self._small: SmallState | None = None
         self._before_update: SmallState | None = None
+        self._unsecured = False
+        """Whether it has been said that small states can't be had."""
 
     def guard(self, on: bool) -> None:
         """From now on put aside, step by step, what ``plan`` needs; or no longer."""
@@ -57,12 +59,22 @@ class Live:
         try:
             self._take(small, stamp)
         except RekindleError as error:  # nobody has asked for a save: training goes on without a net
-            log.error("step %d can't be secured if a rank fails: %s", stamp.step, error)
+            self._complain(stamp.step, error)
+
+    def _complain(self, step: int, error: Exception) -> None:
+        if not self._unsecured:
+            log.error("step %d, and those after it, can't be secured if a rank fails: %s", step, error)
+        self._unsecured = True
 
     @property
     def alone(self) -> list[str]:
         """Of the newest step noted or taken: the tensors that no other rank is known to have."""
         return self._small.alone if self._small is not None else []
+
+    @property
+    def shared(self) -> bool:
+        """Whether, at the newest step noted or taken, this rank copies only its part of what it holds."""
+        return self._small is not None and self._small.shared
 
     def take(self, stamp: Stamp) -> tuple[Plan, bytes]:
         """The state is that of ``stamp`` now: what to copy, and a receipt's values."""
@@ -73,8 +85,11 @@ class Live:
         if small is not None:
             try:
                 small.take(stamp, plan, values)
+                if self._unsecured:
+                    log.warning("step %d can be secured again", stamp.step)
+                self._unsecured = False
             except (OSError, RekindleError) as error:  # a snapshot may still fit
-                log.error("step %d can't be secured if a rank fails: %s", stamp.step, error)
+                self._complain(stamp.step, error)
         return plan, values
 
     def plan(self, stamp: Stamp, whole: bool) -> Plan:

@@ -12,7 +12,7 @@ import torch
 from rekindle.errors import StateMismatchError, UsageError
 from rekindle.snapshot.documents import Receipt
 from rekindle.state.codec import has_pickle
-from rekindle.state.content import named, with_extra_state
+from rekindle.state.content import with_extra_state
 from rekindle.state.fit import Fit
 from rekindle.state.flat import is_flat
 from rekindle.state.rng import RngState
@@ -38,8 +38,8 @@ def build(state: Mapping[str, Any], fit: Fit, allow_pickle: bool) -> dict[str, A
     return {name: loading.tree(name, state[name]) for name in state if fit.saved.entry(name) is not None}
 
 
-def load(state: Mapping[str, Any], fit: Fit, trees: Mapping[str, Any], allow_pickle: bool, strict: bool = True) -> None:
-    """Give the live objects what has been put, verified, into the targets of ``fit``, and all values.
+def load(state: Mapping[str, Any], fit: Fit, trees: Mapping[str, Any], strict: bool = True) -> None:
+    """Give the live objects what has been put, verified, into the targets of ``fit``, and all values: ``trees``.
 
     Each entry's ``load_state_dict()`` is called, so that hooks and classes with a mind of their own work as ever. It is
     given live tensors where those have been filled in place: torch sees that there is nothing left to copy. Random
@@ -49,7 +49,7 @@ def load(state: Mapping[str, Any], fit: Fit, trees: Mapping[str, Any], allow_pic
         entry, tree = state[name], trees[name]
         try:
             if is_flat(entry):
-                _Loading(fit, allow_pickle).flat(name, entry)
+                _put(entry, fit.contents.of(entry), tree)
             elif isinstance(entry, torch.nn.Module) and not strict:
                 entry.load_state_dict(tree, strict=False)
             else:
@@ -58,6 +58,17 @@ def load(state: Mapping[str, Any], fit: Fit, trees: Mapping[str, Any], allow_pic
             raise StateMismatchError(f"{name}: load_state_dict() refused the checkpoint: {error}") from error
         if isinstance(entry, torch.optim.Optimizer):
             _keep_dtypes(entry, tree)
+
+
+def _put(module: torch.nn.Module, live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+    """In place of a ``load_state_dict()`` that would gather parameters, which have been filled where they are."""
+    with torch.no_grad():
+        for key, leaf in live.items():
+            if isinstance(leaf, torch.Tensor) and key in tree and tree[key] is not leaf:
+                leaf.copy_(tree[key])
+    for key, part in with_extra_state(module):
+        if key in tree:
+            part.set_extra_state(tree[key])
 
 
 class _Loading:
@@ -79,30 +90,16 @@ class _Loading:
         return assemble(node.body, node.receipt.values, partial(self._fit.tensor, entry), self._allow_pickle)
 
     def _module(self, name: str, module: torch.nn.Module) -> Any:
-        if is_flat(module):
-            return {}
-        live = module.state_dict(keep_vars=True)
         tree: OrderedDict[str, Any] = OrderedDict()
-        for key, canonical in named(module).items():
+        for key, canonical in self._fit.contents.keys(module).items():
             node = self._fit.saved.child(name, canonical)
             if node is not None and self._fit.has(name, node):
                 tree[key] = self._build(name, node)
-        # Versions of the modules' own formats; torch keeps them in an attribute, and we require the same ones.
-        setattr(tree, "_metadata", getattr(live, "_metadata", None))  # noqa: B010
+        if not is_flat(module):
+            # Versions of the modules' own formats; torch keeps them in an attribute, and we require the same ones.
+            live = module.state_dict(keep_vars=True)
+            setattr(tree, "_metadata", getattr(live, "_metadata", None))  # noqa: B010
         return tree
-
-    def flat(self, name: str, module: torch.nn.Module) -> None:
-        """Its ``load_state_dict()`` would gather parameters, which have been filled where they are."""
-        for key, leaf in self._fit.contents.of(module).items():
-            node = self._fit.saved.child(name, key)
-            target = self._fit.targets.get((name, node.body.get("$tensor"))) if node is not None else None
-            if target is not None and isinstance(leaf, torch.Tensor) and isinstance(target.leaf, torch.Tensor):
-                with torch.no_grad():
-                    leaf.copy_(target.leaf)
-        for key, part in with_extra_state(module):
-            node = self._fit.saved.child(name, key)
-            if node is not None:
-                part.set_extra_state(self._build(name, node))
 
     def _optimizer(self, name: str, entry: Any, saved: Node) -> dict[str, Any]:
         numbers = {id(p): number for number, p in numbered(entry.param_groups).items()}
@@ -113,7 +110,7 @@ class _Loading:
             for number, kept in self._fit.kept[name].items()
         }
         _untie(state)
-        names = self._fit.contents.names(entry)
+        names = self._fit.names[name]
         groups = []
         for number, group in enumerate(entry.param_groups):
             own = [key for parameter in group["params"] for key in names[id(parameter)]]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rekindle.snapshot.boxes import Box
+from rekindle.snapshot.boxes import Box, Rest
 
 __all__ = ["Box", "Have", "Move", "Plan", "Want", "plan", "runs"]
 
@@ -50,7 +50,10 @@ class Plan:
 
 
 def plan(wants: Sequence[Want], haves: Sequence[Have]) -> Plan:
-    """Who copies what. Takes time in proportion to the moves, for tensors that are cut up as a grid."""
+    """Who copies what. Takes time in proportion to the moves, for tensors that are cut up as a grid.
+
+    Raises CorruptError when what exists is cut up as no tensor is.
+    """
     found = Plan()
     shelves: dict[str, _Shelf] = {}
     by_name: defaultdict[str, list[int]] = defaultdict(list)
@@ -62,26 +65,14 @@ def plan(wants: Sequence[Want], haves: Sequence[Have]) -> Plan:
             continue
         if want.name not in shelves:
             shelves[want.name] = _Shelf(haves, by_name.get(want.name, []))
-        rest = [want.box]
-        for candidate in shelves[want.name].near(want.box):
-            if not rest:
+        near = shelves[want.name].near(want.box)
+        rest = Rest(want.box, len(near))
+        for candidate in near:
+            if not rest.parts:
                 break
-            rest = _take(number, candidate, haves[candidate].box, rest, found.moves)
-        found.missing += [Want(want.name, box) for box in rest]
+            found.moves += [Move(number, candidate, box) for box in rest.take(haves[candidate].box)]
+        found.missing += [Want(want.name, box) for box in rest.parts]
     return found
-
-
-def _take(want: int, have: int, box: Box, rest: list[Box], moves: list[Move]) -> list[Box]:
-    """What is still to be found once ``box`` has given what it can."""
-    left = []
-    for part in rest:
-        common = part.meet(box)
-        if common is None:
-            left.append(part)
-            continue
-        moves.append(Move(want, have, common))
-        left += part.without(common)
-    return left
 
 
 class _Shelf:

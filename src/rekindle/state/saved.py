@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from rekindle.errors import FormatError
 from rekindle.snapshot.documents import Receipt
 from rekindle.state.codec import decode
 from rekindle.state.tree import entries
@@ -119,4 +120,9 @@ class Saved:
 
 
 def _params(group: Any, receipt: Receipt) -> list[Any]:
-    return [decode(receipt.values[leaf["$value"]]) for leaf in entries(group).get("params") or ()]
+    try:
+        found = [decode(receipt.values[leaf["$value"]]) for leaf in entries(group).get("params") or ()]
+        hash(tuple(found))
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"an optimizer's parameters are not readable: {error!r}") from error
+    return found

@@ -96,14 +96,20 @@ class SmallState:
         me = {self.stamp.rank} if self.stamp is not None else set()
         return [name for name in self._plan.watched if not set(self._plan.replicas.get(name, ())) - me]
 
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks of the node copy a part of what this one holds."""
+        return self._plan is not None and self._plan.whole is not self._plan
+
     def _write(self, file: Smalls, stamp: Stamp, plan: Plan) -> None:
-        if not self._told:
+        told, self._told = self._told, False  # should this fail, the files may be gone, plan and all
+        if not told:
             file.plan(stamp, plan.static, [unit.block for unit in self._taken], plan.replicas)
-            self._told = True
         self._wait()
         file.write(
             stamp, self.values, memoryview((ctypes.c_char * len(self._body)).from_address(self._body.data_ptr()))
         )
+        self._told = True
 
     def _wait(self) -> None:
         if not all(reached(event, _STUCK) for event in self.events.values()):

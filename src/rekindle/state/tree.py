@@ -113,7 +113,12 @@ def entries(node: Any) -> dict[Any, Any]:
     tag: str = next(iter(node), "")
     if not tag.startswith("$"):
         return node
-    return {decode(key): child for key, child in node[tag]} if tag in _DICTS.values() else {}
+    if tag not in _DICTS.values():
+        return {}
+    try:
+        return {decode(key): child for key, child in node[tag]}
+    except TypeError as error:
+        raise FormatError(f"structure is not readable: a key of a dictionary: {error}") from error
 
 
 def path_of(path: str, key: Any) -> str:
@@ -145,5 +150,5 @@ def assemble(node: Any, values: list[Any], tensor: Callable[[str], torch.Tensor]
         return tuple(build(item) for item in body)
     for kind, name in _DICTS.items():
         if tag == name:
-            return kind({decode(key): build(value) for key, value in body})
+            return kind({key: build(value) for key, value in entries(node).items()})
     raise FormatError(f"unknown structure {tag!r}")

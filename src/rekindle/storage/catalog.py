@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.files import Directory, Files
+from rekindle.snapshot.lineage import Incarnation, Stamp, live
 from rekindle.snapshot.memory import JobDir
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.contract import Store
 
-__all__ = ["MEMORY", "STORAGE", "Copy", "survey"]
+__all__ = ["MEMORY", "STORAGE", "Copy", "newest_stored", "survey"]
 
 MEMORY = "memory"
 STORAGE = "storage"
@@ -25,7 +26,7 @@ class Copy:
     world: int
     place: str
     """``memory`` or ``storage``."""
-    path: Path
+    files: Files
     ranks: frozenset[int]
     """Ranks whose shards are there; all of them on storage."""
     persist: bool
@@ -39,7 +40,7 @@ class Copy:
         return Stamp(self.step, 0, self.world, self.incarnation, self.persist)
 
 
-def survey(job: JobDir | None, store: PosixStore | None) -> list[Copy]:
+def survey(job: JobDir | None, store: Store | None) -> list[Copy]:
     """All copies in this node's memory and on storage, newest first, memory before storage.
 
     Raises OSError when storage can't be listed.
@@ -49,8 +50,16 @@ def survey(job: JobDir | None, store: PosixStore | None) -> list[Copy]:
         for entry in store.published():
             stamp = entry.stamp
             everyone = frozenset(range(stamp.world))
-            copies.append(Copy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.path, everyone, True))
+            copies.append(Copy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.files, everyone, True))
     return sorted(copies, key=lambda c: (*c.key, c.place == MEMORY), reverse=True)
+
+
+def newest_stored(copies: Collection[Copy], base: tuple[int, Incarnation] | None) -> int | None:
+    """The newest step that storage has for a start which goes on from ``base``, wherever it has that from."""
+    if base is None:
+        return None
+    stands = [copy for copy in live(copies) if copy.place == STORAGE]
+    return max((copy.step for copy in stands if copy.key == base or copy.step < base[0]), default=None)
 
 
 def _in_memory(stamps: Iterable[tuple[Stamp, Path]]) -> list[Copy]:
@@ -59,7 +68,9 @@ def _in_memory(stamps: Iterable[tuple[Stamp, Path]]) -> list[Copy]:
         found.setdefault(stamp.key, []).append((stamp, path))
     copies = []
     for (step, incarnation), parts in found.items():
+        parts = [part for part in parts if part[0].world == parts[0][0].world]
         ranks = frozenset(stamp.rank for stamp, _ in parts)
+        directory = Directory(parts[0][1].parent, in_memory=True)
         persist = all(stamp.persist for stamp, _ in parts)
-        copies.append(Copy(step, incarnation, parts[0][0].world, MEMORY, parts[0][1].parent, ranks, persist))
+        copies.append(Copy(step, incarnation, parts[0][0].world, MEMORY, directory, ranks, persist))
     return copies

@@ -9,16 +9,14 @@ import threading
 from contextlib import suppress
 
 from rekindle.snapshot.layout import PAGE
+from rekindle.storage import system
 
 __all__ = ["UncachedFile"]
 
 _BEHIND = 64 << 20
 """Bytes of a buffered file that may be on their way to the disk. More, and one of its writers waits for them."""
 _SYNC_FILE_RANGE_WRITE = 2
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_libc = ctypes.CDLL(None, use_errno=True)
-_fallocate = getattr(_libc, "fallocate", None)  # these two are Linux's own
-_start_writing = getattr(_libc, "sync_file_range", None)
+_start_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux's own
 
 
 class UncachedFile:
@@ -32,7 +30,7 @@ class UncachedFile:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        _allocate(fd, nbytes)
+        system.allocate(fd, nbytes)
         self._fd = fd
         self._direct_fd = _open_direct(fd)
         self.direct = self._direct_fd >= 0
@@ -44,7 +42,7 @@ class UncachedFile:
         """Write all of ``data`` at ``offset``, a multiple of a page. Raises OSError."""
         nbytes = len(data)
         while data:
-            done = self._write_pages(data[: len(data) // PAGE * PAGE], offset) or os.pwrite(self._fd, data, offset)
+            done = self._write_pages(data[: len(data) // PAGE * PAGE], offset) or system.pwrite(self._fd, data, offset)
             data, offset = data[done:], offset + done
         self._send_off(offset - nbytes, nbytes)
 
@@ -52,7 +50,7 @@ class UncachedFile:
         """Bytes written past the page cache; none where that isn't to be had."""
         if self.direct and pages:
             try:
-                return os.pwrite(self._direct_fd, pages, offset)
+                return system.pwrite(self._direct_fd, pages, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -81,7 +79,7 @@ class UncachedFile:
 
     def sync(self) -> None:
         """Return when all that was written is on storage, and out of the page cache."""
-        os.fsync(self._fd)
+        system.fsync(self._fd)
         self._forget()
 
     def close(self) -> None:
@@ -98,20 +96,7 @@ class UncachedFile:
 
 def _open_direct(fd: int) -> int:
     """The same file for direct I/O; -1 where that isn't to be had."""
-    flag = getattr(os, "O_DIRECT", 0)
-    if flag:
+    if hasattr(os, "O_DIRECT"):
         with suppress(OSError):
-            return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC | flag)
+            return system.direct(fd)
     return -1
-
-
-def _allocate(fd: int, nbytes: int) -> None:
-    """Give the file its size and its place on the disk, so that its pieces can be written side by side.
-
-    Raises OSError when there is no room. Not ``os.posix_fallocate``: where the file system can't do it, glibc touches
-    every block of the file instead.
-    """
-    if _fallocate is not None and _fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
-        number = ctypes.get_errno()
-        if number in _NO_ROOM:  # else it can't be done here, and the writes will tell what is wrong
-            raise OSError(number, os.strerror(number))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rekindle.errors import CorruptError
+from rekindle.errors import CorruptError, FormatError
 from rekindle.snapshot.boxes import lacking
-from rekindle.snapshot.documents import checksum, parse, read
+from rekindle.snapshot.documents import checksum, parse
+from rekindle.snapshot.fields import texts
+from rekindle.snapshot.files import Files
+from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
 from rekindle.snapshot.pieces import Nowhere, Reader, pour
 from rekindle.snapshot.shard import OpenShard
@@ -18,38 +20,41 @@ from rekindle.storage.catalog import STORAGE, Copy
 __all__ = ["check_manifest", "read_manifest", "verify", "verify_shard"]
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint in ``path``, which names the files that a checkpoint has, and no others.
+def read_manifest(files: Files) -> dict[str, Any]:
+    """The manifest of the checkpoint in ``files``, which names the files that a checkpoint has, and no others.
 
     Raises CorruptError.
     """
     try:
-        manifest = parse(read(path / MANIFEST), MANIFEST_KIND, path / MANIFEST)
+        manifest = parse(files.read(MANIFEST), MANIFEST_KIND, files.named(MANIFEST))
     except OSError as error:
-        raise CorruptError(f"{path / MANIFEST}: {error.strerror}") from error
+        raise CorruptError(f"{files.named(MANIFEST)}: {error.strerror}") from error
     try:
-        world = manifest["stamp"]["world"]
+        world = Stamp.from_json(manifest["stamp"]).world
         named = [(entry["file"], entry["receipt"]) for entry in manifest["shards"]]
-    except (KeyError, TypeError) as error:
-        raise CorruptError(f"{path / MANIFEST}: field {error} is missing or malformed") from error
+        texts([entry["receipt_checksum"] for entry in manifest["shards"]])
+    except FormatError as error:
+        raise CorruptError(f"{files.named(MANIFEST)}: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"{files.named(MANIFEST)}: field {error} is missing or malformed") from error
     expected = [(shard_name(rank, world), receipt_name(rank, world)) for rank in range(world)]
     if named != expected:
         strange = next((a for a, b in zip(named, expected, strict=False) if a != b), "too few or too many")
-        raise CorruptError(f"{path / MANIFEST}: names {strange}, which are not the shards of {world} rank(s)")
+        raise CorruptError(f"{files.named(MANIFEST)}: names {strange}, which are not the shards of {world} rank(s)")
     return manifest
 
 
-def check_manifest(path: Path) -> list[CorruptError]:
+def check_manifest(files: Files) -> list[CorruptError]:
     """What is wrong with a checkpoint's manifest, or with the receipts that it names."""
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(files)
     except CorruptError as error:
         return [error]
     problems = []
     for entry in manifest["shards"]:
-        receipt = path / entry["receipt"]
+        receipt = files.named(entry["receipt"])
         try:
-            if checksum(read(receipt)) != entry["receipt_checksum"]:
+            if checksum(files.read(entry["receipt"])) != entry["receipt_checksum"]:
                 problems.append(CorruptError(f"{receipt}: is not the receipt that the manifest names"))
         except OSError as error:
             problems.append(CorruptError(f"{receipt}: {error.strerror}"))
@@ -63,11 +68,11 @@ def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[
 
     ``progress`` is given byte counts. Raises FileNotFoundError when the copy is recycled or removed meanwhile.
     """
-    problems = check_manifest(copy.path) if copy.place == STORAGE else []
+    problems = check_manifest(copy.files) if copy.place == STORAGE else []
     receipts = []
     for rank in sorted(copy.ranks):
         try:
-            with OpenShard.open(copy.path / receipt_name(rank, copy.world), copy.place != STORAGE) as shard:
+            with copy.files.shard(rank, copy.world) as shard:
                 if shard.receipt.stamp.key != copy.key or shard.receipt.stamp.rank != rank:
                     problems.append(CorruptError(f"{shard.path}: belongs to another checkpoint"))
                 problems += verify_shard(shard, progress)
@@ -80,9 +85,9 @@ def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[
             problems.append(error)
     missing = lacking(receipts) if len(receipts) == copy.world else None
     if missing:
-        problems.append(CorruptError(f"{copy.path}: {missing}"))
-    if problems and copy.place == STORAGE and not (copy.path / MANIFEST).exists():
-        raise FileNotFoundError(errno.ENOENT, "was removed meanwhile", str(copy.path))
+        problems.append(CorruptError(f"{copy.files}: {missing}"))
+    if problems and copy.place == STORAGE and not copy.files.exists(MANIFEST):
+        raise FileNotFoundError(errno.ENOENT, "was removed meanwhile", str(copy.files))
     return problems
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +18,17 @@ import torch
 from rekindle.errors import BusyError, NotDurableError, NotFoundError, UsageError
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.layout import blocks
-from rekindle.snapshot.lineage import Incarnation, Stamp, retired
+from rekindle.snapshot.lineage import Incarnation, Stamp, live
 from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import MANIFEST
+from rekindle.snapshot.names import MANIFEST, Root
 from rekindle.state.capture import Capture
 from rekindle.state.copy import ShardWriter
 from rekindle.state.plan import Plan
+from rekindle.state.tree import Flat, flatten
+from rekindle.storage import system
 from rekindle.storage.catalog import survey
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.contract import Store
+from rekindle.storage.stores import open_store
 from rekindle.transfer import dcp, huggingface, torchfile
 from rekindle.transfer.note import Note
 from rekindle.transfer.progress import Progress
@@ -40,7 +47,7 @@ class Adopted:
     """What has been made."""
 
     step: int
-    root: Path
+    root: Root
     format: str
     """That of the source."""
     entries: list[str]
@@ -67,7 +74,7 @@ class _Held:
 
 
 def adopt(
-    source: Path, job: JobDir, root: Path, step: int, entry: str | None, allow_pickle: bool, progress: Progress
+    source: Path, job: JobDir, root: Root, step: int, entry: str | None, allow_pickle: bool, progress: Progress
 ) -> Adopted:
     """Make what ``source`` holds the checkpoint of ``step`` under ``root``, whose memory is ``job``. Durable then.
 
@@ -78,36 +85,54 @@ def adopt(
     ``allow_pickle`` doesn't allow; BusyError while a job runs there; CorruptError when the source is damaged.
     """
     stamp = _stamp(job, root, step)
+    with _aside(root) as aside:
+        try:
+            return _adopt(source, root, aside, stamp, entry, allow_pickle, progress)
+        except BaseException:
+            open_store(root).discard(stamp)
+            raise
+
+
+@contextmanager
+def _aside(root: Root) -> Iterator[Path]:
+    """A directory for files without names: the root itself, where it is one. After an error it is as it was."""
+    if isinstance(root, str):
+        yield Path(tempfile.gettempdir())
+        return
     there = root.is_dir()
-    root.mkdir(parents=True, exist_ok=True)
+    system.make(root)
     try:
-        return _adopt(source, root, stamp, entry, allow_pickle, progress)
+        yield root
     except BaseException:
-        PosixStore(root).discard(stamp)
         if not there:
             with suppress(OSError):
-                root.rmdir()
+                system.rmdir(root)
         raise
 
 
-def _stamp(job: JobDir, root: Path, step: int) -> Stamp:
+def _stamp(job: JobDir, root: Root, step: int) -> Stamp:
     """That of a start of the job which continues from the newest checkpoint that stands, so leaves none behind."""
     job.check()
     if job.trainers() or job.agent() is not None:
         raise BusyError(f"{root}: a job runs there, or its agent does: wait for its end, or run 'rekindle stop ROOT'")
-    copies = survey(job, PosixStore(root))
-    seen = {copy.incarnation for copy in copies}
-    live = [copy for copy in copies if not retired(copy.step, copy.incarnation, seen)]
-    incarnation = Incarnation.begin(1 + max((one.generation for one in seen), default=0))
-    if live:
-        if live[0].step >= step:
-            raise UsageError(f"{root}: has step {live[0].step} already: import as a later step, or into another root")
-        incarnation = replace(incarnation, parent=live[0].incarnation.id, parent_step=live[0].step)
+    copies = survey(job, open_store(root))
+    incarnation = Incarnation.begin(1 + max((copy.incarnation.generation for copy in copies), default=0))
+    newest = next(iter(live(copies)), None)
+    if newest is not None:
+        if newest.step >= step:
+            raise UsageError(f"{root}: has step {newest.step} already: import as a later step, or into another root")
+        incarnation = replace(incarnation, parent=newest.incarnation.id, parent_step=newest.step)
     return Stamp(step, 0, 1, incarnation)
 
 
 def _adopt(
-    source: Path, root: Path, stamp: Stamp, entry: str | None, allow_pickle: bool, progress: Progress
+    source: Path,
+    root: Root,
+    aside: Path,
+    stamp: Stamp,
+    entry: str | None,
+    allow_pickle: bool,
+    progress: Progress,
 ) -> Adopted:
     form = _form(source)
     note: Note | None = None
@@ -117,7 +142,7 @@ def _adopt(
         found = dcp.Source(source, allow_pickle)
         note, loaded = found.note, found.nbytes
         progress.begin(3 * loaded)
-        tree = found.load(root, progress.advance)
+        tree = found.load(aside, progress.advance)
     elif form == "safetensors":
         tree, note = huggingface.read(source)
     else:
@@ -125,10 +150,11 @@ def _adopt(
     if note is not None:
         tree = note.state(tree, allow_pickle)
     state = _entries(tree, entry, note is not None, source)
+    _check_room(state, aside)
     capture = Capture({name: _Held(held) for name, held in state.items()}, rng=False, allow_pickle=allow_pickle)
     plan, values = capture.prepare()
     progress.begin(loaded + plan.layout.nbytes + plan.layout.file_bytes)
-    _write(root, stamp, plan, values, note, progress.advance)
+    _write(open_store(root), aside, stamp, plan, values, note, progress.advance)
     return Adopted(stamp.step, root, form, list(state), len(plan.layout.chunks), plan.layout.file_bytes)
 
 
@@ -155,12 +181,12 @@ def _form(source: Path) -> str:
 
 def _entries(tree: Any, entry: str | None, ours: bool, source: Path) -> dict[Any, Any]:
     """The state by entry."""
+    if not isinstance(tree, Mapping):
+        raise UsageError(f"{source}: holds a {type(tree).__name__}, where a dictionary of state should be")
     if ours:
         if entry is not None:
             raise UsageError(f"{source}: names its entries itself ({', '.join(tree)}): leave --as out")
         return dict(tree)
-    if not isinstance(tree, Mapping):
-        raise UsageError(f"{source}: holds a {type(tree).__name__}, where a dictionary of state should be")
     if entry is not None or any(isinstance(value, torch.Tensor) for value in tree.values()):
         return {entry or _MODEL: tree}
     state = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
@@ -170,11 +196,31 @@ def _entries(tree: Any, entry: str | None, ours: bool, source: Path) -> dict[Any
     return state | ({_VALUES: rest} if rest else {})
 
 
+def _check_room(state: Mapping[Any, Any], aside: Path) -> None:
+    """Raise OSError when there is no room: before a plan is made, which would not end for a size that is made up."""
+    flat = Flat()
+    flatten(dict(state), flat)
+    sizes = {
+        (leaf.data_ptr(), leaf.shape, leaf.stride()): leaf.numel() * leaf.element_size()
+        for leaf in flat.tensors
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu"
+    }
+    needed = sum(sizes.values())
+    if needed > shutil.disk_usage(aside).free:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {needed:,} bytes of tensors", str(aside))
+
+
 def _write(
-    root: Path, stamp: Stamp, plan: Plan, values: bytes, note: Note | None, progress: Callable[[int], object]
+    store: Store,
+    aside: Path,
+    stamp: Stamp,
+    plan: Plan,
+    values: bytes,
+    note: Note | None,
+    progress: Callable[[int], object],
 ) -> None:
     """The only shard of a checkpoint: put together in a file without a name, then carried over as a drain would."""
-    memory = scratch(root, plan.layout.file_bytes)
+    memory = scratch(aside, plan.layout.file_bytes)
     sums = _copy(plan, memory, progress)
     if note is not None:
         by_name, at = {}, 0
@@ -183,11 +229,10 @@ def _write(
             by_name[chunk.name] = sums[at : at + count]
             at += count
         note.compare(by_name)
-    receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), root)
-    store = PosixStore(root)
+    receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), f"step {stamp.step}")
     store.write_shard(receipt, memory, progress)
     if not store.publish(stamp) or not store.durable(stamp):
-        raise NotDurableError(f"{root}: a later start of the job has taken the place of step {stamp.step}")
+        raise NotDurableError(f"{store.root}: a later start of the job has taken the place of step {stamp.step}")
 
 
 def _copy(plan: Plan, memory: memoryview, progress: Callable[[int], object]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rekindle.errors import CorruptError, UnsupportedValueError, UsageError
-from rekindle.snapshot.layout import DTYPES
+from rekindle.snapshot.fields import number, numbers
+from rekindle.snapshot.layout import DTYPES, MOST_DIMENSIONS
 from rekindle.state.codec import encode, has_pickle
 from rekindle.state.tree import assemble
 from rekindle.transfer.note import NOTE, Note
@@ -126,9 +129,15 @@ class Source:
         try:
             self._metadata: Metadata = self._reader.read_metadata()
             self._kept = dict(self._metadata.state_dict_metadata)
+            self._tensors = {k: kept for k, kept in self._kept.items() if isinstance(kept, TensorStorageMetadata)}
+            for kept in self._tensors.values():
+                numbers(list(kept.size), MOST_DIMENSIONS)
+                number(math.prod(max(n, 1) for n in kept.size) * kept.properties.dtype.itemsize)
+            for place in self._metadata.storage_data.values():
+                if os.path.basename(place.relative_path) != place.relative_path:
+                    raise ValueError(f"{place.relative_path} is no file beside it")
         except Exception as error:
             raise CorruptError(f"{path / _METADATA}: is not readable: {error}") from error
-        self._tensors = {k: kept for k, kept in self._kept.items() if isinstance(kept, TensorStorageMetadata)}
         if self.note is not None:  # tied tensors are there by each of their names
             noted = {entry.key for entry in self.note.tensors}
             self._tensors = {key: kept for key, kept in self._tensors.items() if key in noted}
@@ -156,6 +165,8 @@ class Source:
                 load(state, storage_reader=self._reader, planner=_LoadPlanner(progress))
         except CheckpointException as error:
             raise CorruptError(f"{self._path}: can't be loaded: {_cause(error)}") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CorruptError(f"{self._path}: its metadata makes no sense: {error}") from error
         return tensors if self.note is not None else _nested(state, self._metadata.planner_data)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rekindle.storage import system
 from rekindle.storage.catalog import Copy
 from rekindle.transfer import dcp, huggingface, torchfile
 from rekindle.transfer.progress import Progress
@@ -51,7 +52,7 @@ def export(copy: Copy, out: Path, form: Form, only: str | None, limit: int, prog
         if form == "torch":
             torchfile.write(shards, made, only, progress)
         else:
-            made.mkdir()
+            system.mkdir(made)
             if form == "dcp":
                 dcp.write(shards, made, only, progress)
             else:

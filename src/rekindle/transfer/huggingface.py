@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 
 from rekindle.errors import CorruptError, FormatError, NotFoundError, UnsupportedValueError, UsageError
-from rekindle.snapshot.layout import DTYPES, Chunk, Layout
+from rekindle.snapshot.fields import LARGEST, loads, numbers, texts
+from rekindle.snapshot.layout import DTYPES, MOST_DIMENSIONS, Chunk, Layout
 from rekindle.transfer.note import NOTE, Note
 from rekindle.transfer.progress import Progress
 from rekindle.transfer.shards import Item, Shards, nbytes
-from rekindle.transfer.staging import mapped, view
+from rekindle.transfer.staging import mapped, put, view
 
 __all__ = ["is_safetensors", "read", "write"]
 
@@ -48,7 +50,7 @@ def write(shards: Shards, directory: Path, limit: int, progress: Progress) -> No
     if len(files) > 1:
         total = sum(layout.nbytes for layout in files)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-        (directory / _INDEX).write_text(text + "\n", encoding="utf-8")
+        put(directory / _INDEX, (text + "\n").encode())
     Note.of(shards, places, directory / NOTE).write(shards.copy.stamp)
 
 
@@ -93,10 +95,12 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], Note | None]:
 
 def _indexed(path: Path) -> dict[str, torch.Tensor]:
     try:
-        weights = json.loads(path.read_bytes())["weight_map"]
+        weights = loads(path.read_bytes())["weight_map"]
         by_file: defaultdict[str, list[str]] = defaultdict(list)
-        for key, file in weights.items():
-            by_file[str(file)].append(key)
+        for key, file in zip(weights, texts(list(weights.values())), strict=True):
+            if file != os.path.basename(file):
+                raise ValueError(f"{file[:200]!r} is no file beside it")
+            by_file[file].append(key)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{path}: is not readable as an index: {error!r}") from error
     found: dict[str, torch.Tensor] = {}
@@ -110,28 +114,35 @@ def _indexed(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    if path.exists() and not path.is_file():
+        raise FormatError(f"{path}: is no file")
     try:
         with open(path, "rb") as file:
             # Not one that could be written to: the kernel would have to promise memory for all of it.
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         length = int.from_bytes(data[:8], "little")
-        table: dict[str, Any] = json.loads(bytes(data[8 : 8 + length]))
+        if length > min(_LONGEST, len(data) - 8):
+            raise ValueError(f"a header of {length:,} bytes")
+        table: dict[str, Any] = loads(bytes(data[8 : 8 + length]))
         table.pop("__metadata__", None)
     except FileNotFoundError:
         raise NotFoundError(f"{path}: is missing") from None
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise FormatError(f"{path}: is not readable as safetensors: {error!r}") from error
     return {key: _tensor(path, key, entry, data[8 + length :]) for key, entry in table.items()}
 
 
 def _tensor(path: Path, key: str, entry: Any, data: memoryview) -> torch.Tensor:
     try:
-        code, shape, (start, stop) = entry["dtype"], list(map(int, entry["shape"])), map(int, entry["data_offsets"])
+        (code,), shape = texts([entry["dtype"]]), numbers(entry["shape"], MOST_DIMENSIONS)
+        start, stop = numbers(entry["data_offsets"], 2)
+        if math.prod(max(n, 1) for n in shape) > LARGEST:
+            raise ValueError("its shape is larger than any memory")
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: tensor {key!r} is not described: {error!r}") from error
     if code not in _CODES or not hasattr(torch, _CODES[code][0]):
         raise UnsupportedValueError(f"{path}: tensor {key!r} has dtype {code}, which has no type in the format")
     dtype, size = _CODES[code]
-    if not 0 <= start <= stop <= len(data) or min(shape, default=0) < 0 or math.prod(shape) * size != stop - start:
+    if not start <= stop <= len(data) or math.prod(shape) * size != stop - start:
         raise CorruptError(f"{path}: tensor {key!r} does not lie where the header says: the file is damaged or cut off")
     return view(data[start:stop], getattr(torch, dtype), shape)

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from rekindle.errors import CorruptError, FormatError, UsageError
-from rekindle.snapshot.documents import CHECKSUM, checksum, parse, seal
-from rekindle.snapshot.layout import BLOCK, DTYPES
+from rekindle.snapshot.boxes import tensors_in
+from rekindle.snapshot.documents import CHECKSUM, checksum, parse, read, seal
+from rekindle.snapshot.fields import check_structure, check_values, numbers, texts
+from rekindle.snapshot.layout import BLOCK, DTYPES, MOST_DIMENSIONS
 from rekindle.snapshot.lineage import Stamp
 from rekindle.state.codec import has_pickle
 from rekindle.state.tree import assemble
 from rekindle.transfer.shards import Shards
+from rekindle.transfer.staging import put
 
 __all__ = ["NOTE", "Note", "Noted"]
 
@@ -36,6 +39,13 @@ class Noted:
     shape: list[int]
     checksums: list[str]
     """One for each started block, as in a receipt."""
+
+
+def _noted(value: Any) -> Noted:
+    key, name, dtype = texts([value["key"], value["name"], value["dtype"]])
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype of {key[:200]!r}")
+    return Noted(key, name, dtype, list(numbers(value["shape"], MOST_DIMENSIONS)), texts(value["checksums"]))
 
 
 @dataclass(frozen=True)
@@ -64,24 +74,27 @@ class Note:
             "values": self.values,
             "tensors": list(map(asdict, self.tensors)),
         }
-        self.path.write_bytes(seal(stamp, _KIND, json.dumps(fields, separators=(",", ":")).encode()[1:-1]))
+        put(self.path, seal(stamp, _KIND, json.dumps(fields, separators=(",", ":")).encode()[1:-1]))
 
     @staticmethod
     def read(path: Path) -> Note | None:
         """The note in a file, if there is one. Raises FormatError."""
         try:
-            fields = parse(path.read_bytes(), _KIND, path)
+            fields = parse(read(path), _KIND, path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
             if fields["checksum"] != {"algorithm": CHECKSUM, "block": BLOCK}:
                 raise FormatError(f"{path}: unknown checksum {fields['checksum']}")
-            tensors = [Noted(e["key"], e["name"], e["dtype"], e["shape"], e["checksums"]) for e in fields["tensors"]]
-            for entry in tensors:
-                if entry.dtype not in DTYPES:
-                    raise FormatError(f"{path}: {entry.key!r} has unknown dtype {entry.dtype!r}")
+            tensors = list(map(_noted, fields["tensors"]))
+            check_structure(fields["structure"], len(check_values(fields["values"])))
+            strange = {*tensors_in(fields["structure"])} - {entry.name for entry in tensors}
+            if strange or type(fields["structure"]) is not dict:
+                raise ValueError(f"its structure has {min(strange, default='no entries')[:200]!r}")
             return Note(fields["structure"], fields["values"], tensors, path)
-        except (KeyError, TypeError) as error:
+        except FormatError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{path}: field {error} is missing or malformed") from error
 
     def state(self, tensors: Mapping[str, torch.Tensor], allow_pickle: bool) -> Any:
@@ -106,7 +119,7 @@ class Note:
     def compare(self, sums: Mapping[str, list[str]]) -> None:
         """Raise CorruptError unless the tensors of these names have the checksums that were noted."""
         for entry in self.tensors:
-            if sums[entry.name] != entry.checksums:
+            if sums.get(entry.name) != entry.checksums:
                 raise CorruptError(f"{self.path}: {entry.key!r} differs from its checksum. {self._advice}")
 
     @property

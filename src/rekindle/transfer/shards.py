@@ -14,7 +14,6 @@ import torch
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.layout import DTYPES, Chunk, blocks
-from rekindle.snapshot.names import receipt_name
 from rekindle.snapshot.pieces import Nowhere, Reader, pour
 from rekindle.snapshot.shard import OpenShard
 from rekindle.state.merge import Merged, Whole, leaves, merge, part
@@ -99,13 +98,15 @@ class Shards:
 
     def _open_all(self) -> list[Receipt]:
         if self.copy.place == STORAGE:
-            for problem in check_manifest(self.copy.path):
+            for problem in check_manifest(self.copy.files):
                 raise problem
         found = []
         for rank in range(self.copy.world):
             shard = self._open(rank)
             if shard.receipt.stamp.key != self.copy.key or shard.receipt.stamp.rank != rank:
                 shard.close()
+                if self.copy.place != STORAGE:
+                    raise _replaced(shard.path)
                 raise CorruptError(f"{shard.path}: belongs to another checkpoint")
             found.append(shard.receipt)
             if self.copy.place == STORAGE:  # as many files as there are ranks may be more than a process may open
@@ -116,11 +117,11 @@ class Shards:
 
     def _open(self, rank: int) -> OpenShard:
         try:
-            return OpenShard.open(self.copy.path / receipt_name(rank, self.copy.world), self.copy.place != STORAGE)
+            return self.copy.files.shard(rank, self.copy.world)
         except FileNotFoundError as error:
             if self.copy.place == STORAGE:
                 raise CorruptError(f"{error.filename}: is missing") from None
-            raise NotFoundError(f"{error.filename}: a newer step has just taken its place; try again") from None
+            raise _replaced(error.filename) from None
 
     def _chunk(self, rank: int, index: int) -> Chunk:
         return self._receipts[rank].layout.chunks[index]
@@ -275,3 +276,7 @@ def _pour(reader: Reader, places: Mapping[int, memoryview], progress: Callable[[
     sink = _Places(reader.shard.receipt.layout.chunks, places)
     for block in pour(reader, sink, sink.blocks, progress):
         raise reader.shard.complain(block)
+
+
+def _replaced(path: object) -> NotFoundError:
+    return NotFoundError(f"{path}: a newer step has just taken its place; try again")

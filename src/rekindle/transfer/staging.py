@@ -9,19 +9,19 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import torch
 
 from rekindle.errors import BusyError, NotFoundError, UsageError
+from rekindle.storage import system
 
-__all__ = ["mapped", "os_error", "publish", "scratch", "spread", "staging", "view"]
+__all__ = ["mapped", "os_error", "publish", "put", "scratch", "spread", "staging", "view"]
 
 _ALIGNED = 64
 """Bytes: what torch aligns storages to in its own files, and enough for any element."""
@@ -35,9 +35,10 @@ def staging(out: Path) -> Iterator[Path]:
 
     Raises UsageError when ``out`` exists, NotFoundError when its parent doesn't, BusyError when somebody else is at it.
     """
-    _check(out)
     path = out.parent / f".{out.name}.tmp"
-    path.mkdir(exist_ok=True)
+    if not path.is_dir():  # what a killed one has left goes, though it had given ``out`` its name already
+        _check(out)
+    system.mkdir(path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -46,11 +47,12 @@ def staging(out: Path) -> Iterator[Path]:
             raise BusyError(f"{out}: another process is writing it") from None
         _empty(path)
         try:
+            _check(out)
             yield path
         finally:
             with suppress(OSError):  # NFS keeps a file of no name as one with a strange name, while it is mapped
                 _empty(path)
-                path.rmdir()
+                system.rmdir(path)
     finally:
         os.close(fd)
 
@@ -65,9 +67,10 @@ def _check(out: Path) -> None:
 def _empty(directory: Path) -> None:
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            _empty(path)
+            system.rmdir(path)
         else:
-            path.unlink()
+            system.unlink(path)
 
 
 def publish(temporary: Path, out: Path) -> None:
@@ -76,11 +79,11 @@ def publish(temporary: Path, out: Path) -> None:
     Raises UsageError when something has that name by now.
     """
     for path in sorted(temporary.iterdir()) if temporary.is_dir() else ():
-        _sync(path)
-    _sync(temporary)
+        system.sync(path)
+    system.sync(temporary)
     _check(out)
-    os.rename(temporary, out)
-    _sync(out.parent)
+    system.rename(temporary, out)
+    system.sync(out.parent)
 
 
 def os_error(error: BaseException | None) -> OSError | None:
@@ -90,26 +93,29 @@ def os_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def put(path: Path, data: bytes) -> None:
+    """A new file of these bytes. Raises OSError when there is no room."""
+    fd = system.create(path)
     try:
-        os.fsync(fd)
+        view = memoryview(data)
+        while view:
+            view = view[system.write(fd, view) :]
     finally:
         os.close(fd)
 
 
-def _allocated(file: IO[bytes], nbytes: int) -> memoryview:
-    os.truncate(file.fileno(), nbytes)
-    if hasattr(os, "posix_fallocate"):
-        # Where the file system can't, a byte of each of its blocks is written: slow, but as sure.
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-    return memoryview(mmap.mmap(file.fileno(), nbytes))
+def _allocated(fd: int, nbytes: int) -> memoryview:
+    system.reserve(fd, nbytes)
+    return memoryview(mmap.mmap(fd, nbytes))
 
 
 def mapped(path: Path, nbytes: int) -> memoryview:
     """A new file of ``nbytes``, at least one, to be written through memory. Raises OSError when there is no room."""
-    with open(path, "x+b") as file:
-        return _allocated(file, nbytes)
+    fd = system.create(path)
+    try:
+        return _allocated(fd, nbytes)
+    finally:
+        os.close(fd)
 
 
 def scratch(directory: Path, nbytes: int) -> memoryview:
@@ -120,7 +126,7 @@ def scratch(directory: Path, nbytes: int) -> memoryview:
     if not nbytes:
         return memoryview(bytearray())
     with tempfile.TemporaryFile(dir=directory) as file:
-        return _allocated(file, nbytes)
+        return _allocated(file.fileno(), nbytes)
 
 
 def spread(sizes: Mapping[Key, int]) -> tuple[dict[Key, slice], int]:

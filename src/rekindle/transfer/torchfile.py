@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -14,6 +15,7 @@ import torch
 from rekindle.errors import CorruptError, UnsupportedValueError, UsageError
 from rekindle.state.codec import decode, encode, has_pickle, is_typed
 from rekindle.state.tree import assemble
+from rekindle.storage import system
 from rekindle.transfer.progress import Progress
 from rekindle.transfer.shards import Shards
 from rekindle.transfer.staging import os_error
@@ -22,18 +24,20 @@ __all__ = ["is_torch", "read", "write"]
 
 _PIECE = 8 << 20
 """Bytes that are written in one go."""
+_DEEPEST = 100
+"""Levels of nesting, as in a checkpoint."""
 
 
 class _File(io.RawIOBase):
     """What torch.save writes to: it hands over a whole storage at a time, which is written piece by piece."""
 
-    def __init__(self, file: io.RawIOBase, progress: Callable[[int], object]) -> None:
-        self._file, self._progress = file, progress
+    def __init__(self, fd: int, progress: Callable[[int], object]) -> None:
+        self._fd, self._progress = fd, progress
 
     def write(self, data: Any) -> int:
         whole = rest = memoryview(data).cast("B")
         while rest:
-            done = self._file.write(rest[:_PIECE]) or 0
+            done = system.write(self._fd, rest[:_PIECE])
             self._progress(done)
             rest = rest[done:]
         return len(whole)
@@ -51,14 +55,16 @@ def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> N
     progress.begin(shards.reads + shards.nbytes)
     tensors, _ = shards.gather(path.parent, progress.advance)
     tree = assemble(shards.structure, values, tensors.__getitem__, False)
-    with open(path, "xb", buffering=0) as file:
-        try:
-            torch.save(tree if only is None else tree[only], cast("IO[bytes]", _File(file, progress.advance)))
-        except RuntimeError as error:
-            full = os_error(error)
-            if full is None:
-                raise
-            raise full from error
+    fd = system.create(path)
+    try:
+        torch.save(tree if only is None else tree[only], cast("IO[bytes]", _File(fd, progress.advance)))
+    except RuntimeError as error:
+        full = os_error(error)
+        if full is None:
+            raise
+        raise full from error
+    finally:
+        os.close(fd)
 
 
 def _accepts(value: Any) -> bool:
@@ -113,7 +119,28 @@ def read(path: Path, allow_pickle: bool) -> Any:
         raise
     except Exception as error:  # torch has no type for it
         raise CorruptError(f"{path}: is not readable as a torch.save file: {_first_line(error)}") from error
+    _check_size(tree, path)
     return _untyped(tree, path, allow_pickle)
+
+
+def _check_size(tree: Any, path: Path) -> None:
+    """Refuse a state that is larger than its file: lists that hold each other, or themselves, are never walked through.
+
+    Each thing takes a byte of the file or more, unless it is there by reference; then it counts each time.
+    """
+    room, level, depth = path.stat().st_size, [tree], 0
+    while level:
+        children: list[Any] = []
+        for node in level:
+            if isinstance(node, (list, tuple)):
+                children.extend(node)
+            elif isinstance(node, Mapping):
+                children.extend(node.values())
+            if len(children) > room or depth > _DEEPEST:
+                raise CorruptError(
+                    f"{path}: is nested too deeply, or holds the same things too often, to be made sense of"
+                )
+        room, level, depth = room - len(children), children, depth + 1
 
 
 def _untyped(node: Any, path: Path, allow_pickle: bool) -> Any:

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,18 +21,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rekindle.errors import CorruptError, FormatError, NotFoundError
+from rekindle.integrations.dcp.away import gone, out_of_sight
 from rekindle.integrations.dcp.items import Path as Way
 from rekindle.integrations.dcp.run import Key
+from rekindle.snapshot.boxes import Box, lacking
 from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.files import Files
 from rekindle.snapshot.layout import Chunk
-from rekindle.snapshot.lineage import retired
+from rekindle.snapshot.lineage import live
 from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import MANIFEST, receipt_name
+from rekindle.snapshot.names import MANIFEST, Root, receipt_name, shard_name
 from rekindle.state.codec import decode
-from rekindle.state.reshard import Box, Have, Want, plan
 from rekindle.state.tree import assemble, entries
 from rekindle.storage.catalog import STORAGE, Copy, survey
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.stores import open_store
 from rekindle.storage.verify import check_manifest
 
 __all__ = ["Checkpoint", "Shard", "Stored", "find"]
@@ -47,19 +48,19 @@ _LOOKS = 3
 
 @dataclass
 class Shard:
-    """One rank's part, and the copies of it that seem whole, the nearest first: store and receipt of each."""
+    """One rank's part, and the copies of it that seem whole, the nearest first: store and files of each."""
 
     rank: int
     receipt: Receipt
-    copies: list[tuple[str, Path]]
+    copies: list[tuple[str, Files]]
     look: Callable[[], list[Copy]]
     """Lists all copies of all checkpoints anew."""
 
-    def places(self) -> Iterator[tuple[str, Path]]:
+    def places(self) -> Iterator[tuple[str, Files]]:
         """The copies, and then those that have come, or been given another name, since they were listed."""
         yield from self.copies
         for copy in self.look():
-            here = copy.place, copy.path / receipt_name(self.rank, copy.world)
+            here = copy.place, copy.files
             if copy.key == self.receipt.stamp.key and self.rank in copy.ranks and here not in self.copies:
                 yield here
 
@@ -76,7 +77,7 @@ class Stored:
 # -- finding ---------------------------------------------------------------------------------------------------------
 
 
-def find(root: Path, job: JobDir, step: int | None) -> Checkpoint:
+def find(root: Root, job: JobDir, step: int | None) -> Checkpoint:
     """The newest whole checkpoint that this process can see, or that of ``step``. No tensor is read.
 
     Raises NotFoundError when there is none, CorruptError when a part of it is missing or damaged.
@@ -85,23 +86,24 @@ def find(root: Path, job: JobDir, step: int | None) -> Checkpoint:
     look = partial(_survey, root, job)
     for _ in range(_LOOKS):
         try:
-            return _find(root, look, step)
+            found = _find(root, look, step)
+            unseen = out_of_sight(root, job) if step is None else 0
+            if found.key[0] < unseen:
+                raise NotFoundError(gone(root, unseen, found.key[0]))
+            return found
         except _Gone as error:
-            gone = error
-    raise CorruptError(str(gone))
+            missing = error
+    raise CorruptError(str(missing))
 
 
 class _Gone(CorruptError):
     """A file is missing: perhaps it has only been renamed, or its memory used again, since it was listed."""
 
 
-def _find(root: Path, look: Callable[[], list[Copy]], step: int | None) -> Checkpoint:
-    copies = look()
-    seen = {copy.incarnation for copy in copies}
+def _find(root: Root, look: Callable[[], list[Copy]], step: int | None) -> Checkpoint:
     found: dict[Key, list[Copy]] = {}
-    for copy in copies:
-        if not retired(copy.step, copy.incarnation, seen):
-            found.setdefault(copy.key, []).append(copy)
+    for copy in live(look()):
+        found.setdefault(copy.key, []).append(copy)
     whole = {key: parts for key, parts in found.items() if not _lacking(parts)}
     chosen = max((key for key in whole if step in (None, key[0])), default=None)
     if chosen is None:
@@ -119,9 +121,9 @@ def _find(root: Path, look: Callable[[], list[Copy]], step: int | None) -> Check
         ) from error
 
 
-def _survey(root: Path, job: JobDir) -> list[Copy]:
+def _survey(root: Root, job: JobDir) -> list[Copy]:
     try:
-        return survey(job, PosixStore(root))
+        return survey(job, open_store(root))
     except OSError as error:
         copies = survey(job, None)
         why = f"{root} can't be listed: {error.strerror or error}"
@@ -135,7 +137,7 @@ def _lacking(parts: list[Copy]) -> list[int]:
     return sorted(set(range(parts[0].world)).difference(*(copy.ranks for copy in parts)))
 
 
-def _why_none(root: Path, found: dict[Key, list[Copy]], step: int | None) -> str:
+def _why_none(root: Root, found: dict[Key, list[Copy]], step: int | None) -> str:
     parts = next((parts for key, parts in found.items() if key[0] == step), None)
     if parts is not None:
         return (
@@ -155,9 +157,8 @@ def _shard(key: Key, parts: list[Copy], rank: int, look: Callable[[], list[Copy]
     for copy in parts:
         if rank not in copy.ranks:
             continue
-        path = copy.path / receipt_name(rank, copy.world)
         try:
-            receipt = _receipt(copy, path, rank)
+            receipt = _receipt(copy, rank)
         except FileNotFoundError as error:
             gone = True
             problems.append(f"{error.filename} is missing")
@@ -166,7 +167,7 @@ def _shard(key: Key, parts: list[Copy], rank: int, look: Callable[[], list[Copy]
         else:
             if shard is None:
                 shard = Shard(rank, receipt, [], look)
-            shard.copies.append((copy.place, path))
+            shard.copies.append((copy.place, copy.files))
     if shard is None:
         raise (_Gone if gone else CorruptError)(f"step {key[0]} is not whole: {'; '.join(problems)}")
     for problem in problems:
@@ -174,19 +175,19 @@ def _shard(key: Key, parts: list[Copy], rank: int, look: Callable[[], list[Copy]
     return shard
 
 
-def _receipt(copy: Copy, path: Path, rank: int) -> Receipt:
-    receipt = Receipt.decode(path.read_bytes(), path)
+def _receipt(copy: Copy, rank: int) -> Receipt:
+    name = receipt_name(rank, copy.world)
+    receipt = Receipt.decode(copy.files.read(name), copy.files.named(name))
     if receipt.stamp.key != copy.key or receipt.stamp.rank != rank:
-        raise CorruptError(f"{path}: belongs to another checkpoint")
-    size = path.with_suffix(".safetensors").stat().st_size
+        raise CorruptError(f"{copy.files.named(name)}: belongs to another checkpoint")
+    size = copy.files.shard_size(rank, copy.world)
     if size != receipt.file_bytes:
-        raise CorruptError(
-            f"{path.with_suffix('.safetensors')}: has {size:,} bytes, should have {receipt.file_bytes:,}"
-        )
+        where = copy.files.named(shard_name(rank, copy.world))
+        raise CorruptError(f"{where}: has {size:,} bytes, should have {receipt.file_bytes:,}")
     if copy.place == STORAGE and rank == 0:
-        problems = check_manifest(copy.path)
-        if problems and not (copy.path / MANIFEST).exists():
-            raise FileNotFoundError(errno.ENOENT, "has been renamed or removed", str(copy.path))
+        problems = check_manifest(copy.files)
+        if problems and not copy.files.exists(MANIFEST):
+            raise FileNotFoundError(errno.ENOENT, "has been renamed or removed", str(copy.files))
         for problem in problems:
             raise problem
     return receipt
@@ -198,7 +199,7 @@ def _receipt(copy: Copy, path: Path, rank: int) -> Receipt:
 class Checkpoint:
     """A whole checkpoint and all that its receipts say. Raises CorruptError when a part of a tensor is missing."""
 
-    def __init__(self, root: Path, key: Key, shards: list[Shard]) -> None:
+    def __init__(self, root: Root, key: Key, shards: list[Shard]) -> None:
         self.root, self.key, self.shards = root, key, shards
         self._boxes: dict[str, list[Stored]] = {}
         """By name of the tensor, in the order of DCP's chunks."""
@@ -207,8 +208,10 @@ class Checkpoint:
         self._names: dict[str, str] = {}
         """By the name that the state has for a tensor: the one that it is stored by. Tied tensors are stored once."""
         self._ways: dict[str, Way] = {}
+        problem = lacking(shard.receipt for shard in shards)
+        if problem:
+            raise CorruptError(f"step {key[0]}: {problem}")
         self._gather_boxes()
-        self._check_coverage()
         for shard in shards:
             for way, node in _leaves(shard.receipt.structure):
                 self._leaf(".".join(map(str, way)), way, node, shard)
@@ -219,25 +222,15 @@ class Checkpoint:
             for number, chunk in enumerate(shard.receipt.layout.chunks):
                 boxes = self._boxes.setdefault(chunk.name, [])
                 if boxes and (chunk.dtype, chunk.global_shape) != (boxes[0].chunk.dtype, boxes[0].chunk.global_shape):
-                    if chunk.own:
-                        continue  # DCP can speak of one tensor only: that of the first rank
-                    raise CorruptError(f"step {self.key[0]}: ranks disagree on dtype or shape of tensor {chunk.name!r}")
+                    continue  # each has its own; DCP can speak of one tensor only: that of the first rank
                 stored = known.get((chunk.name, _box(chunk)))
                 if stored is None:
                     stored = known[chunk.name, _box(chunk)] = Stored(chunk)
                     boxes.append(stored)
                 stored.places[shard.rank] = number
 
-    def _check_coverage(self) -> None:
-        wants = [Want(name, _whole(boxes[0].chunk)) for name, boxes in self._boxes.items()]
-        haves = [Have(name, _box(stored.chunk)) for name, boxes in self._boxes.items() for stored in boxes]
-        for lack in plan(wants, haves).missing:
-            raise CorruptError(f"step {self.key[0]}: no shard has {lack.box} of tensor {lack.name!r}")
-
     def _leaf(self, name: str, way: Way, node: Any, shard: Shard) -> None:
         if isinstance(node, dict) and "$tensor" in node:
-            if node["$tensor"] not in self._boxes:
-                raise CorruptError(f"step {self.key[0]}: no shard has tensor {node['$tensor']!r}")
             self._names[name] = node["$tensor"]
         else:
             self._values.setdefault(name, {})[shard.rank] = node
@@ -288,10 +281,6 @@ class Checkpoint:
 
 def _box(chunk: Chunk) -> Box:
     return Box(chunk.offsets, chunk.sizes)
-
-
-def _whole(chunk: Chunk) -> Box:
-    return Box((0,) * len(chunk.global_shape), chunk.global_shape)
 
 
 def _no_tensor(name: str) -> torch.Tensor:

@@ -14,9 +14,7 @@ from rekindle.integrations.dcp.items import copyable, settled
 from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.layout import Chunk
 from rekindle.snapshot.pieces import Reader, pour
-from rekindle.snapshot.shard import OpenShard
 from rekindle.state.fill import Filling, Sides
-from rekindle.storage.catalog import MEMORY
 
 __all__ = ["Read", "fill"]
 
@@ -65,13 +63,13 @@ def _pour(shard: Shard, filling: Filling) -> None:
     """Read what is wanted from the nearest copy; what is damaged there, from the next one."""
     left, problems = filling.blocks, []
     gone = True
-    for place, path in shard.places():
+    for place, files in shard.places():
         try:
-            with OpenShard.open(path, in_memory=place == MEMORY) as opened:
+            with files.shard(shard.rank, shard.receipt.stamp.world) as opened:
                 if opened.receipt.checksums != shard.receipt.checksums or opened.receipt.stamp.key != (
                     shard.receipt.stamp.key
                 ):
-                    raise FileNotFoundError(f"{path}: another step has taken its place")
+                    raise FileNotFoundError(f"{opened.path}: another step has taken its place")
                 reader = Reader(opened)
                 try:
                     bad = pour(reader, filling, left, to_the_end=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 from rekindle.errors import UsageError
-from rekindle.snapshot.names import root_path
+from rekindle.snapshot.names import Root, root_of
 
-__all__ = ["root_of", "step_of"]
+__all__ = ["place_of", "step_of"]
 
 _STEP_OF_ROOT = re.compile(r"step[-_]?(\d{1,10})")
 """A directory's name that can't be a root's."""
@@ -17,24 +16,25 @@ _STEP = re.compile(r"\D*(\d{1,10})")
 """Whatever ends in the step and has no other number: ``1200``, ``step-1200``, ``global_step1200``."""
 
 
-def root_of(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
+def place_of(path: str | os.PathLike[str]) -> tuple[Root, int | None]:
     """The root, and the step if ``path`` is that of a checkpoint, ``ROOT/step-N``, as DCP's own classes are given."""
-    full = root_path(path)
-    match = _STEP_OF_ROOT.fullmatch(full.name)
-    return (full.parent, int(match[1])) if match else (full, None)
+    full = root_of(path)
+    parent, _, name = str(full).rpartition("/")
+    match = _STEP_OF_ROOT.fullmatch(name)
+    return (root_of(parent or "/"), int(match[1])) if match else (full, None)
 
 
-def step_of(checkpoint_id: str | os.PathLike[str] | int, root: Path) -> int | None:
+def step_of(checkpoint_id: str | os.PathLike[str] | int, root: Root) -> int | None:
     """The step that ``checkpoint_id`` names; None for the root itself. Raises UsageError when it makes no sense."""
     if isinstance(checkpoint_id, int):
         return checkpoint_id
     text = os.fspath(checkpoint_id)
-    if root_path(text) == root:
+    if root_of(text) == root:
         return None
     parent, _, name = text.rstrip("/").rpartition("/")
     match = _STEP.fullmatch(name)
     if not match:
         raise UsageError(f"checkpoint_id {text!r} names no step: let it end in the step's number, as in 'step-1200'")
-    if parent and root_path(parent) != root:
+    if parent and root_of(parent) != root:
         raise UsageError(f"checkpoint_id {text!r} lies outside of {root}, the root of this writer or reader")
     return int(match[1])

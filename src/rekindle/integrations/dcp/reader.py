@@ -15,7 +15,7 @@ from torch.futures import Future
 from rekindle.errors import CorruptError, RekindleError
 from rekindle.integrations.dcp.checkpoint import Checkpoint, find
 from rekindle.integrations.dcp.fill import Read, fill
-from rekindle.integrations.dcp.names import root_of, step_of
+from rekindle.integrations.dcp.names import place_of, step_of
 from rekindle.integrations.dcp.run import note_loaded
 from rekindle.snapshot.memory import JobDir, memory_base
 
@@ -42,7 +42,7 @@ class RekindleReader(StorageReader):
     """
 
     def __init__(self, root: str | os.PathLike[str], *, memory: str | os.PathLike[str] | None = None) -> None:
-        self._root, self._step = root_of(root)
+        self._root, self._step = place_of(root)
         self._job = JobDir.of(self._root, memory_base(memory))
         self._checkpoint: Checkpoint | None = None
         self._rank = 0
@@ -104,7 +104,7 @@ class RekindleReader(StorageReader):
             planner.commit_tensor(read.item, read.target)
         for item in (item for item in plan.items if item.type == LoadItemType.BYTE_IO):
             planner.load_bytes(item, checkpoint.value(item.storage_index.fqn, self._rank))
-        note_loaded(self._root, checkpoint.key)
+        note_loaded(self._root, checkpoint.key, self._step is not None)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -113,7 +113,7 @@ class RekindleReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is the path of a checkpoint, ``ROOT/step-N``."""
         try:
-            return root_of(checkpoint_id)[1] is not None
+            return place_of(checkpoint_id)[1] is not None
         except RekindleError:
             return False
 

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch.distributed as dist
 
+from rekindle.agent.ending import let_go, wait_durable
 from rekindle.agent.spawn import AgentKeeper
-from rekindle.errors import MemoryStoreError, NotDurableError, NotFoundError, UsageError
+from rekindle.errors import MemoryStoreError, NotFoundError, UsageError
+from rekindle.integrations.dcp.away import gone, out_of_sight
 from rekindle.recovery.group import this_group
 from rekindle.recovery.meet import meet
 from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.lineage import Incarnation, Stamp, retired
+from rekindle.snapshot.lineage import Incarnation, Stamp, live
 from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.names import LAST_STEP
+from rekindle.snapshot.names import LAST_STEP, Root
 from rekindle.snapshot.slots import Slots
 from rekindle.state.copy import ShardWriter
 from rekindle.state.device import page_lock
 from rekindle.state.plan import Plan
-from rekindle.storage.catalog import MEMORY, STORAGE, Copy, survey
-from rekindle.storage.posix import PosixStore
+from rekindle.storage.catalog import MEMORY, STORAGE, Copy, newest_stored, survey
+from rekindle.storage.standing import newest_on, refuse_elsewhere
+from rekindle.storage.stores import open_store
 
 __all__ = ["Key", "Run", "Settings", "note_loaded", "run_of"]
 
 log = logging.getLogger("rekindle")
 
-_POLL = 0.02
 _PATIENCE = 600.0
 """Seconds that storage gets to take a checkpoint."""
 _IDLE = 900.0
@@ -54,15 +55,17 @@ class Settings:
         return (1, 1) if self.keep is None else (self.keep, None)
 
 
-_runs: dict[Path, Run] = {}
+_runs: dict[Root, Run] = {}
 """Writers of one root are one start of its job, however many a script makes."""
-_loaded: dict[Path, set[Key]] = {}
-"""By root: what this process has loaded before its first save there."""
+_loaded: dict[Root, dict[Key, bool]] = {}
+"""By root: what this process has loaded before its first save there, and whether it had asked for that very step."""
 
 
-def run_of(root: Path, settings: Settings) -> Run:
+def run_of(root: Root, settings: Settings) -> Run:
     """This process's start of the job that saves to ``root``. A collective of all ranks when it is the first one."""
     run = _runs.get(root)
+    if run is not None and run.forked:
+        run = None
     if run is not None and run.world is not _world():
         run.leave()  # the ranks have been put together anew
         run = None
@@ -73,10 +76,11 @@ def run_of(root: Path, settings: Settings) -> Run:
     return run
 
 
-def note_loaded(root: Path, key: Key) -> None:
+def note_loaded(root: Root, key: Key, named: bool) -> None:
     """This process has loaded a checkpoint: if all ranks have, the next start of the job goes on from there."""
     if root not in _runs or not _runs[root].begun:  # later ones are only looked at, as by an evaluation
-        _loaded.setdefault(root, set()).add(key)
+        loaded = _loaded.setdefault(root, {})
+        loaded[key] = named or loaded.get(key, False)
 
 
 def _world() -> object:
@@ -86,13 +90,13 @@ def _world() -> object:
 class Run:
     """One rank's part of a start. Made by all ranks; used by the thread that saves, and closed by any."""
 
-    def __init__(self, root: Path, settings: Settings) -> None:
+    def __init__(self, root: Root, settings: Settings) -> None:
         self.root, self.settings = root, settings
         self.world = _world()
         self.group = this_group(apart=True)  # saves may be made by a thread, while training uses the default group
         self.finished: Stamp | None = None
         """On the coordinator: the newest that all ranks have written their parts of."""
-        self._store = PosixStore(root)
+        self._store = open_store(root)
         self._meeting = meet(
             self.group,
             job := JobDir.of(root, memory_base(settings.memory)),
@@ -110,6 +114,7 @@ class Run:
         self._newest: Stamp | None = None
         self._warned = self._reserved = False
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         if self._meeting.no_memory is None:
             self._use_memory(job)
         else:
@@ -118,10 +123,9 @@ class Run:
     def _use_memory(self, job: JobDir) -> None:
         mates, rank = self._meeting.mates, self.group.rank
         if rank == mates[0]:
-            job.forget_durable()
             limit = self.settings.drain_limit
-            job.write_job(Job(str(self.root), mates, self.group.world, *self.settings.retention, _IDLE, limit))
-            self._keeper = AgentKeeper(job)
+            info = Job(str(self.root), mates, self.group.world, *self.settings.retention, _IDLE, limit)
+            self._keeper = AgentKeeper(job, info)
             self._keeper.check()
         self._slots = Slots(job, rank, self.group.world, mates, None, page_lock)
         self._slots.adopt()
@@ -134,6 +138,11 @@ class Run:
     # -- which step ------------------------------------------------------------------------------------------------
 
     @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that saves: nothing of it belongs to the child."""
+        return os.getpid() != self._pid
+
+    @property
     def begun(self) -> bool:
         """Whether it is settled what this start goes on from."""
         return self._incarnation is not None
@@ -143,8 +152,9 @@ class Run:
 
         A collective the first time. Raises UsageError for a step that is not newer than all there are.
         """
-        if _runs.get(self.root) is not self:
-            raise UsageError(f"the writer of {self.root} has been closed: make a new one")
+        if _runs.get(self.root) is not self or self.forked:
+            whose = "belongs to the process that this one was forked from" if self.forked else "has been closed"
+            raise UsageError(f"the writer of {self.root} {whose}: make a new one")
         if self._incarnation is None:
             self._begin()
         assert self._incarnation is not None
@@ -168,25 +178,37 @@ class Run:
             copies = survey(self._job, self._store)
         except OSError as error:
             problem = f"{self.root} can't be listed: {error.strerror or error}"
-        views = self.group.gather((problem, _loaded.get(self.root, set()), copies))
+        unseen = out_of_sight(self.root, self._job) if self._job is not None else 0
+        views = self.group.gather((problem, _loaded.get(self.root, {}), copies, unseen))
         for trouble in (view[0] for view in views if view[0]):
             raise NotFoundError(trouble)
         copies = [copy for view in views for copy in view[2]]
-        seen = {copy.incarnation for copy in copies}
         ranks: dict[Key, set[int]] = {}
-        for copy in copies:
-            if not retired(copy.step, copy.incarnation, seen):
-                ranks.setdefault(copy.key, set()).update(copy.ranks)
+        for copy in live(copies):
+            ranks.setdefault(copy.key, set()).update(copy.ranks)
         whole = [copy.key for copy in copies if ranks.get(copy.key, set()).issuperset(range(copy.world))]
-        loaded = set.intersection(*(view[1] for view in views))
+        loaded = set.intersection(*(set(view[1]) for view in views))
         base = max(loaded, default=None) or max(whole, default=None)
+        named = base is not None and all(view[1].get(base) for view in views)
+        if not named:
+            self._see_storage(max(view[3] for view in views), base[0] if base is not None else 0)
+        self._meeting.go_on(self._job, self.group.rank, newest_stored(copies, base), anyway=named)
         _loaded.pop(self.root, None)
+        seen = max((copy.incarnation.generation for copy in copies), default=0)  # more than there was to see before
         incarnation = self._meeting.incarnation
+        incarnation = replace(incarnation, generation=max(incarnation.generation, 1 + seen))
         if base is not None:
             self._step = base[0]
             incarnation = replace(incarnation, parent=base[1].id, parent_step=base[0])
             self._see_to(base, copies)
         self._incarnation = incarnation
+
+    def _see_storage(self, unseen: int, step: int) -> None:
+        """Storage shows nothing of step ``unseen``, if that isn't 0, and this start goes on from ``step``."""
+        if unseen and (step < unseen or self.settings.keep is None):
+            raise NotFoundError(gone(self.root, unseen, step))
+        if unseen and self.group.rank == 0:
+            log.warning("what is saved stays in memory: %s", gone(self.root, unseen, step))
 
     def _see_to(self, base: Key, copies: list[Copy]) -> None:
         """Where every checkpoint is to reach storage, the one that the last start left in memory is no exception."""
@@ -215,6 +237,11 @@ class Run:
             self._to_storage(stamp, plan, values)
             return False
 
+    @property
+    def _noted(self) -> int | None:
+        """The newest step that is known to be on storage."""
+        return self._job.durable() if self._job is not None else None
+
     def _to_memory(self, slots: Slots, stamp: Stamp, plan: Plan, values: bytes) -> None:
         slot = slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
         assert slot.map is not None
@@ -232,6 +259,7 @@ class Run:
         buffer = mmap.mmap(-1, plan.layout.file_bytes)
         _, sums = self._copier.write(plan, buffer, None, stamp.step)
         receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), f"step {stamp.step}")
+        refuse_elsewhere(self._store, stamp, self._noted)
         self._store.write_shard(receipt, memoryview(buffer), lambda nbytes: None)
 
     def finish(self, stamp: Stamp, in_memory: bool) -> None:
@@ -242,8 +270,12 @@ class Run:
         self.finished = stamp
         if in_memory:
             return
+        newest_on(self._store, self._noted)
         if not self._store.publish(stamp):
             self.wait_durable(stamp, _PATIENCE)  # the agent carries the parts that memory took, and publishes it
+        if self._job is not None:
+            with suppress(OSError):  # full memory, or none any more: the checkpoint is none the worse for it
+                self._job.write_durable(stamp.step)
         with suppress(OSError):  # what is left over goes next time
             self._store.prune(*self.settings.retention)
             self._store.settle()
@@ -261,16 +293,7 @@ class Run:
 
     def wait_durable(self, stamp: Stamp, timeout: float) -> None:
         """Return when a checkpoint is on storage. Raises NotDurableError after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        while not self._store.durable(stamp):
-            if self._keeper is not None:
-                self._keeper.check()
-            if time.monotonic() > deadline:
-                why = self._job.drain_error() if self._job is not None else ""
-                raise NotDurableError(
-                    f"step {stamp.step} is not on storage after {timeout:.0f} s{f': {why}' if why else ''}"
-                )
-            time.sleep(_POLL)
+        wait_durable(stamp, self._store, self._job, self._keeper, timeout)
 
     def _unfinished(self, stamp: Stamp) -> bool:
         """Whether a rank of this node has failed to write its part, so that nobody will carry the others'."""
@@ -299,11 +322,4 @@ class Run:
         self._copier.close()
         if self._slots is not None:
             self._slots.close()
-        if self._job is not None and saved:
-            self._job.remove_snapshots(self.group.rank)
-        if self._keeper is not None:
-            self._keeper.close()
-        if self._meeting.lock is not None:
-            self._meeting.lock.release()
-        if self._job is not None and self._job.agent() is None and (saved or not any(self._job.stamps())):
-            self._job.remove()  # else the agent does it, once the last rank has left
+        let_go(self._job, self._keeper, self._meeting.lock, self.group.rank, self.begun, saved)

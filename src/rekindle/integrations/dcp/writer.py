@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from rekindle.errors import UsageError
 from rekindle.integrations.dcp.items import plan_shard
-from rekindle.integrations.dcp.names import root_of, step_of
+from rekindle.integrations.dcp.names import place_of, step_of
 from rekindle.integrations.dcp.run import Settings, run_of
 from rekindle.integrations.dcp.stager import RekindleStager
 from rekindle.settings import check_settings
@@ -67,8 +67,8 @@ class RekindleWriter(StorageWriter, AsyncStager):
         drain_limit: int | str | None = None,
         memory: str | os.PathLike[str] | None = None,
     ) -> None:
-        check_settings(True, 0.5, {}, {"keep": keep})
-        path, self._wanted = root_of(root)
+        check_settings(True, 0.5, {}, {"keep": keep}, {})
+        path, self._wanted = place_of(root)
         self._run = run_of(path, Settings(keep, rate(drain_limit), None if memory is None else str(root_path(memory))))
         self._stager = RekindleStager()
         self._stamp: Stamp | None = None
@@ -131,7 +131,7 @@ class RekindleWriter(StorageWriter, AsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it could be one: of which root, only a writer knows."""
         try:
-            return root_of(checkpoint_id)[1] is not None
+            return place_of(checkpoint_id)[1] is not None
         except UsageError:
             return False
 
@@ -148,8 +148,11 @@ class RekindleWriter(StorageWriter, AsyncStager):
         """Wait until the newest save is on storage, then give the memory back. All writers of this root end with it.
 
         A job that ends without it loses nothing: the agent carries what memory holds to storage, and leaves some
-        minutes later. Raises NotDurableError after ``timeout`` seconds: the agent goes on.
+        minutes later. Raises NotDurableError after ``timeout`` seconds: the agent goes on. Does nothing in a forked
+        child: all belongs to its parent.
         """
+        if self._run.forked:
+            return
         self._stager.close()
         self._run.close(timeout)
 

@@ -1,0 +1,63 @@
+"""The end of a trainer's work with its agent: wait until storage has the newest checkpoint, then let go of memory."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+
+from rekindle.advice import advise
+from rekindle.agent.spawn import AgentKeeper
+from rekindle.errors import NotDurableError
+from rekindle.patience import behind
+from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.lock import Lock
+from rekindle.snapshot.memory import JobDir
+from rekindle.storage.contract import Store
+
+__all__ = ["let_go", "wait_durable"]
+
+_LOOK = 1.0
+"""Seconds that a look at storage gets, though the time is over."""
+_FINISH = 60.0
+"""Seconds for a drain in hand, of something older than what is durable."""
+
+
+def wait_durable(stamp: Stamp, store: Store, job: JobDir | None, keeper: AgentKeeper | None, seconds: float) -> None:
+    """Return when a checkpoint is on storage. Raises NotDurableError after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        why = "storage is slow, or hangs, or drain_limit is low"
+        try:  # storage that hangs must not keep us for longer
+            looked = behind(partial(store.durable, stamp), "rekindle-look")
+            if looked.result(max(_LOOK, deadline - time.monotonic())):
+                return
+        except FutureTimeout:
+            pass
+        except (OSError, RuntimeError) as error:  # it may be back in a moment; or no thread is to be had for now
+            why = advise(error)
+        if keeper is not None:
+            keeper.check()
+        if time.monotonic() > deadline:
+            told = job.drain_error() if job is not None else ""
+            raise NotDurableError(f"step {stamp.step} is not on storage after {seconds:.0f} s: {told or why}")
+        time.sleep(store.poll)
+
+
+def let_go(
+    job: JobDir | None, keeper: AgentKeeper | None, lock: Lock | None, rank: int, begun: bool, saved: bool
+) -> None:
+    """Leave the job, and give this rank's memory back if what it holds has been ``saved``.
+
+    A start that has not ``begun``, because storage didn't show what was there, leaves the note of it to the next one.
+    """
+    if job is not None and saved:
+        job.remove_snapshots(rank)
+    if keeper is not None:
+        keeper.close(_FINISH if saved else _LOOK)
+    if lock is not None:
+        lock.release()
+    if job is None or (not begun and job.durable() is not None):
+        return
+    if job.agent() is None and (saved or not any(job.stamps())):
+        job.remove()  # else the agent does it, once the last rank has left

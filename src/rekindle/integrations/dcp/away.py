@@ -1,0 +1,34 @@
+"""Storage that doesn't show, when a job starts again, what this node knows to have been there."""
+
+from __future__ import annotations
+
+from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.names import Root
+from rekindle.storage.stores import open_store
+
+__all__ = ["gone", "out_of_sight"]
+
+
+def out_of_sight(root: Root, job: JobDir) -> int:
+    """The newest step that this node knows to have been on storage, if that shows nothing so new now; else 0."""
+    noted = job.durable() or 0
+    if not noted:
+        return 0
+    store = open_store(root)
+    try:
+        shown = [entry.stamp.step for entry in store.published()] + [step for step, _ in store.damaged()]
+    except OSError:
+        shown = []
+    return noted if max(shown, default=0) < noted else 0
+
+
+def gone(root: Root, noted: int, step: int) -> str:
+    """What to say where that is so, and the newest that there is otherwise is ``step``, or nothing.
+
+    Storage may be back soon: to go on from less would leave all of it behind, and what is written there now is lost.
+    """
+    on_purpose = f"; to go on from step {step} on purpose, load it by checkpoint_id={step}" if step else ""
+    return (
+        f"step {noted} was on storage, and {root} shows nothing of it now: see that it is mounted{on_purpose}; to "
+        "begin anew, use a new root"
+    )

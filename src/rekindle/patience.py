@@ -1,0 +1,38 @@
+"""No wait without a bound: a file system that hangs answers nobody, not even signals."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TypeVar
+
+__all__ = ["behind", "within"]
+
+T = TypeVar("T")
+
+
+def behind(work: Callable[[], T], name: str) -> Future[T]:
+    """Do ``work`` in a thread that keeps no process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def within(seconds: float, where: str | os.PathLike[str], work: Callable[[], T]) -> T:
+    """What ``work`` gives. Raises TimeoutError that names ``where`` when it takes more than ``seconds``."""
+    try:
+        return behind(work, "rekindle-patience").result(seconds)
+    except FutureTimeout:
+        why = f"does not answer within {seconds:.0f} s: its file system hangs, see that the server is there"
+        raise TimeoutError(errno.ETIMEDOUT, why, os.fspath(where)) from None

@@ -1,0 +1,188 @@
+"""Objects by name, in S3, Google Cloud Storage or Azure: the only module that knows obstore.
+
+Foreign errors become OSErrors here. Every wait ends: the library tries again what may succeed, and gives up.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rekindle.errors import UsageError
+
+try:
+    import obstore
+    from obstore import exceptions, store
+except ImportError as failure:
+    raise UsageError(
+        f"checkpoints in an object store need the package 'obstore': pip install obstore ({failure})"
+    ) from failure
+
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
+
+__all__ = ["Bucket", "Object"]
+
+_CHUNK = 1 << 20
+"""Bytes of a piece of what is read. Small, so that they are hashed and put in place while the next ones come."""
+_PART = 16 << 20
+"""Bytes of an upload's part, at least."""
+_PARTS = 9000
+"""Parts of an upload, at most: S3 has a limit of 10,000."""
+_IN_FLIGHT = 128 << 20
+"""Bytes of all the parts that are under way at a time. They are sent from where the caller has them."""
+_SHORT, _SHORT_IN_ALL = timedelta(seconds=10), timedelta(seconds=20)
+"""For a small request, and until no other try begins."""
+_LONG, _LONG_IN_ALL = timedelta(seconds=120), timedelta(seconds=180)
+"""The same for a part, and for a range of a shard. 16 MiB, eight at a time, need more than 1.1 MB/s."""
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Object:
+    """An object, as it was when it was listed or read."""
+
+    name: str
+    size: int
+    etag: str | None
+    version: str | None
+
+
+class Bucket:
+    """The objects whose names begin with ``url``, by the rest of their names. Safe to use from any thread.
+
+    Credentials and endpoints come from the environment. Raises UsageError when they make no sense.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.scheme, _, rest = url.partition("://")
+        self.bucket, _, self.prefix = rest.partition("/")
+        self._quick = self._client(_SHORT, _SHORT_IN_ALL)
+        self._bulk = self._client(_LONG, _LONG_IN_ALL)
+
+    def _client(self, timeout: timedelta, in_all: timedelta) -> Any:
+        kind: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[self.scheme]
+        # Whoever names an endpoint with http:// means it; all others are https:// by themselves.
+        options = {"timeout": timeout, "connect_timeout": timedelta(seconds=5), "allow_http": True}
+        retries = {"max_retries": _TRIES, "retry_timeout": in_all}
+        try:
+            return kind(self.bucket, prefix=self.prefix or None, client_options=options, retry_config=retries)
+        except (exceptions.BaseError, ValueError) as error:
+            raise UsageError(f"{self.url}: {_sentence(error)}") from error
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> tuple[bytes, Object]:
+        """A small object. Raises FileNotFoundError."""
+        with self._translated(name):
+            found = obstore.get(self._quick, name)
+            return bytes(found.bytes()), _object(found.meta)
+
+    def head(self, name: str) -> Object:
+        """Raises FileNotFoundError."""
+        with self._translated(name):
+            return _object(obstore.head(self._quick, name))
+
+    def stream(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        """A range's bytes as they come in; fewer where the object ends before ``stop``."""
+        with self._translated(name):
+            for chunk in obstore.get(self._bulk, name, options={"range": (start, stop)}).stream(min_chunk_size=_CHUNK):
+                yield memoryview(chunk)
+
+    def list(self) -> Sequence[Object]:
+        """The objects at the top, none of those that have a slash in the rest of their names."""
+        with self._translated(""):
+            return [_object(meta) for meta in obstore.list_with_delimiter(self._quick)["objects"]]
+
+    def walk(self, directory: str | None = None) -> Sequence[Object]:
+        """All objects, or those in a directory. A request for a thousand of them."""
+        with self._translated(directory or ""):
+            return [_object(meta) for batch in obstore.list(self._quick, directory) for meta in batch]
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def put(self, name: str, data: bytes) -> None:
+        with self._translated(name):
+            obstore.put(self._quick, name, data, use_multipart=False)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Raises FileExistsError when there is such an object already, NotImplementedError where that can't be told."""
+        with self._translated(name, conditional=True):
+            obstore.put(self._quick, name, data, mode="create")
+
+    def replace(self, seen: Object, data: bytes) -> None:
+        """Write over an object if it is still what was ``seen``; else raises FileExistsError.
+
+        Raises NotImplementedError where that can't be told.
+        """
+        version: UpdateVersion = {} if seen.version is None else {"version": seen.version}
+        tag = seen.etag or ""
+        for spelt in (tag, tag.strip('"')):  # radosgw 16 only knows its tags without quotes
+            try:
+                with self._translated(seen.name, conditional=True):
+                    obstore.put(self._quick, seen.name, data, mode={"e_tag": spelt, **version})
+                return
+            except FileExistsError as error:
+                refused = error
+        raise refused
+
+    def upload(self, name: str, pieces: Iterator[memoryview], nbytes: int, whole: memoryview) -> None:
+        """Send ``pieces``, which together are the ``nbytes`` of ``whole``, several parts at once, nothing copied.
+
+        Each part goes with its SHA-256, which services check. What ``pieces`` raises is raised, and nothing is left.
+        """
+        if nbytes <= _PART:
+            for _ in pieces:
+                pass
+            with self._translated(name):
+                obstore.put(self._bulk, name, whole[:nbytes], use_multipart=False)
+            return
+        part = max(_PART, -(-nbytes // _PARTS) + _CHUNK - 1 & -_CHUNK)
+        in_flight = max(2, _IN_FLIGHT // part)
+        with self._translated(name):
+            obstore.put(self._bulk, name, pieces, use_multipart=True, chunk_size=part, max_concurrency=in_flight)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+        try:
+            if names:
+                with self._translated(names[0]):
+                    obstore.delete(self._quick, list(names))
+        except FileNotFoundError:
+            for name in names if len(names) > 1 else ():
+                self.delete([name])
+
+    # -- errors -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _translated(self, name: str, conditional: bool = False) -> Iterator[None]:
+        where = f"{self.url}/{name}" if name else self.url
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, "is not there", where) from error
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            raise FileExistsError(errno.EEXIST, "has been written by somebody else", where) from error
+        except exceptions.BaseError as error:
+            denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+            if denied or "403 Forbidden" in str(error):  # a listing's is not told apart
+                raise PermissionError(errno.EACCES, _sentence(error), where) from error
+            if conditional and (isinstance(error, exceptions.NotSupportedError) or "501 Not Implemented" in str(error)):
+                raise NotImplementedError(_sentence(error)) from error
+            raise OSError(errno.EHOSTUNREACH, _sentence(error), where) from error
+
+
+def _object(meta: Any) -> Object:
+    return Object(meta["path"], meta["size"], meta["e_tag"], meta["version"])
+
+
+def _sentence(error: BaseException) -> str:
+    """What an error says, without the structures and documents that it comes with."""
+    if "<Code>NoSuchBucket</Code>" in str(error):
+        return "there is no such bucket"
+    return str(error).partition("\n")[0].partition(": <?xml")[0][:400]

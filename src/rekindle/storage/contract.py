@@ -1,0 +1,121 @@
+"""What every store of checkpoints promises. ``rekindle.testing.StoreContract`` holds any of them to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.files import Files
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.names import Root
+from rekindle.storage.pace import Budget
+
+__all__ = ["Published", "Store"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A durable checkpoint."""
+
+    stamp: Stamp
+    files: Files
+
+
+class Store(ABC):
+    """The checkpoints under one root. Any number of processes may use the same root, and any thread a store.
+
+    A checkpoint is visible from the moment at which ``publish`` has written its manifest: whole, or not at all, whoever
+    dies when. Nothing removes or replaces one before a newer one of the live lineage is durable. Where storage refuses,
+    every method raises OSError, after a bounded time.
+    """
+
+    root: Root
+
+    poll: float
+    """Seconds between two looks at whether others have finished their parts: a look may cost time and money."""
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def published(self) -> list[Published]:
+        """Every durable checkpoint, oldest step first; none where nobody has written anything yet."""
+
+    @abstractmethod
+    def damaged(self) -> list[tuple[int, Files]]:
+        """Step and files of every checkpoint that has a manifest which can't be read."""
+
+    def find(self, step: int, incarnation: Incarnation | None = None) -> Published | None:
+        """The durable checkpoint of ``step``, of one incarnation if given; else the youngest one."""
+        match = [p for p in self.published() if p.stamp.step == step]
+        if incarnation is not None:
+            match = [p for p in match if p.stamp.incarnation == incarnation]
+        return match[-1] if match else None
+
+    @abstractmethod
+    def durable(self, stamp: Stamp) -> bool:
+        """Whether the checkpoint is durable and the one that its step is known by. A look-up, not a listing."""
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def has_shard(self, stamp: Stamp) -> bool:
+        """Whether this rank's part of an unfinished checkpoint is already there, and there to stay."""
+
+    @abstractmethod
+    def write_shard(
+        self,
+        receipt: Receipt,
+        source: memoryview,
+        progress: Callable[[int], object],
+        budget: Budget | None = None,
+    ) -> None:
+        """Copy one rank's shard, verified on the way, and then its receipt. There to stay when this returns.
+
+        ``source`` is the whole file, best page-aligned; it is only read, and no view of it is kept. ``progress`` is
+        given byte counts. ``budget`` limits bytes per second.
+
+        Raises CorruptError when ``source`` differs from its checksums, OSError when storage refuses.
+        """
+
+    @abstractmethod
+    def discard(self, stamp: Stamp) -> None:
+        """Remove an unfinished checkpoint that can't be finished."""
+
+    def make_room(self, stamp: Stamp) -> None:
+        """Storage has refused something, and the next try may be of a newer step: free what this one has taken."""
+        self.discard(stamp)
+
+    @abstractmethod
+    def publish(self, stamp: Stamp) -> bool:
+        """Write the manifest if every rank's part is there. True when the checkpoint is durable.
+
+        Ranks on other nodes may publish the same checkpoint at the same time: what they write is the same. Raises
+        CorruptError when the parts don't make up a whole, FileExistsError where another start of the job has taken the
+        step, and the store can't keep both.
+        """
+
+    # -- tidying ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Finish what a killed drain or removal left half done, and remove what nobody can use any more."""
+
+    @abstractmethod
+    def prune(self, keep: int, keep_every: int | None) -> list[int]:
+        """Remove surplus checkpoints, and tell their steps. The newest ``keep`` and multiples of ``keep_every`` stay.
+
+        What an incarnation abandoned goes as soon as that incarnation has a checkpoint of its own on storage.
+        """
+
+    @abstractmethod
+    def leave(self, name: str, data: bytes) -> None:
+        """Put something else beside the checkpoints, for people: a file of this name, which may have slashes."""
+
+    @abstractmethod
+    def weakness(self) -> str | None:
+        """A promise that this storage turns out not to keep, in words for its user; None when all is well.
+
+        Writes something and removes it again; for the start of a job.
+        """

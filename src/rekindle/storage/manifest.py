@@ -1,0 +1,57 @@
+"""The document that makes a checkpoint of shards, the same in every store."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rekindle.errors import CorruptError, FormatError
+from rekindle.snapshot.boxes import lacking
+from rekindle.snapshot.documents import Receipt, checksum, parse, seal
+from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.names import MANIFEST_KIND, receipt_name, shard_name
+
+__all__ = ["manifest", "stamp_in"]
+
+
+def manifest(receipts: Sequence[Receipt], stamp: Stamp) -> bytes:
+    """The manifest of a checkpoint of which these are all receipts, by rank.
+
+    Raises CorruptError when the parts don't make up a whole.
+    """
+    strange = [r.stamp for n, r in enumerate(receipts) if (r.stamp.rank, r.stamp.world) != (n, stamp.world)]
+    problem = f"a shard is that of rank {strange[0].rank} of {strange[0].world}" if strange else lacking(receipts)
+    if problem:
+        raise CorruptError(f"step {stamp.step} is no whole checkpoint, so it is not published: {problem}")
+    body = {
+        "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "shards": list(map(_entry, receipts)),
+    }
+    text = json.dumps(body, separators=(",", ":")).encode()[1:-1]
+    return seal(Stamp(stamp.step, 0, stamp.world, stamp.incarnation), MANIFEST_KIND, text)
+
+
+def stamp_in(data: bytes, where: str | os.PathLike[str]) -> Stamp:
+    """The stamp of a manifest. Raises FormatError when it is damaged, or makes no sense."""
+    fields = parse(data, MANIFEST_KIND, where)
+    try:
+        stamp = Stamp.from_json(fields["stamp"])
+        # Nobody may be made to count to a number of ranks that the manifest doesn't itself spell out.
+        if len(fields["shards"]) == stamp.world:
+            return stamp
+    except (KeyError, TypeError):
+        pass
+    raise FormatError(f"{os.fspath(where)}: is no manifest of a checkpoint")
+
+
+def _entry(receipt: Receipt) -> dict[str, Any]:
+    rank, world = receipt.stamp.rank, receipt.stamp.world
+    return {
+        "file": shard_name(rank, world),
+        "bytes": receipt.file_bytes,
+        "receipt": receipt_name(rank, world),
+        "receipt_checksum": checksum(receipt.raw),
+    }

@@ -1,0 +1,334 @@
+"""Checkpoints in an object store, which has no directories and no rename: what makes one visible is its manifest.
+
+Shards and receipts of a step lie under ``step-N.<incarnation>/``, so those of different incarnations never meet. The
+manifest is ``step-N.json``, written last, and only if nobody else has written it meanwhile: of two jobs on one root one
+wins each step, and the other one is told. See docs/format.md and decision 14.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from rekindle.errors import CorruptError, FormatError
+from rekindle.failpoints import reach
+from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.files import Files
+from rekindle.snapshot.lineage import Stamp, live
+from rekindle.snapshot.names import MANIFEST, receipt_name, shard_name, shard_pattern, step_dir
+from rekindle.snapshot.shard import OpenShard
+from rekindle.storage.bucket import Bucket, Object
+from rekindle.storage.contract import Published, Store
+from rekindle.storage.copy import verified
+from rekindle.storage.manifest import manifest, stamp_in
+from rekindle.storage.pace import Budget
+from rekindle.storage.uploads import abort, unfinished
+
+__all__ = ["ObjectStore"]
+
+log = logging.getLogger("rekindle")
+
+_REQUESTS = 8
+"""Small objects that are read at a time."""
+_RACES = 5
+"""Times that a manifest is written while others write it too."""
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+
+_STEP = re.compile(r"step-(\d{10})\.json\Z")
+_SHARDS = re.compile(r"step-(\d{10})\.([0-9a-f]{16})\Z")
+
+
+@dataclass(frozen=True)
+class _Objects(Files):
+    """The files of one incarnation's step; the manifest is that of whatever incarnation has the step."""
+
+    bucket: Bucket
+    step: int
+    directory: str
+
+    def __str__(self) -> str:
+        return f"{self.bucket.url}/{self.directory}"
+
+    def named(self, name: str) -> str:
+        return f"{self.bucket.url}/{self._key(name)}"
+
+    def _key(self, name: str) -> str:
+        return f"{step_dir(self.step)}.json" if name == MANIFEST else f"{self.directory}/{name}"
+
+    def read(self, name: str) -> bytes:
+        return self.bucket.get(self._key(name))[0]
+
+    def exists(self, name: str) -> bool:
+        try:
+            self.size(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def size(self, name: str) -> int:
+        return self.bucket.head(self._key(name)).size
+
+    def shard(self, rank: int, world: int) -> OpenShard:
+        name = shard_name(rank, world)
+        receipt = Receipt.decode(self.read(receipt_name(rank, world)), self.named(receipt_name(rank, world)))
+        size = self.size(name)
+        if size != receipt.file_bytes:
+            raise CorruptError(f"{self.named(name)}: has {size:,} bytes, should have {receipt.file_bytes:,}")
+        stream = partial(self.bucket.stream, self._key(name))
+        return OpenShard(receipt, -1, self.named(name), in_memory=False, stream=stream)
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What ``step-N.json`` is at the moment. ``stamp`` is None when it can't be read."""
+
+    object: Object
+    step: int
+    stamp: Stamp | None
+
+
+class ObjectStore(Store):
+    """The checkpoints under one URL. Remembers manifests by their tags, so that they are read once."""
+
+    poll = 0.5
+
+    def __init__(self, root: str) -> None:
+        self.root: str = root
+        self.bucket = Bucket(root)
+        self._known: dict[tuple[str, str | None], Stamp | None] = {}
+        """By name and tag. Replaced as a whole, for threads."""
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def published(self) -> list[Published]:
+        found = [Published(m.stamp, self._files(m.stamp)) for m in self._manifests() if m.stamp is not None]
+        return sorted(found, key=lambda p: p.stamp.key)
+
+    def damaged(self) -> list[tuple[int, Files]]:
+        return [(m.step, _Objects(self.bucket, m.step, m.object.name)) for m in self._manifests() if m.stamp is None]
+
+    def durable(self, stamp: Stamp) -> bool:
+        found = self._manifest(stamp.step)
+        return found is not None and found.stamp is not None and found.stamp.key == stamp.key
+
+    def _files(self, stamp: Stamp) -> _Objects:
+        return _Objects(self.bucket, stamp.step, _directory(stamp))
+
+    def _manifests(self, objects: Iterable[Object] | None = None) -> list[_Manifest]:
+        """All of them: one listing, if it isn't given, and a request for each that has not been seen before."""
+        listed = [o for o in (self.bucket.list() if objects is None else objects) if _STEP.match(o.name)]
+        known = self._known
+        found = [_Manifest(o, _step(o.name), known[o.name, o.etag]) for o in listed if (o.name, o.etag) in known]
+        found += _at_once(self._read, [o.name for o in listed if (o.name, o.etag) not in known])
+        self._known = {(m.object.name, m.object.etag): m.stamp for m in found if m.object.etag is not None}
+        return sorted(found, key=lambda m: m.step)
+
+    def _manifest(self, step: int) -> _Manifest | None:
+        return self._read(f"{step_dir(step)}.json")
+
+    def _read(self, name: str) -> _Manifest | None:
+        """None when there is none."""
+        try:
+            data, found = self.bucket.get(name)
+        except FileNotFoundError:
+            return None
+        try:
+            stamp = stamp_in(data, name)
+            sound = stamp.step == _step(name) and _SHARDS.match(_directory(stamp))
+        except FormatError:
+            sound = None
+        return _Manifest(found, _step(name), stamp if sound else None)
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def has_shard(self, stamp: Stamp) -> bool:
+        return self._files(stamp).exists(receipt_name(stamp.rank, stamp.world))
+
+    def write_shard(
+        self,
+        receipt: Receipt,
+        source: memoryview,
+        progress: Callable[[int], object],
+        budget: Budget | None = None,
+    ) -> None:
+        """Parts are sent from ``source`` itself. ``progress`` is told of what is on its way, in the caller's thread."""
+        stamp = receipt.stamp
+        directory = _directory(stamp)
+        reach("drain.started", stamp.step)
+        name = f"{directory}/{shard_name(stamp.rank, stamp.world)}"
+        pieces = _counted(receipt, source, progress, budget or Budget())
+        self.bucket.upload(name, pieces, receipt.file_bytes, source)
+        reach("drain.shard", stamp.step)
+        self.bucket.put(f"{directory}/{receipt_name(stamp.rank, stamp.world)}", receipt.raw)
+        reach("drain.receipt", stamp.step)
+
+    def discard(self, stamp: Stamp) -> None:
+        if not self.durable(stamp):
+            self._remove(_directory(stamp))
+
+    def make_room(self, stamp: Stamp) -> None:
+        """There is always room, and what is there need not be sent again."""
+
+    def publish(self, stamp: Stamp) -> bool:
+        found = self._manifest(stamp.step)
+        if found is not None and found.stamp is not None and found.stamp.key == stamp.key:
+            return True
+        directory = _directory(stamp)
+        there = {o.name for o in self.bucket.walk(directory)}
+        names = [receipt_name(rank, stamp.world) for rank in range(stamp.world)]
+        if not there.issuperset(f"{directory}/{name}" for name in names):
+            return self.durable(stamp)  # by others, and removed, since we looked
+        receipts = _at_once(partial(self._receipt, self._files(stamp)), names)
+        if len(receipts) < len(names):
+            return self.durable(stamp)
+        self._write_manifest(stamp, found, manifest(receipts, stamp))
+        reach("drain.manifest", stamp.step)
+        reach("drain.published", stamp.step)
+        return True
+
+    @staticmethod
+    def _receipt(files: _Objects, name: str) -> Receipt | None:
+        try:
+            return Receipt.decode(files.read(name), files.named(name))
+        except FileNotFoundError:
+            return None
+
+    def _write_manifest(self, stamp: Stamp, found: _Manifest | None, document: bytes) -> None:
+        """Write it if that is still what is ``found``, or what an older start of the job has left."""
+        name = f"{step_dir(stamp.step)}.json"
+        for _ in range(_RACES):
+            if found is not None and found.stamp is not None:
+                other = found.stamp
+                if other.key == stamp.key:
+                    return
+                if other.incarnation.generation >= stamp.incarnation.generation:
+                    raise self._taken(stamp, other)
+            elif found is not None:  # damaged: a person may still want its shards
+                self.bucket.put(f"{step_dir(stamp.step)}.{secrets.token_hex(8)}.damaged", self.bucket.get(name)[0])
+            try:
+                if found is None:
+                    self.bucket.create(name, document)
+                else:
+                    reach("drain.aside", stamp.step)
+                    self.bucket.replace(found.object, document)
+                return
+            except NotImplementedError:  # nobody can promise more here; the job has been told at its start
+                self.bucket.put(name, document)
+                return
+            except FileExistsError:
+                found = self._manifest(stamp.step)
+        raise OSError(errno.EAGAIN, "others write it all the time", f"{self.root}/{name}")
+
+    def _taken(self, stamp: Stamp, other: Stamp) -> FileExistsError:
+        why = (
+            f"step {stamp.step} has been saved there by another start of the job, {other.incarnation.id} of generation "
+            f"{other.incarnation.generation}: only one job at a time can use a root. Nothing is lost: this node's "
+            "memory still holds it"
+        )
+        return FileExistsError(errno.EEXIST, why, f"{self.root}/{step_dir(stamp.step)}.json")
+
+    # -- tidying ------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        objects = self.bucket.walk()
+        manifests = self._manifests([o for o in objects if "/" not in o.name])
+        stamps = [m.stamp for m in manifests if m.stamp is not None]
+        newest = max((stamp.step for stamp in live(stamps)), default=-1)
+        used = {_directory(stamp) for stamp in stamps}
+        spared = {m.step for m in manifests if m.stamp is None}
+        spared |= {int(o.name[5:15]) for o in objects if o.name.startswith("step-") and o.name.endswith(".damaged")}
+
+        def useless(name: str) -> bool:
+            directory, _, file = name.partition("/")
+            match = _SHARDS.match(directory)
+            ours = match is not None and shard_pattern(file) is not None and directory not in used
+            return ours and match is not None and int(match[1]) <= newest and int(match[1]) not in spared
+
+        self.bucket.delete([o.name for o in objects if useless(o.name)])
+        if self.bucket.scheme == "s3":
+            self._abort(newest)
+
+    def _abort(self, newest: int) -> None:
+        """Remove the parts that killed drains have left; none of those that anybody may still be sending."""
+        prefix = f"{self.bucket.prefix}/" if self.bucket.prefix else ""
+        for key, upload in list(unfinished(self.bucket.bucket, f"{prefix}step-")):
+            match = _SHARDS.match(key.removeprefix(prefix).partition("/")[0])
+            if match and int(match[1]) <= newest:
+                abort(self.bucket.bucket, key, upload)
+
+    def prune(self, keep: int, keep_every: int | None) -> list[int]:
+        durable = [(m.stamp, m.object.name) for m in self._manifests() if m.stamp is not None]
+        stands = live([stamp for stamp, _ in durable])
+        stay = {*stands[-max(keep, 1) :], *(s for s in stands if keep_every and s.step % keep_every == 0)}
+        removed = []
+        for stamp, name in durable:
+            # A later start of the job may have just written that step anew.
+            if stamp not in stay and self.durable(stamp):
+                self.bucket.delete([name])
+                reach("drain.prune", stamp.step)
+                self._remove(_directory(stamp))
+                removed.append(stamp.step)
+        return removed
+
+    def _remove(self, directory: str) -> None:
+        """Remove a step's shards and receipts. Foreign files are left alone."""
+        names = [o.name for o in self.bucket.walk(directory)]
+        self.bucket.delete([name for name in names if shard_pattern(name.rpartition("/")[2])])
+
+    def leave(self, name: str, data: bytes) -> None:
+        self.bucket.put(name, data)
+
+    def weakness(self) -> str | None:
+        name = f".rekindle-{secrets.token_hex(8)}"
+        consequence = (
+            "of two jobs that use this root by mistake, the one that writes a step's manifest last wins it, and the "
+            "other is not told"
+        )
+        try:
+            self.bucket.create(name, b"")
+            try:
+                self.bucket.create(name, b"")
+            except FileExistsError:
+                return None
+            return f"{self.root}: the server ignores conditional writes (If-None-Match): {consequence}"
+        except NotImplementedError:
+            return f"{self.root}: the server has no conditional writes (If-None-Match): {consequence}"
+        finally:
+            self.bucket.delete([name])
+
+
+def _directory(stamp: Stamp) -> str:
+    return f"{step_dir(stamp.step)}.{stamp.incarnation.id}"
+
+
+def _step(name: str) -> int:
+    return int(name[5:15])
+
+
+def _counted(
+    receipt: Receipt, source: memoryview, progress: Callable[[int], object], budget: Budget
+) -> Iterator[memoryview]:
+    for piece, _ in verified(receipt, source, budget):
+        yield piece
+        progress(len(piece))
+        reach("drain.copying", receipt.stamp.step)
+    reach("drain.written", receipt.stamp.step)
+
+
+def _at_once(ask: Callable[[_A], _B | None], todo: list[_A]) -> list[_B]:
+    """The answers in order, those that are None left out."""
+    if len(todo) < 2:
+        answers = [ask(one) for one in todo]
+    else:
+        with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="rekindle-ask") as pool:
+            answers = list(pool.map(ask, todo))
+    return [answer for answer in answers if answer is not None]

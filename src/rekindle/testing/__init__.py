@@ -1,0 +1,8 @@
+"""What every store has to pass. Subclass ``StoreContract`` in a test module of your own; pytest finds its tests."""
+
+from __future__ import annotations
+
+from rekindle.testing.contract import StoreContract
+from rekindle.testing.shards import make_shard
+
+__all__ = ["StoreContract", "make_shard"]

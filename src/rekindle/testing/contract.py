@@ -1,0 +1,328 @@
+"""The promises of ``rekindle.storage.contract.Store``, as tests that any store can be put to.
+
+```python
+class TestMine(StoreContract):
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path): self.root = f"{tmp_path}/an odd näme"
+    def everything(self): ...
+    def damage(self, step): ...
+```
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from threading import Barrier
+
+from rekindle.errors import CorruptError
+from rekindle.failpoints import POINTS
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.pieces import Reader, Sink, pour
+from rekindle.storage.catalog import Copy, survey
+from rekindle.storage.contract import Store
+from rekindle.storage.pace import Budget
+from rekindle.storage.stores import open_store
+from rekindle.storage.verify import verify
+from rekindle.testing.shards import make_shard
+
+__all__ = ["StoreContract"]
+
+FIRST = Incarnation(1, "11" * 8)
+SECOND = Incarnation(2, "22" * 8, FIRST.id, 4)
+RIVAL = Incarnation(2, "33" * 8, FIRST.id, 4)
+_KILLED = -9
+
+_SAVE = "import sys; from rekindle.testing.contract import save_and_tidy; save_and_tidy(*sys.argv[1:])"
+
+
+def _data(stamp: Stamp, nbytes: int) -> dict[str, bytes]:
+    return {"a": random.Random(f"{stamp.step} {stamp.rank}").randbytes(nbytes), "none": b""}
+
+
+def _write(store: Store, stamp: Stamp, nbytes: int = 5000, budget: Budget | None = None) -> int:
+    receipt, shard = make_shard(stamp, _data(stamp, nbytes))
+    counted: list[int] = []
+    store.write_shard(receipt, memoryview(shard), counted.append, budget)
+    return sum(counted)
+
+
+def _save(store: Store, *steps: int, incarnation: Incarnation = FIRST, nbytes: int = 5000) -> None:
+    for step in steps:
+        _write(store, Stamp(step, 0, 1, incarnation), nbytes)
+        assert store.publish(Stamp(step, 0, 1, incarnation))
+
+
+def save_and_tidy(root: str, step: str, nbytes: str) -> None:
+    """What a drain does, for a process that is to be killed in it."""
+    store = open_store(root)
+    _save(store, int(step), nbytes=int(nbytes))
+    store.prune(1, None)
+    store.settle()
+
+
+class _Gather(Sink):
+    """Blocks by number, put together from wherever they come."""
+
+    def __init__(self, sizes: list[tuple[int, int]]) -> None:
+        self.blocks = [bytearray(stop - start) for start, stop in sizes]
+
+    def place(self, block: int) -> memoryview | None:
+        return memoryview(self.blocks[block]) if block % 2 else None
+
+    def take(self, block: int, at: int, data: memoryview) -> None:
+        self.blocks[block][at : at + len(data)] = data
+
+    def lock(self, buffer: object) -> object:
+        return None
+
+
+class StoreContract:
+    """Every test has a ``root`` of its own: a path, or a URL, under which nothing is yet."""
+
+    root: str
+
+    big = 40 << 20
+    """Bytes of a shard that has to be sent in several parts, if the store sends any in parts."""
+
+    points = POINTS["drain"]
+    """Where to die; a store need not come by all of them."""
+
+    def open(self) -> Store:
+        return open_store(self.root)
+
+    def everything(self) -> set[str]:
+        """Names of all files, or whatever they are called there, below the root."""
+        raise NotImplementedError
+
+    def damage(self, step: int) -> None:
+        """Change a byte of the step's manifest."""
+        raise NotImplementedError
+
+    # -- what the tests have in common --------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        return [entry.stamp.step for entry in self.open().published()]
+
+    def copy(self, step: int) -> Copy:
+        return next(copy for copy in survey(None, self.open()) if copy.step == step)
+
+    def assert_sound(self) -> None:
+        for copy in survey(None, self.open()):
+            assert verify(copy) == []
+
+    # -- visibility ---------------------------------------------------------------------------------------------
+
+    def test_an_empty_root_has_nothing_and_is_no_error(self) -> None:
+        store = self.open()
+        stamp = Stamp(1, 0, 1, FIRST)
+        assert store.published() == [] and store.damaged() == [] and store.find(1) is None
+        assert not store.durable(stamp) and not store.has_shard(stamp) and not store.publish(stamp)
+        store.settle()
+        store.discard(stamp)
+        assert store.prune(1, None) == [] and self.everything() == set()
+
+    def test_a_checkpoint_is_visible_when_all_of_it_is_there(self) -> None:
+        store = self.open()
+        stamps = [Stamp(3, rank, 2, FIRST) for rank in range(2)]
+        _write(store, stamps[0])
+        assert store.has_shard(stamps[0]) and not store.has_shard(stamps[1])
+        assert not store.publish(stamps[0]) and store.published() == [] and not store.durable(stamps[0])
+        _write(store, stamps[1])
+        assert store.published() == []
+        assert store.publish(stamps[1]) and store.publish(stamps[0]) and store.durable(stamps[0])
+        (found,) = store.published()
+        assert found.stamp.key == stamps[0].key and found.stamp.world == 2
+        self.assert_sound()
+
+    def test_listed_are_steps_in_their_order(self) -> None:
+        _save(self.open(), 12, 3, 9999999999, 100)
+        assert self.steps() == [3, 12, 100, 9999999999]
+        assert self.open().find(100) is not None and self.open().find(4) is None
+        assert self.open().find(100, SECOND) is None
+
+    def test_damaged_bytes_are_not_stored_and_can_be_sent_again(self) -> None:
+        store, stamp = self.open(), Stamp(1, 0, 1, FIRST)
+        receipt, shard = make_shard(stamp, _data(stamp, 5000))
+        wrong = bytearray(shard)
+        wrong[-1] ^= 1
+        try:
+            store.write_shard(receipt, memoryview(wrong), lambda nbytes: None)
+            raise AssertionError("was stored")
+        except CorruptError:
+            pass
+        assert not store.has_shard(stamp) and not store.publish(stamp)
+        _save(store, 1)
+        self.assert_sound()
+
+    def test_another_file_beside_them_is_no_checkpoint(self) -> None:
+        store = self.open()
+        _save(store, 1)
+        before = self.everything()
+        store.leave("hang-1-step-1/report.txt", b"a report")
+        store.settle()
+        assert self.everything() - before and self.steps() == [1] and store.damaged() == []
+
+    # -- bytes --------------------------------------------------------------------------------------------------
+
+    def test_a_large_shard_comes_back_as_it_was(self) -> None:
+        store, stamp = self.open(), Stamp(1, 0, 1, FIRST)
+        sent = _write(store, stamp, self.big, Budget(1 << 40))
+        assert store.publish(stamp)
+        with self.copy(1).files.shard(0, 1) as shard:
+            assert sent == shard.receipt.file_bytes
+            sink, reader = _Gather(shard.receipt.layout.blocks), Reader(shard)
+            assert reader.header_is_sound()
+            assert pour(reader, sink, range(len(sink.blocks))) == []
+            reader.close()
+        assert b"".join(sink.blocks) == _data(stamp, self.big)["a"]
+
+    def test_only_what_is_asked_for_is_read_and_by_many_at_once(self) -> None:
+        store, stamp = self.open(), Stamp(1, 0, 1, FIRST)
+        _save(store, 1, nbytes=self.big)
+        body = _data(stamp, self.big)["a"]
+
+        def read(number: int) -> None:
+            with self.copy(1).files.shard(0, 1) as shard:
+                start, stop = shard.receipt.layout.blocks[number]
+                sink, reader = _Gather(shard.receipt.layout.blocks), Reader(shard)
+                assert pour(reader, sink, [number]) == []
+                reader.close()
+                assert sink.blocks[number] == body[start:stop]
+                assert reader.nbytes < stop - start + (4 << 20)
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(read, [0, 1, 2, 2, 1, 0]))
+
+    # -- several at once ----------------------------------------------------------------------------------------
+
+    def test_ranks_may_publish_one_checkpoint_at_the_same_time(self) -> None:
+        stamps = [Stamp(2, rank, 6, FIRST) for rank in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(partial(_write, self.open()), stamps))
+            assert all(pool.map(lambda stamp: self.open().publish(stamp), stamps))
+        assert self.steps() == [2]
+        self.assert_sound()
+
+    def test_nobody_is_told_of_a_success_that_another_job_has_undone(self) -> None:
+        _save(self.open(), 5, 6)  # what both have left behind
+        for step in (5, 6, 7, 8):
+            starts = [SECOND, RIVAL]
+            stamps = [Stamp(step, 0, 1, incarnation) for incarnation in starts]
+            both = Barrier(2)
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(partial(_write, self.open()), stamps))
+                told = list(pool.map(partial(self.publish_together, both), stamps))
+            there = {entry.stamp.key for entry in self.open().published()}
+            won = {stamp.key for stamp, done in zip(stamps, told, strict=True) if done}
+            assert won and won <= there
+        self.assert_sound()
+
+    def publish_together(self, both: Barrier, stamp: Stamp) -> bool:
+        store = self.open()
+        both.wait(30)
+        try:
+            return store.publish(stamp)
+        except FileExistsError as error:
+            assert f"step {stamp.step}" in str(error)
+            return False
+
+    def test_a_later_start_takes_the_place_of_what_it_has_left_behind(self) -> None:
+        _save(self.open(), 4, 5)
+        _save(self.open(), 5, incarnation=SECOND)
+        found = self.open().find(5)
+        assert found is not None and found.stamp.incarnation == SECOND
+        self.assert_sound()
+        self.open().prune(9, None)
+        self.open().settle()
+        assert self.steps() == [4, 5] and not any(FIRST.id in name and "05." in name for name in self.everything())
+
+    def test_an_earlier_start_does_not_replace_its_successors_step(self) -> None:
+        _save(self.open(), 5, incarnation=SECOND)
+        late = Stamp(5, 0, 1, FIRST)
+        _write(self.open(), late)
+        try:
+            self.open().publish(late)
+        except FileExistsError as error:
+            assert "generation 2" in str(error)
+        found = self.open().find(5)
+        assert found is not None and found.stamp.incarnation == SECOND and not self.open().durable(late)
+
+    # -- removal ------------------------------------------------------------------------------------------------
+
+    def test_what_is_surplus_is_removed_with_all_that_belongs_to_it(self) -> None:
+        store = self.open()
+        _save(store, 1)
+        one = len(self.everything())
+        _save(store, 2, 3, 5, 6, 7)
+        assert sorted(store.prune(2, 5)) == [1, 2, 3] and self.steps() == [5, 6, 7]
+        assert len(self.everything()) == 3 * one and store.prune(2, 5) == []
+        self.assert_sound()
+
+    def test_abandoned_steps_go_when_their_successor_is_durable(self) -> None:
+        store = self.open()
+        _save(store, 3, 4, 8, 9)
+        _save(store, 5, incarnation=SECOND)
+        assert sorted(store.prune(9, None)) == [8, 9] and self.steps() == [3, 4, 5]
+
+    def test_half_of_a_checkpoint_goes_when_a_newer_one_is_durable(self) -> None:
+        store = self.open()
+        _write(store, Stamp(1, 0, 2, FIRST))
+        _write(store, Stamp(7, 0, 2, FIRST))
+        _save(store, 4)
+        store.settle()
+        assert not store.has_shard(Stamp(1, 0, 2, FIRST)) and store.has_shard(Stamp(7, 0, 2, FIRST))
+        store.discard(Stamp(7, 0, 2, FIRST))
+        assert not store.has_shard(Stamp(7, 0, 2, FIRST)) and self.steps() == [4]
+        self.assert_sound()
+
+    def test_what_is_durable_is_not_discarded(self) -> None:
+        store = self.open()
+        _save(store, 4)
+        store.discard(Stamp(4, 0, 1, FIRST))
+        self.assert_sound()
+        assert self.steps() == [4]
+
+    def test_a_damaged_manifest_is_told_of_and_can_be_written_anew(self) -> None:
+        store = self.open()
+        _save(store, 4, 5)
+        self.damage(5)
+        assert self.steps() == [4] and [step for step, _ in self.open().damaged()] == [5]
+        before = {name for name in self.everything() if name.endswith(".safetensors")}
+        _save(self.open(), 5, incarnation=replace(SECOND, parent_step=4))
+        self.open().settle()
+        assert self.steps() == [4, 5]
+        self.assert_sound()
+        kept = {name for name in self.everything() if name.endswith(".safetensors")}
+        assert len(kept) == len(before) + 1  # a person may want the damaged one's shards
+
+    # -- death --------------------------------------------------------------------------------------------------
+
+    def test_who_dies_in_the_middle_leaves_nothing_half(self) -> None:
+        """At every point of a drain: nothing half is visible, and the next one completes and tidies up."""
+        tried = []
+        for number, point in enumerate(self.points):
+            store, step = self.open(), 10 * (number + 1)
+            _save(store, step)
+            store.prune(1, None)
+            arguments = self.root, str(step + 1), str(self.big // 2)
+            command = [sys.executable, "-c", _SAVE, *arguments]
+            died = subprocess.run(command, env=_environment(point), timeout=120, check=False).returncode
+            assert died in (0, _KILLED)
+            tried += [point] * (died == _KILLED)
+            assert set(self.steps()) in ({step}, {step + 1}, {step, step + 1}), point
+            self.assert_sound()
+            save_and_tidy(*arguments)
+            assert self.steps() == [step + 1], point
+            self.assert_sound()
+            assert not any(f"{step:010d}" in name for name in self.everything()), point
+        assert tried
+
+
+def _environment(point: str) -> dict[str, str]:
+    return {**os.environ, "REKINDLE_FAILPOINT": point}

@@ -1,0 +1,175 @@
+"""An agent that holds its place and does nothing; a trainer that may do less than it would."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.agent import spawn
+from rekindle.snapshot.memory import JobDir, memory_base
+from tests.trouble.test_fall_back import newest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_an_agent_that_is_stopped_is_replaced(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spawn, "_SIGN_WITHIN", 2.0)
+    weights = torch.zeros(1000)
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory)
+    ckpt.restore()
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.save(1, wait="durable", timeout=30)
+    agent = job.agent()
+    assert agent
+    time.sleep(3)
+    assert job.agent() == agent, "one that lives, and has nothing to do, gives signs"
+    os.kill(agent, signal.SIGSTOP)
+    step, until = 1, time.monotonic() + 30
+    while job.agent() in (agent, None) or newest(root) < 5:
+        assert time.monotonic() < until
+        step += 1
+        weights.fill_(step)
+        ckpt.step(step)
+        time.sleep(0.05)
+    ckpt.close(timeout=30)
+    assert [r.getMessage() for r in caplog.records if "no sign of life" in r.getMessage()] == [
+        f"agent {agent} gave no sign of life for 2 s: it is killed, and another one is started"
+    ]
+    assert newest(root) == step and ckpt.metrics.failed == 0
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from rekindle.snapshot.lock import Lock
+lock = Lock(Path(sys.argv[1]))
+assert lock.acquire(5)
+print("has it", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_drains_in_an_agents_place_is_let_live(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """'rekindle stop' is such a one, and gives no signs."""
+    monkeypatch.setattr(spawn, "_SIGN_WITHIN", 0.5)
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=torch.zeros(10))}, memory=memory)
+    ckpt.restore()
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.save(1, wait="durable", timeout=30)
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(job.agent_lock)], stdout=subprocess.PIPE) as other:
+        agent = job.agent()
+        assert agent
+        os.kill(agent, signal.SIGKILL)
+        assert other.stdout is not None and other.stdout.readline()
+        until = time.monotonic() + 3
+        for step in range(2, 1000):
+            ckpt.step(step)
+            time.sleep(0.05)
+            if time.monotonic() > until:
+                break
+        assert other.poll() is None and job.agent() == other.pid
+        other.kill()
+    ckpt.close(timeout=30)
+
+
+@pytest.fixture
+def as_somebody() -> Iterator[Callable[[str], subprocess.CompletedProcess[str]]]:
+    """Runs a script as a user without rights, in a directory of their own. They may have no right to start an agent."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become somebody else")
+    place = Path(tempfile.mkdtemp(prefix="rekindle-test-"))
+    os.chown(place, 54321, 54321)
+
+    def run(script: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "REKINDLE_MEMORY": str(place / "memory")}
+        command = [sys.executable, "-c", BEGIN + textwrap.dedent(script), str(place)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False, cwd=place)
+
+    yield run
+    shutil.rmtree(place, ignore_errors=True)
+
+
+BEGIN = """
+import os, resource, signal, sys, threading, time
+from pathlib import Path
+import torch, rekindle
+from rekindle.snapshot.memory import JobDir, memory_base
+place = Path(sys.argv[1])
+warm = rekindle.Checkpointer(place / "warm", {"values": rekindle.Values(w=torch.zeros(2))}, memory=place / "m")
+warm.restore()
+warm.save(1, wait="durable", timeout=30)  # what is imported late can't be read by somebody without rights
+warm.close()
+os.setgroups([])
+os.setgid(54321)
+os.setuid(54321)
+root = place / "run"
+weights = torch.zeros(1000)
+ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, fallback_after=0.2)
+ckpt.restore()
+ckpt.save(1, wait="durable", timeout=30)
+job = JobDir.of(root, memory_base())
+"""
+
+
+def test_storage_that_refuses_at_the_end_is_waited_for(
+    as_somebody: Callable[[str], subprocess.CompletedProcess[str]],
+) -> None:
+    done = as_somebody("""
+        ckpt.step(2)
+        os.chmod(root, 0)
+        try:
+            ckpt.save(3, wait="durable", timeout=1)
+        except rekindle.NotDurableError as error:
+            assert "give this user the right to write there" in str(error), error
+        else:
+            raise AssertionError("it can't have been saved")
+        threading.Timer(3, os.chmod, (root, 0o755)).start()
+        ckpt.step(4)
+        ckpt.close(timeout=60)
+        assert (root / "step-0000000004" / "checkpoint.json").exists()
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_thread_to_be_had_training_goes_on(
+    as_somebody: Callable[[str], subprocess.CompletedProcess[str]],
+) -> None:
+    done = as_somebody("""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+        try:
+            threading.Thread(target=print).start()
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("there is no such limit here")
+        if job.agent() != os.getpid():
+            os.kill(job.agent(), signal.SIGKILL)
+        until, step = time.monotonic() + 4, 1
+        while time.monotonic() < until:
+            step += 1
+            weights.fill_(step)
+            ckpt.step(step)
+            time.sleep(0.05)
+        assert ckpt.metrics.failed == 0
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+        ckpt.save(step + 1, wait="durable", timeout=60)
+        ckpt.close(timeout=60)
+    """)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,142 @@
+"""A live agent whose sockets get what nobody should send: it lives, holds little, answers, and drains go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rekindle.agent.http import ask
+from rekindle.agent.spawn import spawn
+from rekindle.errors import AgentError
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.memory import Job, JobDir, memory_base
+from rekindle.snapshot.slots import Slots
+from rekindle.snapshot.status import StatusPage
+from rekindle.storage.catalog import survey
+from rekindle.storage.posix import PosixStore
+from rekindle.storage.verify import verify
+from tests.conftest import commit, make_shard
+
+FIRST = Incarnation(1, "a" * 16)
+MANY = 300
+"""Connections at a time: far more than there are ranks, and each is a file."""
+
+
+def wait_for(condition: Callable[[], object], timeout: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def job(memory: Path, root: Path) -> Iterator[JobDir]:
+    """One with a live agent, which the fixture ``memory`` ends. This process is its only trainer."""
+    job = JobDir.of(root, memory_base())
+    job.create()
+    job.write_job(Job(str(root), [0], 1, 2, None, 600.0))
+    lock = job.lock_rank(0, 1.0)
+    agent = spawn(job)
+    wait_for(lambda: job.socket.exists() and job.watch_socket.exists())
+    yield job
+    assert agent.poll() is None, job.log.read_text()[-3000:]
+    lock.release()
+
+
+def save(job: JobDir, root: Path, step: int) -> None:
+    """A snapshot of ``step``, which is then to be found on storage, sound."""
+    receipt, data = make_shard(Stamp(step, 0, 1, FIRST), {"x": bytes([step]) * 10_000})
+    slots = Slots(job, 0, 1, [0])
+    slots.adopt()
+    commit(slots, receipt, data)
+    slots.close()
+    wait_for(lambda: PosixStore(root).find(step))
+    assert verify(survey(None, PosixStore(root))[0]) == []
+
+
+def connected(path: Path) -> socket.socket:
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(str(path))  # waits while too many others do
+    line.settimeout(5.0)
+    return line
+
+
+def say(path: Path, data: bytes) -> None:
+    """Send something, and go."""
+    with suppress(OSError), connected(path) as line:
+        line.sendall(data)
+
+
+def answers(job: JobDir) -> bool:
+    """False while there are too many others in the queue before its door."""
+    try:
+        return ask(job.socket, "GET", "/status")["error"] is None
+    except AgentError:
+        return False
+
+
+def held(job: JobDir) -> tuple[int, int]:
+    """How many files the agent has open, and how many MiB of memory it holds."""
+    pid = job.agent()
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return len(os.listdir(f"/proc/{pid}/fd")), pages * os.sysconf("SC_PAGESIZE") >> 20
+
+
+def test_garbage_is_refused(job: JobDir, root: Path) -> None:
+    hello = {"rank": 0, "pid": os.getpid(), "watchdog": True, "deadline": 1.0, "stacks": 0, "since": 0.0}
+    odd = [{**hello, key: value} for key in hello for value in (None, "x", -1, 10**30, [], 1e308, float("inf"))]
+    StatusPage(job.status_page(0), 1)
+    save(job, root, 1)
+    before = held(job)
+    for data in (
+        b"\0" * 5000,
+        os.urandom(5000),
+        b"[" * 100_000 + b"\n",
+        b"9" * 100_000 + b"\n",
+        b"x" * (3 << 20),
+        b"\n",
+    ):
+        say(job.watch_socket, data)
+        say(job.socket, data)
+    for one in odd * 5:
+        say(job.watch_socket, json.dumps(one).encode() + b"\n")
+    for fault in ({}, {"fault": 5}, {"fault": {"noticed": "now"}}, {"fault": {**dict.fromkeys(hello), "cause": []}}):
+        say(job.watch_socket, json.dumps(hello).encode() + b"\n" + json.dumps(fault).encode() + b"\n")
+    for line in (b"POST /drill?rank=9e9&fault=x", b"POST /drill", b"GET /%00", b"POST /drill?rank=" + b"9" * 5000):
+        say(job.socket, line + b" HTTP/1.1\r\nHost: a\r\n\r\n")
+    say(job.socket, b"POST /stop HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n")
+    say(job.socket, b"GET /status HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n")
+    save(job, root, 2)
+    assert ask(job.socket, "GET", "/status")["error"] is None
+    wait_for(lambda: held(job)[0] <= before[0] + 2)
+    assert held(job)[1] < before[1] + 64
+    log = job.log.read_text()  # aiohttp tells of each malformed question, at length
+    assert "never retrieved" not in log and "could not be looked at" not in log, log[-3000:]
+
+
+def test_half_questions_keep_nobody_out(job: JobDir, root: Path) -> None:
+    """Hundreds of connections that say little or nothing, and stay."""
+    open_files = len(os.listdir("/proc/self/fd"))
+    lines = []
+    for number in range(MANY):
+        for path in (job.socket, job.watch_socket):
+            with suppress(OSError):
+                lines.append(connected(path))
+                lines[-1].sendall((b"GET /status HTTP/1.1\r\nHost: ", b"", b'{"rank": ')[number % 3])
+    assert len(os.listdir("/proc/self/fd")) > open_files + MANY
+    for line in lines[-20:]:
+        with suppress(OSError):
+            line.sendall(b"a")
+    wait_for(lambda: answers(job))
+    save(job, root, 1)
+    files, mib = held(job)
+    assert files < 200 and mib < 200, f"{files} files, {mib} MiB"
+    for line in lines:
+        line.close()

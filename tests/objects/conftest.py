@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.objects.servers import Server, some_server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with some_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def bucket(server: Server) -> str:
+    return server.bucket()
+
+
+@pytest.fixture
+def s3(server: Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """The server, as this process's environment names it."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return server

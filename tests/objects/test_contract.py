@@ -1,0 +1,86 @@
+"""Both stores keep what the contract promises."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+
+from rekindle.snapshot.names import MANIFEST, step_dir
+from rekindle.testing import StoreContract
+from tests.objects.servers import Server
+
+
+class TestDirectory(StoreContract):
+    points = ("drain.copying", "drain.prune")  # tests/storage/test_posix.py dies at all of them
+
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path: Path) -> None:
+        self.root = str(tmp_path / "an odd näme, with #, % and ?" / "run")
+        Path(self.root).parent.mkdir()
+
+    def everything(self) -> set[str]:
+        return {str(path) for path in Path(self.root).rglob("*") if path.is_file()}
+
+    def damage(self, step: int) -> None:
+        path = Path(self.root) / step_dir(step) / MANIFEST
+        data = bytearray(path.read_bytes())
+        data[-2] ^= 1
+        path.write_bytes(data)
+
+
+class TestObjects(StoreContract):
+    points = ("drain.copying", "drain.written", "drain.shard", "drain.receipt", "drain.published", "drain.prune")
+
+    @pytest.fixture(autouse=True)
+    def place(self, s3: Server, bucket: str) -> None:
+        self.bucket, self.client = bucket, s3.client()
+        self.prefix = f"an.odd_(name)+=@,;!'*-{secrets.token_hex(4)}/run"
+        self.root = f"s3://{bucket}/{self.prefix}"
+
+    def everything(self) -> set[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=f"{self.prefix}/")
+        return {entry["Key"].removeprefix(self.prefix) for page in pages for entry in page.get("Contents", [])}
+
+    def damage(self, step: int) -> None:
+        key = f"{self.prefix}/{step_dir(step)}.json"
+        data = bytearray(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
+        data[-2] ^= 1
+        self.client.put_object(Bucket=self.bucket, Key=key, Body=bytes(data))
+
+
+AZURITE = os.environ.get("REKINDLE_TEST_AZURITE")
+"""Where it listens, as in http://127.0.0.1:10000. It is to be had from npm: ``azurite-blob --skipApiVersionCheck``."""
+ACCOUNT = "devstoreaccount1"
+ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The one that every Azurite has."""
+
+
+class TestAzure(StoreContract):
+    __test__ = AZURITE is not None
+    points = ("drain.copying", "drain.shard", "drain.published", "drain.prune")
+
+    @pytest.fixture(autouse=True)
+    def place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        blob = pytest.importorskip("azure.storage.blob")
+        endpoint = f"{AZURITE}/{ACCOUNT}"
+        name = f"container-{secrets.token_hex(4)}"
+        self.container = blob.BlobServiceClient(endpoint, ACCOUNT_KEY).create_container(name)
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", ACCOUNT_KEY)
+        monkeypatch.setenv("AZURE_ENDPOINT", endpoint)
+        self.root = f"az://{name}/run"
+
+    def everything(self) -> set[str]:
+        return {blob.name for blob in self.container.list_blobs(name_starts_with="run/")}
+
+    def damage(self, step: int) -> None:
+        blob = self.container.get_blob_client(f"run/{step_dir(step)}.json")
+        data = bytearray(blob.download_blob().readall())
+        data[-2] ^= 1
+        blob.upload_blob(bytes(data), overwrite=True)
+
+    def test_conditions_are_kept(self) -> None:
+        assert self.open().weakness() is None

@@ -1,0 +1,327 @@
+"""Jobs whose root is an object store: training, restarts, commands, DCP, and agents that are killed while they send."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import rekindle
+from rekindle.agent.drain import Drainer
+from rekindle.cli import main
+from rekindle.errors import UsageError
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.memory import Job, JobDir, memory_base
+from rekindle.snapshot.names import root_of
+from rekindle.snapshot.slots import Slots
+from rekindle.storage import bucket as bucket_module
+from rekindle.storage.catalog import survey
+from rekindle.storage.objects import ObjectStore
+from rekindle.storage.stores import open_store
+from rekindle.storage.verify import verify
+from rekindle.testing import make_shard
+from tests.conftest import commit
+from tests.objects.proxy import Proxy
+from tests.objects.servers import Server, rclone
+
+FIRST = Incarnation(1, "a" * 16)
+MIB = 1 << 20
+KILLS = int(os.environ.get("REKINDLE_TEST_KILLS", "2"))
+
+
+@pytest.fixture
+def url(s3: Server, bucket: str) -> str:
+    return f"s3://{bucket}/{secrets.token_hex(4)}/run17"
+
+
+@pytest.fixture
+def snapshot(memory: Path) -> Iterator[Callable[..., JobDir]]:
+    """Puts a snapshot of so many bytes into memory, and says what the job is."""
+    with ExitStack() as stack:
+
+        def save(
+            root: str, step: int, nbytes: int, drain_limit: int | None = None, ranks: int = 1, damaged: int = -1
+        ) -> JobDir:
+            job, everyone = JobDir.of(root, memory_base()), list(range(ranks))
+            job.create()
+            job.write_job(Job(root, everyone, ranks, 1, None, 600.0, drain_limit))
+            for rank in everyone:
+                stamp = Stamp(step, rank, ranks, FIRST)
+                receipt, data = make_shard(stamp, {f"x{rank}": random.Random(step).randbytes(nbytes)})
+                slots = Slots(job, rank, ranks, everyone)
+                stack.callback(slots.close)
+                commit(slots, receipt, data[:-1] + bytes([data[-1] ^ (rank == damaged)]))
+            return job
+
+        yield save
+
+
+def state() -> dict[str, Any]:
+    torch.manual_seed(7)
+    model = torch.nn.Linear(64, 64)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def train(url: str, steps: int, **options: Any) -> tuple[int, torch.Tensor]:
+    """The step gone on from, and the weights in the end."""
+    live = state()
+    ckpt = rekindle.Checkpointer(url, state=live, **options)
+    start = ckpt.restore()
+    for step in range(start + 1, start + steps + 1):
+        live["optimizer"].zero_grad()
+        live["model"](torch.randn(8, 64)).square().mean().backward()
+        live["optimizer"].step()
+        ckpt.step(step)
+    ckpt.close()
+    return start, live["model"].weight.detach().clone()
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+# -- as a user sees it -----------------------------------------------------------------------------------------------
+
+
+def test_a_job_goes_on_from_an_object_store_and_every_command_knows_it(url: str, memory: Path, tmp_path: Path) -> None:
+    assert train(url, 3)[0] == 0
+    assert not any(JobDir.of(url, memory_base()).path.glob("step-*"))
+    _, whole = train(f"{url}-whole", 6)
+    start, weights = train(url + "/", 3)
+    assert start == 3 and torch.equal(weights, whole)
+    listed = json.loads(command("ls", url, "--json").stdout)
+    assert next(entry["step"] for entry in listed if entry["place"] == "storage") == 6
+    for arguments in (
+        ["verify", url],
+        ["inspect", url, "6"],
+        ["export", url, str(tmp_path / "out"), "--format", "torch"],
+    ):
+        done = command(*arguments)
+        assert done.exit_code == 0, done.output
+    assert torch.equal(torch.load(tmp_path / "out")["model"]["weight"], whole)
+    done = command("import", str(tmp_path / "out"), f"{url}-again", "9")
+    assert done.exit_code == 0, done.output
+    assert [entry.stamp.step for entry in open_store(f"{url}-again").published()] == [9]
+    assert command("ls", f"{url}-nothing").exit_code == 3
+
+
+def test_stop_carries_what_only_memory_holds(url: str, snapshot: Callable[..., JobDir]) -> None:
+    job = snapshot(url, 3, 5 * MIB)
+    assert json.loads(command("status", url, "--json").stdout)[0]["memory_steps"] == [3]
+    done = command("stop", url)
+    assert done.exit_code == 0, done.output
+    assert open_store(url).find(3) is not None and not job.path.exists()
+
+
+def test_without_a_memory_store_saves_go_straight_there(url: str, memory: Path) -> None:
+    train(url, 2, memory_limit=1)
+    start, weights = train(url, 1, memory_limit=1)
+    assert start == 2 and torch.equal(weights, train(f"{url}-whole", 3)[1])
+
+
+def test_dcp_saves_and_loads(url: str, memory: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from rekindle.integrations.dcp import RekindleReader, RekindleWriter
+
+    saved = {"a": torch.arange(100.0), "b": {"c": torch.ones(3, 3)}, "n": 5}
+    writer = RekindleWriter(url)
+    dcp.save(saved, storage_writer=writer, checkpoint_id=f"{url}/step-4")
+    writer.close()
+    loaded = {"a": torch.zeros(100), "b": {"c": torch.zeros(3, 3)}, "n": 0}
+    dcp.load(loaded, storage_reader=RekindleReader(f"{url}/step-4"))
+    assert torch.equal(loaded["a"], saved["a"]) and torch.equal(loaded["b"]["c"], saved["b"]["c"]) and loaded["n"] == 5
+
+
+def test_damaged_bytes_are_found_and_an_older_checkpoint_is_loaded(url: str, memory: Path, s3: Server) -> None:
+    train(url, 2, snapshot_every=2)
+    train(url, 2, snapshot_every=2)
+    name, _, key = url.removeprefix("s3://").partition("/")
+    client = s3.client()
+    listed = client.list_objects_v2(Bucket=name, Prefix=f"{key}/step-0000000004.")["Contents"]
+    (shard,) = [entry["Key"] for entry in listed if entry["Key"].endswith(".safetensors")]
+    data = bytearray(client.get_object(Bucket=name, Key=shard)["Body"].read())
+    data[-100] ^= 1
+    client.put_object(Bucket=name, Key=shard, Body=bytes(data))
+    assert command("verify", url).exit_code == 4
+    assert train(url, 1)[0] == 2
+
+
+# -- agents that are killed ------------------------------------------------------------------------------------------
+
+
+def uploads(server: Server, name: str) -> list[str]:
+    return [entry["Key"] for entry in server.client().list_multipart_uploads(Bucket=name).get("Uploads", [])]
+
+
+def test_an_agent_killed_while_it_sends_leaves_nothing_half(s3: Server, snapshot: Callable[..., JobDir]) -> None:
+    """``REKINDLE_TEST_KILLS=20`` for more of them."""
+    name, luck = s3.bucket(), random.Random(5)
+    url = f"s3://{name}/run"
+    for step in range(1, KILLS + 1):
+        job = snapshot(url, step, 80 * MIB, drain_limit=60 * MIB)
+        agent = subprocess.Popen([sys.executable, "-m", "rekindle.agent", str(job.path)])
+        deadline = time.monotonic() + 60
+        while not uploads(s3, name):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(luck.uniform(0, 0.8))
+        agent.send_signal(signal.SIGKILL)
+        agent.wait()
+        assert [copy.step for copy in survey(None, open_store(url))] == [step - 1] * (step > 1)
+        assert uploads(s3, name), "was killed too late for this test"
+        drainer = Drainer(job)
+        drainer.hurry()
+        assert drainer.tick(), drainer.progress.error
+        copies = survey(None, open_store(url))
+        assert [(copy.step, verify(copy)) for copy in copies] == [(step, [])]
+        assert uploads(s3, name) == []
+        assert len(s3.client().list_objects_v2(Bucket=name)["Contents"]) == 3
+        job.remove()
+
+
+# -- servers in trouble ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_SHORT", "_SHORT_IN_ALL", "_LONG", "_LONG_IN_ALL"):
+        monkeypatch.setattr(bucket_module, name, timedelta(seconds=1))
+
+
+def proxied(url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    return f"{url}-{secrets.token_hex(4)}"
+
+
+@pytest.mark.parametrize("mood", ["silent", "busy"])
+def test_a_server_that_doesnt_answer_costs_the_drain_and_not_the_snapshot(
+    mood: str, url: str, snapshot: Callable[..., JobDir], impatient: None, monkeypatch: pytest.MonkeyPatch, s3: Server
+) -> None:
+    with Proxy(s3.endpoint) as proxy:
+        url = proxied(url, proxy, monkeypatch)
+        job = snapshot(url, 1, 20 * MIB)
+        drainer = Drainer(job)
+        proxy.mood = mood
+        began = time.monotonic()
+        assert not drainer.tick() and time.monotonic() - began < 30
+        assert drainer.progress.error and url in drainer.progress.error
+        with pytest.raises(OSError):
+            open_store(url).published()
+        proxy.mood = "well"
+        deadline = time.monotonic() + 30
+        while not drainer.tick():
+            assert time.monotonic() < deadline, drainer.progress.error
+            time.sleep(0.05)
+        assert open_store(url).find(1) is not None and drainer.progress.error is None
+
+
+def test_a_damaged_snapshot_is_given_up_though_its_parts_cant_be_removed(
+    url: str, snapshot: Callable[..., JobDir], impatient: None, monkeypatch: pytest.MonkeyPatch, s3: Server
+) -> None:
+    with Proxy(s3.endpoint) as proxy:
+        url = proxied(url, proxy, monkeypatch)
+        drainer = Drainer(snapshot(url, 1, 5000, ranks=2, damaged=1))
+        proxy.mood = "keeping"
+        assert not drainer.tick() and proxy.refused
+        assert drainer.progress.error and "differs from its checksum" in drainer.progress.error
+        proxy.mood = "well"
+        snapshot(url, 2, 5000, ranks=2)
+        assert drainer.tick() and not open_store(url).has_shard(Stamp(1, 0, 2, FIRST))
+
+
+def test_a_server_without_conditional_writes_is_told_of_and_used(
+    url: str,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    s3: Server,
+    impatient: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Proxy(s3.endpoint) as proxy:
+        proxy.mood = "unconditional"
+        url = proxied(url, proxy, monkeypatch)
+        with caplog.at_level(logging.WARNING):
+            assert train(url, 2)[0] == 0
+        assert "has no conditional writes" in caplog.text and proxy.refused
+        assert train(url, 1)[0] == 2
+
+
+def test_a_server_that_ignores_conditions_is_told_of(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rclone(tmp_path) as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        url = f"s3://{server.bucket()}/run"
+        with caplog.at_level(logging.WARNING):
+            ckpt = rekindle.Checkpointer(url, state=state())
+            ckpt.close()
+        assert caplog.text.count("ignores conditional writes") == 1
+        assert open_store(url).published() == []
+
+
+def test_a_good_server_has_no_weakness_and_keeps_nothing_of_the_question(url: str) -> None:
+    store = open_store(url)
+    assert isinstance(store, ObjectStore)
+    assert store.weakness() is None and list(store.bucket.walk()) == []
+
+
+def test_wrong_keys_are_an_error_that_names_the_root(url: str, s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    if s3.kind == "moto":
+        pytest.skip("moto lets everybody in")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "WRONG")
+    with pytest.raises(PermissionError, match=url):
+        open_store(f"{url}-wrong").published()
+
+
+# -- what it takes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_that_is_not_there_is_named(s3: Server) -> None:
+    found = CliRunner().invoke(main, ["ls", "s3://nobody-made-this/run"])
+    assert found.exit_code == 1
+    assert "s3://nobody-made-this/run: there is no such bucket: see that its server answers" in " ".join(
+        found.output.split()
+    )
+
+
+def test_one_root_has_one_name() -> None:
+    assert root_of("s3://b/run/") == root_of("s3://b/run") == "s3://b/run"
+    assert root_of("gs://b") == "gs://b" and root_of("az://b/c.d/e") == "az://b/c.d/e"
+    for wrong in (
+        "s3://",
+        "s3:///x",
+        "s3://b//x",
+        "s3://b/../x",
+        "ftp://b/x",
+        "s3://b/a b",
+        "s3://b/a?c",
+        "s3://b/a%20",
+    ):
+        with pytest.raises(UsageError):
+            root_of(wrong)
+
+
+def test_only_who_uses_an_object_store_needs_obstore(tmp_path: Path) -> None:
+    without = "import sys; sys.modules['obstore'] = None; from rekindle.storage.stores import open_store; "
+    path = f"import rekindle.agent.loop; open_store({str(tmp_path)!r}).published()"
+    assert subprocess.run([sys.executable, "-c", without + path], check=False).returncode == 0
+    code = "from rekindle.cli import main; sys.argv = ['rekindle', 'ls', 's3://b/x']; main()"
+    done = subprocess.run([sys.executable, "-c", without + code], capture_output=True, text=True, check=False)
+    assert done.returncode == UsageError.exit_code and "pip install" in done.stderr

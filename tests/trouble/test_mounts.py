@@ -1,0 +1,220 @@
+"""A mount that goes at the worst moment: what is then written below its place is not durable, and nobody says so."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.agent.drain import Drainer
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.memory import Job, JobDir, memory_base
+from rekindle.snapshot.slots import Slots
+from rekindle.storage.posix import PosixStore
+from rekindle.testing import make_shard
+from tests.conftest import commit
+from tests.integrations.ranks import ranks, wait_until
+
+START = Incarnation(1, "a" * 16)
+
+
+class Disk:
+    """A directory, mounted at another place."""
+
+    def __init__(self, source: Path, place: Path) -> None:
+        self.source, self.place = source, place
+        self.root = place / "run"
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", "-l", str(self.place)], check=True)
+
+    def mount(self) -> None:
+        subprocess.run(["mount", "--bind", str(self.source), str(self.place)], check=True)
+
+    def really(self) -> list[int]:
+        """Steps that the disk has, mounted or not."""
+        return [entry.stamp.step for entry in PosixStore(self.source / "run").published()]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, mounted: Callable[..., Path]) -> Disk:
+    source = tmp_path / "source"
+    source.mkdir()
+    return Disk(source, mounted("disk", "--bind", str(source)))
+
+
+@pytest.fixture
+def put(disk: Disk, memory: Path) -> Iterator[Callable[[int], JobDir]]:
+    """Puts a snapshot into the memory of a job that saves to the disk."""
+    with ExitStack() as stack:
+
+        def save(step: int) -> JobDir:
+            job = JobDir.of(disk.root, memory_base())
+            job.create()
+            job.write_job(Job(str(disk.root), [0], 1, 1, None, 600.0, None))
+            receipt, data = make_shard(Stamp(step, 0, 1, START), {"x": b"%d" % step})
+            slots = Slots(job, 0, 1, [0])
+            stack.callback(slots.close)
+            commit(slots, receipt, data)
+            return job
+
+        yield save
+
+
+def before(name: str, monkeypatch: pytest.MonkeyPatch, first: Callable[[], None]) -> None:
+    """Once, before a store's next call of that name, do something else."""
+    call = getattr(PosixStore, name)
+
+    def work(self: PosixStore, *args: Any, **more: Any) -> Any:
+        monkeypatch.setattr(PosixStore, name, call)
+        first()
+        return call(self, *args, **more)
+
+    monkeypatch.setattr(PosixStore, name, work)
+
+
+@pytest.mark.parametrize("moment", ["has_shard", "write_shard", "publish"])
+def test_an_agent_looks_again_before_it_says_durable(
+    moment: str, disk: Disk, put: Callable[[int], JobDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drainer = Drainer(put(1))
+    assert drainer.tick() and disk.really() == [1]
+    put(2)
+    before(moment, monkeypatch, disk.unmount)
+    assert not drainer.tick() and drainer.job.durable() == 1
+    assert "there, and nothing is now" in str(drainer.progress.error) or "is gone" in str(drainer.progress.error)
+    drainer._retry_at = 0.0
+    assert not drainer.tick() and "step 1 was there, and nothing is now" in str(drainer.progress.error)
+    disk.mount()
+    drainer._retry_at = 0.0
+    assert drainer.tick() and disk.really() == [2] and drainer.job.durable() == 2
+
+
+def test_what_is_gone_when_the_mount_is_back_is_drained_again(
+    disk: Disk, put: Callable[[int], JobDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drainer = Drainer(put(1))
+    assert drainer.tick()
+    put(2)
+
+    def elsewhere() -> None:
+        disk.unmount()
+        before("published", monkeypatch, disk.mount)
+
+    before("write_shard", monkeypatch, elsewhere)
+    assert not drainer.tick() and disk.really() == [1]
+    drainer._retry_at = 0.0
+    assert drainer.tick() and disk.really() == [2]
+
+
+@pytest.mark.parametrize("moment", ["write_shard", "publish"])
+def test_a_save_straight_to_storage_looks_again_too(
+    moment: str, disk: Disk, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = rekindle.Values(weights=torch.zeros(1000))
+    ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory, memory_limit=1)
+    ckpt.save(1, wait="durable", timeout=20)
+    before(moment, monkeypatch, disk.unmount)
+    for step in (2, 3):
+        with pytest.raises(rekindle.NotDurableError, match=r"nothing is now|not on storage|is gone"):
+            ckpt.save(step, wait="durable", timeout=2)
+        assert disk.really() == [1]
+    disk.mount()
+    ckpt.save(4, wait="durable", timeout=20)
+    assert disk.really() == [1, 4]
+    ckpt.close(timeout=20)
+
+
+def test_a_start_that_never_asks_what_there_was_is_refused_where_there_was_something(disk: Disk, memory: Path) -> None:
+    """As it is where storage shows what there was. Memory is too small for more than a note of it."""
+    values = rekindle.Values(weights=torch.zeros(1000))
+    ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory, memory_limit=1)
+    ckpt.save(1, wait="durable", timeout=20)
+    del ckpt
+    gc.collect()
+    disk.unmount()
+    ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory, memory_limit=1)
+    with pytest.raises(rekindle.UsageError, match=r"call restore\(\) before the first step"):
+        ckpt.step(1)
+    ckpt.close()
+    disk.mount()
+
+
+def _save_on_a_node_of_its_own(rank: int, disk: Disk, memory: Path) -> list[str]:
+    """Each rank has a memory, and mounts, of its own; that of rank 1 goes after step 1."""
+    ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # CLONE_NEWNS
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    values = rekindle.Values(weights=torch.zeros(1000))
+    found: list[str] = []
+    own = memory / f"node-{rank}"
+    own.mkdir()
+    ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=own, memory_limit=1, persist_every=1)
+    ckpt.restore()
+    for step in (1, 2, 3):
+        if (rank, step) == (0, 1):  # so that the other one never publishes
+            wait_until(lambda: list(disk.source.glob("run/*.partial/shard-00001-of-00002.json")))
+        try:
+            ckpt.save(step, wait="memory", timeout=20)
+        except rekindle.NotDurableError as error:
+            found.append(f"{step}: {error}")
+        torch.distributed.barrier()
+        if rank == 1 and step == 1:
+            disk.unmount()
+    return found
+
+
+def test_a_node_whose_mount_is_gone_says_so_though_others_publish(disk: Disk, memory: Path) -> None:
+    fine, gone = ranks(2, _save_on_a_node_of_its_own, disk, memory)
+    assert disk.really() == [1] and fine == []
+    assert [line[:2] for line in gone] == ["2:", "3:"] and "step 1 was there, and nothing is now" in gone[0]
+
+
+def test_a_start_made_while_storage_is_away_comes_after_what_it_finds_there_later(disk: Disk, memory: Path) -> None:
+    values = rekindle.Values(weights=torch.zeros(1000))
+    for step in (1, 2):
+        ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory)
+        assert ckpt.restore() == step - 1
+        ckpt.save(step, wait="durable", timeout=20)
+        ckpt.close(timeout=20)
+    disk.unmount()
+    ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory)
+    disk.mount()
+    assert ckpt.restore() == 2
+    ckpt.save(3, wait="durable", timeout=20)
+    ckpt.close(timeout=20)
+    assert disk.really()[-1] == 3
+
+
+def test_a_start_that_goes_on_from_memory_knows_what_storage_has(disk: Disk, memory: Path) -> None:
+    values = rekindle.Values(weights=torch.zeros(1000))
+    job = JobDir.of(disk.root, memory_base())
+    for steps in ((1, 2), (3, 4), (5,)):
+        ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory, persist_every=2)
+        assert ckpt.restore() == steps[0] - 1
+        for step in steps:
+            ckpt.step(step) if step % 2 else ckpt.save(step, wait="durable", timeout=20)
+        assert job.durable() == steps[-1] // 2 * 2, "noted"
+        ckpt._saves.secure(20)
+        agent = job.agent()
+        if agent is not None:
+            os.kill(agent, signal.SIGKILL)
+        del ckpt
+        gc.collect()
+    disk.unmount()
+    ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory, persist_every=2)
+    assert ckpt.restore() == 5
+    assert job.durable() in (4, 5), "noted still; 5, if an agent came in between"
+    disk.mount()
+    ckpt.save(6, wait="durable", timeout=20)
+    ckpt.close(timeout=20)
+    assert disk.really()[-1] == 6

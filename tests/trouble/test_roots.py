@@ -1,0 +1,242 @@
+"""Roots that are shared, deleted, linked, relative, read-only, or of another version: what docs/guide.md says."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.snapshot.documents import _PREFIX, checksum
+from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.snapshot.names import MANIFEST
+from tests.faults.harness import wait_for
+from tests.trouble.test_fall_back import Alarms, newest, sound
+
+
+def job_of(root: Path, memory: Path, **more: Any) -> tuple[rekindle.Checkpointer, torch.Tensor]:
+    weights = torch.zeros(1000)
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, **more)
+    return ckpt, weights
+
+
+def train(root: Path, memory: Path, to: int, **more: Any) -> int:
+    """One start of a job. Gives the step that it went on from."""
+    ckpt, weights = job_of(root, memory, **more)
+    first = ckpt.restore()
+    assert torch.all(ckpt._capture.state["values"].weights == first)
+    weights = ckpt._capture.state["values"].weights
+    for step in range(first + 1, to + 1):
+        weights.fill_(step)
+        ckpt.step(step)
+    ckpt.close(timeout=30)
+    return first
+
+
+def test_two_jobs_at_one_root_on_different_nodes(root: Path, memory: Path) -> None:
+    """Each sees storage, and not the other's memory. The later start has the root."""
+    first, weights = job_of(root, memory / "a", keep=9)
+    first.restore()
+    weights.fill_(1)
+    first.save(1, wait="durable", timeout=30)
+    assert train(root, memory / "b", 3, keep=9) == 1, "it goes on from what the first one has sent to storage"
+    before = sound(root)
+    for step in (2, 3, 4, 5):
+        first.step(step)
+    job = JobDir.of(root, memory_base(memory / "a"))
+    assert "end one of the two" in wait_for(job.drain_error, what="an alarm")
+    with pytest.raises(rekindle.NotDurableError, match="end one of the two"):
+        first.close(timeout=1)
+    assert sound(root) == before, "nothing of the later start is touched"
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_two_jobs_at_one_root_without_memory(restores: bool, root: Path, memory: Path, alarms: Alarms) -> None:
+    """What the earlier start writes would be pruned as abandoned, or as older than the other's: it is told so."""
+    first, weights = job_of(root, memory / "a", memory_limit=1)
+    first.restore()
+    if restores:
+        first.save(1, wait="durable", timeout=30)
+    later, _ = job_of(root, memory / "b", memory_limit=1)
+    assert later.restore() == restores
+    later.save(9, wait="durable", timeout=30)
+    before = sound(root)
+    for step in range(2, 6):
+        weights.fill_(step)
+        first.step(step)
+    with pytest.raises(rekindle.NotDurableError, match=r"another start of this job, generation .* end one of the two"):
+        first.save(6, wait="durable", timeout=10)
+    with pytest.raises(rekindle.NotDurableError, match="end one of the two"):
+        first.close(timeout=1)
+    assert first.metrics.failed == 4 and len([line for line in alarms() if "end one of the two" in line]) == 4
+    assert sound(root) == before, "nothing of the later start is touched"
+    later.save(10, wait="durable", timeout=30)
+    later.close()
+    assert later.metrics.failed == 0
+
+
+def test_one_job_with_two_roots(root: Path, memory: Path) -> None:
+    other = root.with_name("other")
+    a, weights = job_of(root, memory)
+    b = rekindle.Checkpointer(other, {"values": rekindle.Values(weights=weights)}, memory=memory, snapshot_every=2)
+    assert a.restore() == b.restore() == 0
+    for step in range(1, 7):
+        weights.fill_(step)
+        a.step(step)
+        b.step(step)
+    a.close(timeout=30)
+    b.close(timeout=30)
+    assert newest(root) == newest(other) == 6
+
+
+def test_a_read_only_root_at_the_start(memory: Path, mounted: Callable[..., Path]) -> None:
+    disk = mounted("disk", "-t", "tmpfs", "-o", "ro,size=8m", "tmpfs")
+    root = disk / "run"
+    ckpt, weights = job_of(root, memory)
+    assert ckpt.restore() == 0
+    for step in range(1, 6):
+        weights.fill_(step)
+        ckpt.step(step)
+    job = JobDir.of(root, memory_base(memory))
+    assert "mount it writable again" in wait_for(job.drain_error, what="an alarm")
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    ckpt.close(timeout=40)
+    assert ckpt.metrics.failed == 0 and newest(root) == 5
+
+
+def of_a_newer_version(manifest: Path) -> None:
+    fields = json.loads(manifest.read_bytes())
+    del fields["digest"]
+    fields["version"] = "2.0"
+    body = json.dumps(fields, separators=(",", ":")).encode()[1:]
+    manifest.write_bytes(b'{"digest":"' + checksum(body).encode() + b'",' + body)
+    assert _PREFIX.match(manifest.read_bytes())
+
+
+def test_a_newer_version_of_the_format_is_refused_by_name_and_never_touched(root: Path, memory: Path) -> None:
+    assert train(root, memory / "a", 3, keep=9) == 0
+    assert train(root, memory / "a", 5, keep=9) == 3
+    of_a_newer_version(root / "step-0000000005" / MANIFEST)
+    there = {path: path.read_bytes() for path in (root / "step-0000000005").iterdir()}
+    ckpt, _ = job_of(root, memory / "b", keep=1)
+    with pytest.raises(
+        rekindle.VersionError, match=r"step-0000000005.*version '2.0'; this Rekindle reads 1.*update it"
+    ):
+        ckpt.restore()
+    older = newest(root)
+    assert 0 < older < 5
+    assert ckpt.restore(step=older) == older, "an older one on purpose"
+    weights = ckpt._capture.state["values"].weights
+    for step in range(older + 1, 9):
+        weights.fill_(step)
+        ckpt.save(step, wait="durable", timeout=30)
+    ckpt.close(timeout=30)
+    [kept] = [path for path in root.glob("step-0000000005*") if (path / MANIFEST).read_bytes() in there.values()]
+    assert {kept / path.name: data for path, data in there.items()} == {p: p.read_bytes() for p in kept.iterdir()}
+    assert newest(root) == 8
+
+
+def test_a_root_with_nothing_but_a_newer_version_is_no_fresh_start(root: Path, memory: Path) -> None:
+    train(root, memory / "a", 1)
+    of_a_newer_version(root / "step-0000000001" / MANIFEST)
+    ckpt, _ = job_of(root, memory / "b")
+    with pytest.raises(rekindle.UsageError, match="call restore"):
+        ckpt.step(1)
+    with pytest.raises(rekindle.VersionError, match="update it"):
+        ckpt.restore()
+    ckpt.close()
+
+
+def test_another_model_is_refused_before_anything_is_overwritten(root: Path, memory: Path) -> None:
+    train(root, memory, 3)
+    live = {"values": rekindle.Values(weights=torch.ones(7), more=1)}
+    model = torch.nn.Linear(3, 3)
+    kept = model.weight.detach().clone()
+    ckpt = rekindle.Checkpointer(root, {**live, "model": model}, memory=memory)
+    with pytest.raises(rekindle.StateMismatchError, match="'model': only in the live state"):
+        ckpt.restore()
+    assert torch.equal(model.weight, kept)
+    assert ckpt.restore(strict=False) == 3 and torch.equal(model.weight, kept)
+    ckpt.close(timeout=30)
+
+
+@pytest.mark.parametrize("link", ["the root", "a component"])
+def test_a_root_behind_a_link(link: str, tmp_path: Path, memory: Path) -> None:
+    """The job is that of where the link leads. One that leads elsewhere leads to another job."""
+    one, two, place = tmp_path / "one", tmp_path / "two", tmp_path / "link"
+    one.mkdir()
+    two.mkdir()
+    place.symlink_to(one)
+    root = place if link == "the root" else place / "run"
+    assert train(root, memory, 3) == 0
+    assert train(root.resolve(), memory, 4) == 3, "the same job without the link"
+    place.unlink()
+    place.symlink_to(two)
+    assert train(root, memory, 2) == 0, "a link that leads elsewhere leads to another job"
+    place.unlink()
+    place.symlink_to(one)
+    assert train(root, memory, 5) == 4
+
+
+def test_a_relative_root_is_that_of_the_directory_at_the_start(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    ckpt, weights = job_of(Path("run"), memory)
+    ckpt.restore()
+    weights.fill_(1)
+    ckpt.step(1)
+    monkeypatch.chdir(tmp_path / "two")  # a live job stays where it is
+    weights.fill_(2)
+    ckpt.step(2)
+    ckpt.close(timeout=30)
+    assert newest(tmp_path / "one" / "run") == 2 and not os.listdir(tmp_path / "two")
+    assert train(Path("run"), memory, 1) == 0, "elsewhere it is another job"
+    monkeypatch.chdir(tmp_path / "one")
+    assert train(Path("run"), memory, 3) == 2
+
+
+def test_a_root_deleted_while_training_is_an_alarm_until_a_start_is_told_to_write_it_anew(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be a file system that is not mounted: what is written below its mount point would be lost."""
+    ckpt, weights = job_of(root, memory)
+    ckpt.restore()
+    job = JobDir.of(root, memory_base(memory))
+    for step in range(1, 31):
+        weights.fill_(step)
+        if step == 10:
+            wait_for(lambda: job.durable() is not None)
+            while root.exists():
+                shutil.rmtree(root, ignore_errors=True)
+        ckpt.step(step)
+    assert "nothing is now: see that it is mounted" in wait_for(job.drain_error, what="an alarm")
+    with pytest.raises(rekindle.NotDurableError, match="see that it is mounted"):
+        ckpt.close(timeout=1)
+    assert ckpt.metrics.failed == 0 and not root.exists()
+    del ckpt
+    gc.collect()
+    ckpt, _ = job_of(root, memory)
+    assert ckpt.restore() == 30, "from memory"
+    assert "see that it is mounted" in caplog.text and "restore(step=30) begins anew on storage" in caplog.text
+    ckpt.step(31)
+    with pytest.raises(rekindle.NotDurableError, match="see that it is mounted"):
+        ckpt.close(timeout=1)
+    assert not root.exists()
+    del ckpt
+    gc.collect()
+    ckpt, _ = job_of(root, memory)
+    assert ckpt.restore(step=31) == 31
+    ckpt.step(32)
+    ckpt.close(timeout=30)
+    assert newest(root) == 32
