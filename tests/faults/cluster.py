@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import time
 from contextlib import suppress
@@ -21,7 +20,7 @@ from rekindle.recovery.suffer import obey
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import root_path
 from rekindle.snapshot.status import SECURED, STAGES, read_status
-from tests.faults.harness import _context, digest_state, end_agent
+from tests.faults.harness import _context, digest_state, end_agent, take_away
 
 FAULTS = (
     "exception",
@@ -239,7 +238,7 @@ class _Trainer:
             with suppress(TypeError, ProcessLookupError):
                 os.kill(self.cell.job.agent() or 0, signal.SIGKILL)
         if self.cell.memory_goes:
-            shutil.rmtree(self.cell.job.path)
+            take_away(self.cell.job.path)
         self.say("fault", fault)
         if fault == "exception":
             raise RuntimeError("a fault on purpose")

@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -125,6 +126,13 @@ def end_agent(job: JobDir) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def take_away(path: Path) -> None:
+    """Remove a directory at one blow; whoever still works in it can't put a file into what is being removed."""
+    gone = path.with_name(f".{path.name}.gone")
+    path.rename(gone)
+    shutil.rmtree(gone)
 
 
 def leftovers(*places: Path) -> list[Path]:

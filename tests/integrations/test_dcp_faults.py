@@ -27,6 +27,7 @@ from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name, step_dir
 from rekindle.storage.catalog import MEMORY, survey
 from rekindle.storage.posix import PosixStore
+from tests.faults.harness import take_away
 from tests.integrations.ranks import attempt, flip, ranks, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -137,7 +138,7 @@ def test_where_memory_has_room_for_one_rank_only_storage_has_all_when_a_save_ret
 def test_when_memory_is_taken_away_storage_takes_over(memory: Path, root: Path) -> None:
     writer = save(root, 1.0)
     wait_until(lambda: PosixStore(root).find(1))
-    shutil.rmtree(memory / f"rekindle-{os.getuid()}")
+    take_away(memory / f"rekindle-{os.getuid()}")
     dcp.save(state(2.0), storage_writer=writer)
     assert PosixStore(root).find(2) is not None and loaded(root) == 2.0
 

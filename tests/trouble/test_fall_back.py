@@ -29,7 +29,7 @@ from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import make_shard
-from tests.faults.harness import Run, _context, train, wait_for
+from tests.faults.harness import Run, _context, take_away, train, wait_for
 
 Alarms = Callable[[], list[str]]
 
@@ -101,13 +101,12 @@ def test_memory_that_goes_and_comes_back(how: str, root: Path, memory: Path, job
     with ckpt.guard(watchdog=False):
         step = goes_on(ckpt, weights, 1)
         if how == "removed":
-            while job.path.exists():
-                shutil.rmtree(job.path, ignore_errors=True)
+            take_away(job.path)
             memory.chmod(0o700)
             (memory / job.path.parent.name).rename(memory / "away")
             (memory / job.path.parent.name).write_text("in the way")
         else:  # a file where the directory of free files should be
-            shutil.rmtree(job.slots)
+            take_away(job.slots)
             job.slots.write_text("in the way")
         step = until(lambda: ckpt.metrics.direct >= 5 and newest(root) > 1, ckpt, weights, step)
         assert ckpt.metrics.memory_lost == 1 and ckpt.metrics.memory_back == 0
