@@ -86,17 +86,14 @@ def drained(job: JobDir) -> int:
     return int(json.loads(job.agent_status.read_text())["done"]) if job.agent_status.exists() else 0
 
 
-def keeper_without_agent(job: JobDir, within: float = 0.01) -> AgentKeeper:
+def keeper_without_agent(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> AgentKeeper:
     """One that finds no agent, because none can be started, and drains itself."""
     info = job.read_job()
     assert info is not None
-    keeper, executable = AgentKeeper(job, info, within), sys.executable
-    try:
-        sys.executable = "/bin/false"
-        keeper.check()
-        wait_for(lambda: job.agent() == os.getpid())
-    finally:
-        sys.executable = executable
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    keeper = AgentKeeper(job, info, 0.01)
+    keeper.check()
+    wait_for(lambda: job.agent() == os.getpid())
     return keeper
 
 
@@ -172,9 +169,9 @@ def test_an_agent_under_a_low_limit_finishes_its_drain_and_leaves_when_it_is_tol
     assert list(job.stamps()), "the memory stays"
 
 
-def test_a_trainer_that_drains_under_a_low_limit_can_be_closed(job, root, snapshot, caplog):
+def test_a_trainer_that_drains_under_a_low_limit_can_be_closed(job, root, snapshot, monkeypatch):
     snapshot(4 * MB, drain_limit=1000)
-    keeper = keeper_without_agent(job)
+    keeper = keeper_without_agent(job, monkeypatch)
     wait_for(lambda: (root / f"{step_dir(1)}.{FIRST.id}.partial").exists())
     began = time.monotonic()
     keeper.close()
@@ -230,10 +227,10 @@ def test_an_agent_starts_where_there_is_no_ionice(job, root, snapshot, monkeypat
 
 
 @linux
-def test_a_thread_of_a_trainer_that_drains_makes_way_too(job, root, snapshot):
+def test_a_thread_of_a_trainer_that_drains_makes_way_too(job, root, snapshot, monkeypatch):
     snapshot(20 * MB, drain_limit=4 * MB)
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    keeper = keeper_without_agent(job)
+    keeper = keeper_without_agent(job, monkeypatch)
 
     def niceness() -> set[int]:
         names = ("rekindle-drain", "rekindle-write")
