@@ -117,7 +117,7 @@ class DirectSaver:
             return
         self._noted = receipt.stamp.step
         if self.job is not None:
-            with suppress(OSError):  # full memory, or none any more: the checkpoint is none the worse for it
+            with suppress(OSError):  # there is no memory any more
                 self.job.write_durable(receipt.stamp.step)
         self._store.prune(*self._keep)
         self._store.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ def job(root: Path, memory: Path) -> Iterator[JobDir]:
 
     def gone() -> bool:
         """An agent may have been on its way when its trainer died."""
-        there = [*job.trainers().values(), *filter(None, [job.agent()])]
+        there = [pid for pid in (*job.trainers().values(), job.agent()) if pid not in (None, os.getpid())]
         for pid in there:
             with suppress(ProcessLookupError):
                 kill(pid)

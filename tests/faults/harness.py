@@ -239,4 +239,5 @@ def _train(run: Run, rank: int, rendezvous: str) -> None:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    assert pid > 1, "that would be this process's group, or everybody"
     os.kill(pid, number)

@@ -251,6 +251,20 @@ def test_the_durable_step_is_remembered(job):
     assert not list(job.path.glob(".*.tmp"))
 
 
+def test_the_durable_step_is_remembered_in_full_memory_too(small_tmpfs, root):
+    """What is noted there is what the next start goes by, should storage be away then."""
+    job = JobDir.of(root, memory_base(small_tmpfs(1 << 20)))
+    job.create()
+    job.write_durable(9)
+    with pytest.raises(OSError, match="No space left"), open(job.path / "in the way", "wb", buffering=0) as file:
+        while file.write(bytes(1 << 12)):
+            pass
+    for step in (10, 9):
+        job.write_durable(step)
+        assert job.durable() == step
+    assert not list(job.path.glob(".*.tmp"))
+
+
 def put(job: JobDir, shard_of, step: int, rank: int = 0, world: int = 1) -> Path:
     """A snapshot, by hand."""
     stamp = Stamp(step, rank, world, Incarnation(1, "a" * 16))

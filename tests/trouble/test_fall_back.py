@@ -185,6 +185,14 @@ def outgrow_memory(root: Path, memory: Path, **more: Any) -> None:
     assert job.exitcode == -signal.SIGKILL and newest(root) == 8
 
 
+def test_a_start_that_never_asks_what_there_was_is_refused_where_nobody_can_look(root: Path, memory: Path) -> None:
+    root.write_text("in the way")
+    ckpt, _ = job_in(root, memory)
+    with pytest.raises(rekindle.UsageError, match=r"call restore\(\) before the first step"):
+        ckpt.step(1)
+    ckpt.close()
+
+
 @pytest.mark.parametrize("how", ["empty", "unreadable"])
 @pytest.mark.parametrize("more", [{}, {"memory_limit": 1}], ids=["older memory", "no memory"])
 def test_storage_that_is_away_at_the_restart_loses_nothing_that_it_had(
@@ -276,8 +284,9 @@ def test_an_agent_that_can_not_be_had_and_then_can(
     weights = torch.zeros(1000)
     ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(w=weights)}, memory=memory, fallback_after=1.5)
     ckpt.restore()
-    agent = wait_for(lambda: real_agent(job))
-    lost, python = ckpt.metrics.agent_lost, sys.executable  # a slow start may have counted
+    wait_for(lambda: ckpt.metrics.agent_back == ckpt.metrics.agent_lost and real_agent(job))
+    agent, lost = real_agent(job), ckpt.metrics.agent_lost  # a slow start may have counted
+    python = sys.executable
     monkeypatch.setattr(sys, "executable", "/bin/false")
 
     def none_lives() -> bool:  # a slow start may have left more than one that waits for its turn

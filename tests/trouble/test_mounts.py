@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -117,6 +118,21 @@ def test_what_is_gone_when_the_mount_is_back_is_drained_again(
     assert drainer.tick() and disk.really() == [2]
 
 
+def test_a_checkpoint_that_goes_from_storage_is_drained_again(
+    disk: Disk, put: Callable[[int], JobDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where somebody puts an older copy of the root in its place."""
+    monkeypatch.setattr("rekindle.agent.drain._DOUBT", 0.0)
+    drainer = Drainer(put(1))
+    assert drainer.tick()
+    older = shutil.copytree(disk.root, disk.place / "older")
+    put(2)
+    assert drainer.tick() and not drainer.tick() and disk.really() == [2]
+    shutil.rmtree(disk.root)
+    older.rename(disk.root)
+    assert drainer.pending() == 2 and drainer.tick() and disk.really() == [2]
+
+
 @pytest.mark.parametrize("moment", ["write_shard", "publish"])
 def test_a_save_straight_to_storage_looks_again_too(
     moment: str, disk: Disk, memory: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +195,34 @@ def test_a_node_whose_mount_is_gone_says_so_though_others_publish(disk: Disk, me
     assert [line[:2] for line in gone] == ["2:", "3:"] and "step 1 was there, and nothing is now" in gone[0]
 
 
+def _train_to(rank: int, disk: Disk, memory: Path, step: int, blind: bool = False) -> int | str:
+    if blind and rank == 1:
+        ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # CLONE_NEWNS
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        disk.unmount()
+    values = rekindle.Values(weights=torch.zeros(1000))
+    ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory)
+    try:
+        began = ckpt.restore()
+    except rekindle.NotFoundError as error:
+        return str(error)
+    ckpt.save(step, wait="durable", timeout=30)
+    ckpt.close(timeout=30)
+    return began
+
+
+def test_what_one_rank_sees_on_storage_is_not_left_behind_because_another_one_does_not(
+    disk: Disk, memory: Path
+) -> None:
+    old, new = memory / "old", memory / "new"
+    assert ranks(2, _train_to, disk, old, 1) == [0, 0]
+    assert ranks(2, _train_to, disk, new, 2) == [1, 1], "on another node"
+    for error in ranks(2, _train_to, disk, old, 3, True):
+        assert "step 2 was on storage, which shows nothing of it now on rank 1: see that it is mounted" in str(error)
+    assert disk.really() == [1, 2]
+    assert ranks(2, _train_to, disk, old, 3) == [2, 2]
+
+
 def test_a_start_made_while_storage_is_away_comes_after_what_it_finds_there_later(disk: Disk, memory: Path) -> None:
     values = rekindle.Values(weights=torch.zeros(1000))
     for step in (1, 2):
@@ -203,7 +247,7 @@ def test_a_start_that_goes_on_from_memory_knows_what_storage_has(disk: Disk, mem
         assert ckpt.restore() == steps[0] - 1
         for step in steps:
             ckpt.step(step) if step % 2 else ckpt.save(step, wait="durable", timeout=20)
-        assert job.durable() == steps[-1] // 2 * 2, "noted"
+        wait_until(lambda: job.durable() == steps[-1] // 2 * 2)
         ckpt._saves.secure(20)
         agent = job.agent()
         if agent is not None:

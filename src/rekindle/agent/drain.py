@@ -25,6 +25,10 @@ log = logging.getLogger("rekindle.agent")
 _RETRY_FIRST, _RETRY_LONGEST = 0.5, 30.0
 """Seconds between attempts while storage refuses, doubled each time."""
 
+_DOUBT = 30.0
+"""Seconds between looks at whether what has become durable is still there: somebody may have put an older copy of the
+root in its place."""
+
 _OTHER_NODES = 0.2
 """Seconds between looks at whether the other nodes have finished their parts."""
 
@@ -61,6 +65,8 @@ class Drainer:
     job: JobDir
     progress: Progress = field(default_factory=Progress)
     _settled: tuple[int, Incarnation] | None = None
+    _doubt_at: float = 0.0
+    """When to look again whether storage still has it."""
     _broken: set[tuple[int, Incarnation]] = field(default_factory=set)
     _waiting: dict[tuple[int, Incarnation], Stamp] = field(default_factory=dict)
     """Steps of which this node's part is on storage, and other ranks' parts are not."""
@@ -151,7 +157,7 @@ class Drainer:
             self._look_at = time.monotonic() + open_store(info.root).poll
         if complete and complete[0].key != self._settled and trained:
             complete = [c for c in complete if c.persist]
-        if not complete or complete[0].key == self._settled:
+        if not complete or self._is_settled(complete[0]):
             return None
         copy, store = complete[0], open_store(info.root)
         newest = self._newest_durable(store)
@@ -162,8 +168,14 @@ class Drainer:
             return copy
         elif trained and elsewhere(copy.incarnation, newest.incarnation):
             self._left_behind(info, newest)
-        self._settled = copy.key
+        self._settle(copy.key)
         return None
+
+    def _settle(self, key: tuple[int, Incarnation]) -> None:
+        self._settled, self._doubt_at = key, time.monotonic() + _DOUBT
+
+    def _is_settled(self, copy: Copy) -> bool:
+        return copy.key == self._settled and time.monotonic() < self._doubt_at
 
     def _left_behind(self, info: Job, newest: Stamp) -> None:
         why = rival(info.root, newest, "what this one saves stays in memory")
@@ -230,10 +242,10 @@ class Drainer:
                 self._broken.add(key)
 
     def _became_durable(self, store: Store, info: Job, key: tuple[int, Incarnation]) -> None:
-        with contextlib.suppress(OSError):  # full memory: the note only saves look-ups
+        with contextlib.suppress(OSError):  # memory is gone, and the snapshots that the note is for
             self.job.write_durable(key[0])
         self.progress.durable, self.progress.error = key[0], None
-        self._settled = key
+        self._settle(key)
         self.job.remove_strangers(key)
         removed = store.prune(info.keep, info.keep_every)
         store.settle()

@@ -44,7 +44,7 @@ class Meeting:
     no_memory: str | None
     """Why snapshots can't go into this node's memory; None when they can. What is there can be read if ``lock`` is."""
     found: bool
-    """Whether any rank sees a checkpoint of an earlier start, or a note of one."""
+    """Whether any rank sees a checkpoint of an earlier start, or a note of one, or can't look."""
     nbytes: int
     """What a snapshot of this rank will take."""
 
@@ -94,9 +94,7 @@ def meet(
         store = open_store(root)
         sight = look(None if lock is None else job, store, group.rank)
         generation = max((offer.incarnation.generation for offer in sight.offers), default=0)
-        second = group.gather(
-            (no_memory, generation, bool(sight.offers or sight.damaged or sight.noted), Incarnation.begin(0).id)
-        )
+        second = group.gather((no_memory, generation, sight.anything, Incarnation.begin(0).id))
     except BaseException:
         if lock is not None:
             lock.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rekindle.advice import advise
@@ -63,6 +63,11 @@ class Sight:
     """The newest one that storage shows, damaged or not."""
     half_loaded: bool = False
     """Whether an earlier restore has left this rank's live state half overwritten."""
+
+    @property
+    def anything(self) -> bool:
+        """Whether there may be something of an earlier start."""
+        return bool(self.offers or self.damaged or self.noted or self.storage_error)
 
 
 _LISTING = 120.0
@@ -123,6 +128,9 @@ def restore(
     sight = look(job, store, group.rank)
     sight.half_loaded = half_loaded(state)
     sights = group.gather(sight)
+    if len({s.stored for s in sights}) > 1:  # a step became durable between two ranks' looks, or one of them sees none
+        sight = replace(look(job, store, group.rank), half_loaded=sight.half_loaded)
+        sights = group.gather(sight)
     spoilt = any(s.half_loaded for s in sights)
     generation = max((offer.incarnation.generation for s in sights for offer in s.offers), default=0)
     choice = choose([s.offers for s in sights], step)
@@ -171,14 +179,17 @@ def _refuse_newer(choice: Choice, sights: list[Sight]) -> None:
 
 
 def _refuse_older(step: int, sights: list[Sight]) -> None:
-    """Storage that doesn't show what it had may be back soon: to go on from less would leave all of it behind."""
-    noted = max(sight.noted for sight in sights)
-    if step >= noted or min(sight.stored for sight in sights) >= noted:
+    """Storage that doesn't show a rank what it had may do so soon: to go on from less would leave all of it behind."""
+    had = max(max(sight.noted, sight.stored) for sight in sights)
+    blind = [rank for rank, sight in enumerate(sights) if sight.stored < had]
+    if step >= had or not blind:
         return
-    error = next((s.storage_error for s in sights if s.storage_error), None)
+    error = next((sights[rank].storage_error for rank in blind if sights[rank].storage_error), None)
     why = f"which can't be read now ({error})" if error else "which shows nothing of it now"
+    if len(blind) < len(sights):
+        why += f" on rank {blind[0]}"
     instead = f"goes on from step {step} on purpose, and leaves it behind" if step else "starts anew on purpose"
-    raise NotFoundError(f"step {noted} was on storage, {why}: see that it is mounted. restore(step={step}) {instead}")
+    raise NotFoundError(f"step {had} was on storage, {why}: see that it is mounted. restore(step={step}) {instead}")
 
 
 def _agree(group: Alone | Group, verdict: Verdict) -> list[Verdict]:
@@ -274,8 +285,8 @@ def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight], s
             f"no checkpoint can be read: the manifest of {', '.join(damaged)} is damaged, or a link to elsewhere; "
             "restore(step=0) starts anew"
         )
+    known = sorted({o.step for s in sights for o in s.offers})
     if step:
-        known = sorted({o.step for s in sights for o in s.offers})
         raise NotFoundError(f"no checkpoint of step {step}; {'; '.join(why) or f'there are {known}'}")
     if step is None:
         _refuse_older(0, sights)
@@ -284,4 +295,10 @@ def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight], s
     if rank == 0:
         for line in why:
             log.warning("restore: out: %s", line)
-        log.log(logging.WARNING if why else logging.INFO, "nothing to restore: starting from step 0")
+        if step == 0 and known:
+            log.warning(
+                "starting anew, as told: steps %s are left behind, and removed once this run has a durable checkpoint",
+                ", ".join(map(str, known)),
+            )
+        else:
+            log.log(logging.WARNING if why else logging.INFO, "nothing to restore: starting from step 0")

@@ -263,8 +263,14 @@ class JobDir:
             raise FormatError(f"{self.path / 'job.json'}: {error}") from error
 
     def write_durable(self, step: int) -> None:
-        """Note the newest step that is on storage, for writers that wonder which snapshot they may give up."""
-        write_atomic(self.path / "durable", b"%d" % step)
+        """Note the newest step that is on storage: for writers that wonder which snapshot they may give up, and for the
+        next start, should storage be away then."""
+        note, path = b"%020d" % step, self.path / "durable"
+        try:
+            write_atomic(path, note)
+        except OSError:  # full memory has no page for another file, and needs none to write over this one
+            with open(path, "r+b", buffering=0) as file:
+                file.write(note)
 
     def forget_durable(self) -> None:
         """A new start may have gone back to before that step."""
