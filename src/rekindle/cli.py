@@ -204,7 +204,7 @@ def status(root: Root | None, watch: bool, as_json: bool, memory: Path | None) -
             show(ranks)
         for line in _faults(found):
             click.echo(f"\n{line}")
-    problems = [f"{one['root'] or one['directory']}: {one['problem']}" for one in found if one["problem"]]
+    problems = _problems(found)
     if problems:
         raise RekindleError("; ".join(problems))
 
@@ -224,17 +224,24 @@ def _watch(root: Root | None, base: Path) -> None:
     with suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as live:
         while True:
             found = _statuses(root, base)
-            lines = [f"{one['root']}: {one['problem']}" for one in found if one["problem"]]
-            lines += _faults(found)
+            lines = _problems(found) + _faults(found)
             live.update(Group(_jobs_table(found), "", _ranks_table(found), "", *lines), refresh=True)
             time.sleep(_WATCH_EVERY)
+
+
+def _name(one: dict[str, Any]) -> str:
+    return str(one["root"] or one["directory"])
+
+
+def _problems(found: list[dict[str, Any]]) -> list[str]:
+    return [f"{_name(one)}: {one['problem']}" for one in found if one["problem"]]
 
 
 def _faults(found: list[dict[str, Any]]) -> list[str]:
     with_fault = [one for one in found if one["fault"]]
     stamp = "%Y-%m-%d %H:%M:%S"
     return [
-        f"{one['root']}: last fault: {time.strftime(stamp, time.localtime(one['fault']['at']))} {one['fault']['what']}"
+        f"{_name(one)}: last fault: {time.strftime(stamp, time.localtime(one['fault']['at']))} {one['fault']['what']}"
         for one in with_fault
     ]
 
@@ -247,7 +254,7 @@ def _jobs_table(found: list[dict[str, Any]]) -> Table:
             f"step {drain['step']}: {100 * drain['done'] // max(drain['total'], 1)} %" if drain.get("step") else ""
         )
         table.add_row(
-            one["root"] or one["directory"],
+            _name(one),
             " ".join(f"{rank}:{pid}" for rank, pid in one["trainers"].items()) or "none",
             str(one["agent"] or "none"),
             decimal(one["memory_bytes"]),
@@ -265,7 +272,7 @@ def _ranks_table(found: list[dict[str, Any]]) -> Table:
             longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
             kept = "-" if page["in_memory"] is None else str(page["in_memory"])
             table.add_row(
-                *(one["root"], str(rank), page["does"], str(page["step"]), kept),
+                *(_name(one), str(rank), page["does"], str(page["step"]), kept),
                 *(f"{page['age']:.2f} s", longest, page["note"]),
             )
     return table

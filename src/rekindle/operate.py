@@ -14,6 +14,7 @@ from typing import Any
 from rekindle.agent.drain import Drainer
 from rekindle.agent.fault import Fault
 from rekindle.agent.http import ask
+from rekindle.agent.loop import unknown
 from rekindle.agent.spawn import TICK
 from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError
 from rekindle.patience import within
@@ -178,6 +179,7 @@ def job_status(job: JobDir) -> dict[str, Any]:
         status["problem"] = f"step {memory[0].step} is only in memory, and nobody is there: run 'rekindle stop ROOT'"
     elif status["drain"] and status["drain"]["error"]:
         status["problem"] = status["drain"]["error"]
+    status["problem"] = unknown(job) or status["problem"]
     if status["durable_step"] is None and status["drain"]:
         status["durable_step"] = status["drain"]["durable"]  # that of an earlier start of the job
     return status
@@ -229,6 +231,9 @@ def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[st
         time.sleep(TICK)
     if job.trainers():
         raise BusyError(f"{job.path}: is being trained by processes {sorted(job.trainers().values())}")
+    why = unknown(job)
+    if why is not None and not discard:
+        raise NotDurableError(f"{job.path}: {why}")
     agent = job.agent()
     if agent is not None:
         _end_agent(job, agent, deadline, discard, progress)

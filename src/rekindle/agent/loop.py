@@ -26,7 +26,7 @@ from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import Job, JobDir, write_atomic
 from rekindle.storage.pace import step_back
 
-__all__ = ["run"]
+__all__ = ["run", "unknown"]
 
 log = logging.getLogger("rekindle.agent")
 
@@ -88,6 +88,7 @@ class Agent:
         silent = self._silent()
         if silent > _SILENT:
             progress["error"] = f"storage does not answer, for {silent // 10 * 10:.0f} s now: see that its server is up"
+        progress["error"] = unknown(self.job) or progress["error"]
         return progress
 
     def _write_status(self) -> None:
@@ -168,6 +169,19 @@ class Agent:
         except (OSError, RekindleError) as error:
             self.drainer.progress.error = str(error)
             return False
+
+
+def unknown(job: JobDir) -> str | None:
+    """What to tell of snapshots that nobody can drain, for somebody has removed what the trainers wrote of the job."""
+    if (job.path / "job.json").exists():
+        return None
+    newest = max((stamp.step for stamp, _ in job.stamps()), default=None)
+    if newest is None:
+        return None
+    return (
+        f"step {newest} stays in memory: {job.path / 'job.json'}, which says where to carry it, is gone: start the job "
+        "again on this node, it goes on from there, or give the step up with 'rekindle stop --discard ROOT'"
+    )
 
 
 def _trim() -> None:
