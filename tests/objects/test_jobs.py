@@ -303,9 +303,11 @@ def test_a_bucket_that_is_not_there_is_named(s3: Server) -> None:
 
 def test_one_root_has_one_name() -> None:
     assert root_of("s3://b/run/") == root_of("s3://b/run") == "s3://b/run"
-    assert root_of("gs://b") == "gs://b" and root_of("az://b/c.d/e") == "az://b/c.d/e"
+    assert root_of("gs://b/x") == "gs://b/x" and root_of("az://b/c.d/e") == "az://b/c.d/e"
     for wrong in (
         "s3://",
+        "s3://b",
+        "gs://b/",
         "s3:///x",
         "s3://b//x",
         "s3://b/../x",
@@ -316,6 +318,15 @@ def test_one_root_has_one_name() -> None:
     ):
         with pytest.raises(UsageError):
             root_of(wrong)
+
+
+def test_a_url_that_a_path_has_taken_a_slash_from_is_no_directory(tmp_path: Path) -> None:
+    for text in ("s3://bkt/p", "gs://bkt/p", "az://bkt/p", "file:///bkt/p"):
+        with pytest.raises(UsageError, match="pass a str: a Path swallows a slash"):
+            root_of(Path(text))
+    refused = command("ls", "s3:/bkt/x")
+    assert refused.exit_code == 2 and "two slashes" in refused.stderr
+    assert root_of(tmp_path / "s3:" / "x") == tmp_path / "s3:" / "x"
 
 
 def test_only_who_uses_an_object_store_needs_obstore(tmp_path: Path) -> None:
