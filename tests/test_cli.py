@@ -148,6 +148,19 @@ def test_snapshots_of_an_unknown_job_are_a_problem_and_stay(crashed: JobDir, roo
     assert parsed("ls", root)[0]["step"] == 4
 
 
+def test_storage_that_is_away_is_named_once_and_with_what_to_do(crashed: JobDir, root: Path) -> None:
+    crashed.write_durable(2)
+    away = f"{root}: step 2 was there, and nothing is now: see that it is mounted"
+    alone = run("stop", root, "--timeout", "1")
+    assert alone.exit_code == rekindle.NotDurableError.exit_code and away in alone.stderr
+    with subprocess.Popen([sys.executable, "-m", "rekindle.agent", str(crashed.path)]) as agent:
+        wait_for(lambda: crashed.agent() == agent.pid and "step 2 was there" in crashed.drain_error())
+        wait_for(lambda: run("status", root).stderr.startswith(f"Error: {away}"))
+        stopping = run("stop", root, "--timeout", "1")
+        assert stopping.exit_code == rekindle.NotDurableError.exit_code and away in stopping.stderr
+        agent.kill()
+
+
 def test_stop_carries_what_only_memory_holds_to_storage(crashed: JobDir, root: Path) -> None:
     result = run("stop", root)
     assert result.exit_code == 0, result.output

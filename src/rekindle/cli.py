@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.progress import Progress
 from rich.table import Table
 
-from rekindle.advice import advise
+from rekindle.advice import explain
 from rekindle.agent.loop import run as run_agent
 from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
@@ -61,8 +61,7 @@ class _Group(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
         except OSError as error:  # for one, a live job has recycled what was being looked at
-            where = f"{error.filename}: " if error.filename else ""
-            click.echo(f"Error: {where}{advise(error)}", err=True)
+            click.echo(f"Error: {explain(error)}", err=True)
             ctx.exit(RekindleError.exit_code)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rekindle.advice import explain
 from rekindle.agent.drain import Drainer
 from rekindle.agent.fault import Fault
 from rekindle.agent.http import ask
@@ -179,7 +180,8 @@ def job_status(job: JobDir) -> dict[str, Any]:
         status["problem"] = f"step {memory[0].step} is only in memory, and nobody is there: run 'rekindle stop ROOT'"
     elif status["drain"] and status["drain"]["error"]:
         status["problem"] = status["drain"]["error"]
-    status["problem"] = unknown(job) or status["problem"]
+    problem = unknown(job) or status["problem"]
+    status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
     if status["durable_step"] is None and status["drain"]:
         status["durable_step"] = status["drain"]["durable"]  # that of an earlier start of the job
     return status
@@ -302,5 +304,5 @@ def _pending(drainer: Drainer) -> bool:
     try:
         return drainer.pending() is not None
     except OSError as error:
-        drainer.progress.error = str(error)
+        drainer.progress.error = explain(error)
         return True

@@ -22,6 +22,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import rekindle
+from rekindle.advice import explain
 from rekindle.agent.drain import Drainer
 from rekindle.cli import main
 from rekindle.errors import UsageError
@@ -37,7 +38,7 @@ from rekindle.storage.verify import verify
 from rekindle.testing import make_shard
 from tests.conftest import commit
 from tests.objects.proxy import Proxy
-from tests.objects.servers import Server, rclone
+from tests.objects.servers import Server, free_port, moto, rclone
 
 FIRST = Incarnation(1, "a" * 16)
 MIB = 1 << 20
@@ -288,6 +289,25 @@ def test_wrong_keys_are_an_error_that_names_the_root(url: str, s3: Server, monke
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "WRONG")
     with pytest.raises(PermissionError, match=url):
         open_store(f"{url}-wrong").published()
+
+
+def test_who_may_not_enter_is_told_which_keys_it_takes(monkeypatch: pytest.MonkeyPatch, memory: Path) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(OSError) as failure:  # 'rekindle ls' gives up after 10 s
+        open_store("s3://b/without-keys").published()
+    assert "set AWS_ACCESS_KEY_ID" in explain(failure.value)
+    assert "set AZURE_STORAGE_ACCOUNT_NAME" in command("ls", "az://b/without-account").stderr
+    monkeypatch.setenv("INITIAL_NO_AUTH_ACTION_COUNT", "0")  # moto then looks at keys
+    with moto() as strict:
+        for name, value in strict.environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(PermissionError) as failure:
+            open_store("s3://b/with-wrong-keys").published()
+    refused = explain(failure.value)
+    assert "(InvalidAccessKeyId): see that the credentials in the environment are right" in refused
 
 
 # -- what it takes ---------------------------------------------------------------------------------------------------

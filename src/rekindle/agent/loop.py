@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+from rekindle.advice import explain
 from rekindle.agent.drain import Drainer
 from rekindle.agent.http import serve
 from rekindle.agent.spawn import TICK
@@ -167,7 +168,7 @@ class Agent:
                 return False
             return self.drainer.pending() is None and self.job.remove()
         except (OSError, RekindleError) as error:
-            self.drainer.progress.error = str(error)
+            self.drainer.progress.error = explain(error)
             return False
 
 
