@@ -60,6 +60,17 @@ def test_ls_of_nothing_is_an_error(tmp_path: Path, memory: Path) -> None:
     assert result.stderr.startswith("Error: ")
 
 
+def test_ls_lists_what_memory_holds_and_fails_while_storage_is_away(crashed: JobDir, root: Path) -> None:
+    assert run("ls", root).exit_code == 0
+    crashed.write_durable(2)
+    result = run("ls", root, "--json")
+    assert result.exit_code == 1 and f"Error: {root}: step 2 was there, and nothing is now" in result.stderr
+    assert [(entry["step"], entry["place"]) for entry in json.loads(result.stdout)] == [(3, "memory"), (2, "memory")]
+    crashed.remove_snapshots()
+    result = run("ls", root)
+    assert result.exit_code == 1 and "step 2 was there" in result.stderr and not result.stdout
+
+
 def test_inspect_shows_tensors_and_values(trained: Path) -> None:
     found = parsed("inspect", trained, 2)
     assert found["step"] == 2

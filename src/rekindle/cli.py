@@ -27,7 +27,7 @@ from rekindle.agent.loop import run as run_agent
 from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
 from rekindle.errors import CorruptError, NotFoundError, RekindleError
-from rekindle.operate import Listed, copies_of, ended, job_status, jobs, receipts, stop, values_of
+from rekindle.operate import Listed, copies_of, ended, job_status, jobs, look, receipts, stop, values_of
 from rekindle.patience import within
 from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.memory import JobDir, memory_base
@@ -85,10 +85,16 @@ def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list
 @MEMORY
 def ls(root: Root, as_json: bool, memory: Path | None) -> None:
     """List the checkpoints of ROOT: on storage, and in this node's memory."""
-    listed = _copies_of(root, memory)
+    listed, trouble = look(root, memory_base(memory), PATIENCE)
     if as_json:
         print_json([entry.to_json() for entry in listed])
-        return
+    else:
+        show(_copies_table(listed))
+    if trouble is not None:
+        raise trouble
+
+
+def _copies_table(listed: list[Listed]) -> Table:
     table = table_of("step", "where", "condition", "ranks", "size", "generation", "continued from")
     for entry in listed:
         copy = entry.copy
@@ -101,7 +107,7 @@ def ls(root: Root, as_json: bool, memory: Path | None) -> None:
             str(copy.incarnation.generation),
             f"step {copy.incarnation.parent_step}" if copy.incarnation.parent else "scratch",
         )
-    show(table)
+    return table
 
 
 @main.command("inspect")

@@ -310,6 +310,17 @@ def test_who_may_not_enter_is_told_which_keys_it_takes(monkeypatch: pytest.Monke
     assert "(InvalidAccessKeyId): see that the credentials in the environment are right" in refused
 
 
+def test_while_the_server_is_away_memory_is_listed(
+    monkeypatch: pytest.MonkeyPatch, snapshot: Callable[..., JobDir]
+) -> None:
+    for name, value in Server("none", f"http://127.0.0.1:{free_port()}").environment.items():
+        monkeypatch.setenv(name, value)
+    snapshot("s3://bucket/away", 3, MIB)
+    found = command("ls", "s3://bucket/away", "--json")
+    assert found.exit_code == 1 and "Error: s3://bucket/away: " in found.stderr
+    assert [(entry["step"], entry["place"]) for entry in json.loads(found.stdout)] == [(3, "memory")]
+
+
 # -- what it takes ---------------------------------------------------------------------------------------------------
 
 
