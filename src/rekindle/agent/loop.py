@@ -174,7 +174,7 @@ class Agent:
 
 def unknown(job: JobDir) -> str | None:
     """What to tell of snapshots that nobody can drain, for somebody has removed what the trainers wrote of the job."""
-    if (job.path / "job.json").exists():
+    if os.path.exists(job.path / "job.json"):
         return None
     newest = max((stamp.step for stamp, _ in job.stamps()), default=None)
     if newest is None:
