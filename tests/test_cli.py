@@ -12,9 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import rekindle
+from rekindle.agent.fault import Fault
 from rekindle.cli import main
 from rekindle.snapshot.memory import JobDir, memory_base
-from tests.faults.harness import Run, finish, kill, start, train, wait_for
+from rekindle.snapshot.status import StatusPage
+from tests.faults.harness import Run, finish, kill, restored, start, train, wait_for
 
 
 def run(*arguments: object) -> Result:
@@ -56,6 +58,17 @@ def test_ls_of_nothing_is_an_error(tmp_path: Path, memory: Path) -> None:
     result = run("ls", tmp_path / "none")
     assert result.exit_code == rekindle.NotFoundError.exit_code
     assert result.stderr.startswith("Error: ")
+
+
+def test_ls_lists_what_memory_holds_and_fails_while_storage_is_away(crashed: JobDir, root: Path) -> None:
+    assert run("ls", root).exit_code == 0
+    crashed.write_durable(2)
+    result = run("ls", root, "--json")
+    assert result.exit_code == 1 and f"Error: {root}: step 2 was there, and nothing is now" in result.stderr
+    assert [(entry["step"], entry["place"]) for entry in json.loads(result.stdout)] == [(3, "memory"), (2, "memory")]
+    crashed.remove_snapshots()
+    result = run("ls", root)
+    assert result.exit_code == 1 and "step 2 was there" in result.stderr and not result.stdout
 
 
 def test_inspect_shows_tensors_and_values(trained: Path) -> None:
@@ -117,6 +130,46 @@ def test_status_of_a_job_without_an_agent_is_a_failure(root: Path, memory: Path)
     child.stdout.close()
     assert result.exit_code == 1
     assert "no agent" in result.stderr
+
+
+def test_status_names_a_job_of_unknown_root_by_its_directory(root: Path, memory: Path) -> None:
+    job = JobDir.of(root, memory_base(memory))
+    lock, page = job.lock_rank(0, 5.0), StatusPage(job.status_page(0), 1)
+    job.fault.write_text(json.dumps(Fault("exit", 0, 1, 7, "rank 0 ended").to_json()))
+    result = run("status", root)
+    assert result.exit_code == 1 and page.step == -1
+    assert result.stdout.count(str(job.path)) == 3 and "None" not in result.output
+    lock.release()
+
+
+def test_snapshots_of_an_unknown_job_are_a_problem_and_stay(crashed: JobDir, root: Path, memory: Path) -> None:
+    """Somebody has removed what the trainers wrote of the job: nobody can drain, so nobody may give memory back."""
+    (crashed.path / "job.json").unlink()
+    for command in (["status"], ["status", root], ["stop", root], ["stop", "--stale"]):
+        result = run(*command)
+        assert result.exit_code in (1, rekindle.NotDurableError.exit_code), result.output
+        assert "step 3 stays in memory" in result.stderr and "start the job again" in result.stderr
+    with subprocess.Popen([sys.executable, "-m", "rekindle.agent", str(crashed.path)]) as agent:
+        wait_for(lambda: crashed.agent() == agent.pid and "step 3 stays in memory" in crashed.drain_error())
+        result = run("stop", root)
+        assert result.exit_code == rekindle.NotDurableError.exit_code and "start the job again" in result.stderr
+        agent.kill()
+    again = Run(root, memory, steps=4, wait="durable")
+    assert train(again) == [0] and restored(again)[-1] == 3
+    assert parsed("ls", root)[0]["step"] == 4
+
+
+def test_storage_that_is_away_is_named_once_and_with_what_to_do(crashed: JobDir, root: Path) -> None:
+    crashed.write_durable(2)
+    away = f"{root}: step 2 was there, and nothing is now: see that it is mounted"
+    alone = run("stop", root, "--timeout", "1")
+    assert alone.exit_code == rekindle.NotDurableError.exit_code and away in alone.stderr
+    with subprocess.Popen([sys.executable, "-m", "rekindle.agent", str(crashed.path)]) as agent:
+        wait_for(lambda: crashed.agent() == agent.pid and "step 2 was there" in crashed.drain_error())
+        wait_for(lambda: run("status", root).stderr.startswith(f"Error: {away}"))
+        stopping = run("stop", root, "--timeout", "1")
+        assert stopping.exit_code == rekindle.NotDurableError.exit_code and away in stopping.stderr
+        agent.kill()
 
 
 def test_stop_carries_what_only_memory_holds_to_storage(crashed: JobDir, root: Path) -> None:

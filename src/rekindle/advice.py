@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-__all__ = ["advise"]
+__all__ = ["advise", "explain"]
 
 _ADVICE = {
     errno.ENOSPC: "make room there, or keep fewer checkpoints",
@@ -13,8 +13,8 @@ _ADVICE = {
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
     errno.EIO: "look at the disk and the kernel's log",
     errno.EROFS: "mount it writable again",
-    errno.EACCES: "give this user the right to write there",
-    errno.EPERM: "give this user the right to write there",
+    errno.EACCES: "give this user the right to read and write there",
+    errno.EPERM: "give this user the right to read and write there",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the machine's limit of open files (fs.file-max)",
     errno.ENOMEM: "give the job more memory",
@@ -28,6 +28,8 @@ _ADVICE = {
     errno.EHOSTUNREACH: "see that its server answers, and that the bucket is there",
     errno.ENAMETOOLONG: "choose a shorter root",
 }
+_ROLE = "/latest/"
+"""In what an S3 client asks of a machine when it has no keys."""
 
 
 def advise(error: BaseException) -> str:
@@ -35,4 +37,21 @@ def advise(error: BaseException) -> str:
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)
     what = error.strerror or os.strerror(error.errno)
+    refused = error.errno in (errno.EACCES, errno.EPERM) or _ROLE in what
+    if refused and "://" in str(error.filename):
+        return f"{what}: {_access(str(error.filename))}"
     return f"{what}: {_ADVICE.get(error.errno, 'see that it can be read and written')}"
+
+
+def explain(error: BaseException) -> str:
+    """The same, after the name of what it befell."""
+    where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    return where + advise(error)
+
+
+def _access(url: str) -> str:
+    if url.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
+        return (
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role that may read and write there"
+        )
+    return "see that the credentials in the environment are right, and may read and write there"

@@ -22,12 +22,12 @@ from rich.live import Live
 from rich.progress import Progress
 from rich.table import Table
 
-from rekindle.advice import advise
+from rekindle.advice import explain
 from rekindle.agent.loop import run as run_agent
 from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
 from rekindle.errors import CorruptError, NotFoundError, RekindleError
-from rekindle.operate import Listed, copies_of, ended, job_status, jobs, receipts, stop, values_of
+from rekindle.operate import Listed, copies_of, ended, job_status, jobs, look, receipts, stop, values_of
 from rekindle.patience import within
 from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.memory import JobDir, memory_base
@@ -61,8 +61,7 @@ class _Group(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
         except OSError as error:  # for one, a live job has recycled what was being looked at
-            where = f"{error.filename}: " if error.filename else ""
-            click.echo(f"Error: {where}{advise(error)}", err=True)
+            click.echo(f"Error: {explain(error)}", err=True)
             ctx.exit(RekindleError.exit_code)
 
 
@@ -86,10 +85,16 @@ def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list
 @MEMORY
 def ls(root: Root, as_json: bool, memory: Path | None) -> None:
     """List the checkpoints of ROOT: on storage, and in this node's memory."""
-    listed = _copies_of(root, memory)
+    listed, trouble = look(root, memory_base(memory), PATIENCE)
     if as_json:
         print_json([entry.to_json() for entry in listed])
-        return
+    else:
+        show(_copies_table(listed))
+    if trouble is not None:
+        raise trouble
+
+
+def _copies_table(listed: list[Listed]) -> Table:
     table = table_of("step", "where", "condition", "ranks", "size", "generation", "continued from")
     for entry in listed:
         copy = entry.copy
@@ -102,7 +107,7 @@ def ls(root: Root, as_json: bool, memory: Path | None) -> None:
             str(copy.incarnation.generation),
             f"step {copy.incarnation.parent_step}" if copy.incarnation.parent else "scratch",
         )
-    show(table)
+    return table
 
 
 @main.command("inspect")
@@ -204,7 +209,7 @@ def status(root: Root | None, watch: bool, as_json: bool, memory: Path | None) -
             show(ranks)
         for line in _faults(found):
             click.echo(f"\n{line}")
-    problems = [f"{one['root'] or one['directory']}: {one['problem']}" for one in found if one["problem"]]
+    problems = _problems(found)
     if problems:
         raise RekindleError("; ".join(problems))
 
@@ -224,17 +229,24 @@ def _watch(root: Root | None, base: Path) -> None:
     with suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as live:
         while True:
             found = _statuses(root, base)
-            lines = [f"{one['root']}: {one['problem']}" for one in found if one["problem"]]
-            lines += _faults(found)
+            lines = _problems(found) + _faults(found)
             live.update(Group(_jobs_table(found), "", _ranks_table(found), "", *lines), refresh=True)
             time.sleep(_WATCH_EVERY)
+
+
+def _name(one: dict[str, Any]) -> str:
+    return str(one["root"] or one["directory"])
+
+
+def _problems(found: list[dict[str, Any]]) -> list[str]:
+    return [f"{_name(one)}: {one['problem']}" for one in found if one["problem"]]
 
 
 def _faults(found: list[dict[str, Any]]) -> list[str]:
     with_fault = [one for one in found if one["fault"]]
     stamp = "%Y-%m-%d %H:%M:%S"
     return [
-        f"{one['root']}: last fault: {time.strftime(stamp, time.localtime(one['fault']['at']))} {one['fault']['what']}"
+        f"{_name(one)}: last fault: {time.strftime(stamp, time.localtime(one['fault']['at']))} {one['fault']['what']}"
         for one in with_fault
     ]
 
@@ -247,7 +259,7 @@ def _jobs_table(found: list[dict[str, Any]]) -> Table:
             f"step {drain['step']}: {100 * drain['done'] // max(drain['total'], 1)} %" if drain.get("step") else ""
         )
         table.add_row(
-            one["root"] or one["directory"],
+            _name(one),
             " ".join(f"{rank}:{pid}" for rank, pid in one["trainers"].items()) or "none",
             str(one["agent"] or "none"),
             decimal(one["memory_bytes"]),
@@ -265,7 +277,7 @@ def _ranks_table(found: list[dict[str, Any]]) -> Table:
             longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
             kept = "-" if page["in_memory"] is None else str(page["in_memory"])
             table.add_row(
-                *(one["root"], str(rank), page["does"], str(page["step"]), kept),
+                *(_name(one), str(rank), page["does"], str(page["step"]), kept),
                 *(f"{page['age']:.2f} s", longest, page["note"]),
             )
     return table

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rekindle.advice import explain
 from rekindle.agent.drain import Drainer
 from rekindle.agent.fault import Fault
 from rekindle.agent.http import ask
+from rekindle.agent.loop import unknown
 from rekindle.agent.spawn import TICK
-from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError
+from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError, RekindleError
 from rekindle.patience import within
 from rekindle.snapshot.documents import Receipt, read
 from rekindle.snapshot.fields import loads
@@ -25,9 +27,10 @@ from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import Root, receipt_name
 from rekindle.snapshot.status import DOES, PHASES, STAGES, Status, read_status
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy, survey
+from rekindle.storage.standing import newest_on
 from rekindle.storage.stores import open_store
 
-__all__ = ["Listed", "copies_of", "ended", "jobs", "job_status", "pages", "receipts", "stop", "values_of"]
+__all__ = ["Listed", "copies_of", "ended", "jobs", "job_status", "look", "pages", "receipts", "stop", "values_of"]
 
 
 _COMPOSING = 5.0
@@ -60,15 +63,36 @@ class Listed:
         }
 
 
-def copies_of(root: Root, base: Path, step: int | None = None) -> list[Listed]:
+def look(root: Root, base: Path, seconds: float) -> tuple[list[Listed], OSError | None]:
+    """As ``copies_of``; where storage can't say what it has within ``seconds``, what memory holds, and why.
+
+    Raises that when memory holds nothing.
+    """
+
+    def everywhere() -> list[Listed]:
+        newest_on(open_store(root), JobDir.of(root, base).durable())  # else it is not mounted
+        return copies_of(root, base)
+
+    try:
+        return within(seconds, root, everywhere), None
+    except RekindleError:
+        raise
+    except OSError as error:
+        with suppress(NotFoundError):
+            return copies_of(root, base, stored=False), error
+        raise
+
+
+def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = True) -> list[Listed]:
     """Every copy of every checkpoint of ``root`` that this node can see, newest first; of one step if given.
 
-    Raises NotFoundError when there is none.
+    Without ``stored`` nothing is asked of storage. Raises NotFoundError when there is none.
     """
     job = JobDir.of(root, base)
     job.check()
     info = job.read_job()
-    copies = survey(job, open_store(root))
+    store = open_store(root) if stored else None
+    copies = survey(job, store)
     seen = {copy.incarnation for copy in copies}
     listed = []
     for copy in copies:
@@ -79,7 +103,7 @@ def copies_of(root: Root, base: Path, step: int | None = None) -> list[Listed]:
         if retired(copy.step, copy.incarnation, seen):
             condition = "abandoned"
         listed.append(Listed(copy, _bytes(copy), condition))
-    for number, files in open_store(root).damaged():
+    for number, files in store.damaged() if store is not None else ():
         if step is None or number == step:
             listed.append(Listed(Copy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged"))
     if not listed:
@@ -178,6 +202,8 @@ def job_status(job: JobDir) -> dict[str, Any]:
         status["problem"] = f"step {memory[0].step} is only in memory, and nobody is there: run 'rekindle stop ROOT'"
     elif status["drain"] and status["drain"]["error"]:
         status["problem"] = status["drain"]["error"]
+    problem = unknown(job) or status["problem"]
+    status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
     if status["durable_step"] is None and status["drain"]:
         status["durable_step"] = status["drain"]["durable"]  # that of an earlier start of the job
     return status
@@ -229,6 +255,9 @@ def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[st
         time.sleep(TICK)
     if job.trainers():
         raise BusyError(f"{job.path}: is being trained by processes {sorted(job.trainers().values())}")
+    why = unknown(job)
+    if why is not None and not discard:
+        raise NotDurableError(f"{job.path}: {why}")
     agent = job.agent()
     if agent is not None:
         _end_agent(job, agent, deadline, discard, progress)
@@ -297,5 +326,5 @@ def _pending(drainer: Drainer) -> bool:
     try:
         return drainer.pending() is not None
     except OSError as error:
-        drainer.progress.error = str(error)
+        drainer.progress.error = explain(error)
         return True

@@ -22,6 +22,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import rekindle
+from rekindle.advice import explain
 from rekindle.agent.drain import Drainer
 from rekindle.cli import main
 from rekindle.errors import UsageError
@@ -37,7 +38,7 @@ from rekindle.storage.verify import verify
 from rekindle.testing import make_shard
 from tests.conftest import commit
 from tests.objects.proxy import Proxy
-from tests.objects.servers import Server, rclone
+from tests.objects.servers import Server, free_port, moto, rclone
 
 FIRST = Incarnation(1, "a" * 16)
 MIB = 1 << 20
@@ -290,6 +291,36 @@ def test_wrong_keys_are_an_error_that_names_the_root(url: str, s3: Server, monke
         open_store(f"{url}-wrong").published()
 
 
+def test_who_may_not_enter_is_told_which_keys_it_takes(monkeypatch: pytest.MonkeyPatch, memory: Path) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(OSError) as failure:  # 'rekindle ls' gives up after 10 s
+        open_store("s3://b/without-keys").published()
+    assert "set AWS_ACCESS_KEY_ID" in explain(failure.value)
+    assert "set AZURE_STORAGE_ACCOUNT_NAME" in command("ls", "az://b/without-account").stderr
+    monkeypatch.setenv("INITIAL_NO_AUTH_ACTION_COUNT", "0")  # moto then looks at keys
+    with moto() as strict:
+        for name, value in strict.environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(PermissionError) as failure:
+            open_store("s3://b/with-wrong-keys").published()
+    refused = explain(failure.value)
+    assert "(InvalidAccessKeyId): see that the credentials in the environment are right" in refused
+
+
+def test_while_the_server_is_away_memory_is_listed(
+    monkeypatch: pytest.MonkeyPatch, snapshot: Callable[..., JobDir]
+) -> None:
+    for name, value in Server("none", f"http://127.0.0.1:{free_port()}").environment.items():
+        monkeypatch.setenv(name, value)
+    snapshot("s3://bucket/away", 3, MIB)
+    found = command("ls", "s3://bucket/away", "--json")
+    assert found.exit_code == 1 and "Error: s3://bucket/away: " in found.stderr
+    assert [(entry["step"], entry["place"]) for entry in json.loads(found.stdout)] == [(3, "memory")]
+
+
 # -- what it takes ---------------------------------------------------------------------------------------------------
 
 
@@ -303,9 +334,11 @@ def test_a_bucket_that_is_not_there_is_named(s3: Server) -> None:
 
 def test_one_root_has_one_name() -> None:
     assert root_of("s3://b/run/") == root_of("s3://b/run") == "s3://b/run"
-    assert root_of("gs://b") == "gs://b" and root_of("az://b/c.d/e") == "az://b/c.d/e"
+    assert root_of("gs://b/x") == "gs://b/x" and root_of("az://b/c.d/e") == "az://b/c.d/e"
     for wrong in (
         "s3://",
+        "s3://b",
+        "gs://b/",
         "s3:///x",
         "s3://b//x",
         "s3://b/../x",
@@ -316,6 +349,15 @@ def test_one_root_has_one_name() -> None:
     ):
         with pytest.raises(UsageError):
             root_of(wrong)
+
+
+def test_a_url_that_a_path_has_taken_a_slash_from_is_no_directory(tmp_path: Path) -> None:
+    for text in ("s3://bkt/p", "gs://bkt/p", "az://bkt/p", "file:///bkt/p"):
+        with pytest.raises(UsageError, match="pass a str: a Path swallows a slash"):
+            root_of(Path(text))
+    refused = command("ls", "s3:/bkt/x")
+    assert refused.exit_code == 2 and "two slashes" in refused.stderr
+    assert root_of(tmp_path / "s3:" / "x") == tmp_path / "s3:" / "x"
 
 
 def test_only_who_uses_an_object_store_needs_obstore(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from rekindle.errors import MemoryStoreError
 from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.snapshot.memory import Job, JobDir, memory_base
 from rekindle.snapshot.names import receipt_name, shard_name, step_dir
 from rekindle.snapshot.shard import OpenShard
 from rekindle.snapshot.slots import Slot, Slots
@@ -81,6 +82,22 @@ def alone(job: JobDir, limit: int | None = None) -> Slots:
 
 
 # -- saving and recycling --------------------------------------------------------------------------------------------
+
+
+def test_a_removed_directory_says_what_the_job_is_before_it_has_a_snapshot(job: JobDir) -> None:
+    lock, known = job.lock_rank(0, 5.0), Job("/run", [0], 1, 2, None, 60.0)
+    job.write_job(known)
+    slots = alone(job)
+    save(slots, 1)
+    shutil.rmtree(job.path)
+    assert job.retake(lock)
+    slots.recover()
+    slot = begin(slots, 2)
+    assert job.read_job() == known and steps(job) == []
+    end(slots, slot, 2)
+    assert steps(job) == [2]
+    slots.close()
+    lock.release()
 
 
 def test_a_committed_snapshot_is_found_and_sound(job):

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+from rekindle.advice import explain
 from rekindle.agent.drain import Drainer
 from rekindle.agent.http import serve
 from rekindle.agent.spawn import TICK
@@ -26,7 +27,7 @@ from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import Job, JobDir, write_atomic
 from rekindle.storage.pace import step_back
 
-__all__ = ["run"]
+__all__ = ["run", "unknown"]
 
 log = logging.getLogger("rekindle.agent")
 
@@ -88,6 +89,7 @@ class Agent:
         silent = self._silent()
         if silent > _SILENT:
             progress["error"] = f"storage does not answer, for {silent // 10 * 10:.0f} s now: see that its server is up"
+        progress["error"] = unknown(self.job) or progress["error"]
         return progress
 
     def _write_status(self) -> None:
@@ -166,8 +168,21 @@ class Agent:
                 return False
             return self.drainer.pending() is None and self.job.remove()
         except (OSError, RekindleError) as error:
-            self.drainer.progress.error = str(error)
+            self.drainer.progress.error = explain(error)
             return False
+
+
+def unknown(job: JobDir) -> str | None:
+    """What to tell of snapshots that nobody can drain, for somebody has removed what the trainers wrote of the job."""
+    if os.path.exists(job.path / "job.json"):
+        return None
+    newest = max((stamp.step for stamp, _ in job.stamps()), default=None)
+    if newest is None:
+        return None
+    return (
+        f"step {newest} stays in memory: {job.path / 'job.json'}, which says where to carry it, is gone: start the job "
+        "again on this node, it goes on from there, or give the step up with 'rekindle stop --discard ROOT'"
+    )
 
 
 def _trim() -> None:

@@ -51,7 +51,7 @@ class AgentKeeper:
         ``changed`` is called, in another thread, with False when this process begins to drain and with True when an
         agent does so again.
         """
-        self.job, self.info = job, info
+        self.job = job
         self._within, self._changed = within, changed
         self._process: subprocess.Popen[bytes] | None = None
         self._looked = -_LOOK_EVERY
@@ -110,7 +110,6 @@ class AgentKeeper:
             why = self._start()
             here = number > SOON
             if self._came(min(pause, _START_WITHIN) if here else pause):
-                self._describe()  # a rank's line may have started one too
                 if here:
                     log.warning("an agent carries checkpoints to storage again")
                     self._changed(True)
@@ -134,15 +133,11 @@ class AgentKeeper:
     def _start(self) -> str:
         """Start an agent. Gives what to look at if it doesn't stay."""
         try:
-            self._describe()
+            self.job.write_job_again()
             self._process = spawn(self.job)
         except (OSError, RekindleError) as error:
             return str(error)
         return f"it did not stay, see {self.job.log}"
-
-    def _describe(self) -> None:
-        if self.job.read_job() is None:  # somebody has removed it
-            self.job.write_job(self.info)
 
     def _came(self, within: float) -> bool:
         """Whether an agent comes ``within`` so many seconds, and stays. False at once when nobody needs one more."""

@@ -119,11 +119,12 @@ def _superfluous(stamp: Stamp, step: int, incarnation: Incarnation) -> bool:
 
 
 class JobDir:
-    """One job's directory on this node. Paths only; safe to use from any thread or process."""
+    """One job's directory on this node. Safe to use from any thread or process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.slots = path / "slots"
+        self._said: Job | None = None
 
     @staticmethod
     def of(root: Root, base: Path) -> JobDir:
@@ -251,7 +252,13 @@ class JobDir:
     # -- the job ------------------------------------------------------------------------------------------------
 
     def write_job(self, job: Job) -> None:
+        self._said = job
         write_atomic(self.path / "job.json", json.dumps(asdict(job)).encode())
+
+    def write_job_again(self) -> None:
+        """Should somebody have removed what this process has written of the job."""
+        if self._said is not None and not (self.path / "job.json").exists():
+            self.write_job(self._said)
 
     def read_job(self) -> Job | None:
         """What the trainers left for the agent; None before they did."""

@@ -74,6 +74,8 @@ def root_of(root: str | os.PathLike[str]) -> Root:
     """
     text = os.fsdecode(root)
     scheme, separator, rest = text.partition("://")
+    if not separator and text.partition("/")[0] in {f"{known}:" for known in (*_SCHEMES, "file")}:
+        raise UsageError(f"root {text!r}: a URL has two slashes; pass a str: a Path swallows a slash")
     if not separator or scheme == "file":
         return root_path(text)
     parts = rest.split("/")
@@ -81,7 +83,7 @@ def root_of(root: str | os.PathLike[str]) -> Root:
         parts.pop()
     if scheme not in _SCHEMES:
         raise UsageError(f"root {text!r}: only paths and file://, s3://, gs:// and az:// URLs can be checkpoint roots")
-    if not parts or not all(parts) or {".", ".."}.intersection(parts) or _UNSAFE.search(rest):
+    if len(parts) < 2 or not all(parts) or {".", ".."}.intersection(parts) or _UNSAFE.search(rest):
         raise UsageError(f"root {text!r}: is no {scheme}://BUCKET/NAME, of letters, digits and !-_.*'()=+@,; /")
     return f"{scheme}://{'/'.join(parts)}"
 

@@ -200,6 +200,10 @@ class Slots:
         self.ready()
         if not self.job.slots.is_dir():
             raise MemoryStoreError(f"memory store {self.job.path}: has been removed by somebody")
+        try:
+            self.job.write_job_again()  # before the snapshot: nobody drains one of an unknown job
+        except OSError as error:
+            raise MemoryStoreError(f"memory store {self.job.path}: {advise(error)}") from error
         for slot in self.slots:
             if slot.stamp and self._abandoned(slot.stamp, step, incarnation):
                 self._uncommit(slot)

@@ -6,6 +6,7 @@ Foreign errors become OSErrors here. Every wait ends: the library tries again wh
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _SHORT, _SHORT_IN_ALL = timedelta(seconds=10), timedelta(seconds=20)
 _LONG, _LONG_IN_ALL = timedelta(seconds=120), timedelta(seconds=180)
 """The same for a part, and for a range of a shard. 16 MiB, eight at a time, need more than 1.1 MB/s."""
 _TRIES = 4
+_CODE = re.compile(r"<Code>(\w{1,40})</Code>")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Bucket:
         try:
             return kind(self.bucket, prefix=self.prefix or None, client_options=options, retry_config=retries)
         except (exceptions.BaseError, ValueError) as error:
-            raise UsageError(f"{self.url}: {_sentence(error)}") from error
+            more = ": set AZURE_STORAGE_ACCOUNT_NAME" if "Account must be specified" in str(error) else ""
+            raise UsageError(f"{self.url}: {_sentence(error)}{more}") from error
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -182,7 +185,8 @@ def _object(meta: Any) -> Object:
 
 
 def _sentence(error: BaseException) -> str:
-    """What an error says, without the structures and documents that it comes with."""
+    """What an error says, and its code, without the structures and documents that it comes with."""
     if "<Code>NoSuchBucket</Code>" in str(error):
         return "there is no such bucket"
-    return str(error).partition("\n")[0].partition(": <?xml")[0][:400]
+    code = _CODE.search(str(error))
+    return str(error).partition("\n")[0].partition(": <?xml")[0][:400] + (f" ({code[1]})" if code else "")
