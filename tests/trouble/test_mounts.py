@@ -247,7 +247,8 @@ def test_a_start_that_goes_on_from_memory_knows_what_storage_has(disk: Disk, mem
         assert ckpt.restore() == steps[0] - 1
         for step in steps:
             ckpt.step(step) if step % 2 else ckpt.save(step, wait="durable", timeout=20)
-        wait_until(lambda: job.durable() == steps[-1] // 2 * 2)
+        stored = steps[-1] // 2 * 2
+        wait_until(lambda: job.durable() == stored)  # noqa: B023 - waited for here
         ckpt._saves.secure(20)
         agent = job.agent()
         if agent is not None:
