@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait
 from functools import partial
 
 from rekindle.advice import advise
@@ -30,10 +30,8 @@ def wait_durable(stamp: Stamp, store: Store, job: JobDir | None, keeper: AgentKe
         why = "storage is slow, or hangs, or drain_limit is low"
         try:  # storage that hangs must not keep us for longer
             looked = behind(partial(store.durable, stamp), "rekindle-look")
-            if looked.result(max(_LOOK, deadline - time.monotonic())):
+            if wait([looked], max(_LOOK, deadline - time.monotonic())).done and looked.result():
                 return
-        except FutureTimeout:
-            pass
         except (OSError, RuntimeError) as error:  # it may be back in a moment; or no thread is to be had for now
             why = advise(error)
         if keeper is not None:
