@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -15,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from rekindle.advice import advise
 from rekindle.agent.ending import let_go, wait_durable
 from rekindle.agent.fault import Fault
 from rekindle.agent.spawn import AgentKeeper
@@ -196,6 +194,7 @@ class Checkpointer:
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
         StateMismatchError when the checkpoint doesn't fit the live state.
         """
+        self._saves.refuse_child()
         if self._saves.newest is not None:
             raise UsageError("restore() comes before the first save of a run")
         if self._saves.memory is not None and self._job is not None and step != 0:
@@ -304,6 +303,7 @@ class Checkpointer:
         An exception of the guarded part is raised again; a rank that ends because of another one's fault has exit code
         75, one that a signal told to go 128 and the signal's number.
         """
+        self._saves.refuse_child()
         trainer = Guarding(self._saves, self._store, self._stamp, self._job, self._group, self._meeting, fence)
         hooks = Hooks(on_stop, on_clean, on_gasp, on_exit)
         return Guard(trainer, lambda: self._saves.reached, watchdog, gasp_deadline, notices, hooks)
@@ -352,16 +352,8 @@ class Checkpointer:
             self._meeting.go_on(self._job, self._group.rank, None, anyway=True)
 
     def _wait_durable(self, stamp: Stamp, timeout: float) -> None:
-        with self.pause_watchdog("waiting for storage"):
-            deadline = time.monotonic() + timeout
-            error = self._saves.direct.finish(timeout) or self._saves.direct.error_of(stamp)
-            left = 0.0 if error is not None else max(0.0, deadline - time.monotonic())
-            try:
-                wait_durable(stamp, self._store, self._job, self._keeper, left)
-            except NotDurableError:
-                if error is None:
-                    raise
-                raise NotDurableError(f"step {stamp.step} did not reach storage: {advise(error)}") from error
+        see = partial(wait_durable, stamp, self._store, self._job, self._keeper)
+        self._saves.see_durable(stamp, timeout, see)
 
     # -- looking ------------------------------------------------------------------------------------------------
 
