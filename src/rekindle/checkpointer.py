@@ -206,14 +206,15 @@ class Checkpointer:
         self._begun = True
         anyway = done is None or step is not None
         self._meeting.go_on(self._job, self._group.rank, None if done is None else done.stored, anyway)
-        if done is None:
-            return 0
-        self._saves.restored = self._saves.reached = done.step
-        self._base = Stamp(done.step, self._group.rank, self._group.world, done.incarnation)
-        self._incarnation = replace(self._incarnation, parent=done.incarnation.id, parent_step=done.step)
-        self.metrics.restored_step, self.metrics.restored_from = done.step, done.place
-        self.metrics.restore_seconds = done.seconds
-        return done.step
+        at, parent, self._base = 0, "", None  # an earlier restore() counts no more
+        place, seconds = "", 0.0
+        if done is not None:
+            at, parent, place, seconds = done.step, done.incarnation.id, done.place, done.seconds
+            self._base = Stamp(at, self._group.rank, self._group.world, done.incarnation)
+        self._incarnation = replace(self._incarnation, parent=parent, parent_step=at)
+        self._saves.restored = self._saves.reached = at
+        self.metrics.restored_step, self.metrics.restored_from, self.metrics.restore_seconds = at, place, seconds
+        return at
 
     # -- saving -------------------------------------------------------------------------------------------------
 
