@@ -353,7 +353,9 @@ class Checkpointer:
             self._meeting.go_on(self._job, self._group.rank, None, anyway=True)
 
     def _wait_durable(self, stamp: Stamp, timeout: float) -> None:
-        see = partial(wait_durable, stamp, self._store, self._job, self._keeper)
+        ours = stamp.incarnation == self._incarnation  # what was restored may be by more ranks, or fewer
+        mates = self._meeting.mates if ours else ()
+        see = partial(wait_durable, stamp, self._store, self._job, self._keeper, mates=mates)
         self._saves.see_durable(stamp, timeout, see)
 
     # -- looking ------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class Saves:
         if self.memory is None or self.newest is None:
             return
         try:
-            self.memory.persist(self.newest.step)
+            self.memory.persist(self.newest)
         except Exception as error:
             self._failed(self.newest.step, error)
 
