@@ -12,6 +12,7 @@ import torch
 
 import rekindle
 from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.storage.posix import PosixStore
 from tests.faults.harness import wait_for
 from tests.test_checkpointer import Training, go
 
@@ -102,6 +103,41 @@ def test_a_snapshot_that_is_sent_later_is_not_given_up_for_newer_ones(root: Path
     assert steps >= {1, 5}
     closed_within(ckpt)
     assert durable(root)[-1] == 5
+
+
+def test_a_second_close_waits_for_what_the_first_one_did(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    ckpt = start(root, training)
+    go(ckpt, training, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "durable", lambda *args: False)
+        for _ in range(2):
+            with pytest.raises(rekindle.NotDurableError, match="step 2"):
+                ckpt.close(timeout=0.1)
+    closed_within(ckpt)
+    assert durable(root) == [2]
+    monkeypatch.setattr(PosixStore, "durable", None)  # nobody asks it any more
+    ckpt.close()
+
+
+def test_a_second_close_waits_after_an_interrupted_one(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    ckpt = start(root, training)
+    go(ckpt, training, 1, 2)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ckpt, "_wait_durable", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.close()
+    closed_within(ckpt)
+    assert durable(root) == [2]
 
 
 def _rank(root: Path, memory: Path, rank: int, persist_every: int | None) -> None:

@@ -133,7 +133,7 @@ class Checkpointer:
         self._capture.overlap(self._fence)
         self._base: Stamp | None = None
         """What this run went on from."""
-        self._begun = self._closed = False
+        self._begun = self._closed = self._ended = False
         self._group = this_group()
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
         settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap}
@@ -375,9 +375,10 @@ class Checkpointer:
         """Wait until the newest save is durable, then give the memory back.
 
         Raises NotDurableError after ``timeout`` seconds. Nothing is lost by that: the snapshot stays in memory, and
-        the agent goes on carrying it to storage. Does nothing in a forked child: all belongs to its parent.
+        the agent goes on carrying it to storage, which a second call waits for. Does nothing in a forked child: all
+        belongs to its parent.
         """
-        if self._closed or self._saves.forked:
+        if self._ended or self._saves.forked:
             return
         saved = False
         try:
@@ -387,8 +388,10 @@ class Checkpointer:
                 self._wait_durable(self._saves.newest, timeout)
                 saved = True
                 log.info("closed: step %d is durable; %s", self._saves.newest.step, self.metrics.summary())
+            self._ended = True
         finally:
-            self._closed = True
-            self._fence.close()
-            self._saves.close()
-            let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, saved)
+            if not self._closed:
+                self._closed = True
+                self._fence.close()
+                self._saves.close()
+                let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, saved)
