@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -15,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from rekindle.advice import advise
 from rekindle.agent.ending import let_go, wait_durable
 from rekindle.agent.fault import Fault
 from rekindle.agent.spawn import AgentKeeper
@@ -135,7 +133,7 @@ class Checkpointer:
         self._capture.overlap(self._fence)
         self._base: Stamp | None = None
         """What this run went on from."""
-        self._begun = self._closed = False
+        self._begun = self._closed = self._ended = False
         self._group = this_group()
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
         settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap}
@@ -196,6 +194,7 @@ class Checkpointer:
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
         StateMismatchError when the checkpoint doesn't fit the live state.
         """
+        self._saves.refuse_child()
         if self._saves.newest is not None:
             raise UsageError("restore() comes before the first save of a run")
         if self._saves.memory is not None and self._job is not None and step != 0:
@@ -207,14 +206,15 @@ class Checkpointer:
         self._begun = True
         anyway = done is None or step is not None
         self._meeting.go_on(self._job, self._group.rank, None if done is None else done.stored, anyway)
-        if done is None:
-            return 0
-        self._saves.restored = self._saves.reached = done.step
-        self._base = Stamp(done.step, self._group.rank, self._group.world, done.incarnation)
-        self._incarnation = replace(self._incarnation, parent=done.incarnation.id, parent_step=done.step)
-        self.metrics.restored_step, self.metrics.restored_from = done.step, done.place
-        self.metrics.restore_seconds = done.seconds
-        return done.step
+        at, parent, self._base = 0, "", None  # an earlier restore() counts no more
+        place, seconds = "", 0.0
+        if done is not None:
+            at, parent, place, seconds = done.step, done.incarnation.id, done.place, done.seconds
+            self._base = Stamp(at, self._group.rank, self._group.world, done.incarnation)
+        self._incarnation = replace(self._incarnation, parent=parent, parent_step=at)
+        self._saves.restored = self._saves.reached = at
+        self.metrics.restored_step, self.metrics.restored_from, self.metrics.restore_seconds = at, place, seconds
+        return at
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -304,6 +304,7 @@ class Checkpointer:
         An exception of the guarded part is raised again; a rank that ends because of another one's fault has exit code
         75, one that a signal told to go 128 and the signal's number.
         """
+        self._saves.refuse_child()
         trainer = Guarding(self._saves, self._store, self._stamp, self._job, self._group, self._meeting, fence)
         hooks = Hooks(on_stop, on_clean, on_gasp, on_exit)
         return Guard(trainer, lambda: self._saves.reached, watchdog, gasp_deadline, notices, hooks)
@@ -352,16 +353,10 @@ class Checkpointer:
             self._meeting.go_on(self._job, self._group.rank, None, anyway=True)
 
     def _wait_durable(self, stamp: Stamp, timeout: float) -> None:
-        with self.pause_watchdog("waiting for storage"):
-            deadline = time.monotonic() + timeout
-            error = self._saves.direct.finish(timeout) or self._saves.direct.error_of(stamp)
-            left = 0.0 if error is not None else max(0.0, deadline - time.monotonic())
-            try:
-                wait_durable(stamp, self._store, self._job, self._keeper, left)
-            except NotDurableError:
-                if error is None:
-                    raise
-                raise NotDurableError(f"step {stamp.step} did not reach storage: {advise(error)}") from error
+        ours = stamp.incarnation == self._incarnation  # what was restored may be by more ranks, or fewer
+        mates = self._meeting.mates if ours else ()
+        see = partial(wait_durable, stamp, self._store, self._job, self._keeper, mates=mates)
+        self._saves.see_durable(stamp, timeout, see)
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -380,9 +375,10 @@ class Checkpointer:
         """Wait until the newest save is durable, then give the memory back.
 
         Raises NotDurableError after ``timeout`` seconds. Nothing is lost by that: the snapshot stays in memory, and
-        the agent goes on carrying it to storage. Does nothing in a forked child: all belongs to its parent.
+        the agent goes on carrying it to storage, which a second call waits for. Does nothing in a forked child: all
+        belongs to its parent.
         """
-        if self._closed or self._saves.forked:
+        if self._ended or self._saves.forked:
             return
         saved = False
         try:
@@ -392,8 +388,10 @@ class Checkpointer:
                 self._wait_durable(self._saves.newest, timeout)
                 saved = True
                 log.info("closed: step %d is durable; %s", self._saves.newest.step, self.metrics.summary())
+            self._ended = True
         finally:
-            self._closed = True
-            self._fence.close()
-            self._saves.close()
-            let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, saved)
+            if not self._closed:
+                self._closed = True
+                self._fence.close()
+                self._saves.close()
+                let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, saved)

@@ -6,8 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 __all__ = ["behind", "within"]
@@ -31,8 +30,8 @@ def behind(work: Callable[[], T], name: str) -> Future[T]:
 
 def within(seconds: float, where: str | os.PathLike[str], work: Callable[[], T]) -> T:
     """What ``work`` gives. Raises TimeoutError that names ``where`` when it takes more than ``seconds``."""
-    try:
-        return behind(work, "rekindle-patience").result(seconds)
-    except FutureTimeout:
+    answer = behind(work, "rekindle-patience")
+    if not wait([answer], seconds).done:  # and not by result(), as work may itself end with a TimeoutError
         why = f"does not answer within {seconds:.0f} s: its file system hangs, see that the server is there"
-        raise TimeoutError(errno.ETIMEDOUT, why, os.fspath(where)) from None
+        raise TimeoutError(errno.ETIMEDOUT, why, os.fspath(where))
+    return answer.result()

@@ -11,7 +11,7 @@ from functools import partial
 
 from rekindle.advice import advise
 from rekindle.errors import MemoryStoreError, RekindleError, UsageError
-from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.documents import Receipt, read
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.slots import Slot, Slots
@@ -238,7 +238,7 @@ class MemorySaver:
             flight.judge()
             flight.land()
             if flight.committed and (not whole or self.complete(stamp) or flight.plan is flight.plan.whole):
-                self.persist(stamp.step)
+                self.persist(stamp)
                 return
             if isinstance(flight.error, Changed):
                 raise flight.error
@@ -280,13 +280,19 @@ class MemorySaver:
             self._live.capture.begin_anew()
         return flight
 
-    def persist(self, step: int) -> None:
-        """Ask the agent to carry the snapshot of ``step``, the newest one, to storage. Call ``settle`` first."""
-        flight = self.flight
-        if flight is None or flight.stamp.step != step or flight.stamp.persist:
-            return
-        flight.stamp = replace(flight.stamp, persist=True)
-        self.slots.write_receipt(flight.stamp, flight.receipt())
+    def persist(self, newest: Stamp) -> None:
+        """Ask the agent to carry this start's snapshots up to ``newest`` to storage. Call ``settle`` first.
+
+        It takes the newest that all ranks have, which is an older one where another rank has failed to save.
+        """
+        ours = newest.rank, newest.incarnation
+        found = [(s, path) for s, path in self.slots.job.stamps() if (s.rank, s.incarnation) == ours and not s.persist]
+        for stamp, path in sorted(found, key=lambda one: one[0].step, reverse=True):  # none is asked for needlessly
+            if stamp.step <= newest.step:
+                wanted = replace(stamp, persist=True)
+                self.slots.write_receipt(wanted, Receipt.decode(read(path), path).stamped(wanted))
+                for slot in self.slots.slots:
+                    slot.stamp = wanted if slot.stamp == stamp else slot.stamp
 
     def close(self) -> None:
         self.slots.close()

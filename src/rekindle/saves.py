@@ -12,7 +12,7 @@ from functools import partial
 from rekindle.advice import advise
 from rekindle.agent.tries import Tries
 from rekindle.direct import DirectSaver
-from rekindle.errors import BusyError, MemoryStoreError, NotDurableError
+from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
 from rekindle.metrics import Metrics
 from rekindle.patience import within
 from rekindle.recovery.gate import Gate
@@ -151,7 +151,7 @@ class Saves:
         if self.memory is None or self.newest is None:
             return
         try:
-            self.memory.persist(self.newest.step)
+            self.memory.persist(self.newest)
         except Exception as error:
             self._failed(self.newest.step, error)
 
@@ -182,6 +182,11 @@ class Saves:
         """Whether this is a child of the process that trains: nothing of it belongs to the child."""
         return os.getpid() != self._pid
 
+    def refuse_child(self) -> None:
+        """Raise UsageError in a forked child, whose saves would take the place of its parent's."""
+        if self.forked:
+            raise UsageError("this checkpointer belongs to the process that this one was forked from: make a new one")
+
     def guard(self, gate: Gate | None, before_update: Callable[[int], object] | None = None) -> None:
         """From now on tell ``gate`` what training does, and keep what ``gasp`` needs; or, with None, no longer.
 
@@ -204,6 +209,7 @@ class Saves:
     @contextmanager
     def stepping(self, n: int) -> Iterator[None]:
         """Around what is done at the end of step ``n``, when the state is neither the old nor the new one."""
+        self.refuse_child()
         if self.gate is not None:
             self.gate.stepping(self.in_memory())
         yield
@@ -230,6 +236,8 @@ class Saves:
 
     def settle(self) -> None:
         """See the newest save into memory, and say what went wrong with it."""
+        if self.forked:
+            return
         flight = self.memory.settle() if self.memory is not None else None
         self._see_trial()
         if flight is None or flight.error is None:
@@ -255,6 +263,18 @@ class Saves:
             error = self.direct.finish(timeout)
         if error is not None:
             raise NotDurableError(f"the newest save did not reach storage: {error}") from error
+
+    def see_durable(self, stamp: Stamp, timeout: float, see: Callable[[float], object]) -> None:
+        """Return when ``stamp`` is on storage, which ``see`` waits for. Raises NotDurableError."""
+        with self.pause("waiting for storage"):
+            deadline = time.monotonic() + timeout
+            error = self.direct.finish(timeout) or self.direct.error_of(stamp)
+            try:
+                see(0.0 if error is not None else max(0.0, deadline - time.monotonic()))
+            except NotDurableError:
+                if error is None:
+                    raise
+                raise NotDurableError(f"step {stamp.step} did not reach storage: {advise(error)}") from error
 
     def _failed(self, step: int, error: BaseException, saved: bool = False) -> None:
         self._metrics.failed += 1

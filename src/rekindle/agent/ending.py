@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Collection
+from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 
 from rekindle.advice import advise
@@ -23,25 +25,60 @@ _FINISH = 60.0
 """Seconds for a drain in hand, of something older than what is durable."""
 
 
-def wait_durable(stamp: Stamp, store: Store, job: JobDir | None, keeper: AgentKeeper | None, seconds: float) -> None:
-    """Return when a checkpoint is on storage. Raises NotDurableError after ``seconds``."""
+def wait_durable(
+    stamp: Stamp,
+    store: Store,
+    job: JobDir | None,
+    keeper: AgentKeeper | None,
+    seconds: float,
+    mates: Collection[int] = (),
+) -> None:
+    """Return when a checkpoint is on storage. Raises NotDurableError after ``seconds``.
+
+    And at once when one of ``mates``, the ranks of this node that each save a part of it, won't bring its own any more.
+    """
     deadline = time.monotonic() + seconds
     while True:
         why = "storage is slow, or hangs, or drain_limit is low"
+        lost: list[int] | None = []
         try:  # storage that hangs must not keep us for longer
-            looked = behind(partial(store.durable, stamp), "rekindle-look")
-            if looked.result(max(_LOOK, deadline - time.monotonic())):
-                return
-        except FutureTimeout:
-            pass
+            looked = behind(partial(_lost, stamp, store, job, mates), "rekindle-look")
+            if wait([looked], max(_LOOK, deadline - time.monotonic())).done:
+                lost = looked.result()
         except (OSError, RuntimeError) as error:  # it may be back in a moment; or no thread is to be had for now
             why = advise(error)
+        if lost is None:
+            return
+        if lost:
+            raise NotDurableError(
+                f"step {stamp.step} is not on storage, and nobody carries it there: rank {lost[0]} has no part of it "
+                "any more, see its log for why"
+            )
         if keeper is not None:
             keeper.check()
         if time.monotonic() > deadline:
             told = job.drain_error() if job is not None else ""
             raise NotDurableError(f"step {stamp.step} is not on storage after {seconds:.0f} s: {told or why}")
         time.sleep(store.poll)
+
+
+def _lost(stamp: Stamp, store: Store, job: JobDir | None, mates: Collection[int]) -> list[int] | None:
+    """Ranks whose parts can't get to storage any more; None when the checkpoint is there."""
+    noted = job.durable() if job is not None else None
+    if job is None or not mates or (noted is not None and noted >= stamp.step):  # it was there, and may be back soon
+        return None if store.durable(stamp) else []
+    # In this order: a rank that has ended or gone on does nothing more for it, and parts go from memory to storage.
+    over = {rank for rank in mates if rank == stamp.rank or _ended(job, rank)}
+    stamps = [s for s, _ in job.stamps() if s.incarnation == stamp.incarnation]
+    over |= {s.rank for s in stamps if s.step > stamp.step}
+    over -= {s.rank for s in stamps if s.step == stamp.step and (s.persist or s.rank != stamp.rank)}
+    lost = [rank for rank in sorted(over) if not store.has_shard(replace(stamp, rank=rank))]
+    return None if store.durable(stamp) else lost
+
+
+def _ended(job: JobDir, rank: int) -> bool:
+    lock = job.rank_lock(rank)
+    return lock.exists() and Lock.holder(lock) is None  # without its file, as in memory that was removed, nobody knows
 
 
 def let_go(

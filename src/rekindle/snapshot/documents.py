@@ -171,6 +171,10 @@ class Receipt:
         sums = ('"checksums":["' + '","'.join(checksums) + '"],').encode() if checksums else b'"checksums":[],'
         return seal(stamp, Receipt.KIND, sums + b'"values":' + values + b"," + static)
 
+    def stamped(self, stamp: Stamp) -> bytes:
+        """The bytes of the same receipt with another stamp."""
+        return seal(stamp, Receipt.KIND, self.raw[self.raw.index(b'"checksums":[') : -1])
+
     @staticmethod
     def decode(data: bytes, where: str | os.PathLike[str]) -> Receipt:
         """Parse and check. Raises FormatError that names ``where``."""
