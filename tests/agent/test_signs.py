@@ -136,7 +136,7 @@ def test_storage_that_refuses_at_the_end_is_waited_for(
         try:
             ckpt.save(3, wait="durable", timeout=1)
         except rekindle.NotDurableError as error:
-            assert "give this user the right to write there" in str(error), error
+            assert "give this user the right to read and write there" in str(error), error
         else:
             raise AssertionError("it can't have been saved")
         threading.Timer(3, os.chmod, (root, 0o755)).start()

@@ -16,6 +16,8 @@ class Proxy:
 
     def __init__(self, endpoint: str) -> None:
         self.mood = "well"
+        self.archived: str | None = None
+        """End of the names that may be listed, and not be read (403)."""
         self.refused = 0
         self._upstream = urlsplit(endpoint).netloc
         self._over = threading.Event()
@@ -33,6 +35,8 @@ class Proxy:
                 while proxy.mood == "silent" and not proxy._over.wait(0.05):
                     pass
                 removal = self.command == "DELETE" or self.path.endswith("?delete")
+                if self.command == "GET" and proxy.archived and self.path.endswith(proxy.archived):
+                    return self.answer(403, {}, b"")
                 refuse = {"busy": True, "unconditional": conditional, "keeping": removal}
                 if refuse.get(proxy.mood):
                     proxy.refused += 1
