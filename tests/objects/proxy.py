@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 class Proxy:
     """Use as a context. ``mood`` may be changed at any time: ``well``, ``unconditional`` (501 for conditional writes),
-    ``silent`` (takes requests and never answers), ``busy`` (503), ``keeping`` (503 for removals)."""
+    ``silent`` (takes requests and never answers), ``busy`` (503), ``keeping`` (503 for removals), ``losing`` (loses the
+    answer to one conditional write, and then is ``well``)."""
 
     def __init__(self, endpoint: str) -> None:
         self.mood = "well"
@@ -44,6 +45,9 @@ class Proxy:
                 upstream = http.client.HTTPConnection(proxy._upstream, timeout=60)
                 upstream.request(self.command, self.path, body, dict(self.headers.items()))
                 reply = upstream.getresponse()
+                if proxy.mood == "losing" and conditional:
+                    proxy.mood, self.close_connection = "well", True
+                    return None
                 self.answer(reply.status, dict(reply.getheaders()), reply.read())
                 upstream.close()
 
