@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from rekindle.storage import stores
 from rekindle.testing import StoreContract
 from tests.objects.proxy import Proxy
 from tests.objects.servers import Server
+from tests.unreadable import unreadable
 
 
 class TestDirectory(StoreContract):
@@ -39,24 +39,6 @@ class TestDirectory(StoreContract):
     def hidden(self, step: int) -> Iterator[None]:
         with unreadable(Path(self.root) / step_dir(step) / MANIFEST):
             yield
-
-
-@contextmanager
-def unreadable(path: Path) -> Iterator[None]:
-    """As on a bad block, or to a user without the right to read it."""
-    if os.geteuid():
-        path.chmod(0)
-        yield
-        path.chmod(0o600)
-        return
-    memory = f"/proc/{os.getpid()}/mem"  # nothing is ever mapped at its beginning
-    done = subprocess.run(["mount", "--bind", memory, str(path)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"can't be mounted here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 class TestObjects(StoreContract):

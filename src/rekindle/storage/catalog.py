@@ -12,7 +12,7 @@ from rekindle.snapshot.lineage import Incarnation, Stamp, live
 from rekindle.snapshot.memory import JobDir
 from rekindle.storage.contract import Contents, Store
 
-__all__ = ["MEMORY", "STORAGE", "Copy", "copies", "newest_stored", "refuse_behind", "survey"]
+__all__ = ["MEMORY", "STORAGE", "Copy", "copies_in", "newest_stored", "refuse_behind", "survey"]
 
 MEMORY = "memory"
 STORAGE = "storage"
@@ -46,10 +46,10 @@ def survey(job: JobDir | None, store: Store | None) -> list[Copy]:
 
     Raises OSError when storage can't be listed. Who is to go on from the newest needs ``refuse_behind`` too.
     """
-    return copies(job, None if store is None else store.contents())
+    return copies_in(job, None if store is None else store.contents())
 
 
-def copies(job: JobDir | None, stored: Contents | None) -> list[Copy]:
+def copies_in(job: JobDir | None, stored: Contents | None) -> list[Copy]:
     """The same, of what storage has shown."""
     found = [] if job is None else _in_memory(job.stamps())
     for entry in stored.published if stored is not None else ():
@@ -65,7 +65,7 @@ def refuse_behind(step: int, unread: Iterable[tuple[int, str]], instead: str) ->
     """
     newest, why = max(unread, default=(step, ""))
     if newest > step:
-        raise NotFoundError(f"step {newest} is on storage, and can't be read: {why}. {instead}, and leaves it as it is")
+        raise NotFoundError(f"step {newest} is on storage, and can't be read: {why}; {instead}")
 
 
 def newest_stored(copies: Collection[Copy], base: tuple[int, Incarnation] | None) -> int | None:
