@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -201,6 +203,38 @@ def test_a_late_writer_is_named_and_never_makes_a_torn_snapshot(
     assert len(caught) == ckpt.metrics.failed
     assert len(set[str]().union(*caught)) == sum(map(len, caught)), "what was caught is copied inside of step() since"
     assert not caught or ("one.0." in caplog.text and "ckpt.updating()" in caplog.text)
+
+
+FREES = """
+import os, sys, threading, torch, rekindle
+model = torch.nn.Linear(4096, 4096, bias=False)  # 64 MiB, which go back to the system at once
+optimizer = torch.optim.SGD(model.parameters())
+hashed = []
+
+def watch(frame, event, what):
+    if event == "c_call" and frame.f_code.co_name == "_move" and what.__name__ == "update":
+        hashed.append(what)
+        if len(hashed) == 2:
+            model.weight.untyped_storage().resize_(0)
+
+threading.setprofile(watch)
+sys.setprofile(watch)
+ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, memory=sys.argv[2])
+ckpt.restore()
+ckpt.step(1)
+ckpt._saves.settle()
+print(ckpt.metrics.failed, len(hashed), flush=True)
+os._exit(0)
+"""
+
+
+def test_memory_that_is_freed_under_the_copy_costs_the_save_and_not_the_trainer(root: Path, memory: Path) -> None:
+    """Between two pieces of one block."""
+    command = [sys.executable, "-c", FREES, str(root), str(memory)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "64"}  # one thread copies
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["1", "2"]), done.stderr
+    assert "freed or resized while it was being copied" in done.stderr
 
 
 def flight_of(ckpt: rekindle.Checkpointer) -> Flight:

@@ -18,8 +18,10 @@ from rekindle.errors import BusyError, NotDurableError, NotFoundError
 from rekindle.integrations.dcp import RekindleReader, RekindleWriter
 from rekindle.recovery import meet
 from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.snapshot.names import MANIFEST, step_dir
 from rekindle.storage.posix import PosixStore
 from tests.integrations.ranks import attempt, ranks, wait_until
+from tests.unreadable import unreadable
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -161,6 +163,20 @@ def test_another_job_on_the_same_root_is_told_of_where_nothing_else_shows_it(
     assert isinstance(failure(caught.value), FileExistsError)
     assert "another start of this job, generation 2, writes there" in str(failure(caught.value))
     assert on_storage(root) == [1, 20]
+
+
+def test_nobody_goes_on_behind_what_cant_be_read(memory: Path, root: Path) -> None:
+    for step in (1, 2, 3):
+        save(root, step, 1, memory=memory).close()
+    elsewhere = memory / "elsewhere"
+    with unreadable(root / step_dir(3) / MANIFEST):
+        for ask in (lambda: load(root, 1, elsewhere), lambda: save(root, 4, 1, memory=elsewhere)):
+            with pytest.raises(CheckpointException) as caught:
+                ask()
+            assert "step 3 is on storage, and can't be read" in str(failure(caught.value))
+        assert load(root, 1, elsewhere, checkpoint_id=2) == 2.0
+    with unreadable(root / step_dir(1) / MANIFEST):
+        assert load(root, 1, elsewhere) == 3.0
 
 
 def refused_in_a_child(writer: RekindleWriter, root: Path) -> set[str]:

@@ -12,10 +12,13 @@ from urllib.parse import urlsplit
 
 class Proxy:
     """Use as a context. ``mood`` may be changed at any time: ``well``, ``unconditional`` (501 for conditional writes),
-    ``silent`` (takes requests and never answers), ``busy`` (503), ``keeping`` (503 for removals)."""
+    ``silent`` (takes requests and never answers), ``busy`` (503), ``keeping`` (503 for removals), ``losing`` (loses the
+    answer to one conditional write, and then is ``well``)."""
 
     def __init__(self, endpoint: str) -> None:
         self.mood = "well"
+        self.archived: str | None = None
+        """End of the names that may be listed, and not be read (403)."""
         self.refused = 0
         self._upstream = urlsplit(endpoint).netloc
         self._over = threading.Event()
@@ -33,6 +36,8 @@ class Proxy:
                 while proxy.mood == "silent" and not proxy._over.wait(0.05):
                     pass
                 removal = self.command == "DELETE" or self.path.endswith("?delete")
+                if self.command == "GET" and proxy.archived and self.path.endswith(proxy.archived):
+                    return self.answer(403, {}, b"")
                 refuse = {"busy": True, "unconditional": conditional, "keeping": removal}
                 if refuse.get(proxy.mood):
                     proxy.refused += 1
@@ -40,6 +45,9 @@ class Proxy:
                 upstream = http.client.HTTPConnection(proxy._upstream, timeout=60)
                 upstream.request(self.command, self.path, body, dict(self.headers.items()))
                 reply = upstream.getresponse()
+                if proxy.mood == "losing" and conditional:
+                    proxy.mood, self.close_connection = "well", True
+                    return None
                 self.answer(reply.status, dict(reply.getheaders()), reply.read())
                 upstream.close()
 

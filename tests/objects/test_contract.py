@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from rekindle.snapshot.names import MANIFEST, step_dir
+from rekindle.storage import stores
 from rekindle.testing import StoreContract
+from tests.objects.proxy import Proxy
 from tests.objects.servers import Server
+from tests.unreadable import unreadable
 
 
 class TestDirectory(StoreContract):
@@ -30,13 +35,18 @@ class TestDirectory(StoreContract):
         data[-2] ^= 1
         path.write_bytes(data)
 
+    @contextmanager
+    def hidden(self, step: int) -> Iterator[None]:
+        with unreadable(Path(self.root) / step_dir(step) / MANIFEST):
+            yield
+
 
 class TestObjects(StoreContract):
     points = ("drain.copying", "drain.written", "drain.shard", "drain.receipt", "drain.published", "drain.prune")
 
     @pytest.fixture(autouse=True)
     def place(self, s3: Server, bucket: str) -> None:
-        self.bucket, self.client = bucket, s3.client()
+        self.server, self.bucket, self.client = s3, bucket, s3.client()
         self.prefix = f"an.odd_(name)+=@,;!'*-{secrets.token_hex(4)}/run"
         self.root = f"s3://{bucket}/{self.prefix}"
 
@@ -49,6 +59,16 @@ class TestObjects(StoreContract):
         data = bytearray(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
         data[-2] ^= 1
         self.client.put_object(Bucket=self.bucket, Key=key, Body=bytes(data))
+
+    @contextmanager
+    def hidden(self, step: int) -> Iterator[None]:
+        """As S3 answers for what a lifecycle rule has archived."""
+        with Proxy(self.server.endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
+            proxy.archived = f"/{step_dir(step)}.json"
+            patch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+            stores._objects.cache_clear()  # another process knows nothing
+            yield
+        stores._objects.cache_clear()
 
 
 AZURITE = os.environ.get("REKINDLE_TEST_AZURITE")

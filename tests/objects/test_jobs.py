@@ -283,6 +283,13 @@ def test_a_good_server_has_no_weakness_and_keeps_nothing_of_the_question(url: st
     assert store.weakness() is None and list(store.bucket.walk()) == []
 
 
+def test_a_lost_answer_to_the_question_is_no_weakness(url: str, s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Proxy(s3.endpoint) as proxy:
+        store = open_store(proxied(url, proxy, monkeypatch))
+        proxy.mood = "losing"
+        assert store.weakness() is None and proxy.mood == "well"
+
+
 def test_wrong_keys_are_an_error_that_names_the_root(url: str, s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     if s3.kind == "moto":
         pytest.skip("moto lets everybody in")

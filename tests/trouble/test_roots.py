@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 import rekindle
 from rekindle.snapshot.documents import _PREFIX, checksum
 from rekindle.snapshot.memory import JobDir, memory_base
-from rekindle.snapshot.names import MANIFEST
+from rekindle.snapshot.names import MANIFEST, step_dir
 from tests.faults.harness import wait_for
 from tests.trouble.test_fall_back import Alarms, newest, sound
+from tests.unreadable import unreadable
 
 
 def job_of(root: Path, memory: Path, **more: Any) -> tuple[rekindle.Checkpointer, torch.Tensor]:
@@ -39,6 +41,27 @@ def train(root: Path, memory: Path, to: int, **more: Any) -> int:
         ckpt.step(step)
     ckpt.close(timeout=30)
     return first
+
+
+def test_an_old_step_that_cant_be_read_is_in_nobodys_way(root: Path, memory: Path) -> None:
+    first, weights = job_of(root, memory / "a", keep=3)
+    first.restore()
+    for step in (1, 2, 3):
+        weights.fill_(step)
+        first.save(step, wait="durable", timeout=30)
+    first.close(timeout=30)
+    with unreadable(root / step_dir(1) / MANIFEST):
+        later, _ = job_of(root, memory / "b", keep=3)
+        assert later.restore() == 3
+        for step in (4, 5):
+            later.save(step, wait="durable", timeout=30)
+        assert [entry.step for entry in later.checkpoints()] == [5, 4, 3]
+        later.close(timeout=30)
+        for command in ("ls", "verify"):
+            asked = [sys.executable, "-m", "rekindle", command, str(root), "--json"]
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+            assert {entry["step"]: entry["condition"] for entry in json.loads(done.stdout)}[1] == "damaged"
+            assert "step-0000000001/checkpoint.json" in done.stderr + done.stdout
 
 
 def test_two_jobs_at_one_root_on_different_nodes(root: Path, memory: Path) -> None:

@@ -176,8 +176,6 @@ class Copying:
         """Copy and hash what lies in the host's memory."""
         for unit in batch.units:
             if unit.address:
-                if unit.source.data_ptr() + unit.offset != unit.address:  # reading on would end the process
-                    raise RekindleError("a tensor's memory was freed or resized while it was being copied")
                 self._sums[unit.block] = _move(unit, self.target)
             else:
                 with torch.no_grad():
@@ -208,11 +206,14 @@ def _on_host(batch: Batch) -> bool:
 def _move(unit: Unit, target: _Target) -> str:
     """Copy a unit and give its checksum. Large copies and hashes run outside the interpreter lock."""
     start, stop = unit.start, unit.start + unit.nbytes
-    if unit.nbytes <= _PIECE:
+    where, first = unit.source.data_ptr, unit.address - unit.offset
+    if unit.nbytes <= _PIECE and where() == first:
         ctypes.memmove(target.address + start, unit.address, unit.nbytes)
         return checksum(target.data[start:stop])
     state = xxhash.xxh3_64()
     for at in range(start, stop, _PIECE):
+        if where() != first:  # reading on would end the process
+            raise RekindleError("a tensor's memory was freed or resized while it was being copied")
         end = min(at + _PIECE, stop)
         ctypes.memmove(target.address + at, unit.address + at - start, end - at)
         state.update(target.data[at:end])

@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rekindle.errors import NotFoundError
 from rekindle.snapshot.files import Directory, Files
 from rekindle.snapshot.lineage import Incarnation, Stamp, live
 from rekindle.snapshot.memory import JobDir
-from rekindle.storage.contract import Store
+from rekindle.storage.contract import Contents, Store
 
-__all__ = ["MEMORY", "STORAGE", "Copy", "newest_stored", "survey"]
+__all__ = ["MEMORY", "STORAGE", "Copy", "copies_in", "newest_stored", "refuse_behind", "survey"]
 
 MEMORY = "memory"
 STORAGE = "storage"
@@ -43,15 +44,28 @@ class Copy:
 def survey(job: JobDir | None, store: Store | None) -> list[Copy]:
     """All copies in this node's memory and on storage, newest first, memory before storage.
 
-    Raises OSError when storage can't be listed.
+    Raises OSError when storage can't be listed. Who is to go on from the newest needs ``refuse_behind`` too.
     """
-    copies = [] if job is None else _in_memory(job.stamps())
-    if store is not None:
-        for entry in store.published():
-            stamp = entry.stamp
-            everyone = frozenset(range(stamp.world))
-            copies.append(Copy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.files, everyone, True))
-    return sorted(copies, key=lambda c: (*c.key, c.place == MEMORY), reverse=True)
+    return copies_in(job, None if store is None else store.contents())
+
+
+def copies_in(job: JobDir | None, stored: Contents | None) -> list[Copy]:
+    """The same, of what storage has shown."""
+    found = [] if job is None else _in_memory(job.stamps())
+    for entry in stored.published if stored is not None else ():
+        stamp, everyone = entry.stamp, frozenset(range(entry.stamp.world))
+        found.append(Copy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.files, everyone, True))
+    return sorted(found, key=lambda c: (*c.key, c.place == MEMORY), reverse=True)
+
+
+def refuse_behind(step: int, unread: Iterable[tuple[int, str]], instead: str) -> None:
+    """Raise NotFoundError where storage has a newer one than ``step`` that can't be read: it may be the job's newest.
+
+    ``instead`` says how to go on from ``step`` on purpose, and ``unread`` is of ``Contents``.
+    """
+    newest, why = max(unread, default=(step, ""))
+    if newest > step:
+        raise NotFoundError(f"step {newest} is on storage, and can't be read: {why}; {instead}")
 
 
 def newest_stored(copies: Collection[Copy], base: tuple[int, Incarnation] | None) -> int | None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rekindle.advice import advise
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.files import Files
 from rekindle.snapshot.lineage import Incarnation, Stamp
 from rekindle.snapshot.names import Root
 from rekindle.storage.pace import Budget
 
-__all__ = ["Published", "Store"]
+__all__ = ["Contents", "Published", "Store", "unread"]
+
+log = logging.getLogger("rekindle")
+
+_told: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,26 @@ class Published:
 
     stamp: Stamp
     files: Files
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that one look at a root has shown."""
+
+    published: list[Published]
+    damaged: list[tuple[int, Files]]
+    """Step and files of what has a manifest which makes no sense, or is among the ``unread``."""
+    unread: list[tuple[int, str]]
+    """Steps, and what keeps their manifests from being read. They may be sound, and of any start of the job."""
+
+
+def unread(step: int, where: str, error: OSError) -> tuple[int, str]:
+    """An entry of ``Contents.unread``. The log tells of it once."""
+    what = f"{where}: {advise(error)}"
+    if where not in _told:
+        _told.add(where)
+        log.warning("step %d on storage is left as it is and passed over, for it can't be read: %s", step, what)
+    return step, what
 
 
 class Store(ABC):
@@ -39,12 +65,20 @@ class Store(ABC):
     # -- reading ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def published(self) -> list[Published]:
-        """Every durable checkpoint, oldest step first; none where nobody has written anything yet."""
+    def contents(self) -> Contents:
+        """Every durable checkpoint, oldest step first, and what else has a manifest; nothing where nobody has written.
 
-    @abstractmethod
+        A manifest that can't be read keeps nobody from the others. Where none can be read, that is raised: storage is
+        out of order.
+        """
+
+    def published(self) -> list[Published]:
+        """Every durable checkpoint, oldest step first."""
+        return self.contents().published
+
     def damaged(self) -> list[tuple[int, Files]]:
         """Step and files of every checkpoint that has a manifest which can't be read."""
+        return self.contents().damaged
 
     def find(self, step: int, incarnation: Incarnation | None = None) -> Published | None:
         """The durable checkpoint of ``step``, of one incarnation if given; else the youngest one."""
@@ -100,13 +134,17 @@ class Store(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Finish what a killed drain or removal left half done, and remove what nobody can use any more."""
+        """Finish what a killed drain or removal left half done, and remove what nobody can use any more.
+
+        While a manifest can't be read, what starts have left that show no other one stays: it may be theirs.
+        """
 
     @abstractmethod
     def prune(self, keep: int, keep_every: int | None) -> list[int]:
         """Remove surplus checkpoints, and tell their steps. The newest ``keep`` and multiples of ``keep_every`` stay.
 
-        What an incarnation abandoned goes as soon as that incarnation has a checkpoint of its own on storage.
+        What an incarnation abandoned goes as soon as that incarnation has a checkpoint of its own on storage. What
+        can't be read stays, and so does all that is older: its start may have gone on from there.
         """
 
     @abstractmethod

@@ -25,7 +25,7 @@ from rekindle.snapshot.lineage import Stamp, live
 from rekindle.snapshot.names import MANIFEST, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.bucket import Bucket, Object
-from rekindle.storage.contract import Published, Store
+from rekindle.storage.contract import Contents, Published, Store, unread
 from rekindle.storage.copy import verified
 from rekindle.storage.manifest import manifest, stamp_in
 from rekindle.storage.pace import Budget
@@ -89,11 +89,12 @@ class _Objects(Files):
 
 @dataclass(frozen=True)
 class _Manifest:
-    """What ``step-N.json`` is at the moment. ``stamp`` is None when it can't be read."""
+    """What ``step-N.json`` is at the moment. ``stamp`` is None when it makes no sense, or there is an ``error``."""
 
     object: Object
     step: int
     stamp: Stamp | None
+    error: OSError | None = None
 
 
 class ObjectStore(Store):
@@ -109,12 +110,13 @@ class ObjectStore(Store):
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def published(self) -> list[Published]:
-        found = [Published(m.stamp, self._files(m.stamp)) for m in self._manifests() if m.stamp is not None]
-        return sorted(found, key=lambda p: p.stamp.key)
-
-    def damaged(self) -> list[tuple[int, Files]]:
-        return [(m.step, _Objects(self.bucket, m.step, m.object.name)) for m in self._manifests() if m.stamp is None]
+    def contents(self) -> Contents:
+        manifests = self._manifests()
+        return Contents(
+            [Published(m.stamp, self._files(m.stamp)) for m in manifests if m.stamp is not None],
+            [(m.step, _Objects(self.bucket, m.step, m.object.name)) for m in manifests if m.stamp is None],
+            [unread(m.step, f"{self.root}/{m.object.name}", m.error) for m in manifests if m.error is not None],
+        )
 
     def durable(self, stamp: Stamp) -> bool:
         found = self._manifest(stamp.step)
@@ -124,13 +126,23 @@ class ObjectStore(Store):
         return _Objects(self.bucket, stamp.step, _directory(stamp))
 
     def _manifests(self, objects: Iterable[Object] | None = None) -> list[_Manifest]:
-        """All of them: one listing, if it isn't given, and a request for each that has not been seen before."""
+        """All of them, by step: one listing, if it isn't given, and a request for each that has not been read yet."""
         listed = [o for o in (self.bucket.list() if objects is None else objects) if _STEP.match(o.name)]
         known = self._known
         found = [_Manifest(o, _step(o.name), known[o.name, o.etag]) for o in listed if (o.name, o.etag) in known]
-        found += _at_once(self._read, [o.name for o in listed if (o.name, o.etag) not in known])
-        self._known = {(m.object.name, m.object.etag): m.stamp for m in found if m.object.etag is not None}
+        found += _at_once(self._try, [o for o in listed if (o.name, o.etag) not in known])
+        errors = [m.error for m in found if m.error is not None]
+        if errors and all(m.stamp is None for m in found):
+            raise errors[0]
+        read = [m for m in found if m.error is None and m.object.etag is not None]
+        self._known = {(m.object.name, m.object.etag): m.stamp for m in read}
         return sorted(found, key=lambda m: m.step)
+
+    def _try(self, listed: Object) -> _Manifest | None:
+        try:
+            return self._read(listed.name)
+        except OSError as error:
+            return _Manifest(listed, _step(listed.name), None, error)
 
     def _manifest(self, step: int) -> _Manifest | None:
         return self._read(f"{step_dir(step)}.json")
@@ -243,36 +255,42 @@ class ObjectStore(Store):
         manifests = self._manifests([o for o in objects if "/" not in o.name])
         stamps = [m.stamp for m in manifests if m.stamp is not None]
         newest = max((stamp.step for stamp in live(stamps)), default=-1)
+        starts = {stamp.incarnation.id for stamp in stamps}
+        all_read = all(m.error is None for m in manifests)
         used = {_directory(stamp) for stamp in stamps}
         spared = {m.step for m in manifests if m.stamp is None}
         spared |= {int(o.name[5:15]) for o in objects if o.name.startswith("step-") and o.name.endswith(".damaged")}
 
+        def overtaken(directory: str) -> bool:
+            match = _SHARDS.match(directory)
+            return match is not None and int(match[1]) <= newest and (match[2] in starts or all_read)
+
         def useless(name: str) -> bool:
             directory, _, file = name.partition("/")
-            match = _SHARDS.match(directory)
-            ours = match is not None and shard_pattern(file) is not None and directory not in used
-            return ours and match is not None and int(match[1]) <= newest and int(match[1]) not in spared
+            ours = shard_pattern(file) is not None and overtaken(directory)
+            return ours and directory not in used and _step(directory) not in spared
 
         self.bucket.delete([o.name for o in objects if useless(o.name)])
         if self.bucket.scheme == "s3":
-            self._abort(newest)
+            self._abort(overtaken)
 
-    def _abort(self, newest: int) -> None:
+    def _abort(self, overtaken: Callable[[str], bool]) -> None:
         """Remove the parts that killed drains have left; none of those that anybody may still be sending."""
         prefix = f"{self.bucket.prefix}/" if self.bucket.prefix else ""
         for key, upload in list(unfinished(self.bucket.bucket, f"{prefix}step-")):
-            match = _SHARDS.match(key.removeprefix(prefix).partition("/")[0])
-            if match and int(match[1]) <= newest:
+            if overtaken(key.removeprefix(prefix).partition("/")[0]):
                 abort(self.bucket.bucket, key, upload)
 
     def prune(self, keep: int, keep_every: int | None) -> list[int]:
-        durable = [(m.stamp, m.object.name) for m in self._manifests() if m.stamp is not None]
+        manifests = self._manifests()
+        durable = [(m.stamp, m.object.name) for m in manifests if m.stamp is not None]
+        after = max((m.step for m in manifests if m.error is not None), default=-1)
         stands = live([stamp for stamp, _ in durable])
         stay = {*stands[-max(keep, 1) :], *(s for s in stands if keep_every and s.step % keep_every == 0)}
         removed = []
         for stamp, name in durable:
             # A later start of the job may have just written that step anew.
-            if stamp not in stay and self.durable(stamp):
+            if stamp not in stay and stamp.step > after and self.durable(stamp):
                 self.bucket.delete([name])
                 reach("drain.prune", stamp.step)
                 self._remove(_directory(stamp))
@@ -294,12 +312,11 @@ class ObjectStore(Store):
             "other is not told"
         )
         try:
-            self.bucket.create(name, b"")
-            try:
+            for _ in range(2):
                 self.bucket.create(name, b"")
-            except FileExistsError:
-                return None
             return f"{self.root}: the server ignores conditional writes (If-None-Match): {consequence}"
+        except FileExistsError:  # at once where the first answer was lost, and the question asked again
+            return None
         except NotImplementedError:
             return f"{self.root}: the server has no conditional writes (If-None-Match): {consequence}"
         finally:

@@ -18,11 +18,11 @@ from typing import NamedTuple
 from rekindle.errors import FormatError
 from rekindle.failpoints import reach
 from rekindle.snapshot.documents import Receipt, read
-from rekindle.snapshot.files import Directory, Files
+from rekindle.snapshot.files import Directory
 from rekindle.snapshot.lineage import Stamp, live
 from rekindle.snapshot.names import MANIFEST, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.storage import system
-from rekindle.storage.contract import Published, Store
+from rekindle.storage.contract import Contents, Published, Store, unread
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.manifest import manifest, stamp_in
 from rekindle.storage.pace import Budget
@@ -37,6 +37,12 @@ class _Durable(NamedTuple):
     stamp: Stamp
     path: Path
     kind: str | None
+
+
+class _Found(NamedTuple):
+    durable: list[_Durable]
+    damaged: list[tuple[int, Path]]
+    unread: list[tuple[int, Path, OSError]]
 
 
 class PosixStore(Store):
@@ -60,30 +66,42 @@ class PosixStore(Store):
             if match:
                 yield self.root / name, int(match["step"]), match["id"], match["kind"]
 
-    def published(self) -> list[Published]:
-        return [Published(entry.stamp, Directory(entry.path)) for entry in self._durable()]
+    def contents(self) -> Contents:
+        durable, damaged, refused = self._look()
+        return Contents(
+            [Published(entry.stamp, Directory(entry.path)) for entry in durable],
+            [(step, Directory(path)) for step, path in damaged + [(step, path) for step, path, _ in refused]],
+            [unread(step, str(path / MANIFEST), error) for step, path, error in refused],
+        )
 
-    def _durable(self) -> list[_Durable]:
-        found = []
-        for path, _, _, kind in self._directories():
-            stamp = self._stamp(path)
-            if stamp is not None:
-                found.append(_Durable(stamp, path, kind))
-        return sorted(found, key=lambda p: p.stamp.key)
+    def _look(self) -> _Found:
+        found = _Found([], [], [])
+        for path, step, _, kind in self._directories():
+            try:
+                stamp = self._stamp(path)
+                if stamp is not None:
+                    found.durable.append(_Durable(stamp, path, kind))
+                elif (path / MANIFEST).exists():
+                    found.damaged.append((step, path))
+            except OSError as error:
+                found.unread.append((step, path, error))
+        if found.unread and not found.durable:
+            raise found.unread[0][2]
+        found.durable.sort(key=lambda p: p.stamp.key)
+        return found
 
     @staticmethod
     def _stamp(path: Path) -> Stamp | None:
-        """The stamp of a sound manifest. A link to a directory elsewhere is no checkpoint of this root."""
+        """The stamp of a sound manifest. A link to a directory elsewhere is no checkpoint of this root.
+
+        Raises OSError where there may be one, and it can't be read.
+        """
         if path.is_symlink():
             return None
         try:
             return stamp_in(read(path / MANIFEST), path / MANIFEST)
         except (FileNotFoundError, NotADirectoryError, FormatError):
             return None
-
-    def damaged(self) -> list[tuple[int, Files]]:
-        directories = [(step, path) for path, step, _, _ in self._directories()]
-        return [(s, Directory(p)) for s, p in directories if (p / MANIFEST).exists() and self._stamp(p) is None]
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -104,6 +122,7 @@ class PosixStore(Store):
         called in the caller's thread."""
         stamp = receipt.stamp
         directory = self.partial(stamp)
+        self._stamp(self.root / step_dir(stamp.step))  # what can't be read there would refuse its name in the end
         system.make(self.root)
         system.mkdir(directory)
         system.sync(self.root)
@@ -220,25 +239,31 @@ class PosixStore(Store):
     # -- tidying ------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        durable = self._durable()
+        durable, _, refused = self._look()
         newest = max((stamp.step for stamp in live([p.stamp for p in durable])), default=-1)
+        kept = {path for _, path, _ in refused}
         for entry in durable:
-            if entry.kind == "partial" and self._secure(entry.stamp):  # before it takes another one's place
+            named = self.root / step_dir(entry.stamp.step)
+            # Synced before it takes another one's place.
+            if entry.kind == "partial" and named not in kept and self._secure(entry.stamp):
                 self._name(entry.path, entry.stamp)
-        known = {entry.path for entry in durable}
-        for path, step, _, kind in list(self._directories()):
-            if path not in known and (kind != "partial" or step <= newest) and not (path / MANIFEST).exists():
+        kept |= {entry.path for entry in durable}
+        starts = {entry.stamp.incarnation.id for entry in durable}
+        for path, step, start, kind in list(self._directories()):
+            overtaken = step <= newest and (start in starts or not refused)
+            if path not in kept and (kind != "partial" or overtaken) and not (path / MANIFEST).exists():
                 _remove(path)
         for path in self.root.glob(".step-*.partial.*.tmp"):
             if not (self.root / f"{path.name[1:].rpartition('.partial.')[0]}.partial").exists():
                 system.unlink(path)
 
     def prune(self, keep: int, keep_every: int | None) -> list[int]:
-        durable = self._durable()
+        durable, _, refused = self._look()
         stands = live([p.stamp for p in durable])
         newest = stands[-max(keep, 1) :]
         stay = {*newest, *(stamp for stamp in stands if keep_every and stamp.step % keep_every == 0)}
-        removed = [p for p in durable if p.stamp not in stay]
+        after = max((step for step, _, _ in refused), default=-1)
+        removed = [p for p in durable if p.stamp not in stay and p.stamp.step > after]
         try:
             for entry in durable if removed else ():
                 if entry.stamp in newest:

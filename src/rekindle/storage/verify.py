@@ -86,9 +86,16 @@ def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[
     missing = lacking(receipts) if len(receipts) == copy.world else None
     if missing:
         problems.append(CorruptError(f"{copy.files}: {missing}"))
-    if problems and copy.place == STORAGE and not copy.files.exists(MANIFEST):
+    if problems and copy.place == STORAGE and _gone(copy.files):
         raise FileNotFoundError(errno.ENOENT, "was removed meanwhile", str(copy.files))
     return problems
+
+
+def _gone(files: Files) -> bool:
+    try:
+        return not files.exists(MANIFEST)
+    except OSError:  # that can't be told, and a problem has been
+        return False
 
 
 def verify_shard(shard: OpenShard, progress: Callable[[int], object] | None = None) -> list[CorruptError]:

@@ -6,6 +6,7 @@ class TestMine(StoreContract):
     def place(self, tmp_path): self.root = f"{tmp_path}/an odd näme"
     def everything(self): ...
     def damage(self, step): ...
+    def hidden(self, step): ...
 ```
 """
 
@@ -16,13 +17,17 @@ import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from threading import Barrier
 
+import pytest
+
 from rekindle.errors import CorruptError
 from rekindle.failpoints import POINTS
 from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.names import step_dir
 from rekindle.snapshot.pieces import Reader, Sink, pour
 from rekindle.storage.catalog import Copy, survey
 from rekindle.storage.contract import Store
@@ -103,6 +108,10 @@ class StoreContract:
     def damage(self, step: int) -> None:
         """Change a byte of the step's manifest."""
         raise NotImplementedError
+
+    def hidden(self, step: int) -> AbstractContextManager[object]:
+        """A context in which the step's manifest is there, and every try to read it fails."""
+        pytest.skip("nothing is known that would keep one manifest from being read")
 
     # -- what the tests have in common --------------------------------------------------------------------------
 
@@ -300,6 +309,60 @@ class StoreContract:
         self.assert_sound()
         kept = {name for name in self.everything() if name.endswith(".safetensors")}
         assert len(kept) == len(before) + 1  # a person may want the damaged one's shards
+
+    # -- what can't be read -------------------------------------------------------------------------------------
+
+    def test_what_cant_be_read_is_passed_over_and_stays(self) -> None:
+        _save(self.open(), 1, 2, 3)
+        with self.hidden(1):
+            contents = self.open().contents()
+            assert [entry.stamp.step for entry in contents.published] == [2, 3]
+            assert [step for step, _ in contents.damaged] == [step for step, _ in contents.unread] == [1]
+            assert step_dir(1) in contents.unread[0][1]
+            _save(self.open(), 4)
+            self.open().settle()
+            assert self.open().prune(2, None) == [2] and self.steps() == [3, 4]
+        assert self.steps() == [1, 3, 4] and self.open().contents().unread == []
+        self.assert_sound()
+
+    def test_nothing_older_goes_while_a_newer_one_cant_be_read(self) -> None:
+        _save(self.open(), 1, 2, 3, 4, 5)
+        _save(self.open(), 3, incarnation=replace(SECOND, parent_step=2))
+        with self.hidden(3):  # it has left 4 and 5 behind: then 2 is the newest but one
+            assert self.open().prune(2, None) == []
+        assert sorted(self.open().prune(2, None))[-2:] == [4, 5] and self.steps()[-2:] == [2, 3]
+
+    def test_what_an_unread_start_is_writing_stays(self) -> None:
+        _save(self.open(), 1, 2, 5)
+        second = replace(SECOND, parent_step=2)
+        _save(self.open(), 3, incarnation=second)
+        for incarnation in (FIRST, second):
+            _write(self.open(), Stamp(4, 0, 2, incarnation))
+        with self.hidden(3):
+            self.open().settle()
+            assert not self.open().has_shard(Stamp(4, 0, 2, FIRST))
+        assert self.open().has_shard(Stamp(4, 0, 2, second))
+
+    def test_where_none_can_be_read_that_is_an_error(self) -> None:
+        _save(self.open(), 1)
+        with self.hidden(1):
+            for ask in (self.open().published, self.open().damaged, self.open().settle):
+                with pytest.raises(OSError):
+                    ask()
+        assert self.steps() == [1]
+
+    def test_what_cant_be_read_is_not_replaced(self) -> None:
+        _save(self.open(), 1, 2)
+        later = Stamp(2, 0, 1, replace(SECOND, parent_step=1))
+        with self.hidden(2):
+            before = self.everything()
+            with pytest.raises(OSError):
+                _write(self.open(), later)
+                self.open().publish(later)
+            assert self.everything() >= before
+        assert self.open().durable(Stamp(2, 0, 1, FIRST))
+        _write(self.open(), later)
+        assert self.open().publish(later) and self.open().durable(later)
 
     # -- death --------------------------------------------------------------------------------------------------
 

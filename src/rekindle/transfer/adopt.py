@@ -26,7 +26,7 @@ from rekindle.state.copy import ShardWriter
 from rekindle.state.plan import Plan
 from rekindle.state.tree import Flat, flatten
 from rekindle.storage import system
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import copies_in, refuse_behind
 from rekindle.storage.contract import Store
 from rekindle.storage.stores import open_store
 from rekindle.transfer import dcp, huggingface, torchfile
@@ -115,9 +115,11 @@ def _stamp(job: JobDir, root: Root, step: int) -> Stamp:
     job.check()
     if job.trainers() or job.agent() is not None:
         raise BusyError(f"{root}: a job runs there, or its agent does: wait for its end, or run 'rekindle stop ROOT'")
-    copies = survey(job, open_store(root))
+    contents = open_store(root).contents()
+    copies = copies_in(job, contents)
     incarnation = Incarnation.begin(1 + max((copy.incarnation.generation for copy in copies), default=0))
     newest = next(iter(live(copies)), None)
+    refuse_behind(newest.step if newest else 0, contents.unread, "move it elsewhere, or mend it")
     if newest is not None:
         if newest.step >= step:
             raise UsageError(f"{root}: has step {newest.step} already: import as a later step, or into another root")

@@ -6,7 +6,7 @@ from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import Root
 from rekindle.storage.stores import open_store
 
-__all__ = ["gone", "out_of_sight"]
+__all__ = ["gone", "on_purpose", "out_of_sight"]
 
 
 def out_of_sight(root: Root, job: JobDir) -> int:
@@ -27,8 +27,12 @@ def gone(root: Root, noted: int, step: int) -> str:
 
     Storage may be back soon: to go on from less would leave all of it behind, and what is written there now is lost.
     """
-    on_purpose = f"; to go on from step {step} on purpose, load it by checkpoint_id={step}" if step else ""
     return (
-        f"step {noted} was on storage, and {root} shows nothing of it now: see that it is mounted{on_purpose}; to "
-        "begin anew, use a new root"
+        f"step {noted} was on storage, and {root} shows nothing of it now: see that it is mounted; {on_purpose(step)}"
     )
+
+
+def on_purpose(step: int) -> str:
+    """What else there is to do, but to see to storage."""
+    less = f"to go on from step {step} on purpose, load it by checkpoint_id={step}; " if step else ""
+    return f"{less}to begin anew, use a new root"

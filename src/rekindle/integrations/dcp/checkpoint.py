@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rekindle.errors import CorruptError, FormatError, NotFoundError
-from rekindle.integrations.dcp.away import gone, out_of_sight
+from rekindle.integrations.dcp.away import gone, on_purpose, out_of_sight
 from rekindle.integrations.dcp.items import Path as Way
 from rekindle.integrations.dcp.run import Key
 from rekindle.snapshot.boxes import Box, lacking
@@ -33,7 +33,7 @@ from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import MANIFEST, Root, receipt_name, shard_name
 from rekindle.state.codec import decode
 from rekindle.state.tree import assemble, entries
-from rekindle.storage.catalog import STORAGE, Copy, survey
+from rekindle.storage.catalog import STORAGE, Copy, copies_in, refuse_behind, survey
 from rekindle.storage.stores import open_store
 from rekindle.storage.verify import check_manifest
 
@@ -41,7 +41,9 @@ __all__ = ["Checkpoint", "Shard", "Stored", "find"]
 
 log = logging.getLogger("rekindle")
 
-
+_Seen = tuple[list[Copy], list[tuple[int, str]]]
+"""All copies, and what can't be read."""
+_Look = Callable[[], _Seen]
 _LOOKS = 3
 """Times that a checkpoint is looked for while files come and go."""
 
@@ -53,13 +55,13 @@ class Shard:
     rank: int
     receipt: Receipt
     copies: list[tuple[str, Files]]
-    look: Callable[[], list[Copy]]
+    look: _Look
     """Lists all copies of all checkpoints anew."""
 
     def places(self) -> Iterator[tuple[str, Files]]:
         """The copies, and then those that have come, or been given another name, since they were listed."""
         yield from self.copies
-        for copy in self.look():
+        for copy in self.look()[0]:
             here = copy.place, copy.files
             if copy.key == self.receipt.stamp.key and self.rank in copy.ranks and here not in self.copies:
                 yield here
@@ -100,14 +102,17 @@ class _Gone(CorruptError):
     """A file is missing: perhaps it has only been renamed, or its memory used again, since it was listed."""
 
 
-def _find(root: Root, look: Callable[[], list[Copy]], step: int | None) -> Checkpoint:
+def _find(root: Root, look: _Look, step: int | None) -> Checkpoint:
     found: dict[Key, list[Copy]] = {}
-    for copy in live(look()):
+    copies, unread = look()
+    for copy in live(copies):
         found.setdefault(copy.key, []).append(copy)
     whole = {key: parts for key, parts in found.items() if not _lacking(parts)}
     chosen = max((key for key in whole if step in (None, key[0])), default=None)
     if chosen is None:
         raise NotFoundError(_why_none(root, found, step))
+    if step is None:
+        refuse_behind(chosen[0], unread, on_purpose(chosen[0]))
     parts = found[chosen]
     try:
         shards = [_shard(chosen, parts, rank, look) for rank in range(parts[0].world)]
@@ -121,16 +126,17 @@ def _find(root: Root, look: Callable[[], list[Copy]], step: int | None) -> Check
         ) from error
 
 
-def _survey(root: Root, job: JobDir) -> list[Copy]:
+def _survey(root: Root, job: JobDir) -> _Seen:
     try:
-        return survey(job, open_store(root))
+        contents = open_store(root).contents()
+        return copies_in(job, contents), contents.unread
     except OSError as error:
         copies = survey(job, None)
         why = f"{root} can't be listed: {error.strerror or error}"
         if not copies:
             raise NotFoundError(f"nothing to load in memory, and {why}") from error
         log.warning("only what is in memory can be loaded: %s", why)
-        return copies
+        return copies, []
 
 
 def _lacking(parts: list[Copy]) -> list[int]:
@@ -149,7 +155,7 @@ def _why_none(root: Root, found: dict[Key, list[Copy]], step: int | None) -> str
     )
 
 
-def _shard(key: Key, parts: list[Copy], rank: int, look: Callable[[], list[Copy]]) -> Shard:
+def _shard(key: Key, parts: list[Copy], rank: int, look: _Look) -> Shard:
     """A rank's part. Copies of which the receipt or the size is wrong are left out, and told of when none is left."""
     problems: list[str] = []
     gone = False

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rekindle.agent.ending import let_go, wait_durable
 from rekindle.agent.spawn import AgentKeeper
 from rekindle.errors import MemoryStoreError, NotFoundError, UsageError
-from rekindle.integrations.dcp.away import gone, out_of_sight
+from rekindle.integrations.dcp.away import gone, on_purpose, out_of_sight
 from rekindle.recovery.group import this_group
 from rekindle.recovery.meet import meet
 from rekindle.snapshot.documents import Receipt
@@ -25,7 +25,7 @@ from rekindle.snapshot.slots import Slots
 from rekindle.state.copy import ShardWriter
 from rekindle.state.device import page_lock
 from rekindle.state.plan import Plan
-from rekindle.storage.catalog import MEMORY, STORAGE, Copy, newest_stored, survey
+from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in, newest_stored, refuse_behind
 from rekindle.storage.standing import newest_on, refuse_elsewhere
 from rekindle.storage.stores import open_store
 
@@ -173,13 +173,15 @@ class Run:
     def _begin(self) -> None:
         """Agree on what this start goes on from: the newest that all ranks have loaded, else the newest there is."""
         copies: list[Copy] = []
+        unread: list[tuple[int, str]] = []
         problem = None
         try:
-            copies = survey(self._job, self._store)
+            contents = self._store.contents()
+            copies, unread = copies_in(self._job, contents), contents.unread
         except OSError as error:
             problem = f"{self.root} can't be listed: {error.strerror or error}"
         unseen = out_of_sight(self.root, self._job) if self._job is not None else 0
-        views = self.group.gather((problem, _loaded.get(self.root, {}), copies, unseen))
+        views = self.group.gather((problem, _loaded.get(self.root, {}), copies, unseen, unread))
         for trouble in (view[0] for view in views if view[0]):
             raise NotFoundError(trouble)
         copies = [copy for view in views for copy in view[2]]
@@ -191,7 +193,9 @@ class Run:
         base = max(loaded, default=None) or max(whole, default=None)
         named = base is not None and all(view[1].get(base) for view in views)
         if not named:
-            self._see_storage(max(view[3] for view in views), base[0] if base is not None else 0)
+            step = base[0] if base is not None else 0
+            refuse_behind(step, (one for view in views for one in view[4]), on_purpose(step))
+            self._see_storage(max(view[3] for view in views), step)
         self._meeting.go_on(self._job, self.group.rank, newest_stored(copies, base), anyway=named)
         _loaded.pop(self.root, None)
         seen = max((copy.incarnation.generation for copy in copies), default=0)  # more than there was to see before
