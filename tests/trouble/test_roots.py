@@ -64,6 +64,25 @@ def test_an_old_step_that_cant_be_read_is_in_nobodys_way(root: Path, memory: Pat
             assert "step-0000000001/checkpoint.json" in done.stderr + done.stdout
 
 
+def test_nobody_goes_back_behind_a_newer_step_that_cant_be_read(root: Path, memory: Path) -> None:
+    first, weights = job_of(root, memory / "a", keep=3)
+    first.restore()
+    for step in (1, 2):
+        weights.fill_(step)
+        first.save(step, wait="durable", timeout=30)
+    first.close(timeout=30)
+    with unreadable(root / step_dir(2) / MANIFEST):
+        later, _ = job_of(root, memory / "b", keep=3)
+        why = r"step 2 is on storage, and can't be read: .*restore\(step=1\) goes on from step 1 on purpose"
+        with pytest.raises(rekindle.NotFoundError, match=why):
+            later.restore()
+        assert later.restore(step=1) == 1
+        later.close(timeout=30)
+    again, _ = job_of(root, memory / "c", keep=3)
+    assert again.restore() == 2
+    again.close(timeout=30)
+
+
 def test_two_jobs_at_one_root_on_different_nodes(root: Path, memory: Path) -> None:
     """Each sees storage, and not the other's memory. The later start has the root."""
     first, weights = job_of(root, memory / "a", keep=9)

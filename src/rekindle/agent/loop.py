@@ -23,8 +23,9 @@ from rekindle.agent.spawn import TICK
 from rekindle.agent.watch import Watch
 from rekindle.errors import FormatError, RekindleError
 from rekindle.snapshot.compose import compose_for_the_dead
+from rekindle.snapshot.documents import write_atomic
 from rekindle.snapshot.lock import Lock
-from rekindle.snapshot.memory import Job, JobDir, write_atomic
+from rekindle.snapshot.memory import Job, JobDir
 from rekindle.storage.pace import step_back
 
 __all__ = ["run", "unknown"]

@@ -23,8 +23,9 @@ from rekindle.agent.fault import Fault
 from rekindle.agent.process import Process, describe, oom_kills
 from rekindle.agent.report import report_name, write_report
 from rekindle.errors import FormatError
+from rekindle.snapshot.documents import write_atomic
 from rekindle.snapshot.fields import loads, number, seconds
-from rekindle.snapshot.memory import JobDir, write_atomic
+from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import MOST_RANKS
 from rekindle.snapshot.status import DOES, DONE, SECURING, Reader, Status
 

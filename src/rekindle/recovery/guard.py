@@ -26,7 +26,8 @@ from rekindle.recovery.gate import Gate
 from rekindle.recovery.line import Line
 from rekindle.recovery.notice import Notice, Notices
 from rekindle.recovery.verdict import tell_launcher
-from rekindle.snapshot.memory import JobDir, write_atomic
+from rekindle.snapshot.documents import write_atomic
+from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.status import SECURING, STABLE, Reader, Status, StatusPage
 
 __all__ = ["LEFT", "Guard", "Guarded", "Hooks"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +19,8 @@ from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND
 from rekindle.state.fit import Fit, mismatch
-from rekindle.storage.catalog import STORAGE, Copy, newest_stored, survey
-from rekindle.storage.contract import Store
+from rekindle.storage.catalog import STORAGE, Copy, copies_in, newest_stored, refuse_behind
+from rekindle.storage.contract import Contents, Store
 
 __all__ = ["Restored", "look", "restore"]
 
@@ -61,6 +61,8 @@ class Sight:
     """The newest step that this node knows to have been on storage."""
     stored: int = 0
     """The newest one that storage shows, damaged or not."""
+    unread: list[tuple[int, str]] = field(default_factory=list)
+    """Steps whose manifests can't be read at the moment, and why."""
     half_loaded: bool = False
     """Whether an earlier restore has left this rank's live state half overwritten."""
 
@@ -76,12 +78,12 @@ _LISTING = 120.0
 
 def look(job: JobDir | None, store: Store, rank: int) -> Sight:
     """What this rank could restore from. A rank beyond a smaller world's shards reads those from the start again."""
-    error, damaged = None, list[tuple[int, str, CorruptError | None]]()
+    error, contents, damaged = None, None, list[tuple[int, str, CorruptError | None]]()
     try:
-        copies, damaged = within(_LISTING, store.root, lambda: (survey(job, store), list(_damaged(store))))
+        contents, damaged = within(_LISTING, store.root, lambda: _listed(store))
     except OSError as failure:
         error = f"{store.root}: {advise(failure)}"
-        copies = survey(job, None)
+    copies = copies_in(job, contents)
     found: dict[Key, list[Copy]] = {}
     for copy in copies:
         found.setdefault(copy.key, []).append(copy)
@@ -92,12 +94,14 @@ def look(job: JobDir | None, store: Store, rank: int) -> Sight:
     newer = [(step, str(problem)) for step, _, problem in damaged if isinstance(problem, VersionError)]
     noted = (job.durable() if job is not None else None) or 0
     stored = max([copy.step for copy in copies if copy.place == STORAGE] + [step for step, _, _ in damaged], default=0)
-    return Sight(offers, found, error, [place for _, place, _ in damaged], newer, noted, stored)
+    unread = contents.unread if contents is not None else []
+    return Sight(offers, found, error, [place for _, place, _ in damaged], newer, noted, stored, unread)
 
 
-def _damaged(store: Store) -> Iterator[tuple[int, str, CorruptError | None]]:
-    """Step, place and defect of every manifest that can't be read."""
-    for step, files in store.damaged():
+def _listed(store: Store) -> tuple[Contents, list[tuple[int, str, CorruptError | None]]]:
+    """What there is; step, place and defect of every manifest that can't be read."""
+    contents, damaged = store.contents(), list[tuple[int, str, CorruptError | None]]()
+    for step, files in contents.damaged:
         problem = None
         try:
             parse(files.read(MANIFEST), MANIFEST_KIND, f"{files}")
@@ -105,7 +109,8 @@ def _damaged(store: Store) -> Iterator[tuple[int, str, CorruptError | None]]:
             problem = error
         except OSError:
             pass
-        yield step, str(files), problem
+        damaged.append((step, str(files), problem))
+    return contents, damaged
 
 
 def restore(
@@ -140,6 +145,8 @@ def restore(
     for key in choice.candidates:
         if step is None:
             _refuse_older(key[0], sights)
+            instead = f"restore(step={key[0]}) goes on from step {key[0]} on purpose"
+            refuse_behind(key[0], (one for s in sights for one in s.unread), instead)
         began = time.monotonic()
         ranks = (group.rank, group.world)
         with Attempt(state, key, sight.copies.get(key, []), ranks, allow_pickle, strict) as attempt:

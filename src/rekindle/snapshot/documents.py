@@ -23,7 +23,18 @@ from rekindle.snapshot.fields import check_structure, check_values, loads, numbe
 from rekindle.snapshot.layout import BLOCK, PAGE, Chunk, Layout
 from rekindle.snapshot.lineage import Stamp
 
-__all__ = ["CHECKSUM", "VERSION", "Receipt", "checksum", "open_file", "parse", "read", "read_stamp", "seal"]
+__all__ = [
+    "CHECKSUM",
+    "VERSION",
+    "Receipt",
+    "checksum",
+    "open_file",
+    "parse",
+    "read",
+    "read_stamp",
+    "seal",
+    "write_atomic",
+]
 
 VERSION = "1.0"
 """Version of the format, major.minor. A reader refuses another major version by name."""
@@ -91,6 +102,17 @@ def open_file(path: Path) -> int:
         os.close(fd)
         raise FormatError(f"{path}: is no file")
     return fd
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace ``path`` as one step, for readers on this machine. Nothing is synced: memory needs none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_stamp(path: Path) -> Stamp:

@@ -32,14 +32,14 @@ from pathlib import Path
 
 from rekindle.advice import advise
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
-from rekindle.snapshot.documents import read, read_stamp
+from rekindle.snapshot.documents import read, read_stamp, write_atomic
 from rekindle.snapshot.fields import loads
 from rekindle.snapshot.job import Job
 from rekindle.snapshot.lineage import Incarnation, Stamp
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.names import STEP_DIR, Root, job_name, shard_pattern
 
-__all__ = ["Job", "JobDir", "Known", "matching", "memory_base", "write_atomic"]
+__all__ = ["Job", "JobDir", "Known", "matching", "memory_base"]
 
 
 def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
@@ -56,17 +56,6 @@ def matching(directory: Path, pattern: str) -> list[Path]:
         return [directory / name for name in os.listdir(directory) if fnmatch.fnmatchcase(name, pattern)]
     except OSError:
         return []
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` as one step, for readers on this machine. Nothing is synced: memory needs none."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _private(path: Path) -> None:

@@ -16,13 +16,13 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from threading import Barrier
-
-import pytest
+from unittest import SkipTest
 
 from rekindle.errors import CorruptError
 from rekindle.failpoints import POINTS
@@ -55,6 +55,14 @@ def _write(store: Store, stamp: Stamp, nbytes: int = 5000, budget: Budget | None
     counted: list[int] = []
     store.write_shard(receipt, memoryview(shard), counted.append, budget)
     return sum(counted)
+
+
+def _refused(work: Callable[[], object]) -> bool:
+    try:
+        work()
+    except OSError:
+        return True
+    return False
 
 
 def _save(store: Store, *steps: int, incarnation: Incarnation = FIRST, nbytes: int = 5000) -> None:
@@ -111,7 +119,7 @@ class StoreContract:
 
     def hidden(self, step: int) -> AbstractContextManager[object]:
         """A context in which the step's manifest is there, and every try to read it fails."""
-        pytest.skip("nothing is known that would keep one manifest from being read")
+        raise SkipTest("nothing is known that would keep one manifest from being read")
 
     # -- what the tests have in common --------------------------------------------------------------------------
 
@@ -347,8 +355,7 @@ class StoreContract:
         _save(self.open(), 1)
         with self.hidden(1):
             for ask in (self.open().published, self.open().damaged, self.open().settle):
-                with pytest.raises(OSError):
-                    ask()
+                assert _refused(ask)
         assert self.steps() == [1]
 
     def test_what_cant_be_read_is_not_replaced(self) -> None:
@@ -356,9 +363,7 @@ class StoreContract:
         later = Stamp(2, 0, 1, replace(SECOND, parent_step=1))
         with self.hidden(2):
             before = self.everything()
-            with pytest.raises(OSError):
-                _write(self.open(), later)
-                self.open().publish(later)
+            assert _refused(lambda: (_write(self.open(), later), self.open().publish(later)))
             assert self.everything() >= before
         assert self.open().durable(Stamp(2, 0, 1, FIRST))
         _write(self.open(), later)
