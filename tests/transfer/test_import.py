@@ -21,6 +21,7 @@ from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.transfer.adopt import adopt
 from tests.transfer.helpers import FORMATS, Rank, all_of, assert_same, done, named, restored, run, same, taken_in, write
 from tests.transfer.test_export import Counted, refused
+from tests.unreadable import unreadable
 
 W = torch.arange(24.0).view(6, 4)
 
@@ -295,6 +296,16 @@ def test_an_export_of_ours_is_compared_with_its_checksums(root: Path, memory: Pa
 
 def one(root: Path, step: int, value: float) -> None:
     write(root, [Rank([all_of("model.w", torch.full((2,), value))], named("model.w"))], step)
+
+
+def test_an_import_goes_on_from_no_less_than_there_is(root: Path, memory: Path, tmp_path: Path) -> None:
+    one(root, 5, 1.0)
+    one(root, 6, 1.0)
+    save_file({"w": torch.full((2,), 7.0)}, tmp_path / "x.safetensors")
+    with unreadable(root / "step-0000000006" / "checkpoint.json"):
+        told = refused(3, "import", tmp_path / "x.safetensors", root, 7)
+        assert "step 6 is on storage, and can't be read" in told
+    taken_in(tmp_path / "x.safetensors", root, 7)
 
 
 def test_an_import_goes_on_from_what_is_there(root: Path, memory: Path, tmp_path: Path) -> None:

@@ -57,18 +57,18 @@ def _write(store: Store, stamp: Stamp, nbytes: int = 5000, budget: Budget | None
     return sum(counted)
 
 
-def _refused(work: Callable[[], object]) -> bool:
-    try:
-        work()
-    except OSError:
-        return True
-    return False
-
-
 def _save(store: Store, *steps: int, incarnation: Incarnation = FIRST, nbytes: int = 5000) -> None:
     for step in steps:
         _write(store, Stamp(step, 0, 1, incarnation), nbytes)
         assert store.publish(Stamp(step, 0, 1, incarnation))
+
+
+def _refused(ask: Callable[[], object]) -> bool:
+    try:
+        ask()
+    except OSError:
+        return True
+    return False
 
 
 def save_and_tidy(root: str, step: str, nbytes: str) -> None:
@@ -354,8 +354,7 @@ class StoreContract:
     def test_where_none_can_be_read_that_is_an_error(self) -> None:
         _save(self.open(), 1)
         with self.hidden(1):
-            for ask in (self.open().published, self.open().damaged, self.open().settle):
-                assert _refused(ask)
+            assert all(map(_refused, (self.open().published, self.open().damaged, self.open().settle)))
         assert self.steps() == [1]
 
     def test_what_cant_be_read_is_not_replaced(self) -> None:
