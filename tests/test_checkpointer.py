@@ -254,12 +254,14 @@ def test_state_without_state_dict_is_refused_by_name(root: Path, memory: Path) -
 
 
 def test_a_second_trainer_of_the_same_rank_is_refused(
-    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("rekindle.recovery.meet._SOON", 0.0)
     monkeypatch.setattr("rekindle.recovery.meet._DYING", 0.2)
     ckpt = rekindle.Checkpointer(root, Training().state)
-    with pytest.raises(rekindle.BusyError, match=str(os.getpid())):
+    with pytest.raises(rekindle.BusyError, match=f"process {os.getpid()} on this node: end it, or"):
         rekindle.Checkpointer(root, Training().state)
+    assert f"process {os.getpid()} on this node; waiting 0 s for it to end" in caplog.text
     ckpt.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -138,6 +139,29 @@ def test_a_second_close_waits_after_an_interrupted_one(
             ckpt.close()
     closed_within(ckpt)
     assert durable(root) == [2]
+
+
+def _killed(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, memory=memory, persist_every=1000)
+    ckpt.restore()
+    root.write_text("in the way")
+    go(ckpt, training, 1, 2)
+    ckpt._saves.settle()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_that_has_saved_nothing_says_where_what_it_restored_is(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = multiprocessing.get_context("forkserver").Process(target=_killed, args=(root, memory))
+    before.start()
+    before.join(60)
+    assert before.exitcode == -signal.SIGKILL
+    ckpt = rekindle.Checkpointer(root, Training().state, persist_every=1000)
+    assert ckpt.restore() == 2
+    ckpt.close()
+    assert "closed: step 2 is in memory only; the agent carries it to storage" in caplog.text
 
 
 def _rank(root: Path, memory: Path, rank: int, persist_every: int | None) -> None:

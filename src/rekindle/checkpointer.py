@@ -388,6 +388,8 @@ class Checkpointer:
                 self._wait_durable(self._saves.newest, timeout)
                 saved = True
                 log.info("closed: step %d is durable; %s", self._saves.newest.step, self.metrics.summary())
+            elif self._base is not None and not self._saves.kept(self._base):
+                log.warning("closed: step %d is in memory only; the agent carries it to storage", self._base.step)
             self._ended = True
         finally:
             if not self._closed:

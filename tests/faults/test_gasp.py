@@ -32,8 +32,7 @@ CELLS = [("ddp", "kill", moment) for moment in MOMENTS] + [
     ("bare", "kill-in-gasp", "backward"),
     ("bare", "term-all", "forward"),
     ("zero", "kill", "copying"),
-    ("zero", "stop", "before-step"),
-    ("hsdp", "kill", "forward"),
+    ("bare", "stop", "before-step"),
     ("hsdp", "kill", "update-second"),
 ]
 CAUSES = {

@@ -17,7 +17,7 @@ import pytest
 from rekindle.snapshot.memory import JobDir
 from tests.faults.harness import Run, digest_of, finish, kill, leftovers, restored, start, traced, train, wait_for
 
-KILLS = int(os.environ.get("REKINDLE_TEST_KILLS", "8"))
+KILLS = int(os.environ.get("REKINDLE_TEST_KILLS", "4"))
 TRAINER = Path(__file__).with_name("launched.py")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from rekindle.agent.fault import Fault
 from rekindle.recovery.gate import Gate
-from rekindle.snapshot.status import DONE, FAILED, SECURED, SECURING, STABLE, TRAINING, Status
+from rekindle.snapshot.status import DONE, FAILED, SECURED, SECURING, STABLE, STEPPING, TRAINING, Status
 
 __all__ = ["Gasp"]
 
@@ -80,7 +80,8 @@ class Gasp:
         planned, patience = cause == "notice", _CATCH_UP if cause == "hang" else _UPDATE  # a hang has waited already
         step = self.gate.seize(min(patience, end - time.monotonic()))
         if step is None:
-            log.warning("this rank's state is torn by an update that did not end: left out")
+            what = "a step()" if self.gate.phase == STEPPING else "an update"
+            log.warning("this rank's state is torn by %s that did not end: left out", what)
             return
         self._take(step, cause, end)
         while time.monotonic() < end and self._left_behind(step, planned):

@@ -24,8 +24,8 @@ __all__ = ["Meeting", "meet", "share_out"]
 
 log = logging.getLogger("rekindle")
 
-_DYING = 30.0
-"""Seconds that a restarted rank waits for its dying predecessor."""
+_SOON, _DYING = 2.0, 30.0
+"""Seconds that a restarted rank waits for its dying predecessor, without and with a word of that."""
 
 _SLACK = 1 << 20
 """Bytes that must be free beside the snapshots, for receipts and the job's small files."""
@@ -161,9 +161,13 @@ def share_out(group: Alone | Group, capture: Capture, mates: list[int]) -> int:
 def _take_place(job: JobDir, rank: int) -> tuple[Lock | None, str | None, str | None]:
     """(lock, who else has it, why there is no memory): errors are told to all ranks before anybody raises."""
     try:
-        return job.lock_rank(rank, _DYING), None, None
+        try:
+            return job.lock_rank(rank, _SOON), None, None
+        except BusyError as error:
+            log.warning("%s; waiting %.0f s for it to end", error, _DYING)
+            return job.lock_rank(rank, _DYING), None, None
     except BusyError as error:
-        return None, str(error), None
+        return None, f"{error}: end it, or give this job a root of its own", None
     except MemoryStoreError as error:
         return None, None, str(error)
     except OSError as error:

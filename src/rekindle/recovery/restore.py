@@ -172,7 +172,7 @@ def restore(
         if step is None and group.rank == 0:
             _warn_of_gone(key[0], sights)
         return done, generation
-    _nothing(group.rank, choice, step, sights, spoilt)
+    _nothing(group.rank, store, choice, step, sights, spoilt)
     return None, generation
 
 
@@ -275,7 +275,7 @@ def _warn_of_gone(step: int, sights: list[Sight]) -> None:
         )
 
 
-def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight], spoilt: bool) -> None:
+def _nothing(rank: int, store: Store, choice: Choice, step: int | None, sights: list[Sight], spoilt: bool) -> None:
     """No candidate was left: an empty root is a fresh start, everything else must not pass for one."""
     why = [f"step {k[0]} of generation {k[1].generation}: {choice.rejected[k]}" for k in sorted(choice.rejected)[::-1]]
     storage = next((s.storage_error for s in sights if s.storage_error), None)
@@ -308,4 +308,6 @@ def _nothing(rank: int, choice: Choice, step: int | None, sights: list[Sight], s
                 ", ".join(map(str, known)),
             )
         else:
-            log.log(logging.WARNING if why else logging.INFO, "nothing to restore: starting from step 0")
+            log.log(
+                logging.WARNING if why else logging.INFO, "nothing to restore at %s: starting from step 0", store.root
+            )
