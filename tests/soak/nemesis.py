@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 from rekindle.failpoints import POINTS
@@ -171,7 +172,12 @@ def _flip_memory(places: Places, start: Start, dice: random.Random) -> None:
     """A byte of the newest snapshot, between two starts."""
     _signal(signal.SIGKILL, everybody=True)(places, start, dice)
     time.sleep(0.3)
-    flip(sorted(places.spec.job.path.glob("step-*/*.safetensors"))[-2:], dice)
+    flip(_in_memory(places, "step-*/*.safetensors")[-2:], dice)
+
+
+def _in_memory(places: Places, *patterns: str) -> list[Path]:
+    """What is there at the moment, while others come and go: ``Path.glob`` raises when a directory goes."""
+    return [Path(path) for pattern in patterns for path in sorted(glob(f"{places.spec.job.path}/{pattern}"))]
 
 
 def flip(files: list[Path], dice: random.Random) -> None:
@@ -187,7 +193,7 @@ def flip(files: list[Path], dice: random.Random) -> None:
 
 def _truncate_memory(places: Places, start: Start, dice: random.Random) -> None:
     """A file that is mapped becomes shorter: SIGBUS for whoever touches it."""
-    files = sorted(places.spec.job.path.glob("slots/*")) + sorted(places.spec.job.path.glob("step-*/*.safetensors"))
+    files = _in_memory(places, "slots/*", "step-*/*.safetensors")
     if files:
         with suppress(FileNotFoundError):
             os.truncate(dice.choice(files), 4096)
