@@ -178,10 +178,10 @@ def _steps(spec: Spec, rank: int, say: Callable[..., object]) -> None:
             loss = model(torch.randn(8, spec.width)).pow(2).mean()
             state["optimizer"].zero_grad()
             loss.backward()
+            going.fill_(not spec.stop.exists())
+            dist.all_reduce(going, op=dist.ReduceOp.MIN)  # before the update: docs/faults.md says why
             state["optimizer"].step()
             state["scheduler"].step()
-            going.fill_(not spec.stop.exists())
-            dist.all_reduce(going, op=dist.ReduceOp.MIN)
             step += 1
             digest = digest_state(plain)
             if step % _DURABLE_EVERY == 0:
