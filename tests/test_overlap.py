@@ -246,19 +246,20 @@ def flight_of(ckpt: rekindle.Checkpointer) -> Flight:
     return flight
 
 
-def test_a_late_write_that_outlasts_the_copy_is_noticed_too(root: Path, memory: Path) -> None:
+def test_a_late_write_that_outlasts_the_copy_is_noticed_too(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch counts a write when it is over, so a count that hasn't moved when the copy ends proves nothing yet."""
+    monkeypatch.setattr("rekindle.savers._WRITE", 60.0)  # on a busy machine it may take longer than is waited for
     model = torch.nn.Linear(2048, 2048, bias=False)
     ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": torch.optim.SGD(model.parameters())})
     ckpt.restore()
     ckpt.save(1, wait="memory")
     ckpt.step(2)
     with torch.no_grad():
-        began = time.perf_counter()
         model.weight.polygamma_(3)  # starts at once, and takes its time
-        took = time.perf_counter() - began
     flight = flight_of(ckpt)
-    assert not flight.committed and isinstance(flight.error, Changed), f"written within {took:.1f} s"
+    assert not flight.committed and isinstance(flight.error, Changed)
     ckpt.close()
 
 

@@ -233,10 +233,11 @@ def test_a_thread_of_a_trainer_that_drains_makes_way_too(job, root, snapshot, mo
     keeper = keeper_without_agent(job, monkeypatch)
 
     def niceness() -> set[int]:
+        """Of the threads that drain, while they write."""
         names = ("rekindle-drain", "rekindle-write")
-        found = [t.native_id for t in threading.enumerate() if t.name.startswith(names) and t.native_id]
+        found = {t.native_id: t.name for t in threading.enumerate() if t.name.startswith(names) and t.native_id}
         with suppress(ProcessLookupError):  # it ends just now
-            return {os.getpriority(os.PRIO_PROCESS, native) for native in found} if len(found) > 1 else set()
+            return {os.getpriority(os.PRIO_PROCESS, i) for i in found if "rekindle-write-0" in found.values()}
         return set()
 
     wait_for(lambda: niceness() == {max(10, own)})
