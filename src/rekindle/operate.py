@@ -26,7 +26,7 @@ from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import Root, receipt_name
 from rekindle.snapshot.status import DOES, PHASES, STAGES, Status, read_status
-from rekindle.storage.catalog import MEMORY, STORAGE, Copy, survey
+from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in, survey
 from rekindle.storage.standing import newest_on
 from rekindle.storage.stores import open_store
 
@@ -91,8 +91,8 @@ def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = Tr
     job = JobDir.of(root, base)
     job.check()
     info = job.read_job()
-    store = open_store(root) if stored else None
-    copies = survey(job, store)
+    contents = open_store(root).contents() if stored else None
+    copies = copies_in(job, contents)
     seen = {copy.incarnation for copy in copies}
     listed = []
     for copy in copies:
@@ -103,7 +103,7 @@ def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = Tr
         if retired(copy.step, copy.incarnation, seen):
             condition = "abandoned"
         listed.append(Listed(copy, _bytes(copy), condition))
-    for number, files in store.damaged() if store is not None else ():
+    for number, files in contents.damaged if contents is not None else ():
         if step is None or number == step:
             listed.append(Listed(Copy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged"))
     if not listed:

@@ -14,9 +14,9 @@ def out_of_sight(root: Root, job: JobDir) -> int:
     noted = job.durable() or 0
     if not noted:
         return 0
-    store = open_store(root)
     try:
-        shown = [entry.stamp.step for entry in store.published()] + [step for step, _ in store.damaged()]
+        contents = open_store(root).contents()
+        shown = [entry.stamp.step for entry in contents.published] + [step for step, _ in contents.damaged]
     except OSError:
         shown = []
     return noted if max(shown, default=0) < noted else 0
