@@ -34,6 +34,7 @@ LAYERS = {
     "testing": 3,
     "guarding": 8,
     "checkpointer": 9,
+    "roots": 5,
     "operate": 7,
     "drill": 8,
     "terminal": 5,
@@ -44,7 +45,7 @@ LAYERS = {
 }
 """Imports point to a lower number, or stay within one package. Packages of equal number never import each other."""
 
-WITHOUT_TORCH = {"advice", "errors", "failpoints", "snapshot", "storage", "agent", "operate", "drill"}
+WITHOUT_TORCH = {"advice", "errors", "failpoints", "snapshot", "storage", "agent", "roots", "operate", "drill"}
 LONGEST = 500
 
 

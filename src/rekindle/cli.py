@@ -26,8 +26,8 @@ from rekindle.advice import explain
 from rekindle.agent.loop import run as run_agent
 from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
-from rekindle.errors import CorruptError, NotFoundError, RekindleError
-from rekindle.operate import Listed, copies_of, ended, job_status, jobs, look, receipts, stop, values_of
+from rekindle.errors import CorruptError, RekindleError
+from rekindle.operate import Listed, copies_of, ended, job_of, job_status, jobs, look, receipts, stop, values_of
 from rekindle.patience import within
 from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.memory import JobDir, memory_base
@@ -214,14 +214,18 @@ def status(root: Root | None, watch: bool, as_json: bool, memory: Path | None) -
         raise RekindleError("; ".join(problems))
 
 
-def _ended(root: Root) -> dict[str, Any]:
-    return within(PATIENCE, root, lambda: ended(root))
+def _ended(root: Root, base: Path) -> dict[str, Any]:
+    return within(PATIENCE, root, lambda: ended(root, base))
+
+
+def _job_of(root: Root, memory: Path | None) -> JobDir:
+    return within(PATIENCE, root, lambda: job_of(root, memory_base(memory)))
 
 
 def _statuses(root: Root | None, base: Path) -> list[dict[str, Any]]:
     wanted = jobs(base) if root is None else [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
     if root is not None and not wanted:
-        return [_ended(root)]
+        return [_ended(root, base)]
     return [job_status(job) for job in wanted]
 
 
@@ -302,9 +306,7 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
     oom        the rank takes memory until the kernel kills it
     agent      SIGKILL to the node's agent
     """
-    job = JobDir.of(root, memory_base(memory))
-    if not job.path.is_dir():
-        raise NotFoundError(f"{root}: has nothing in memory on this node")
+    job = _job_of(root, memory)
     report = drill(job, fault, rank, timeout, lambda line: None if as_json else click.echo(line))
     if as_json:
         print_json(report.to_json())
@@ -329,7 +331,7 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
     if root is not None:
         wanted = [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
         if not wanted:
-            click.echo(f"{root}: has ended, and its step {_ended(root)['durable_step']} is on storage")
+            click.echo(f"{root}: has ended, and its step {_ended(root, base)['durable_step']} is on storage")
     else:
         wanted = [job for job in jobs(base) if not job.trainers() and job.agent() is None]
     failures: list[RekindleError] = []
@@ -356,9 +358,7 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
 def agent(root: Root, memory: Path | None) -> None:
     """Serve ROOT's memory on this node in the foreground. Trainers start their agents themselves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    job = JobDir.of(root, memory_base(memory))
-    if not job.path.is_dir():
-        raise NotFoundError(f"{root}: has nothing in memory on this node")
+    job = _job_of(root, memory)
     sys.exit(run_agent(job))
 
 

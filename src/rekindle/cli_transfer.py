@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.operate import copies_of
+from rekindle.roots import refuse_inside
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import LAST_STEP, Root, root_of
 from rekindle.storage.catalog import STORAGE, Copy
@@ -129,6 +130,7 @@ def import_command(
     torch.save, or a directory of torch.distributed.checkpoint. Of nested dictionaries each becomes an entry of the
     state; what is flat becomes its entry "model", if --as doesn't say otherwise.
     """
+    refuse_inside(root)
     from rekindle.transfer.adopt import adopt  # noqa: PLC0415
 
     job = JobDir.of(root, memory_base(memory))

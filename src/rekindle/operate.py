@@ -19,20 +19,24 @@ from rekindle.agent.loop import unknown
 from rekindle.agent.spawn import TICK
 from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError, RekindleError
 from rekindle.patience import within
+from rekindle.roots import describe
 from rekindle.snapshot.documents import Receipt, read
 from rekindle.snapshot.fields import loads
 from rekindle.snapshot.lineage import Incarnation, retired
 from rekindle.snapshot.lock import Lock
-from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.memory import Job, JobDir
 from rekindle.snapshot.names import Root, receipt_name
 from rekindle.snapshot.status import DOES, PHASES, STAGES, Status, read_status
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in, survey
 from rekindle.storage.standing import newest_on
 from rekindle.storage.stores import open_store
 
-__all__ = ["Listed", "copies_of", "ended", "jobs", "job_status", "look", "pages", "receipts", "stop", "values_of"]
+__all__ = ["Listed", "copies_of", "ended", "job_of", "job_status", "jobs", "look", "pages", "receipts", "stop"]
+__all__ += ["values_of"]
 
 
+_SHOWN = 10
+"""Steps that a message lists at most."""
 _COMPOSING = 5.0
 """Seconds that an agent gets to put dead ranks' snapshots together, for which it takes the place of their trainers."""
 
@@ -70,7 +74,9 @@ def look(root: Root, base: Path, seconds: float) -> tuple[list[Listed], OSError 
     """
 
     def everywhere() -> list[Listed]:
-        newest_on(open_store(root), JobDir.of(root, base).durable())  # else it is not mounted
+        noted = JobDir.of(root, base).durable()
+        if noted is not None:
+            newest_on(open_store(root), noted)  # else it is not mounted
         return copies_of(root, base)
 
     try:
@@ -86,12 +92,18 @@ def look(root: Root, base: Path, seconds: float) -> tuple[list[Listed], OSError 
 def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = True) -> list[Listed]:
     """Every copy of every checkpoint of ``root`` that this node can see, newest first; of one step if given.
 
-    Without ``stored`` nothing is asked of storage. Raises NotFoundError when there is none.
+    Without ``stored`` nothing is asked of storage. Raises NotFoundError when there is none, which tells what is at
+    ``root`` instead.
     """
     job = JobDir.of(root, base)
     job.check()
     info = job.read_job()
-    contents = open_store(root).contents() if stored else None
+    try:
+        contents = open_store(root).contents() if stored else None
+    except NotADirectoryError as error:
+        if copies_in(job, None):
+            raise
+        raise NotFoundError(f"{root}: no checkpoint{_instead(root, base)}") from error
     copies = copies_in(job, contents)
     seen = {copy.incarnation for copy in copies}
     listed = []
@@ -107,8 +119,36 @@ def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = Tr
         if step is None or number == step:
             listed.append(Listed(Copy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged"))
     if not listed:
-        raise NotFoundError(f"{root}: no checkpoint" + (f" of step {step}" if step is not None else ""))
+        raise NotFoundError(f"{root}: {_none_of(step, copies, root, base, stored)}")
     return listed
+
+
+def _none_of(step: int | None, copies: list[Copy], root: Root, base: Path, stored: bool) -> str:
+    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    if copies:
+        newest = list(dict.fromkeys(str(copy.step) for copy in copies))
+        return f"{wanted}: it has {', '.join(newest[:_SHOWN])}{', ...' if len(newest) > _SHOWN else ''}"
+    return wanted + (_instead(root, base) if stored else "")
+
+
+def _instead(root: Root, base: Path) -> str:
+    what = describe(root, [info.root for job in jobs(base) if (info := _job_info(job)) is not None])
+    return f": {what}" if what else ""
+
+
+def _job_info(job: JobDir) -> Job | None:
+    """As it was written down; None where it can't be read, which another command tells of."""
+    with suppress(OSError, FormatError):
+        return job.read_job()
+    return None
+
+
+def job_of(root: Root, base: Path) -> JobDir:
+    """The job of ``root`` on this node. Raises NotFoundError when it has no memory here."""
+    job = JobDir.of(root, base)
+    if not job.path.is_dir():
+        raise NotFoundError(f"{root}: has nothing in memory on this node{_instead(root, base)}")
+    return job
 
 
 def _bytes(copy: Copy) -> int:
@@ -209,14 +249,18 @@ def job_status(job: JobDir) -> dict[str, Any]:
     return status
 
 
-def ended(root: Root) -> dict[str, Any]:
+def ended(root: Root, base: Path) -> dict[str, Any]:
     """The status of a job that has ended here, which has nothing in memory any more.
 
     Raises NotFoundError when storage has nothing of it either.
     """
-    published = open_store(root).published()
+    try:
+        published = open_store(root).published()
+    except NotADirectoryError:
+        published = []
     if not published:
-        raise NotFoundError(f"{root}: has nothing in memory on this node, and no checkpoint on storage")
+        instead = _instead(root, base)
+        raise NotFoundError(f"{root}: has nothing in memory on this node, and no checkpoint on storage{instead}")
     return {
         **{"root": str(root), "directory": None, "trainers": {}, "ranks": {}, "fault": None, "agent": None},
         **{"memory_bytes": 0, "memory_steps": [], "durable_step": published[-1].stamp.step},
