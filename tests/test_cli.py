@@ -16,6 +16,7 @@ from rekindle.agent.fault import Fault
 from rekindle.cli import main
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.status import StatusPage
+from rekindle.terminal import asks_for_json
 from tests.faults.harness import Run, finish, kill, restored, start, train, wait_for
 
 
@@ -64,7 +65,9 @@ def test_ls_lists_what_memory_holds_and_fails_while_storage_is_away(crashed: Job
     assert run("ls", root).exit_code == 0
     crashed.write_durable(2)
     result = run("ls", root, "--json")
-    assert result.exit_code == 1 and f"Error: {root}: step 2 was there, and nothing is now" in result.stderr
+    error = json.loads(result.stderr)["error"]
+    assert result.exit_code == error["exit_code"] == 1
+    assert error["message"].startswith(f"{root}: step 2 was there, and nothing is now")
     assert [(entry["step"], entry["place"]) for entry in json.loads(result.stdout)] == [(3, "memory"), (2, "memory")]
     crashed.remove_snapshots()
     result = run("ls", root)
@@ -242,6 +245,35 @@ def test_run_ends_with_what_to_do_and_the_first_fault(tmp_path: Path, memory: Pa
     assert "ended because rank 1 raised RuntimeError: a bad batch" in done.stderr
     assert verdict.strip().endswith("'rekindle ls ROOT' tells which that is.")
     assert "in torchrun" not in done.stderr and "cli.py" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "code", "message"),
+    [
+        (["ls", "nosuch"], "NotFoundError", 3, "nosuch: no checkpoint"),
+        (["ls", "ftp://host/run"], "UsageError", 2, "root 'ftp://host/run': only paths"),
+        (["ls"], "UsageError", 2, "Missing argument 'ROOT'"),
+        (["inspect", "nosuch", "many"], "UsageError", 2, "'many' is not a valid integer"),
+        (["verify", "nosuch", "--nosuch"], "UsageError", 2, "No such option"),
+        (["nosuch"], "UsageError", 2, "No such command 'nosuch'"),
+        (["status", "--watch"], "UsageError", 2, "either --watch or --json"),
+        (["export", "nosuch", "out", "--format", "tar"], "UsageError", 2, "'tar' is not one of"),
+        (["ls", "nosuch", "--memory", "/dev/null/x"], "NotADirectoryError", 1, "should be"),
+    ],
+)
+def test_errors_are_json_for_who_asks_for_json(
+    memory: Path, arguments: list[str], kind: str, code: int, message: str
+) -> None:
+    result = run(*arguments, "--json")
+    assert result.exit_code == code and result.stdout == ""
+    error = json.loads(result.stderr)["error"]
+    assert (error["type"], error["exit_code"]) == (kind, code) and message in error["message"]
+
+
+def test_what_a_script_is_given_is_not_ours(tmp_path: Path) -> None:
+    """Neither after 'run', nor after '--', is a --json said to us."""
+    assert not asks_for_json(["run", "train.py", "--json"])
+    assert not asks_for_json(["ls", "--", "--json"])
 
 
 def test_every_command_says_what_it_does() -> None:

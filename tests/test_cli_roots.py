@@ -68,7 +68,8 @@ def test_what_holds_no_checkpoints_is_told_apart(memory: Path, tmp_path: Path, c
     (empty / "model.safetensors").touch()
     assert "it is a directory of safetensors files" in told(*command, empty)
     (empty / ".metadata").touch()
-    assert f"'rekindle import {empty} ROOT STEP' makes a checkpoint of it (with --allow-pickle)" in told(*command, empty)
+    adopt = f"'rekindle import {empty} ROOT STEP' makes a checkpoint of it (with --allow-pickle)"
+    assert adopt in told(*command, empty)
     assert file.read_text() == "mine"
 
 

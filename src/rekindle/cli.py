@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console, Group
@@ -26,14 +26,26 @@ from rekindle.advice import explain
 from rekindle.agent.loop import run as run_agent
 from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
-from rekindle.errors import CorruptError, RekindleError
+from rekindle.errors import CorruptError, RekindleError, UsageError
 from rekindle.operate import Listed, copies_of, ended, job_of, job_status, jobs, look, receipts, stop, values_of
 from rekindle.patience import within
 from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import Root
 from rekindle.storage.verify import verify
-from rekindle.terminal import JSON, MEMORY, PATIENCE, ROOT, STEP, bar_of, print_json, show, table_of, to_root
+from rekindle.terminal import (
+    JSON,
+    MEMORY,
+    PATIENCE,
+    ROOT,
+    STEP,
+    asks_for_json,
+    bar_of,
+    print_json,
+    show,
+    table_of,
+    to_root,
+)
 
 __all__ = ["main"]
 
@@ -47,7 +59,11 @@ _GO_ON = "Started again, the job goes on from its newest checkpoint: 'rekindle l
 
 
 class _Group(click.Group):
-    """Turns our errors into one line on stderr and their exit code."""
+    """Turns errors into one line on stderr, JSON for who asked for it, and into their exit code."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.obj = asks_for_json(args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):  # paths and names need not be text that it can encode
@@ -55,14 +71,22 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except RekindleError as error:
-            click.echo(f"Error: {error}", err=True)
-            ctx.exit(error.exit_code)
+            self._fail(ctx, type(error).__name__, str(error), error.exit_code)
         except BrokenPipeError:  # whoever read has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
         except OSError as error:  # for one, a live job has recycled what was being looked at
-            click.echo(f"Error: {explain(error)}", err=True)
-            ctx.exit(RekindleError.exit_code)
+            self._fail(ctx, type(error).__name__, explain(error), RekindleError.exit_code)
+        except click.UsageError as error:
+            if not ctx.obj:
+                raise
+            self._fail(ctx, UsageError.__name__, error.format_message(), UsageError.exit_code)
+
+    @staticmethod
+    def _fail(ctx: click.Context, kind: str, message: str, exit_code: int) -> NoReturn:
+        error = {"type": kind, "message": message, "exit_code": exit_code}
+        click.echo(json.dumps({"error": error}) if ctx.obj else f"Error: {message}", err=True)
+        ctx.exit(exit_code)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from rich.text import Text
 from rekindle.patience import within
 from rekindle.snapshot.names import Root, root_of
 
-__all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP", "bar_of", "print_json", "show", "table_of", "to_root"]
+__all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP", "asks_for_json", "bar_of", "print_json", "show", "table_of"]
+__all__ += ["to_root"]
 
 _LINKS = 3.0
 """Seconds to follow the links in a root's path."""
@@ -38,6 +41,12 @@ ROOT = click.argument("root", callback=to_root)
 STEP = click.argument("step", type=click.IntRange(min=0), required=False)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 MEMORY = click.option("--memory", type=click.Path(path_type=Path), help="Memory store; $REKINDLE_MEMORY if unset.")
+
+
+def asks_for_json(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON, which is needed before it has been understood."""
+    ours = itertools.takewhile(lambda argument: argument != "--", arguments)
+    return bool(arguments) and arguments[0] != "run" and "--json" in ours  # of a script that is run we know nothing
 
 
 def print_json(value: Any) -> None:
