@@ -77,6 +77,7 @@ def awkward(seed: int) -> dict[str, Any]:
         big=3**400 * seed,
         odd={(1, "k"): float("-inf"), "$array": [1]},
         pair=(torch.full((3,), seed), seed),
+        image=torch.full((1, 2, 3, 4), seed).to(memory_format=torch.channels_last),
         nothing=None,
         text="\ud800" * seed,
     )
@@ -133,6 +134,7 @@ def test_out_and_back(saved: dict[str, Any], root: Path, tmp_path: Path, form: s
     restored(tmp_path / "back", fresh, 7)
     assert_equal(contents(saved), contents(fresh))
     assert fresh["model"].head.weight is fresh["model"].embedding.weight
+    assert fresh["values"].image.is_contiguous(memory_format=torch.channels_last)
     assert (random.random(), torch.rand(()).item()) == drawn, "the generators"
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith((".tmp", ".partial"))]
 
@@ -210,6 +212,8 @@ def test_a_file_for_torch_load(saved: dict[str, Any], root: Path, tmp_path: Path
         kept = saved["values"].numbers
         typed = loaded["values"]["numbers"]["$array"]
         assert typed[:2] == [kept.dtype.str, [5]], "what weights_only refuses is in its typed form"
+        assert loaded["model"]["turned"].stride() == saved["model"].turned.stride() == (1, 7)
+        assert loaded["optimizer"]["state"]["turned"]["exp_avg"].stride() == (1, 7)
         assert loaded["values"]["pair"][1] == 1 and loaded["values"]["some"] == {1}
     fresh = awkward(2)
     fresh["model"].load_state_dict(loaded["model"])

@@ -13,7 +13,7 @@ from typing import Any
 from rekindle.errors import FormatError
 from rekindle.snapshot.fields import LARGEST, number, numbers, texts
 
-__all__ = ["BLOCK", "DTYPES", "MOST_DIMENSIONS", "PAGE", "Chunk", "Layout", "blocks"]
+__all__ = ["BLOCK", "DTYPES", "MOST_DIMENSIONS", "NEGATIVE", "PAGE", "Chunk", "Layout", "blocks", "order_in"]
 
 PAGE = 4096
 """Data starts at a multiple of this many bytes, so direct I/O and page-locking need no copy."""
@@ -49,6 +49,11 @@ DTYPES: Mapping[str, tuple[str, int]] = {
 }
 """torch's name of a dtype: (code in the safetensors header, bytes per element)."""
 
+_COMPLEX = ("complex64", "complex128")
+
+NEGATIVE = ("float16", "float32", "float64", *_COMPLEX)
+"""Dtypes of which torch can make a view that negates, as the imaginary part of a conjugated view is one."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -63,6 +68,11 @@ class Chunk:
     """First byte, counted from the start of the shard's data."""
     own: bool = False
     """Whether other ranks may have other bytes by the same name: so a rank that comes back takes its own, if it can."""
+    order: tuple[int, ...] = ()
+    """Dimensions as they lay in memory, the outermost first; empty for row-major, as the stored bytes always are."""
+    conj: bool = False
+    neg: bool = False
+    """Whether the tensor was a view that conjugates, or negates; the stored bytes are what it shows."""
     nbytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +101,8 @@ class Chunk:
             "sizes": list(self.sizes),
             "range": [self.start, self.stop],
         }
-        return fields | {"own": True} if self.own else fields
+        order = {"order": list(self.order)} if self.order else {}
+        return fields | {key: True for key in ("own", "conj", "neg") if getattr(self, key)} | order
 
     @staticmethod
     def from_json(value: Any) -> Chunk:
@@ -104,7 +115,14 @@ class Chunk:
                 sizes=numbers(value["sizes"], MOST_DIMENSIONS),
                 start=number(value["range"][0]),
                 own=bool(value.get("own")),
+                order=order_in(value),
+                conj=bool(value.get("conj")),
+                neg=bool(value.get("neg")),
             )
+            if (chunk.conj and chunk.dtype not in _COMPLEX) or (chunk.neg and chunk.dtype not in NEGATIVE):
+                raise FormatError(f"tensor {chunk.name!r}: torch has no such view of a {chunk.dtype}")
+            if chunk.order and len(chunk.order) != len(chunk.global_shape):
+                raise FormatError(f"tensor {chunk.name!r}: has {len(chunk.global_shape)} dimensions, and not its order")
             if chunk.dtype not in DTYPES or chunk.stop != number(value["range"][1]) or not chunk._inside():
                 raise FormatError(f"tensor {chunk.name!r}: dtype, shape, sizes and byte range do not agree")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -114,6 +132,14 @@ class Chunk:
             what = f"tensor {name[:200]!r}" if isinstance(name, str) else "tensor table"
             raise FormatError(f"{what} is not readable: {error!r}") from error
         return chunk
+
+
+def order_in(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """The field ``order`` of a tensor's description, which old ones lack. Raises ValueError for what is no order."""
+    order = numbers(fields.get("order", []), MOST_DIMENSIONS)
+    if sorted(order) != list(range(len(order))):
+        raise ValueError(f"{list(order)} is no order of dimensions")
+    return order
 
 
 def blocks(chunk: Chunk) -> list[tuple[int, int]]:

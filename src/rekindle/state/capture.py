@@ -27,6 +27,7 @@ from rekindle.state.plan import Piece, Plan, batches
 from rekindle.state.replicas import alike, data_parallel
 from rekindle.state.rng import RngState
 from rekindle.state.share import Item, share
+from rekindle.state.strides import is_negated, order_of
 from rekindle.state.tree import Flat, describe, flatten
 from rekindle.state.watch import Watch
 from rekindle.state.zero import ZeroState, is_zero
@@ -243,8 +244,11 @@ class Capture:
     def _pieces(self, name: str, held: Held, ranks: tuple[int, ...], late: bool, own: bool) -> list[Piece]:
         own = own and self._world > 1
         return [
-            Piece(Chunk(name, held.dtype, held.shape, *box, own=own), source, held.counter, late, ranks)
-            for box, source in held.pieces
+            Piece(
+                Chunk(name, held.dtype, held.shape, *box, 0, own, order_of(part), part.is_conj(), is_negated(part)),
+                *(part, held.counter, late, ranks),
+            )
+            for box, part in held.pieces
         ]
 
     def _shared_out(self, pieces: list[Piece]) -> list[Piece]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rekindle.errors import CorruptError, StateMismatchError
+from rekindle.snapshot.layout import Chunk
 from rekindle.state.capture import RNG
 from rekindle.state.content import Contents, is_plain_optimizer
 from rekindle.state.flat import is_flat
@@ -17,6 +18,7 @@ from rekindle.state.parts import Leaf, Sharded, dtype_name, hold, is_dtensor, is
 from rekindle.state.reshard import Box, Want
 from rekindle.state.rng import RngState
 from rekindle.state.saved import Node, Saved
+from rekindle.state.strides import empty, order_of
 from rekindle.state.tree import entries
 from rekindle.state.zero import ZeroState, numbered
 
@@ -65,6 +67,8 @@ class Fit:
     def __post_init__(self) -> None:
         self.contents = Contents(dict(self.state))
         self._claims = Claims()
+        self._stored: dict[int, str] = {}
+        """By id of a live parameter: what the checkpoint calls it."""
         self._misfits: set[int] = set()
         """Ids of parameters of which the checkpoint has others by that name."""
         there = entries(self.saved.home.structure)
@@ -115,23 +119,34 @@ class Fit:
         """
         if (entry, name) in self.targets:
             return self.targets[entry, name].leaf
-        kind = self.saved.kind(name)
-        if kind is None:
+        chunk = self.saved.chunk(name)
+        if chunk is None:
             self.absent.append(name)
             return torch.empty(0)
-        dtype, shape = getattr(torch, kind[0]), kind[1]
+        shape = chunk.global_shape
         leaf: Leaf
         try:
             if is_dtensor(like) and tuple(like.shape) == shape:
-                leaf = torch.empty_like(like.detach(), dtype=dtype)
+                leaf = torch.empty_like(like.detach(), dtype=getattr(torch, chunk.dtype))
             elif is_dtensor(like) and shape and not self.saved.own(name):
-                leaf = replicated(torch.empty(shape, dtype=dtype, device=memory(like).device), like)
+                leaf = replicated(empty(chunk, chunk.order, memory(like).device), like)
             else:
-                leaf = torch.empty(shape, dtype=dtype)
+                leaf = empty(chunk, self._order(chunk, like))
         except (RuntimeError, TypeError) as error:
-            raise CorruptError(f"{name}: there is no room for a {kind[0]}{list(shape)}") from error
+            raise CorruptError(f"{name}: there is no room for a {chunk.dtype}{list(shape)}") from error
         self._target(entry, name, leaf, False)
         return leaf
+
+    def _order(self, chunk: Chunk, like: Leaf | None) -> tuple[int, ...]:
+        """In memory: the saved one; but what lay as its parameter did lies as the parameter does now.
+
+        Kernels that walk through memory, as those of fused optimizers, would else pair wrong elements.
+        """
+        if isinstance(like, torch.Tensor) and like.shape == chunk.global_shape:
+            parameter = self.saved.chunk(self._stored.get(id(like), ""))
+            if parameter is not None and parameter.order == chunk.order:
+                return order_of(like)
+        return chunk.order
 
     # -- modules ------------------------------------------------------------------------------------------------
 
@@ -155,6 +170,7 @@ class Fit:
             return
         if parameter:
             self.parameters.add(stored)
+            self._stored[id(leaf)] = stored
         self._into(name, f"{name}.{key}", stored, leaf)
 
     def _into(self, entry: str, path: str, stored: str, leaf: Leaf) -> None:

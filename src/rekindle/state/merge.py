@@ -37,6 +37,8 @@ class Whole:
     shape: tuple[int, ...]
     own: bool
     """Whether each rank has one of its own; the parts are then the lowest rank's."""
+    order: tuple[int, ...] = ()
+    """Its dimensions as they lay in memory, the outermost first; empty for row-major."""
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -77,7 +79,8 @@ def _tensors(receipts: Sequence[Receipt]) -> dict[str, Whole]:
     tensors: dict[str, Whole] = {}
     for number, receipt in enumerate(receipts):
         for index, chunk in enumerate(receipt.layout.chunks):
-            whole = tensors.setdefault(chunk.name, Whole(chunk.name, chunk.dtype, chunk.global_shape, chunk.own))
+            first = Whole(chunk.name, chunk.dtype, chunk.global_shape, chunk.own, chunk.order)
+            whole = tensors.setdefault(chunk.name, first)
             if (whole.own or chunk.own) and whole.parts and whole.parts[0].receipt != number:
                 continue
             if (whole.dtype, whole.shape) != (chunk.dtype, chunk.global_shape):

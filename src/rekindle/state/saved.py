@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from rekindle.errors import FormatError
 from rekindle.snapshot.documents import Receipt
+from rekindle.snapshot.layout import Chunk
 from rekindle.state.codec import decode
 from rekindle.state.tree import entries
 
@@ -25,7 +26,7 @@ class Saved:
 
     def __init__(self, home: Receipt) -> None:
         self.receipts: list[Receipt] = []
-        self._kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._chunks: dict[str, Chunk] = {}
         self._own: set[str] = set()
         self.conflicts: list[str] = []
         """What ranks say differently of one tensor."""
@@ -40,12 +41,11 @@ class Saved:
     def add(self, receipt: Receipt) -> None:
         self.receipts.append(receipt)
         for chunk in receipt.layout.chunks:
-            kind = (chunk.dtype, chunk.global_shape)
-            known = self._kinds.setdefault(chunk.name, kind)
-            if known != kind and not chunk.own:
+            known = self._chunks.setdefault(chunk.name, chunk)
+            if (known.dtype, known.global_shape) != (chunk.dtype, chunk.global_shape) and not chunk.own:
                 self.conflicts.append(
-                    f"{chunk.name} is {kind[0]}{list(kind[1])} on rank {receipt.stamp.rank} and "
-                    f"{known[0]}{list(known[1])} on another"
+                    f"{chunk.name} is {chunk.dtype}{list(chunk.global_shape)} on rank {receipt.stamp.rank} and "
+                    f"{known.dtype}{list(known.global_shape)} on another"
                 )
             if chunk.own:
                 self._own.add(chunk.name)
@@ -55,7 +55,12 @@ class Saved:
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """dtype and shape of a tensor; None while no receipt with a part of it has been added."""
-        return self._kinds.get(name)
+        chunk = self._chunks.get(name)
+        return (chunk.dtype, chunk.global_shape) if chunk is not None else None
+
+    def chunk(self, name: str) -> Chunk | None:
+        """A part of a tensor, the first that was found, which tells how all of it lay in memory."""
+        return self._chunks.get(name)
 
     def own(self, name: str) -> bool:
         """Whether each rank had one of its own."""

@@ -14,9 +14,10 @@ from rekindle.errors import CorruptError, FormatError, UsageError
 from rekindle.snapshot.boxes import tensors_in
 from rekindle.snapshot.documents import CHECKSUM, checksum, parse, read, seal
 from rekindle.snapshot.fields import check_structure, check_values, numbers, texts
-from rekindle.snapshot.layout import BLOCK, DTYPES, MOST_DIMENSIONS
+from rekindle.snapshot.layout import BLOCK, DTYPES, MOST_DIMENSIONS, order_in
 from rekindle.snapshot.lineage import Stamp
 from rekindle.state.codec import has_pickle
+from rekindle.state.strides import reorder
 from rekindle.state.tree import assemble
 from rekindle.transfer.shards import Shards
 from rekindle.transfer.staging import put
@@ -39,13 +40,18 @@ class Noted:
     shape: list[int]
     checksums: list[str]
     """One for each started block, as in a receipt."""
+    order: list[int]
+    """As in a receipt; empty where the tensor was row-major."""
 
 
 def _noted(value: Any) -> Noted:
     key, name, dtype = texts([value["key"], value["name"], value["dtype"]])
     if dtype not in DTYPES:
         raise ValueError(f"dtype of {key[:200]!r}")
-    return Noted(key, name, dtype, list(numbers(value["shape"], MOST_DIMENSIONS)), texts(value["checksums"]))
+    shape, order = list(numbers(value["shape"], MOST_DIMENSIONS)), list(order_in(value))
+    if order and len(order) != len(shape):
+        raise ValueError(f"order of {key[:200]!r}")
+    return Noted(key, name, dtype, shape, texts(value["checksums"]), order)
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Note:
         for key, name, whole in shards.items:
             data = places[key]
             sums = [checksum(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-            tensors.append(Noted(key, name, whole.dtype, list(whole.shape), sums))
+            tensors.append(Noted(key, name, whole.dtype, list(whole.shape), sums, list(whole.order)))
         return Note(shards.structure, shards.values, tensors, path)
 
     def write(self, stamp: Stamp) -> None:
@@ -114,7 +120,7 @@ class Note:
             tensor = tensor.view(dtype).squeeze(-1) if tensor.numel() else torch.empty(entry.shape, dtype=dtype)
         if tensor.dtype != dtype or list(tensor.shape) != entry.shape:
             raise CorruptError(f"{self.path}: {entry.key!r} has another dtype or shape. {self._advice}")
-        return tensor
+        return reorder(tensor.clone(), entry.order) if entry.order else tensor
 
     def compare(self, sums: Mapping[str, list[str]]) -> None:
         """Raise CorruptError unless the tensors of these names have the checksums that were noted."""

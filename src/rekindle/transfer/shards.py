@@ -18,6 +18,7 @@ from rekindle.snapshot.pieces import Nowhere, Reader, pour
 from rekindle.snapshot.shard import OpenShard
 from rekindle.state.merge import Merged, Whole, leaves, merge, part
 from rekindle.state.reshard import Box, Have, Want, plan, runs
+from rekindle.state.strides import SAME_SIZE
 from rekindle.state.tree import entries
 from rekindle.storage.catalog import STORAGE, Copy
 from rekindle.storage.verify import check_manifest
@@ -27,8 +28,6 @@ __all__ = ["Item", "Shards", "nbytes"]
 
 _BATCH = 64 << 20
 """Bytes of boxes that are put aside before they are copied row by row to where they belong."""
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Types to copy elements by: torch can't copy all of its own."""
 
 
 class Item(NamedTuple):
@@ -248,7 +247,7 @@ def _batches(indices: Iterable[int], sizes: list[int]) -> Iterator[list[int]]:
 
 def _copy(box: Box, chunk: Chunk, source: memoryview, whole: Whole, target: memoryview) -> None:
     """Copy what ``box`` covers of a tensor from a chunk of it to all of it."""
-    kind = _SAME_SIZE[DTYPES[chunk.dtype][1]]
+    kind = SAME_SIZE[DTYPES[chunk.dtype][1]]
     there, here = view(target, kind, whole.shape), view(source, kind, chunk.sizes)
     for d, (at, size, first) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
         there, here = there.narrow(d, at, size), here.narrow(d, at - first, size)

@@ -14,6 +14,7 @@ import torch
 
 from rekindle.errors import CorruptError, UnsupportedValueError, UsageError
 from rekindle.state.codec import decode, encode, has_pickle, is_typed
+from rekindle.state.strides import reorder
 from rekindle.state.tree import assemble
 from rekindle.storage import system
 from rekindle.transfer.progress import Progress
@@ -54,6 +55,8 @@ def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> N
         )
     progress.begin(shards.reads + shards.nbytes)
     tensors, _ = shards.gather(path.parent, progress.advance)
+    for item in shards.items:
+        tensors[item.name] = reorder(tensors[item.name], item.whole.order)
     tree = assemble(shards.structure, values, tensors.__getitem__, False)
     fd = system.create(path)
     try:
