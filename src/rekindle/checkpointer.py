@@ -24,7 +24,7 @@ from rekindle.listing import Checkpoint, list_checkpoints
 from rekindle.metrics import Metrics
 from rekindle.recovery.group import this_group
 from rekindle.recovery.guard import Guard, Hooks
-from rekindle.recovery.meet import meet, share_out
+from rekindle.recovery.meet import meet, refuse_missing, share_out
 from rekindle.recovery.notice import Notice
 from rekindle.recovery.restore import restore
 from rekindle.saves import Saves
@@ -37,6 +37,7 @@ from rekindle.snapshot.slots import Slots
 from rekindle.state.capture import Capture
 from rekindle.state.device import page_lock
 from rekindle.state.fence import Fence
+from rekindle.state.updates import Updates
 from rekindle.storage.pace import rate
 from rekindle.storage.stores import open_store
 
@@ -76,6 +77,8 @@ class Checkpointer:
         Save the random generators of Python, NumPy, torch and its devices too.
     allow_pickle
         Pickle values that the format has no type for, instead of refusing them. Loading them must be allowed again.
+    allow_missing
+        Go on though an optimizer in ``state`` trains parameters that nothing in ``state`` holds. They are not saved.
     strict
         Raise when a save fails, or when the memory store can't be used, instead of warning and falling back.
     memory
@@ -89,8 +92,8 @@ class Checkpointer:
         Seconds in which an agent that is gone, or memory that takes no more saves, gets three more chances; then it is
         done without, and tried now and then. Saves that memory doesn't take go straight to storage from the first on.
 
-    Raises UsageError for arguments that make no sense, BusyError when another process trains this rank,
-    UnsupportedValueError when the state holds something that can't be saved.
+    Raises UsageError for arguments that make no sense and for parameters that are trained and not saved, BusyError
+    when another process trains this rank, UnsupportedValueError when the state holds something that can't be saved.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Checkpointer:
         overlap: bool | Literal["verify"] = True,
         rng: bool = True,
         allow_pickle: bool = False,
+        allow_missing: bool = False,
         strict: bool = False,
         memory: str | os.PathLike[str] | None = None,
         memory_limit: int | None = None,
@@ -131,13 +135,20 @@ class Checkpointer:
         self._overlap = overlap
         self._fence = Fence(self._capture.state, self._saves.hold)
         self._capture.overlap(self._fence)
+        self._updates = Updates(self._capture.state, self._fence)
         self._base: Stamp | None = None
         """What this run went on from."""
         self._begun = self._closed = self._ended = False
         self._group = this_group()
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
         settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap}
-        size = partial(share_out, self._group, self._capture)
+        settings |= {"allow_missing": allow_missing}
+
+        def size(mates: list[int]) -> int:
+            if not allow_missing:
+                refuse_missing(self._group, self._capture.state)
+            return share_out(self._group, self._capture, mates)
+
         self._meeting = meet(self._group, self._job, self.root, size, memory_limit, settings)
         self._incarnation = self._meeting.incarnation
         self._saves.lock = self._meeting.lock
@@ -213,6 +224,7 @@ class Checkpointer:
             self._base = Stamp(at, self._group.rank, self._group.world, done.incarnation)
         self._incarnation = replace(self._incarnation, parent=parent, parent_step=at)
         self._saves.restored = self._saves.reached = at
+        self._updates.begin()
         self.metrics.restored_step, self.metrics.restored_from, self.metrics.restore_seconds = at, place, seconds
         return at
 
@@ -341,6 +353,13 @@ class Checkpointer:
             raise UsageError(f"step {n} after step {self._saves.newest.step}: steps must grow")
         if self._saves.newest is None and self._base is not None and n < self._base.step:
             raise UsageError(f"step {n} after restoring step {self._base.step}: steps must grow")
+        if n == self._saves.restored and self._updates.made():
+            before = f"step {n} was restored" if self._base is not None else "training began at step 0"
+            raise UsageError(
+                f"step {n} after an update: {before}, and the state is that of step {n + 1} by now. A step is a number "
+                "of completed updates: loop by 'for step in range(start + 1, total + 1)', where start is what "
+                "restore() returned"
+            )
         if not self._begun and self._meeting.found:
             raise UsageError(
                 f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,11 @@ from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import Root
 from rekindle.state.capture import Capture
+from rekindle.state.missing import describe_missing
 from rekindle.storage.contract import Store
 from rekindle.storage.stores import open_store
 
-__all__ = ["Meeting", "meet", "share_out"]
+__all__ = ["Meeting", "meet", "refuse_missing", "share_out"]
 
 log = logging.getLogger("rekindle")
 
@@ -114,6 +115,20 @@ def _warn_of_weakness(store: Store) -> None:
         weakness = f"{store.root}: nothing can be written there: {error.strerror or error}"
     if weakness:
         log.warning("%s", weakness)
+
+
+def refuse_missing(group: Alone | Group, state: Mapping[str, Any]) -> None:
+    """Raise UsageError, on all ranks, when an optimizer of any rank trains what nothing in the state holds.
+
+    A collective.
+    """
+    for rank, missing in enumerate(group.gather(describe_missing(state))):
+        if missing:
+            where = f"rank {rank}: " if group.world > 1 else ""
+            raise UsageError(
+                f"{where}parameters are trained and not saved, so that a restart would lose them: {missing}. Put the "
+                "module that has them into `state`, or allow it with Checkpointer(..., allow_missing=True)"
+            )
 
 
 def share_out(group: Alone | Group, capture: Capture, mates: list[int]) -> int:

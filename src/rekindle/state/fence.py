@@ -27,6 +27,8 @@ class Fence:
     def __init__(self, state: Mapping[str, Any], wait: Callable[[], None]) -> None:
         self._state, self._wait = state, weakref.WeakMethod(wait)
         self._by_hand = self._changed = False
+        self.updates = 0
+        """Updates that were announced."""
         self._hooks: dict[int, RemovableHandle] = {}
         for entry in state.values():
             optimizer = _optimizer(entry)
@@ -40,6 +42,7 @@ class Fence:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             self._captured(optimizer)
             return
+        self.updates += 1
         wait = self._wait()
         if wait is not None:
             wait()
@@ -55,9 +58,15 @@ class Fence:
                 )
 
     def by_hand(self) -> None:
-        """``updating()`` has been used: from now on it stands before every update that no hook announces."""
+        """``updating()`` is used: from now on it stands before every update that no hook announces."""
+        self.updates += 1
         self._changed |= not self._by_hand
         self._by_hand = True
+
+    @property
+    def hooked(self) -> bool:
+        """Whether any optimizer announces its updates by itself."""
+        return bool(self._hooks)
 
     def changed(self) -> bool:
         """Whether ``lasting`` may have another answer than at the last look."""
