@@ -10,25 +10,10 @@ from click.testing import CliRunner
 
 import rekindle
 from rekindle.cli import main
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import Job, JobDir, memory_base
 from rekindle.snapshot.names import step_dir
-from rekindle.storage.posix import PosixStore
-from rekindle.testing import make_shard
+from tests.stored import job_in, save
 
-START = Incarnation(1, "11" * 8)
 COMMANDS = [["ls"], ["inspect"], ["verify"], ["status"], ["stop"]]
-
-
-def save(root: Path, step: int, published: bool = True) -> Path:
-    """A checkpoint of one rank on storage. Gives its directory."""
-    stamp = Stamp(step, 0, 1, START)
-    receipt, shard = make_shard(stamp, {"a": b"12345678"})
-    store = PosixStore(root)
-    store.write_shard(receipt, memoryview(shard), lambda _: None)
-    if published:
-        assert store.publish(stamp)
-    return root / step_dir(step)
 
 
 def told(*arguments: object, code: int = rekindle.NotFoundError.exit_code) -> str:
@@ -92,10 +77,8 @@ def test_a_parent_of_runs_lists_the_roots_below_it(memory: Path, tmp_path: Path)
         save(one, 1)
     save(runs / "1" / "2" / "3" / "4" / "too deep", 1)
     (runs / "loop").symlink_to(runs)
-    live, damaged = (JobDir.of(runs / name, memory_base(memory)) for name in ("live", "damaged"))
-    for job in (live, damaged):
-        job.create()
-    live.write_job(Job(str(runs / "live"), [0], 1, 2, None, 900.0))
+    job_in(memory, runs / "live")
+    damaged = job_in(memory, runs / "damaged")
     (damaged.path / "job.json").write_text("{")  # can't be read, so it keeps nobody from the others
     found.append(runs / "live")
     text = told("ls", runs)

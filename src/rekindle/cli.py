@@ -41,6 +41,7 @@ from rekindle.terminal import (
     STEP,
     asks_for_json,
     bar_of,
+    local_time,
     print_json,
     show,
     table_of,
@@ -119,17 +120,18 @@ def ls(root: Root, as_json: bool, memory: Path | None) -> None:
 
 
 def _copies_table(listed: list[Listed]) -> Table:
-    table = table_of("step", "where", "condition", "ranks", "size", "generation", "continued from")
+    table = table_of("step", "saved", "where", "condition", "ranks", "size", "start")
     for entry in listed:
         copy = entry.copy
+        parent = f"step {copy.incarnation.parent_step}" if copy.incarnation.parent else "scratch"
         table.add_row(
             str(copy.step),
+            local_time(entry.saved_at),
             copy.place,
             entry.condition,
             f"{len(copy.ranks)} of {copy.world}",
             decimal(entry.nbytes),
-            str(copy.incarnation.generation),
-            f"step {copy.incarnation.parent_step}" if copy.incarnation.parent else "scratch",
+            f"{copy.incarnation.generation}, from {parent}",
         )
     return table
 
@@ -272,11 +274,7 @@ def _problems(found: list[dict[str, Any]]) -> list[str]:
 
 def _faults(found: list[dict[str, Any]]) -> list[str]:
     with_fault = [one for one in found if one["fault"]]
-    stamp = "%Y-%m-%d %H:%M:%S"
-    return [
-        f"{_name(one)}: last fault: {time.strftime(stamp, time.localtime(one['fault']['at']))} {one['fault']['what']}"
-        for one in with_fault
-    ]
+    return [f"{_name(one)}: last fault: {local_time(one['fault']['at'])} {one['fault']['what']}" for one in with_fault]
 
 
 def _jobs_table(found: list[dict[str, Any]]) -> Table:

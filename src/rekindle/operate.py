@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import time
@@ -50,6 +51,8 @@ class Listed:
     condition: str
     """``complete``, ``incomplete`` (a rank of this node lacks it), ``abandoned`` (the job went on from before it) or
     ``damaged`` (its manifest can't be read)."""
+    saved_at: float | None = None
+    """When it was saved into memory, or became durable, in seconds since 1970; None where that is not known."""
 
     def to_json(self) -> dict[str, Any]:
         copy = self.copy
@@ -57,6 +60,7 @@ class Listed:
             "step": copy.step,
             "place": copy.place,
             "condition": self.condition,
+            "saved_at": None if self.saved_at is None else _iso(self.saved_at),
             "generation": copy.incarnation.generation,
             "incarnation": copy.incarnation.id,
             "continued_from": copy.incarnation.parent_step if copy.incarnation.parent else None,
@@ -106,6 +110,7 @@ def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = Tr
         raise NotFoundError(f"{root}: no checkpoint{_instead(root, base)}") from error
     copies = copies_in(job, contents)
     seen = {copy.incarnation for copy in copies}
+    when = {entry.stamp.key: entry.saved_at for entry in contents.published} if contents is not None else {}
     listed = []
     for copy in copies:
         if step is not None and copy.step != step:
@@ -114,7 +119,8 @@ def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = Tr
         condition = "complete" if copy.place != MEMORY or copy.ranks.issuperset(local) else "incomplete"
         if retired(copy.step, copy.incarnation, seen):
             condition = "abandoned"
-        listed.append(Listed(copy, _bytes(copy), condition))
+        saved_at = when.get(copy.key) if copy.place == STORAGE else _saved_at(copy)
+        listed.append(Listed(copy, _bytes(copy), condition, saved_at))
     for number, files in contents.damaged if contents is not None else ():
         if step is None or number == step:
             listed.append(Listed(Copy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged"))
@@ -159,6 +165,19 @@ def _bytes(copy: Copy) -> int:
         except OSError:
             continue
     return total
+
+
+def _saved_at(copy: Copy) -> float | None:
+    """When the last rank's part came into memory: receipts are written once."""
+    names = [copy.files.named(receipt_name(rank, copy.world)) for rank in copy.ranks]
+    try:
+        return max(os.stat(name).st_mtime for name in names)
+    except OSError:  # a newer step has just taken its place
+        return None
+
+
+def _iso(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def receipts(copy: Copy) -> Iterator[Receipt]:

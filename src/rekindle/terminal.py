@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from rich.text import Text
 from rekindle.patience import within
 from rekindle.snapshot.names import Root, root_of
 
-__all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP", "asks_for_json", "bar_of", "print_json", "show", "table_of"]
-__all__ += ["to_root"]
+__all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP"]
+__all__ += ["asks_for_json", "bar_of", "local_time", "print_json", "show", "table_of", "to_root"]
 
 _LINKS = 3.0
 """Seconds to follow the links in a root's path."""
@@ -51,6 +52,11 @@ def asks_for_json(arguments: Sequence[str]) -> bool:
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
+
+
+def local_time(seconds: float | None) -> str:
+    """A moment, in seconds since 1970, by this machine's clock and time zone; a dash for None."""
+    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 class _Table(Table):

@@ -27,6 +27,8 @@ class Published:
 
     stamp: Stamp
     files: Files
+    saved_at: float | None = None
+    """When it became durable, in seconds since 1970; None where its manifest doesn't say."""
 
 
 @dataclass(frozen=True)

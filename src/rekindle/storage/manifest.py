@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rekindle.errors import CorruptError, FormatError
 from rekindle.snapshot.boxes import lacking
@@ -14,7 +14,19 @@ from rekindle.snapshot.documents import Receipt, checksum, parse, seal
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.names import MANIFEST_KIND, receipt_name, shard_name
 
-__all__ = ["manifest", "stamp_in"]
+__all__ = ["Head", "head_of", "manifest"]
+
+
+_LAST_SECOND = 1 << 37
+"""In the year 6325: what every calendar function can still show."""
+
+
+class Head(NamedTuple):
+    """What a listing needs of a manifest."""
+
+    stamp: Stamp
+    saved_at: float | None
+    """When it was written, in seconds since 1970 by the clock of the node that did; None where it doesn't say."""
 
 
 def manifest(receipts: Sequence[Receipt], stamp: Stamp) -> bytes:
@@ -34,17 +46,26 @@ def manifest(receipts: Sequence[Receipt], stamp: Stamp) -> bytes:
     return seal(Stamp(stamp.step, 0, stamp.world, stamp.incarnation), MANIFEST_KIND, text)
 
 
-def stamp_in(data: bytes, where: str | os.PathLike[str]) -> Stamp:
-    """The stamp of a manifest. Raises FormatError when it is damaged, or makes no sense."""
+def head_of(data: bytes, where: str | os.PathLike[str]) -> Head:
+    """The head of a manifest. Raises FormatError when it is damaged, or makes no sense."""
     fields = parse(data, MANIFEST_KIND, where)
     try:
         stamp = Stamp.from_json(fields["stamp"])
         # Nobody may be made to count to a number of ranks that the manifest doesn't itself spell out.
         if len(fields["shards"]) == stamp.world:
-            return stamp
+            return Head(stamp, _seconds(fields.get("saved_at")))
     except (KeyError, TypeError):
         pass
     raise FormatError(f"{os.fspath(where)}: is no manifest of a checkpoint")
+
+
+def _seconds(text: object) -> float | None:
+    """Since 1970; nothing of a checkpoint depends on it, so what makes no sense is no reason to refuse one."""
+    try:
+        seconds = datetime.datetime.fromisoformat(str(text)).timestamp()
+    except (ValueError, OverflowError):
+        return None
+    return seconds if 0 <= seconds < _LAST_SECOND else None
 
 
 def _entry(receipt: Receipt) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.bucket import Bucket, Object
 from rekindle.storage.contract import Contents, Published, Store, unread
 from rekindle.storage.copy import verified
-from rekindle.storage.manifest import manifest, stamp_in
+from rekindle.storage.manifest import Head, head_of, manifest
 from rekindle.storage.pace import Budget
 from rekindle.storage.uploads import abort, unfinished
 
@@ -89,12 +89,16 @@ class _Objects(Files):
 
 @dataclass(frozen=True)
 class _Manifest:
-    """What ``step-N.json`` is at the moment. ``stamp`` is None when it makes no sense, or there is an ``error``."""
+    """What ``step-N.json`` is at the moment. ``head`` is None when it makes no sense, or there is an ``error``."""
 
     object: Object
     step: int
-    stamp: Stamp | None
+    head: Head | None
     error: OSError | None = None
+
+    @property
+    def stamp(self) -> Stamp | None:
+        return None if self.head is None else self.head.stamp
 
 
 class ObjectStore(Store):
@@ -105,7 +109,7 @@ class ObjectStore(Store):
     def __init__(self, root: str) -> None:
         self.root: str = root
         self.bucket = Bucket(root)
-        self._known: dict[tuple[str, str | None], Stamp | None] = {}
+        self._known: dict[tuple[str, str | None], Head | None] = {}
         """By name and tag. Replaced as a whole, for threads."""
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -113,7 +117,11 @@ class ObjectStore(Store):
     def contents(self) -> Contents:
         manifests = self._manifests()
         return Contents(
-            [Published(m.stamp, self._files(m.stamp)) for m in manifests if m.stamp is not None],
+            [
+                Published(m.head.stamp, self._files(m.head.stamp), m.head.saved_at)
+                for m in manifests
+                if m.head is not None
+            ],
             [(m.step, _Objects(self.bucket, m.step, m.object.name)) for m in manifests if m.stamp is None],
             [unread(m.step, f"{self.root}/{m.object.name}", m.error) for m in manifests if m.error is not None],
         )
@@ -135,7 +143,7 @@ class ObjectStore(Store):
         if errors and all(m.stamp is None for m in found):
             raise errors[0]
         read = [m for m in found if m.error is None and m.object.etag is not None]
-        self._known = {(m.object.name, m.object.etag): m.stamp for m in read}
+        self._known = {(m.object.name, m.object.etag): m.head for m in read}
         return sorted(found, key=lambda m: m.step)
 
     def _try(self, listed: Object) -> _Manifest | None:
@@ -154,11 +162,11 @@ class ObjectStore(Store):
         except FileNotFoundError:
             return None
         try:
-            stamp = stamp_in(data, name)
-            sound = stamp.step == _step(name) and _SHARDS.match(_directory(stamp))
+            head = head_of(data, name)
+            sound = head.stamp.step == _step(name) and _SHARDS.match(_directory(head.stamp))
         except FormatError:
             sound = None
-        return _Manifest(found, _step(name), stamp if sound else None)
+        return _Manifest(found, _step(name), head if sound else None)
 
     # -- writing ------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from rekindle.snapshot.names import MANIFEST, STEP_DIR, receipt_name, shard_name
 from rekindle.storage import system
 from rekindle.storage.contract import Contents, Published, Store, unread
 from rekindle.storage.copy import copy_shard
-from rekindle.storage.manifest import manifest, stamp_in
+from rekindle.storage.manifest import Head, head_of, manifest
 from rekindle.storage.pace import Budget
 from rekindle.storage.uncached import UncachedFile
 
@@ -34,9 +34,13 @@ __all__ = ["PosixStore"]
 class _Durable(NamedTuple):
     """``kind`` is None once it has its proper name."""
 
-    stamp: Stamp
+    head: Head
     path: Path
     kind: str | None
+
+    @property
+    def stamp(self) -> Stamp:
+        return self.head.stamp
 
 
 class _Found(NamedTuple):
@@ -69,7 +73,7 @@ class PosixStore(Store):
     def contents(self) -> Contents:
         durable, damaged, refused = self._look()
         return Contents(
-            [Published(entry.stamp, Directory(entry.path)) for entry in durable],
+            [Published(entry.stamp, Directory(entry.path), entry.head.saved_at) for entry in durable],
             [(step, Directory(path)) for step, path in damaged + [(step, path) for step, path, _ in refused]],
             [unread(step, str(path / MANIFEST), error) for step, path, error in refused],
         )
@@ -78,9 +82,9 @@ class PosixStore(Store):
         found = _Found([], [], [])
         for path, step, _, kind in self._directories():
             try:
-                stamp = self._stamp(path)
-                if stamp is not None:
-                    found.durable.append(_Durable(stamp, path, kind))
+                head = self._head(path)
+                if head is not None:
+                    found.durable.append(_Durable(head, path, kind))
                 elif (path / MANIFEST).exists():
                     found.damaged.append((step, path))
             except OSError as error:
@@ -91,17 +95,21 @@ class PosixStore(Store):
         return found
 
     @staticmethod
-    def _stamp(path: Path) -> Stamp | None:
-        """The stamp of a sound manifest. A link to a directory elsewhere is no checkpoint of this root.
+    def _head(path: Path) -> Head | None:
+        """The head of a sound manifest. A link to a directory elsewhere is no checkpoint of this root.
 
         Raises OSError where there may be one, and it can't be read.
         """
         if path.is_symlink():
             return None
         try:
-            return stamp_in(read(path / MANIFEST), path / MANIFEST)
+            return head_of(read(path / MANIFEST), path / MANIFEST)
         except (FileNotFoundError, NotADirectoryError, FormatError):
             return None
+
+    def _stamp(self, path: Path) -> Stamp | None:
+        head = self._head(path)
+        return None if head is None else head.stamp
 
     # -- writing ------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -42,6 +43,8 @@ FIRST = Incarnation(1, "11" * 8)
 SECOND = Incarnation(2, "22" * 8, FIRST.id, 4)
 RIVAL = Incarnation(2, "33" * 8, FIRST.id, 4)
 _KILLED = -9
+_CLOCK = 3600.0
+"""Seconds that a test may take, and a clock be wrong."""
 
 _SAVE = "import sys; from rekindle.testing.contract import save_and_tidy; save_and_tidy(*sys.argv[1:])"
 
@@ -162,6 +165,7 @@ class StoreContract:
         assert self.steps() == [3, 12, 100, 9999999999]
         assert self.open().find(100) is not None and self.open().find(4) is None
         assert self.open().find(100, SECOND) is None
+        assert all(abs(time.time() - (one.saved_at or 0)) < _CLOCK for one in self.open().published())
 
     def test_damaged_bytes_are_not_stored_and_can_be_sent_again(self) -> None:
         store, stamp = self.open(), Stamp(1, 0, 1, FIRST)

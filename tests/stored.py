@@ -1,0 +1,42 @@
+"""Checkpoints made by hand, on storage and in memory, for tests that need no trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.memory import Job, JobDir, memory_base
+from rekindle.snapshot.names import step_dir
+from rekindle.snapshot.slots import Slots
+from rekindle.storage.posix import PosixStore
+from rekindle.testing import make_shard
+from tests.conftest import commit
+
+START = Incarnation(1, "11" * 8)
+
+
+def save(root: Path, step: int, published: bool = True, nbytes: int = 8) -> Path:
+    """A checkpoint of one rank on storage. Gives its directory."""
+    stamp = Stamp(step, 0, 1, START)
+    receipt, shard = make_shard(stamp, {"a": bytes(nbytes)})
+    store = PosixStore(root)
+    store.write_shard(receipt, memoryview(shard), lambda _: None)
+    if published:
+        assert store.publish(stamp)
+    return root / step_dir(step)
+
+
+def job_in(memory: Path, root: Path, world: int = 1, drain_limit: int | None = None) -> JobDir:
+    """A job that has memory on this node, as its trainers left it when they died."""
+    job = JobDir.of(root, memory_base(memory))
+    job.create()
+    job.write_job(Job(str(root), list(range(world)), world, 2, None, 900.0, drain_limit))
+    return job
+
+
+def remember(job: JobDir, step: int, rank: int = 0, world: int = 1, nbytes: int = 8) -> Path:
+    """One rank's snapshot in memory. Gives its receipt."""
+    stamp = Stamp(step, rank, world, START, True)
+    receipt, shard = make_shard(stamp, {"a": bytes(nbytes)})
+    commit(Slots(job, rank, world, list(range(world))), receipt, shard)
+    return next(path for found, path in job.stamps() if (found.step, found.rank) == (step, rank))
