@@ -39,6 +39,7 @@ LAYERS = {
     "drill": 8,
     "terminal": 5,
     "cli_transfer": 10,
+    "cli_status": 10,
     "integrations": 10,
     "cli": 11,
     "__main__": 12,

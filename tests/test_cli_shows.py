@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner
 
+from rekindle.agent.fault import Fault
 from rekindle.cli import main
+from rekindle.snapshot.status import StatusPage
 from tests.stored import job_in, remember, save
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal(NamedTuple):
+    """What a command said at a terminal of its own, colours and cursor left out."""
+
+    code: int
+    text: str
+
+
+def at_terminal(*arguments: object, columns: int = 80) -> Terminal:
+    """Runs a command whose stdout and stderr are one terminal of ``columns``, for a minute at most."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = [sys.executable, "-m", "rekindle", *map(str, arguments)]
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**env, "TERM": "xterm"})
+    os.close(theirs)
+    ends = threading.Timer(60, process.kill)
+    ends.start()
+    said = b""
+    with suppress(OSError):  # EIO: the command has closed its end
+        while data := os.read(ours, 1 << 16):
+            said += data
+    os.close(ours)
+    code = process.wait()
+    ends.cancel()
+    return Terminal(code, _CONTROL.sub("", said.decode()))
 
 
 @pytest.fixture
@@ -38,3 +78,26 @@ def test_ls_tells_when_each_copy_was_saved(root: Path, memory: Path, two_hours_e
     table = CliRunner().invoke(main, ["ls", str(root)]).stdout
     assert "2023-11-15 00:13:20" in table
     assert time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at["storage"])) in table
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_status_fits_the_terminal(tmp_path: Path, memory: Path, columns: int) -> None:
+    """A long root, many ranks, a fault: no line is too long, no number is cut, and the root can be put together."""
+    root = tmp_path / "a project with a long name" / ("b" * 60) / "run-17"
+    job = job_in(memory, root, world=8)
+    locks = [job.lock_rank(rank, 5.0) for rank in range(8)]
+    kept = [StatusPage(job.status_page(rank), 1) for rank in range(8)]  # closed when the test ends
+    kept[0].step, kept[0].snapshot, kept[0].longest = 1234567, 1234566, 12.5
+    kept[0].note, kept[0].paused = b"evaluation of the whole set", True
+    kept[0].write()
+    job.fault.write_text(json.dumps(Fault("exit", 7, 1, 1234, f"rank 7 ended: {'words ' * 30}").to_json()))
+    remember(job, 1234566, rank=0, world=8)
+    said = at_terminal("status", columns=columns)
+    table, error = said.text.replace("\r", "").split("Error: ")  # an error is one line, which the terminal folds
+    assert max(map(len, table.splitlines())) <= columns, table
+    assert "".join(str(root).split()) in "".join(table.split()), table
+    words = table.split()
+    assert {f"7:{os.getpid()}", "1234567", "1234566", "trainers", "evaluation"} <= set(words), table
+    assert words.count("words") == 30 and error.startswith(f"{root}: no agent")
+    for lock in locks:
+        lock.release()

@@ -10,24 +10,21 @@ import json
 import logging
 import os
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-from rich.console import Console, Group
 from rich.filesize import decimal
-from rich.live import Live
 from rich.progress import Progress
 from rich.table import Table
 
 from rekindle.advice import explain
 from rekindle.agent.loop import run as run_agent
+from rekindle.cli_status import ended_job, status_command
 from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
 from rekindle.errors import CorruptError, RekindleError, UsageError
-from rekindle.operate import Listed, copies_of, ended, job_of, job_status, jobs, look, receipts, stop, values_of
+from rekindle.operate import Listed, copies_of, job_of, jobs, look, receipts, stop, values_of
 from rekindle.patience import within
 from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.memory import JobDir, memory_base
@@ -50,7 +47,6 @@ from rekindle.terminal import (
 
 __all__ = ["main"]
 
-_WATCH_EVERY = 0.5
 _MAX_RESTARTS = 20
 """Faults in the life of a job, by default. torchrun counts them and never forgets; an error that comes again at each
 start should not be repeated for an hour."""
@@ -98,6 +94,7 @@ def main() -> None:
 
 main.add_command(export_command)
 main.add_command(import_command)
+main.add_command(status_command)
 
 
 def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list[Listed]:
@@ -209,104 +206,8 @@ def _verify_one(entry: Listed, bar: Progress) -> dict[str, Any]:
     return {**entry.to_json(), "verdict": verdict, "problems": [str(problem) for problem in problems]}
 
 
-@main.command("status")
-@click.argument("root", required=False, callback=to_root)
-@click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
-@JSON
-@MEMORY
-def status(root: Root | None, watch: bool, as_json: bool, memory: Path | None) -> None:
-    """Show this node's jobs, or that of ROOT: who is alive and does what, what is in memory, what is on storage."""
-    base = memory_base(memory)
-    if watch and as_json:
-        raise click.UsageError("give either --watch or --json")
-    if watch:
-        _watch(root, base)
-        return
-    found = _statuses(root, base)
-    if as_json:
-        print_json(found)
-    elif not found:
-        click.echo(f"no jobs have memory on this node, in {base}")
-    else:
-        show(_jobs_table(found))
-        ranks = _ranks_table(found)
-        if ranks.row_count:
-            click.echo()
-            show(ranks)
-        for line in _faults(found):
-            click.echo(f"\n{line}")
-    problems = _problems(found)
-    if problems:
-        raise RekindleError("; ".join(problems))
-
-
-def _ended(root: Root, base: Path) -> dict[str, Any]:
-    return within(PATIENCE, root, lambda: ended(root, base))
-
-
 def _job_of(root: Root, memory: Path | None) -> JobDir:
     return within(PATIENCE, root, lambda: job_of(root, memory_base(memory)))
-
-
-def _statuses(root: Root | None, base: Path) -> list[dict[str, Any]]:
-    wanted = jobs(base) if root is None else [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
-    if root is not None and not wanted:
-        return [_ended(root, base)]
-    return [job_status(job) for job in wanted]
-
-
-def _watch(root: Root | None, base: Path) -> None:
-    with suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as live:
-        while True:
-            found = _statuses(root, base)
-            lines = _problems(found) + _faults(found)
-            live.update(Group(_jobs_table(found), "", _ranks_table(found), "", *lines), refresh=True)
-            time.sleep(_WATCH_EVERY)
-
-
-def _name(one: dict[str, Any]) -> str:
-    return str(one["root"] or one["directory"])
-
-
-def _problems(found: list[dict[str, Any]]) -> list[str]:
-    return [f"{_name(one)}: {one['problem']}" for one in found if one["problem"]]
-
-
-def _faults(found: list[dict[str, Any]]) -> list[str]:
-    with_fault = [one for one in found if one["fault"]]
-    return [f"{_name(one)}: last fault: {local_time(one['fault']['at'])} {one['fault']['what']}" for one in with_fault]
-
-
-def _jobs_table(found: list[dict[str, Any]]) -> Table:
-    table = table_of("root", "trainers", "agent", "memory", "in memory", "durable", "draining")
-    for one in found:
-        drain = one["drain"] or {}
-        percent = (
-            f"step {drain['step']}: {100 * drain['done'] // max(drain['total'], 1)} %" if drain.get("step") else ""
-        )
-        table.add_row(
-            _name(one),
-            " ".join(f"{rank}:{pid}" for rank, pid in one["trainers"].items()) or "none",
-            str(one["agent"] or "none"),
-            decimal(one["memory_bytes"]),
-            " ".join(map(str, one["memory_steps"])) or "-",
-            str(one["durable_step"] if one["durable_step"] is not None else "-"),
-            percent,
-        )
-    return table
-
-
-def _ranks_table(found: list[dict[str, Any]]) -> Table:
-    table = table_of("root", "rank", "does", "step", "in memory", "for", "longest step", "")
-    for one in found:
-        for rank, page in one["ranks"].items():
-            longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
-            kept = "-" if page["in_memory"] is None else str(page["in_memory"])
-            table.add_row(
-                *(_name(one), str(rank), page["does"], str(page["step"]), kept),
-                *(f"{page['age']:.2f} s", longest, page["note"]),
-            )
-    return table
 
 
 @main.command("drill")
@@ -353,7 +254,7 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
     if root is not None:
         wanted = [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
         if not wanted:
-            click.echo(f"{root}: has ended, and its step {_ended(root, base)['durable_step']} is on storage")
+            click.echo(f"{root}: has ended, and its step {ended_job(root, base)['durable_step']} is on storage")
     else:
         wanted = [job for job in jobs(base) if not job.trainers() and job.agent() is None]
     failures: list[RekindleError] = []

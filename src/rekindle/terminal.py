@@ -7,12 +7,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +21,7 @@ from rekindle.patience import within
 from rekindle.snapshot.names import Root, root_of
 
 __all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP"]
-__all__ += ["asks_for_json", "bar_of", "local_time", "print_json", "show", "table_of", "to_root"]
+__all__ += ["asks_for_json", "bar_of", "facts_of", "local_time", "plain", "print_json", "show", "table_of", "to_root"]
 
 _LINKS = 3.0
 """Seconds to follow the links in a root's path."""
@@ -63,11 +63,13 @@ class _Table(Table):
     """Shows texts as they are: what looks like markup is a name, and what a terminal would obey is spelt out."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        super().add_row(*(Text(_printable(cell)) for cell in cells), **options)
+        super().add_row(*map(plain, cells), **options)
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def plain(text: str) -> Text:
+    """A text as it is, folded where a line ends."""
+    spelt = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return Text(spelt, overflow="fold")
 
 
 def table_of(*columns: str, **options: Any) -> Table:
@@ -77,9 +79,19 @@ def table_of(*columns: str, **options: Any) -> Table:
     return table
 
 
-def show(table: Table) -> None:
+def facts_of(facts: Mapping[str, str]) -> Table:
+    """A line for each name and what there is to say of it."""
+    table = _Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    return table
+
+
+def show(what: RenderableType) -> None:
     # A pipe has no width: then rows are as long as they need to be.
-    Console(width=None if sys.stdout.isatty() else 4000).print(table)
+    Console(width=None if sys.stdout.isatty() else 4000).print(what)
 
 
 def bar_of(as_json: bool) -> Progress:
