@@ -17,6 +17,7 @@ import torch
 from rekindle.agent.ending import let_go, wait_durable
 from rekindle.agent.fault import Fault
 from rekindle.agent.spawn import AgentKeeper
+from rekindle.agent.watchdog import floor_of
 from rekindle.cadence import Auto, Cadence, Fixed, agreement
 from rekindle.errors import MemoryStoreError, NonFiniteLossError, NotDurableError, UsageError
 from rekindle.guarding import Guarding
@@ -291,7 +292,7 @@ class Checkpointer:
     def guard(
         self,
         *,
-        watchdog: bool = True,
+        watchdog: bool | float | Literal["fast"] = True,
         fence: bool = False,
         gasp_deadline: float = 25.0,
         notices: Sequence[Notice] = (signal.SIGTERM,),
@@ -303,7 +304,9 @@ class Checkpointer:
         """Secure the state of the current step when a rank fails, hangs or is told to go. Context manager, decorator.
 
         watchdog
-            End the job when it makes no progress for 3 times the longest of its recent steps and 1 s.
+            End the job when it makes no progress for 60 s, nor for 3 times the longest of its recent steps and 1 s. A
+            number of seconds takes the place of the 60; "fast" leaves the steps alone to tell, for jobs that declare
+            their pauses; False switches it off. The most patient rank of a node speaks for all of its ranks.
         fence
             Wait for all ranks before each update, so that all begin it or none: for jobs that take no snapshots.
         gasp_deadline
@@ -319,7 +322,7 @@ class Checkpointer:
         self._saves.refuse_child()
         trainer = Guarding(self._saves, self._store, self._stamp, self._job, self._group, self._meeting, fence)
         hooks = Hooks(on_stop, on_clean, on_gasp, on_exit)
-        return Guard(trainer, lambda: self._saves.reached, watchdog, gasp_deadline, notices, hooks)
+        return Guard(trainer, lambda: self._saves.reached, floor_of(watchdog), gasp_deadline, notices, hooks)
 
     def pause_watchdog(self, what: str) -> AbstractContextManager[None]:
         """A long pause that is no fault, such as an evaluation: ``with ckpt.pause_watchdog("evaluation"):``."""

@@ -375,7 +375,8 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
         trainer.ckpt = ckpt = rekindle.Checkpointer(cell.root, state, **options)
         start = ckpt.restore()
         trainer.say("restored", start)
-        with ckpt.guard(on_stop=trainer.in_gasp, on_gasp=trainer.in_gasp, fence=every > 1) as guard:
+        hooks = {"on_stop": trainer.in_gasp, "on_gasp": trainer.in_gasp}
+        with ckpt.guard(watchdog="fast", fence=every > 1, **hooks) as guard:
             assert guard.connected(30) or "memory" in cell.options, "no agent"
             dist.barrier()
             for step in range(start + 1, cell.steps + 1):

@@ -172,7 +172,7 @@ def _steps(spec: Spec, rank: int, say: Callable[..., object]) -> None:
     step = ckpt.restore()
     say("restored", step, digest_state(plain), 0.0)
     going = torch.ones(())
-    with ckpt.guard():
+    with ckpt.guard(watchdog="fast"):
         while going:
             time.sleep(spec.pause)
             loss = model(torch.randn(8, spec.width)).pow(2).mean()

@@ -20,8 +20,9 @@ from typing import Any
 
 from rekindle.agent.address import address
 from rekindle.agent.fault import Fault
-from rekindle.agent.process import Process, describe, oom_kills
+from rekindle.agent.process import Child, Process, children, describe, oom_kills
 from rekindle.agent.report import report_name, write_report
+from rekindle.agent.watchdog import Limit, limit_of, traced
 from rekindle.errors import FormatError
 from rekindle.snapshot.documents import write_atomic
 from rekindle.snapshot.fields import loads, number, seconds
@@ -29,14 +30,12 @@ from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import MOST_RANKS
 from rekindle.snapshot.status import DOES, DONE, SECURING, Reader, Status
 
-__all__ = ["Watch", "allowance"]
+__all__ = ["Watch"]
 
 log = logging.getLogger("rekindle.agent")
 
 _TICK = 0.01
 """Seconds between two looks at every rank; a look takes 10 microseconds."""
-_FACTOR, _FLOOR = 3.0, 1.0
-"""A rank hangs after this many times the longest of the job's recent steps, plus this many seconds."""
 _SLEPT = 0.5
 """Seconds by which the agent's own look may be late. If more, the whole node has stood still, not a rank."""
 _DEAF = 1.0
@@ -51,11 +50,10 @@ _ANSWER = 0.1
 """Seconds that a stuck rank gets to write down its stacks, when faulthandler does that for it."""
 _LINGER = 0.5
 """Seconds that a rank may take to leave once it has nothing more to do."""
-
-
-def allowance(longest: float) -> float | None:
-    """Seconds without progress after which a job whose longest recent step took ``longest`` hangs; None: can't tell."""
-    return _FACTOR * longest + _FLOOR if longest > 0 else None
+_AGAIN = 1.0
+"""Seconds between two looks at a job that a pause or a debugger holds up."""
+_REPLY = 0.5
+"""Seconds that a rank gets to say whether a debugger of Python's holds it. One that lets no thread run can't."""
 
 
 def _peer(writer: asyncio.StreamWriter) -> int | None:
@@ -71,7 +69,8 @@ class _Rank:
     rank: int
     since: float
     """When it began to be guarded, by this node's monotonic clock: of earlier faults it knows nothing."""
-    watchdog: bool
+    floor: float | None
+    """Seconds without progress that are no hang; None: it has no watchdog."""
     deadline: float
     """Seconds that it may take to secure its state after a fault."""
     stacks: int
@@ -86,6 +85,10 @@ class _Rank:
     """When it had nothing more to do, after a fault."""
     asked: float = 0.0
     """When it was asked for its stacks."""
+    answered: bool = False
+    """Whether it has said if a debugger holds it."""
+    family: list[Child] = field(default_factory=list)
+    """Processes of its own that are to end with it, at a hang."""
     over: bool = False
 
     def status(self) -> Status:
@@ -115,6 +118,12 @@ class Watch:
     """Connections that have not said yet who they are, the oldest first."""
     _paused: float = 0.0
     """When a rank was last seen to pause."""
+    _told: float = 0.0
+    """When the ranks were last told that a pause holds them up."""
+    _doubted: float = 0.0
+    """When the ranks were asked for a debugger; 0 when no answer is awaited."""
+    _debugged: float = 0.0
+    """When a debugger was last seen to hold a rank; 0 when none does."""
 
     async def serve(self) -> None:
         """Listen for ranks, and look after them until cancelled."""
@@ -160,12 +169,13 @@ class Watch:
         index = number(hello["rank"], 0, MOST_RANKS - 1)
         since, deadline = seconds(hello["since"]), seconds(hello["deadline"])
         stacks, page = number(hello["stacks"], 0, signal.NSIG - 1), Reader(self.job.status_page(index))
-        pid, watchdog = number(hello["pid"], 1), bool(hello["watchdog"])
+        pid, floor = number(hello["pid"], 1), hello["watchdog"]
         if _peer(writer) not in (None, pid):  # it may be killed one day: nobody says so for somebody else
             raise ValueError(f"it says that it is process {pid}, and is {_peer(writer)}")
+        floor = None if floor is None else seconds(floor)
         seen, ooms = page.read(), oom_kills(pid)
         process = Process(pid)  # last: it keeps a file open
-        rank = _Rank(index, since, watchdog, deadline, stacks, process, page, seen, writer, ooms)
+        rank = _Rank(index, since, floor, deadline, stacks, process, page, seen, writer, ooms)
         if index in self.ranks:
             self._part(self.ranks[index])
         self.ranks[index] = rank
@@ -179,6 +189,10 @@ class Watch:
         if "fault" in message:
             self._look()  # who raises because of another one's death is not the first
             self.strike(Fault.from_json(message["fault"]), rank)
+        elif "debugger" in message:
+            rank.answered = True
+            if message["debugger"]:
+                self._see_debugger(time.monotonic(), f"rank {rank.rank} stands in {str(message['debugger'])[:64]!r}")
         elif "bye" in message:
             self._part(rank)
 
@@ -197,9 +211,8 @@ class Watch:
     def _look(self) -> None:
         now = time.monotonic()
         if now - self._looked > _SLEPT:  # we did not run either: nobody's silence means anything
-            self._blind_until = now + max(
-                (allowance(r.status().longest) or 0.0 for r in self.ranks.values()), default=0
-            )
+            limit = self._limit({rank.rank: rank.status() for rank in self.ranks.values()})
+            self._blind_until = now + (limit.seconds if limit is not None else 0.0)
         self._looked = now
         for rank in list(self.ranks.values()):
             seen = rank.process.look()
@@ -222,25 +235,68 @@ class Watch:
         cause, what = describe(status, oom_kills(rank.process.pid) > rank.ooms)
         self.strike(Fault(cause, rank.rank, page.generation, page.step, f"rank {rank.rank} {what}"), rank)
 
+    def _limit(self, pages: dict[int, Status]) -> Limit | None:
+        return limit_of((rank.floor for rank in self.ranks.values()), pages.values())
+
     def _look_for_hang(self, now: float) -> None:
         pages = {rank.rank: rank.status() for rank in self.ranks.values()}
-        watched = [rank for rank in self.ranks.values() if rank.watchdog]
-        # Whoever waits for a rank that was told to pause waits with a reason, and only counts from the pause's end.
         if any(page.paused for page in pages.values()):
-            self._paused = now
-        if not watched or now < self._blind_until:
-            return
-        limit = allowance(min(page.longest for page in pages.values()) and max(p.longest for p in pages.values()))
+            self._hold(now)
+        limit = self._limit(pages)
         if limit is None:
+            self._doubted = self._debugged = 0.0  # of an earlier start
+        if limit is None or now < self._blind_until:
             return
-        ages = [min(pages[rank.rank].age, now - self._paused) for rank in watched if pages[rank.rank].phase != DONE]
-        if any(age > limit for age in ages):
-            self._hangs(pages, limit)
+        ages = [min(page.age, now - self._paused) for page in pages.values() if page.phase != DONE]
+        late = any(age > limit.seconds for age in ages)
+        if self._debugged or late:
+            debugger = self._debugger(now)
+            if late and debugger is False:
+                self._hangs(pages, limit)
 
-    def _hangs(self, pages: dict[int, Status], limit: float) -> None:
+    def _hold(self, now: float) -> None:
+        """Whoever waits for a rank that pauses waits with a reason: it only counts from the pause's end, and what such
+        a step takes is no measure of others."""
+        self._paused = now
+        if now - self._told > _AGAIN:
+            self._told = now
+            for rank in self.ranks.values():
+                self._send(rank, {"pause": True})
+
+    def _debugger(self, now: float) -> bool | None:
+        """Whether a debugger holds one of the ranks, which may take its time; None while they are being asked."""
+        if self._debugged and now - self._debugged < _AGAIN:
+            self._hold(now)
+            return True
+        if any(traced(rank.process.pid) for rank in self.ranks.values()):
+            self._see_debugger(now, "a debugger is attached to a rank")
+            return True
+        if not self._doubted:
+            self._doubted = now
+            for rank in self.ranks.values():
+                rank.answered = rank.process.look().stopped
+                self._send(rank, {"debugger": True})
+        if now - self._doubted < _REPLY and not all(rank.answered for rank in self.ranks.values()):
+            return None
+        ended, self._doubted, self._debugged = self._debugged > 0, 0.0, 0.0
+        if ended:
+            self._hold(now)
+        return ended
+
+    def _see_debugger(self, now: float, what: str) -> None:
+        if not self._debugged:
+            log.info("%s: the watchdog waits", what)
+        self._doubted, self._debugged = 0.0, now
+        self._hold(now)
+
+    def _hangs(self, pages: dict[int, Status], limit: Limit) -> None:
         stopped = {number for number, rank in self.ranks.items() if rank.process.look().stopped}
         behind = min(pages, key=lambda number: (number not in stopped, pages[number].step, pages[number].progress))
-        lines = [f"no progress for {limit:.2f} s, which is {_FACTOR:g} x the longest recent step + {_FLOOR:g} s"]
+        lines = [f"rank {behind} made no progress for the {limit.seconds:.2f} s that are allowed: {limit.why}"]
+        lines.append(
+            'if this was no hang: run what takes longer inside of `with ckpt.pause_watchdog("evaluation"):`, or allow '
+            "more with ckpt.guard(watchdog=SECONDS); watchdog=False switches it off"
+        )
         for each, page in sorted(pages.items()):
             more = (f", {page.note}" if page.note else "") + (", stopped by a signal" if each in stopped else "")
             lines.append(f"rank {each}: after step {page.step}, {DOES[page.phase]}, for {page.age:.2f} s{more}")
@@ -277,8 +333,16 @@ class Watch:
         log.error("%s (%s, step %d)", fault.what, fault.cause, fault.step)
         with suppress(OSError):
             write_atomic(self.job.fault, json.dumps(fault.to_json()).encode())
+        if fault.cause == "hang":
+            self._look_for_families()
         for rank in self.ranks.values():
             self._send(rank, {"fault": fault.to_json()})
+
+    def _look_for_families(self) -> None:
+        """Loaders' workers and the like: who is killed can't see to them, and they may hang too."""
+        found = children(rank.process.pid for rank in self.ranks.values())
+        for rank in self.ranks.values():
+            rank.family = found[rank.process.pid]
 
     def _see_out(self, now: float, fault: Fault, dying: list[_Rank]) -> None:
         """End whoever can't end itself, once nobody needs it any more."""
@@ -308,3 +372,5 @@ class Watch:
             rank.over = True
             rank.process.close()
             rank.writer.close()
+            for child in rank.family:
+                child.kill()

@@ -10,7 +10,24 @@ from typing import Any
 
 import torch._C
 
-__all__ = ["last_collectives", "recording", "stacks"]
+__all__ = ["debugger_of", "last_collectives", "recording", "stacks"]
+
+
+_PROMPTS = {"interaction": ("pdb", "debugger"), "do_wait_suspend": ("pydevd",), "_do_wait_suspend": ("pydevd",)}
+"""Functions in which debuggers wait for somebody to type, and how the names of their modules end: pdb and whatever is
+made of it (``breakpoint()``, torch.distributed.breakpoint, ipdb, pudb); pydevd, which serves editors."""
+
+
+def debugger_of(thread: int) -> str:
+    """Name of the debugger at whose prompt a thread stands; empty when there is none. One that merely traces, as
+    coverage does too, holds nobody up."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.endswith(_PROMPTS.get(frame.f_code.co_name, ())):
+            return module
+        frame = frame.f_back
+    return ""
 
 
 def stacks() -> str:

@@ -70,7 +70,7 @@ class Gate:
             page, now = self._page, time.monotonic()
             if self._since is not None and step > page.step:
                 self._recent.append(now - self._since)
-                page.longest = max(self._recent)
+                page.longest, page.pause = max(self._recent), max(page.pause, self._recent[-1])
             self._since = now
             page.phase, page.step, page.snapshot = STABLE, step, snapshot
             self._show()
@@ -89,6 +89,11 @@ class Gate:
             with self._changed:
                 (self._page.note, self._page.paused), self._since = before, None
                 self._show()
+
+    def learn_nothing(self) -> None:
+        """The step under way takes long for a reason that is no measure of others: another rank pauses, a debugger."""
+        with self._changed:
+            self._since = None
 
     def end(self, well: bool) -> None:
         """The thread that trains does no more. ``well``: the guarded part has ended as it should."""

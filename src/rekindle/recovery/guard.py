@@ -20,7 +20,7 @@ from rekindle.advice import advise
 from rekindle.agent.fault import Fault
 from rekindle.agent.report import main_stack
 from rekindle.errors import FormatError, NonFiniteLossError
-from rekindle.recovery.flight import last_collectives, recording, stacks
+from rekindle.recovery.flight import debugger_of, last_collectives, recording, stacks
 from rekindle.recovery.gasp import Gasp
 from rekindle.recovery.gate import Gate
 from rekindle.recovery.line import Line
@@ -107,7 +107,8 @@ class Guard(ContextDecorator):
     trainer: Guarded
     step: Callable[[], int]
     """Completed updates at the start."""
-    watchdog: bool = True
+    floor: float | None
+    """Seconds without progress that are no hang; None: there is no watchdog."""
     deadline: float = 25.0
     notices: Sequence[Notice] = (signal.SIGTERM,)
     hooks: Hooks = field(default_factory=Hooks)
@@ -125,7 +126,7 @@ class Guard(ContextDecorator):
         self._pages: dict[int, Reader] = {}
         self._stacks: IO[str] | None = None
         self._line: Line | None = None
-        self._pid = os.getpid()
+        self._pid, self._thread = os.getpid(), threading.get_ident()
         trainer = self.trainer
         with ExitStack() as undo:
             page = self._own_page(trainer.job)
@@ -161,7 +162,7 @@ class Guard(ContextDecorator):
                     faulthandler.register(number, self._stacks, all_threads=True)
                     undo.callback(faulthandler.unregister, number)
             hello: dict[str, Any] = {"rank": trainer.rank, "pid": os.getpid()}
-            hello |= {"watchdog": self.watchdog, "deadline": self.deadline, "stacks": number, "since": time.monotonic()}
+            hello |= {"watchdog": self.floor, "deadline": self.deadline, "stacks": number, "since": time.monotonic()}
             self._line = Line(job, hello, self._hear)
             undo.callback(self._line.close)
             return undo.pop_all()
@@ -223,6 +224,10 @@ class Guard(ContextDecorator):
             said = fault.cause in ("exception", "loss", "notice") and fault.rank == self.trainer.rank
             if not said:  # what we have said ourselves is seen to by who said it
                 self._strike(fault, LEFT)
+        elif "pause" in message:
+            self._gate.learn_nothing()
+        elif "debugger" in message and self._line is not None:
+            self._line.say({"debugger": debugger_of(self._thread)})
         elif "drill" in message:
             self._gate.order = message["drill"]
 

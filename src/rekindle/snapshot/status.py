@@ -31,7 +31,8 @@ STAGES = ("training", "securing", "secured", "failed")
 """After a fault: ``securing`` the state, then it is ``secured``, or could not be (``failed``); then the rank ends."""
 
 _MAGIC = b"RKSTAT01"
-_RECORD = struct.Struct("<QQqqqqqqdQ64s")
+_RECORD = struct.Struct("<QQqqqqqqdQ64sd")
+"""Its last field is newer than the others. In a page that an older version has written it is 0."""
 _HEAD = struct.Struct("8sQ")
 """Magic, and the count of writes, whose last bit tells which of the two records holds."""
 _AT = (64, 64 + 256)
@@ -61,6 +62,9 @@ class Status:
     """``time.monotonic_ns()`` of the last progress, by this node's clock."""
     note: str
     """What the rank is doing, in its own words."""
+    pause: float
+    """Longest time between two steps that this rank of the job has ever taken, but for pauses that it declared, in
+    seconds. Earlier starts on this node count."""
 
     @property
     def age(self) -> float:
@@ -83,7 +87,7 @@ class StatusPage:
         self._pid, self._generation, self._count = os.getpid(), generation, 0
         self.phase, self.stage, self.paused = STARTING, TRAINING, False
         self.step = self.snapshot = self.secured = -1
-        self.longest = 0.0
+        self.longest, self.pause = 0.0, _pause_of(path)
         self.progress = time.monotonic_ns()
         self.note = b""
         self.place()
@@ -104,10 +108,19 @@ class StatusPage:
         record = _RECORD.pack(
             *(self._pid, self._generation, self.phase, self.stage, self.paused),
             *(self.step, self.snapshot, self.secured, self.longest, self.progress, self.note),
+            self.pause,
         )
         with suppress(OSError):  # a page that can't be written has been truncated, and memory is full
             os.pwrite(self._file.fileno(), record, _AT[self._count & 1])
             os.pwrite(self._file.fileno(), _HEAD.pack(_MAGIC, self._count), 0)
+
+
+def _pause_of(path: Path | None) -> float:
+    """What an earlier start of this rank knew of the job's pauses."""
+    if path is not None:
+        with suppress(OSError, FormatError):
+            return read_status(path).pause
+    return 0.0
 
 
 def _allocate(path: Path) -> FileIO:
@@ -139,12 +152,13 @@ class Reader:
             if magic != _MAGIC or len(page) < at + _RECORD.size:
                 raise FormatError(f"{self._path}: is not a status page")
             if os.pread(fd, _HEAD.size, 0) == page[: _HEAD.size]:  # else perhaps into what was just read
-                *fields, note = _RECORD.unpack_from(page, at)
-                values: tuple[Any, ...] = (*fields, note.rstrip(b"\0").decode("utf-8", "replace"))
+                *fields, note, pause = _RECORD.unpack_from(page, at)
+                values: tuple[Any, ...] = (*fields, note.rstrip(b"\0").decode("utf-8", "replace"), pause)
                 return self._sensible(Status(*values))
 
     def _sensible(self, found: Status) -> Status:
-        if found.phase in range(len(PHASES)) and found.stage in range(len(STAGES)) and 0 <= found.longest < math.inf:
+        times = 0 <= found.longest < math.inf and 0 <= found.pause < math.inf
+        if found.phase in range(len(PHASES)) and found.stage in range(len(STAGES)) and times:
             return found
         raise FormatError(f"{self._path}: is not a status page")
 

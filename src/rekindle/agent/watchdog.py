@@ -1,0 +1,78 @@
+"""Decides when silence is a hang: how long the ranks of a node may go without progress."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle.errors import UsageError
+from rekindle.snapshot.status import Status
+
+__all__ = ["FAST", "PATIENT", "Limit", "floor_of", "limit_of", "traced"]
+
+PATIENT = 60.0
+"""Seconds without progress that are never a hang, unless the job says otherwise: evaluations, checkpoints of other
+kinds and loaders at an epoch's end take seconds, and a hang that is noticed a minute later costs that minute."""
+FAST = 0.0
+"""The floor of a job that declares its pauses: the recent steps alone tell."""
+
+_FACTOR, _MARGIN = 3.0, 1.0
+"""Silence may last this many times what was seen before, plus this many seconds."""
+_MOST_MORE = 600.0
+"""Seconds by which the limit may exceed the longest pause seen. Without a bound each pause would allow one three times
+as long; NCCL's own collectives give up after ten minutes, too."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How long a node's ranks may go without progress."""
+
+    seconds: float
+    why: str
+    """Where the figure comes from, for people."""
+
+
+def floor_of(watchdog: object) -> float | None:
+    """The floor that ``guard(watchdog=...)`` asks for, in seconds; None: no watchdog. Raises UsageError."""
+    if watchdog is True:
+        return PATIENT
+    if watchdog is False:
+        return None
+    if watchdog == "fast":
+        return FAST
+    if isinstance(watchdog, (int, float)) and 0 < watchdog < math.inf:
+        return float(watchdog)
+    raise UsageError(f'watchdog is {watchdog!r}: must be True, False, "fast" or a number of seconds above 0')
+
+
+def limit_of(floors: Iterable[float | None], pages: Iterable[Status]) -> Limit | None:
+    """The limit for ranks with these floors; None while it can't be told, and where a rank has no watchdog.
+
+    Ranks wait for each other, so the most patient of them speaks for all.
+    """
+    asked, seen = list(floors), list(pages)
+    if not asked or not all(page.longest > 0 for page in seen):
+        return None  # a rank that has not timed a step yet may be compiling
+    patient = [floor for floor in asked if floor is not None]
+    if len(patient) < len(asked):
+        return None
+    longest, pause, floor = max(p.longest for p in seen), max(p.pause for p in seen), max(patient)
+    limits = [Limit(_FACTOR * longest + _MARGIN, f"{_FACTOR:g} x the longest recent step + {_MARGIN:g} s")]
+    if floor > FAST:
+        limits.append(Limit(floor, "the floor that ckpt.guard(watchdog=SECONDS) sets"))
+        learned = min(_FACTOR * pause + _MARGIN, pause + _MOST_MORE)
+        limits.append(Limit(learned, f"what the job's longest pause so far, {pause:.1f} s, gives reason to expect"))
+    return max(limits, key=lambda limit: limit.seconds)
+
+
+def traced(pid: int) -> bool:
+    """Whether a debugger such as gdb or strace is attached to a process."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("TracerPid:"):
+                return line.split()[1] != "0"
+    except OSError:
+        pass
+    return False
