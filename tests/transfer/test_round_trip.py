@@ -396,3 +396,50 @@ def test_one_entry_has_nothing_of_the_others(root: Path, memory: Path, tmp_path:
         done("export", tmp_path / f"back-{form}", tmp_path / f"{form}.pt", "--format", "torch")
         assert torch.load(tmp_path / f"{form}.pt", weights_only=True)["model"]["w"].tolist() == [1, 1, 1]
     assert names((tmp_path / "safetensors").iterdir()) == ["model.safetensors", "rekindle.json"]
+
+
+ODD = {
+    "a.b": 1,
+    "a": {"b": 2, "#0": 3},
+    "a#0": 4,
+    "$tensor": {"$int": 5},
+    "$bytes": {"$$int": {"$dict": 6}},
+    "$value": {"$tuple": {"x": 7, "y": 8}},
+    "/": {"": 9, "x" * 1000: 10},
+    "\x00": 11,
+}
+
+
+def odd(node: Any, more: int) -> Any:
+    """Each number twice: as a tensor, and as a value."""
+    if isinstance(node, dict):
+        return {key: odd(child, more) for key, child in node.items()}
+    return [torch.tensor([node + more]), node + more]
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+def test_odd_names_out_and_back(root: Path, memory: Path, tmp_path: Path, form: str) -> None:
+    live, twin = rekindle.Values(), rekindle.Values()
+    live.load_state_dict(odd(ODD, 0))
+    checkpointer = rekindle.Checkpointer(root, {"v": live})
+    checkpointer.save(3, wait="durable")
+    checkpointer.close()
+    done("export", root, tmp_path / "out", "--format", form)
+    taken_in(tmp_path / "out", tmp_path / "back", 7)
+    restored(tmp_path / "back", {"v": twin}, 7)
+    assert repr(twin.state_dict()) == repr(odd(ODD, 0))
+
+
+def test_names_that_a_format_can_not_have_are_refused(root: Path, memory: Path, tmp_path: Path) -> None:
+    state = {"v": rekindle.Values(), "w": rekindle.Values()}
+    for entry, name in zip(state.values(), ("__metadata__", "a\ud800"), strict=True):
+        entry.load_state_dict({name: torch.ones(1)})
+    checkpointer = rekindle.Checkpointer(root, state)
+    checkpointer.save(3, wait="durable")
+    checkpointer.close()
+    for entry in state:
+        for form in ("safetensors", "dcp"):
+            told = run("export", root, tmp_path / "out", "--format", form, "--only", entry)
+            assert told.exit_code and "--format torch" in told.output and not (tmp_path / "out").exists()
+        done("export", root, tmp_path / f"{entry}.pt", "--format", "torch", "--only", entry)
+        assert torch.load(tmp_path / f"{entry}.pt", weights_only=True) == state[entry].state_dict()

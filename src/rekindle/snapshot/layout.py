@@ -49,6 +49,9 @@ DTYPES: Mapping[str, tuple[str, int]] = {
 }
 """torch's name of a dtype: (code in the safetensors header, bytes per element)."""
 
+_METADATA = "__metadata__"
+"""What safetensors takes for itself in a header, so that no tensor can be called by it."""
+
 _COMPLEX = ("complex64", "complex128")
 
 NEGATIVE = ("float16", "float32", "float64", *_COMPLEX)
@@ -179,11 +182,14 @@ class Layout:
         """
         count = Counter(chunk.name for chunk in self.chunks)
         seen: Counter[str] = Counter()
-        keys = []
+        keys = {_METADATA: None}  # in order, and quick to look up
         for chunk in self.chunks:
-            keys.append(chunk.name if count[chunk.name] == 1 else f"{chunk.name}#{seen[chunk.name]}")
+            key = chunk.name if count[chunk.name] == 1 else f"{chunk.name}#{seen[chunk.name]}"
+            while key in keys:
+                key += "~"
+            keys[key] = None
             seen[chunk.name] += 1
-        return keys
+        return list(keys)[1:]
 
     @cached_property
     def header(self) -> bytes:
@@ -198,7 +204,7 @@ class Layout:
                 offsets.append(0)
             sharding[key] = {"saved_offsets": offsets}
             table[key] = {"dtype": code, "shape": shape, "data_offsets": [chunk.start, chunk.stop]}
-        table["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
+        table[_METADATA] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
         text = json.dumps(table, separators=(",", ":")).encode()
         length = -(-(8 + len(text)) // PAGE) * PAGE
         return (length - 8).to_bytes(8, "little") + text.ljust(length - 8)

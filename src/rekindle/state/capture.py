@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -49,10 +50,15 @@ def unwrap(module: Any) -> Any:
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
-        elif isinstance(module, torch.nn.Module) and hasattr(module, "_orig_mod"):
+        elif _is_compiled(module):
             module = module._orig_mod
         else:
             return module
+
+
+def _is_compiled(module: Any) -> bool:
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # else it can't be; to import it takes seconds
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 class Capture:

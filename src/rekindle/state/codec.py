@@ -13,7 +13,7 @@ import torch
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
 from rekindle.snapshot.fields import DEEPEST_VALUE
 
-__all__ = ["decode", "encode", "has_pickle", "is_typed"]
+__all__ = ["decode", "encode", "encodes", "has_pickle", "is_typed"]
 
 _EXACT = 1 << 53
 """JSON readers other than Python's hold integers as doubles; beyond this they are written as text."""
@@ -25,8 +25,8 @@ def _b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _encodes(text: str) -> bool:
-    """False for lone surrogates: JSON readers join two that happen to meet."""
+def encodes(text: str) -> bool:
+    """Whether it has no lone surrogates: JSON readers join two that happen to meet."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -45,7 +45,7 @@ def encode(value: Any, allow_pickle: bool = False, room: int = DEEPEST_VALUE - 1
     if kind is bool or value is None:
         return value
     if kind is str:
-        return value if value.isascii() or _encodes(value) else {"$str": _b64(value.encode("utf-8", "surrogatepass"))}
+        return value if value.isascii() or encodes(value) else {"$str": _b64(value.encode("utf-8", "surrogatepass"))}
     if kind is int:
         return value if -_EXACT < value < _EXACT else {"$int": hex(value)}  # decimal would be slow, and is limited
     if kind is float:

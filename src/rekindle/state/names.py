@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Names", "canonical", "strip"]
 
-_WRAPPINGS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPINGS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def canonical(module: torch.nn.Module) -> dict[str, str]:
@@ -24,7 +24,8 @@ def canonical(module: torch.nn.Module) -> dict[str, str]:
     for named in (module.named_parameters, module.named_buffers):
         for key, _ in named(remove_duplicate=False):
             found[key] = strip(key, inner)
-    return found
+    count = Counter(found.values())  # a part may be called as a wrapping is, and have a namesake outside
+    return {key: name if count[name] == 1 else key for key, name in found.items()}
 
 
 def strip(key: str, inner: list[str]) -> str:
@@ -32,9 +33,8 @@ def strip(key: str, inner: list[str]) -> str:
     for prefix in sorted(inner, key=len, reverse=True):
         if key.startswith(f"{prefix}module."):
             key = prefix + key[len(f"{prefix}module.") :]
-    for wrapping in _WRAPPINGS:
-        key = key.replace(wrapping, "")
-    return key
+    *parts, last = key.split(".")
+    return ".".join([*(part for part in parts if part not in _WRAPPINGS), last])
 
 
 class Names:

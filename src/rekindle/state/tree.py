@@ -85,7 +85,7 @@ def _describe(node: Any, name: str, path: str, out: Description, depth: int = 0)
     if depth > _DEEPEST:
         raise UnsupportedValueError(f"{path[:80]}...: nested more than {_DEEPEST} deep")
     if is_leaf(node):
-        leaf = Place(name, path, {})
+        leaf = Place(_sayable(name), path, {})
         out.leaves.append(leaf)
         return leaf.node
     if kind in _LISTS:
@@ -104,6 +104,11 @@ def _describe(node: Any, name: str, path: str, out: Description, depth: int = 0)
             raise UnsupportedValueError(f"{path}: a key of the dictionary: {error}") from None
     out.paths.append(path)
     return {"$value": len(out.paths) - 1}
+
+
+def _sayable(name: str) -> str:
+    """``name`` with lone surrogates written out: in JSON two of them that meet become another character."""
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
 
 
 def entries(node: Any) -> dict[Any, Any]:

@@ -61,6 +61,7 @@ def _cause(error: CheckpointException) -> BaseException:
 
 def write(shards: Shards, directory: Path, only: str | None, progress: Progress) -> None:
     """Fill an empty directory with the state, or with what ``only`` names of its entries."""
+    Note.check_names(shards)
     progress.begin(shards.reads + shards.nbytes)
     tensors, places = shards.gather(directory.parent, progress.advance)
     values = [encode(value) if has_pickle(value) else value for value in shards.values]

@@ -34,6 +34,7 @@ _LONGEST = 100_000_000
 
 def write(shards: Shards, directory: Path, limit: int, progress: Progress) -> None:
     """Fill an empty directory with files of at most ``limit`` bytes of tensors; a larger tensor has one of its own."""
+    Note.check_names(shards)
     files = list(_files(shards.items, limit))
     places: dict[str, memoryview] = {}
     index: dict[str, str] = {}

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from rekindle.errors import CorruptError, FormatError, UsageError
+from rekindle.errors import CorruptError, FormatError, UnsupportedValueError, UsageError
 from rekindle.snapshot.boxes import tensors_in
 from rekindle.snapshot.documents import CHECKSUM, checksum, parse, read, seal
 from rekindle.snapshot.fields import check_structure, check_values, numbers, texts
 from rekindle.snapshot.layout import BLOCK, DTYPES, MOST_DIMENSIONS, order_in
 from rekindle.snapshot.lineage import Stamp
-from rekindle.state.codec import has_pickle
+from rekindle.state.codec import encodes, has_pickle
 from rekindle.state.strides import reorder
 from rekindle.state.tree import assemble
 from rekindle.transfer.shards import Shards
@@ -81,6 +81,16 @@ class Note:
             "tensors": list(map(asdict, self.tensors)),
         }
         put(self.path, seal(stamp, _KIND, json.dumps(fields, separators=(",", ":")).encode()[1:-1]))
+
+    @staticmethod
+    def check_names(shards: Shards) -> None:
+        """Raise UnsupportedValueError for a name that the note, or a safetensors header, can't tell from others."""
+        for key, _, _ in shards.items:
+            if key == "__metadata__" or not encodes(key):
+                raise UnsupportedValueError(
+                    f"step {shards.copy.step}: {key!r:.200} can't be the name of a tensor in this format: "
+                    "--format torch takes it"
+                )
 
     @staticmethod
     def read(path: Path) -> Note | None:

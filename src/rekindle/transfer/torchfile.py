@@ -47,7 +47,8 @@ class _File(io.RawIOBase):
 def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> None:
     """Make the file: of the state, or of what ``only`` names of its entries."""
     values = [value if _accepts(value) else encode(value) for value in shards.values]
-    empty = assemble(shards.structure, values, lambda _: torch.empty(0), False)
+    structure = _shielded(shards.structure)
+    empty = assemble(structure, values, lambda _: torch.empty(0), False)
     why = _refusal(empty)
     if why is not None:  # such as a dictionary's key of an unusual type
         raise UnsupportedValueError(
@@ -57,7 +58,7 @@ def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> N
     tensors, _ = shards.gather(path.parent, progress.advance)
     for item in shards.items:
         tensors[item.name] = reorder(tensors[item.name], item.whole.order)
-    tree = assemble(shards.structure, values, tensors.__getitem__, False)
+    tree = assemble(structure, values, tensors.__getitem__, False)
     fd = system.create(path)
     try:
         torch.save(tree if only is None else tree[only], cast("IO[bytes]", _File(fd, progress.advance)))
@@ -68,6 +69,23 @@ def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> N
         raise full from error
     finally:
         os.close(fd)
+
+
+def _shielded(node: Any) -> Any:
+    """The structure, with one more $ before the only key of a dictionary that would pass for a value's typed form."""
+    if isinstance(node, list):
+        return [_shielded(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$dict" in node and len(node["$dict"]) == 1:
+        ((key, child),) = node["$dict"]
+        return {"$dict": [[f"${key}" if _is_mark(key) else key, _shielded(child)]]}
+    return {key: _shielded(child) for key, child in node.items()}
+
+
+def _is_mark(key: Any) -> bool:
+    """Whether it is the key of a value's typed form, or that with more $ before it."""
+    return isinstance(key, str) and key.startswith("$") and is_typed({f"${key.lstrip('$')}": None})
 
 
 def _accepts(value: Any) -> bool:
@@ -155,6 +173,8 @@ def _untyped(node: Any, path: Path, allow_pickle: bool) -> Any:
         if has_pickle(node) and not allow_pickle:
             raise UsageError(f"{path}: holds pickled values; loading those runs code: --allow-pickle allows it")
         return decode(node, allow_pickle)
+    if kind is dict and len(node) == 1 and _is_mark(next(iter(node))):
+        node = {key[1:]: value for key, value in node.items()}
     if kind in (dict, OrderedDict):
         return kind((key, _untyped(value, path, allow_pickle)) for key, value in node.items())
     return node
