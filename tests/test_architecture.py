@@ -31,6 +31,7 @@ LAYERS = {
     "saves": 7,
     "settings": 5,
     "listing": 5,
+    "leaving": 6,
     "testing": 3,
     "guarding": 8,
     "checkpointer": 9,

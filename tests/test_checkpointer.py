@@ -351,35 +351,6 @@ def test_nothing_of_it_needs_a_terminal_or_a_home(root: Path, memory: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
-def test_what_does_not_fit_is_left_as_it_is_and_listed(
-    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    training = Training()
-    head = torch.nn.Linear(8, 3)
-    ckpt = rekindle.Checkpointer(
-        root, {"model": torch.nn.Sequential(training.model, head), "old": rekindle.Values(a=1)}
-    )
-    ckpt.restore()
-    ckpt.step(1)
-    ckpt.close()
-    again, other = Training(), torch.nn.Linear(8, 5)
-    torch.nn.init.zeros_(again.model.weight)
-    before = other.weight.detach().clone()
-    new = torch.nn.Sequential(again.model, other, torch.nn.Linear(5, 1))
-    state = {"model": new, "progress": rekindle.Values(epoch=7)}
-    ckpt = rekindle.Checkpointer(root, state)
-    with pytest.raises(rekindle.StateMismatchError, match=r"model\.1\.weight"):
-        ckpt.restore()
-    assert torch.equal(again.model.weight, torch.zeros(8, 8))
-    assert ckpt.restore(strict=False) == 1
-    ckpt.close()
-    assert torch.equal(again.model.weight, training.model.weight)
-    assert torch.equal(other.weight, before) and state["progress"].epoch == 7
-    for name in ("model.1.weight: live float32[5, 8], saved float32[3, 8]", "model.2.bias", "'progress'"):
-        assert name in caplog.text
-    assert "not loaded, for want of a place: 'old'" in caplog.text
-
-
 def test_a_forked_child_that_closes_takes_nothing_from_its_parent(root: Path, memory: Path) -> None:
     training = Training()
     ckpt = rekindle.Checkpointer(root, training.state, persist_every=1000)

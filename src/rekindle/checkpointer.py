@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from rekindle.advice import advise
 from rekindle.agent.ending import let_go, wait_durable
 from rekindle.agent.fault import Fault
 from rekindle.agent.spawn import AgentKeeper
@@ -21,12 +23,14 @@ from rekindle.agent.watchdog import floor_of
 from rekindle.cadence import Auto, Cadence, Fixed, agreement
 from rekindle.errors import MemoryStoreError, NonFiniteLossError, NotDurableError, UsageError
 from rekindle.guarding import Guarding
+from rekindle.leaving import describe_copies
 from rekindle.listing import Checkpoint, list_checkpoints
 from rekindle.metrics import Metrics
 from rekindle.recovery.group import this_group
 from rekindle.recovery.guard import Guard, Hooks
 from rekindle.recovery.meet import meet, refuse_missing, share_out
 from rekindle.recovery.notice import Notice
+from rekindle.recovery.partial import choose_parts
 from rekindle.recovery.restore import restore
 from rekindle.saves import Saves
 from rekindle.settings import check_settings, warn_of_shared_store
@@ -53,7 +57,8 @@ class Checkpointer:
     """Saves training state into memory, sees it carried to storage, and brings it back after a fault.
 
     Every rank makes one, after ``init_process_group()`` if the job has a process group; making it, ``restore()`` and
-    nothing else are collectives. Not thread-safe: use it from the thread that trains.
+    nothing else are collectives. Not thread-safe: use it from the thread that trains. It is a context manager: a clean
+    end of the block closes it, an exception lets go of it without waiting for storage.
 
     root
         Directory, or ``file://`` URL, that checkpoints are kept in; the same one on all ranks.
@@ -195,23 +200,37 @@ class Checkpointer:
 
     # -- restoring ----------------------------------------------------------------------------------------------
 
-    def restore(self, step: int | None = None, *, allow_pickle: bool = False, strict: bool = True) -> int:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        allow_pickle: bool = False,
+        partial: bool | str | Collection[str] = False,
+        strict: bool | None = None,
+    ) -> int:
         """Load the newest checkpoint that all ranks can read, or that of ``step``. A collective.
 
         Returns the number of completed steps: 0 when there is nothing to restore. ``restore(step=0)`` starts anew and
         leaves all there is behind. What is left behind on storage is removed once this run has a durable checkpoint
-        there, what is left behind in memory at its first save. ``strict=False`` leaves what doesn't fit as it is, and
-        lists it in the log.
+        there, what is left behind in memory at its first save.
+
+        ``partial=True`` loads what fits and leaves the rest as it is; a table in the log says what came of each part.
+        Names of parts, such as ``partial=["model"]``, leave the other parts as they are. ``strict=False`` is an old
+        name of ``partial=True``.
 
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
-        StateMismatchError when the checkpoint doesn't fit the live state.
+        StateMismatchError when the checkpoint doesn't fit the live state, or has nothing of a part to be loaded.
         """
+        if strict is not None:
+            warnings.warn("restore(strict=False) is now restore(partial=True)", DeprecationWarning, stacklevel=2)
+            partial = partial or not strict
+        parts = choose_parts(partial, self._capture.state)
         self._saves.refuse_child()
         if self._saves.newest is not None:
             raise UsageError("restore() comes before the first save of a run")
         if self._saves.memory is not None and self._job is not None and step != 0:
             compose(self._job, self._saves.memory.slots)
-        done, seen = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle, strict)
+        done, seen = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle, parts)
         self._incarnation = replace(self._incarnation, generation=max(self._incarnation.generation, 1 + seen))
         if self._saves.memory is not None and not self._begun and self._meeting.found:
             self._saves.memory.slots.reserve(self._capture.estimate())
@@ -414,8 +433,31 @@ class Checkpointer:
                 log.warning("closed: step %d is in memory only; the agent carries it to storage", self._base.step)
             self._ended = True
         finally:
-            if not self._closed:
-                self._closed = True
-                self._fence.close()
-                self._saves.close()
-                let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, saved)
+            self._let_go(saved)
+
+    def _let_go(self, saved: bool) -> None:
+        if not self._closed:
+            self._closed = True
+            self._fence.close()
+            self._saves.close()
+            let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, saved)
+
+    def __enter__(self) -> Checkpointer:
+        """``with Checkpointer(...) as ckpt:``: a clean end closes; an exception lets go without waiting for storage.
+
+        What is saved by then stays, and goes on to storage; the log says what is where.
+        """
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        elif not (self._closed or self._saves.forked):
+            try:
+                self._saves.settle()
+            except Exception as failed:  # with strict=True; what is raised already comes first
+                log.warning("the newest save failed: %s", advise(failed))
+            writing = self._saves.direct.writing
+            self._let_go(False)
+            copies = describe_copies(self._job, self._store, self._meeting.mates, self._saves.reached, writing)
+            log.warning("left by %s, without waiting for storage: %s", type(error).__name__, copies)

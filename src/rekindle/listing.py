@@ -30,7 +30,7 @@ class Checkpoint:
         return STORAGE in self.places
 
 
-def list_checkpoints(job: JobDir | None, store: Store, mates: Collection[int]) -> list[Checkpoint]:
+def list_checkpoints(job: JobDir | None, store: Store | None, mates: Collection[int]) -> list[Checkpoint]:
     """All complete ones that this node, of ranks ``mates``, can see, newest first; abandoned ones are left out."""
     found: dict[tuple[int, Incarnation], Checkpoint] = {}
     for copy in live(survey(job, store)):

@@ -206,7 +206,10 @@ def test_another_model_is_refused_before_anything_is_overwritten(root: Path, mem
     with pytest.raises(rekindle.StateMismatchError, match="'model': only in the live state"):
         ckpt.restore()
     assert torch.equal(model.weight, kept)
-    assert ckpt.restore(strict=False) == 3 and torch.equal(model.weight, kept)
+    with pytest.raises(rekindle.StateMismatchError, match="nothing of 'model' can be loaded"):
+        ckpt.restore(partial=True)
+    assert live["values"].more == 1
+    assert ckpt.restore(partial=["values"]) == 3 and torch.equal(model.weight, kept)
     ckpt.close(timeout=30)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rekindle.errors import RekindleError, StateMismatchError, UsageError
 from rekindle.recovery.exchange import Job, exchange
 from rekindle.recovery.group import Alone, Group
+from rekindle.recovery.partial import Counts, table
 from rekindle.recovery.sources import Source, Sources
 from rekindle.snapshot.boxes import Box, tensors_in
 from rekindle.snapshot.documents import Receipt
@@ -23,6 +24,7 @@ from rekindle.state.fit import Fit, mismatch
 from rekindle.state.load import build, check_values, load
 from rekindle.state.reshard import Have, Plan, plan
 from rekindle.state.saved import Saved
+from rekindle.state.tree import entries
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy
 
 __all__ = ["Attempt", "Verdict", "half_loaded"]
@@ -56,6 +58,12 @@ class Verdict:
     surplus: set[str] = field(default_factory=set)
     """What this rank's part of the checkpoint has, and its live state has no place for. Somebody else's may."""
     half_loaded: bool = False
+    counts: Counts = field(default_factory=dict)
+    """How much of each entry of the live state fits."""
+    there: set[str] = field(default_factory=set)
+    """Entries of the checkpoint."""
+    table: str = ""
+    """What is loaded and what isn't, for people, where not all has to fit."""
 
 
 class Attempt:
@@ -68,12 +76,14 @@ class Attempt:
         copies: Sequence[Copy],
         ranks: tuple[int, int],
         allow_pickle: bool,
-        strict: bool,
+        parts: frozenset[str] | None = None,
     ) -> None:
         """``ranks``: this rank and the number of all. Values, and what each rank has of its own, come from the shard of
-        this rank, modulo the number of shards."""
+        this rank, modulo the number of shards. ``parts``: entries of the state to load as far as they fit; None when
+        all has to fit."""
         self.verdict = Verdict()
-        self._state, self._allow_pickle, self._strict = state, allow_pickle, strict
+        self._key = key
+        self._state, self._allow_pickle, self._parts = state, allow_pickle, parts
         saved = copies[0].world if copies else ranks[1]
         self._resized = saved != ranks[1]
         self._sources = Sources(key, copies, ranks[0] % saved)
@@ -109,7 +119,10 @@ class Attempt:
         if found:
             self.verdict.place = MEMORY if all(job[0].place == MEMORY for job in self._jobs) else STORAGE
             self.verdict.nbytes = sum(filling.nbytes for _, filling in self._jobs)
-            self.verdict.surplus = self.fit.surplus
+            self.verdict.surplus, self.verdict.counts = self.fit.surplus, self.fit.counts
+            self.verdict.there = set(entries(self.fit.saved.home.structure))
+            if self._parts is not None:
+                self.verdict.table = table(self._key[0], self.fit)
 
     def _find(self) -> bool:
         """Look at more and more shards, until they have all that is wanted, or there are no more."""
@@ -125,11 +138,11 @@ class Attempt:
             for source in self._sources.opened:
                 if source is not home:
                     saved.add(source.reader.shard.receipt)
-            fit = self._fit = Fit(self._state, saved)
+            fit = self._fit = Fit(self._state, saved, self._parts)
             wants = fit.wants
             haves = self._haves(receipt)
             found = plan([want for _, want, _ in wants], [have for _, _, have in haves])
-            if fit.problems and self._strict:
+            if fit.problems and self._parts is None:
                 raise mismatch(fit.problems)
             if not (found.missing or fit.absent or fit.lacking or fit.unsure) or not self._sources.more():
                 break
@@ -156,7 +169,7 @@ class Attempt:
 
     def _whole(self, fit: Fit, found: Plan) -> bool:
         """Whether nothing is missing. Raises StateMismatchError for what only the live state has."""
-        if fit.lacking and self._strict:
+        if fit.lacking and self._parts is None:
             raise mismatch([f"{name}: only in the live state" for name in fit.lacking])
         unseen = self._sources.unseen if fit.unsure else []
         if unseen:
@@ -266,7 +279,7 @@ class Attempt:
 
     def load(self) -> None:
         """Give the live objects what has been filled. All ranks have what they want."""
-        load(self._state, self.fit, self._trees, self._strict)
+        load(self._state, self.fit, self._trees)
         for entry in self._state.values():
             _half_loaded.pop(id(entry), None)
 

@@ -14,11 +14,12 @@ from rekindle.patience import within
 from rekindle.recovery.attempt import Attempt, Verdict, half_loaded
 from rekindle.recovery.choose import Choice, Offer, choose
 from rekindle.recovery.group import Alone, Group
+from rekindle.recovery.partial import refuse_empty
 from rekindle.snapshot.documents import parse
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND
-from rekindle.state.fit import Fit, mismatch
+from rekindle.state.fit import mismatch
 from rekindle.storage.catalog import STORAGE, Copy, copies_in, newest_stored, refuse_behind
 from rekindle.storage.contract import Contents, Store
 
@@ -120,9 +121,11 @@ def restore(
     store: Store,
     step: int | None,
     allow_pickle: bool,
-    strict: bool = True,
+    parts: frozenset[str] | None = None,
 ) -> tuple[Restored | None, int]:
     """Load the newest readable checkpoint, or that of ``step``. None when there is none to load. A collective.
+
+    ``parts``: entries of the state to load as far as they fit, something of each at least; None when all has to fit.
 
     Gives the highest generation that any rank sees, too: when the start was given its own one, storage may have been
     away.
@@ -149,10 +152,10 @@ def restore(
             refuse_behind(key[0], (one for s in sights for one in s.unread), instead)
         began = time.monotonic()
         ranks = (group.rank, group.world)
-        with Attempt(state, key, sight.copies.get(key, []), ranks, allow_pickle, strict) as attempt:
+        with Attempt(state, key, sight.copies.get(key, []), ranks, allow_pickle, parts) as attempt:
             attempt.open()
             verdicts = _agree(group, attempt.verdict)
-            _check_surplus(key[0], verdicts, strict)
+            _check_fit(key[0], verdicts, parts)
             if all(v.place for v in verdicts):
                 attempt.fill(group, verdicts)
                 attempt.verdict.seconds = time.monotonic() - began
@@ -163,8 +166,8 @@ def restore(
                 continue
             _warn_of_resize(group, key[0], worlds[key])
             attempt.load()
-            if not strict:
-                _warn_of_rest(group.rank, attempt.fit)
+            if parts is not None:
+                _show_rest(group.rank, verdicts)
         verdict = attempt.verdict
         stored = newest_stored([copy for near in sight.copies.values() for copy in near], key)
         done = Restored(*key, verdict.place or "", verdict.nbytes, verdict.read, time.monotonic() - began, stored)
@@ -208,19 +211,22 @@ def _agree(group: Alone | Group, verdict: Verdict) -> list[Verdict]:
     return verdicts
 
 
-def _check_surplus(step: int, verdicts: list[Verdict], strict: bool) -> None:
+def _check_fit(step: int, verdicts: list[Verdict], parts: frozenset[str] | None) -> None:
     """What one rank has no place for another one may have; what nobody has is lost, if it is loaded like this."""
+    if not all(verdict.place for verdict in verdicts):
+        return
+    if parts is not None:
+        refuse_empty(step, [verdict.counts for verdict in verdicts], verdicts[0].there, parts)
+        return
     nowhere = set.intersection(*(verdict.surplus for verdict in verdicts))
-    if nowhere and strict and all(verdict.place for verdict in verdicts):
+    if nowhere:
         raise mismatch([f"{name}: only in the checkpoint of step {step}" for name in nowhere])
 
 
-def _warn_of_rest(rank: int, fit: Fit) -> None:
-    left = sorted([*fit.lacking, *fit.problems])
-    if left:
-        log.warning("restore: rank %d: left as it was: %s", rank, "; ".join(left))
-    if fit.surplus:
-        log.warning("restore: rank %d: not loaded, for want of a place: %s", rank, ", ".join(sorted(fit.surplus)))
+def _show_rest(rank: int, verdicts: list[Verdict]) -> None:
+    """One table, and another one from each rank that has something else to tell."""
+    if rank == 0 or verdicts[rank].table != verdicts[0].table:
+        log.warning("%s%s", f"rank {rank}: " if len(verdicts) > 1 else "", verdicts[rank].table)
 
 
 def _warn_of_resize(group: Alone | Group, step: int, world: int) -> None:

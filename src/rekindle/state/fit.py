@@ -44,6 +44,8 @@ class Fit:
 
     state: Mapping[str, Any]
     saved: Saved
+    parts: frozenset[str] | None = None
+    """Entries of the state to look for; None for all of them."""
     targets: dict[tuple[str, str], Target] = field(default_factory=dict)
     """By entry of the state and name in the checkpoint."""
     names: dict[str, dict[int, list[Any]]] = field(default_factory=dict)
@@ -64,6 +66,9 @@ class Fit:
     parameters: set[str] = field(default_factory=set)
     """Names, in the checkpoint, of parameters and of what optimizers keep of them."""
 
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By entry: how many of its tensors, parameters or values fit the checkpoint's, and of how many."""
+
     def __post_init__(self) -> None:
         self.contents = Contents(dict(self.state))
         self._claims = Claims()
@@ -75,16 +80,24 @@ class Fit:
         self.surplus |= {repr(name) for name in there if name not in self.state and name != RNG}
         modules_first = sorted(self.state.items(), key=lambda item: not isinstance(item[1], torch.nn.Module))
         for name, entry in modules_first:
+            if not self.chosen(name):
+                continue
             saved = self.saved.entry(name)
             if saved is None:
                 if not isinstance(entry, RngState):  # else a job that began without it
                     self.lacking.append(repr(name))
+                    self.counts[name] = 0, 1
             elif isinstance(entry, torch.nn.Module):
                 self._module(name, entry)
             elif isinstance(entry, ZeroState) or is_plain_optimizer(entry, entry.state_dict()):
                 self._optimizer(name, entry)
             else:
                 self._other(saved.body, entry.state_dict())
+                self.counts[name] = 1, 1
+
+    def chosen(self, name: str) -> bool:
+        """Whether an entry of the state is to be loaded."""
+        return self.parts is None or name in self.parts
 
     @property
     def wants(self) -> list[tuple[Target, Want, torch.Tensor]]:
@@ -153,6 +166,7 @@ class Fit:
     def _module(self, name: str, module: torch.nn.Module) -> None:
         live = self.contents.of(module)
         owned = {key for key, _ in module.named_parameters()}
+        before = len(self.lacking) + len(self.problems)
         for key, leaf in live.items():
             node = self.saved.child(name, key)
             if node is None:
@@ -161,6 +175,8 @@ class Fit:
                 self._module_tensor(name, key, leaf, node, key in owned)
             else:
                 self._other(node.body, leaf)
+        misses = len(self.lacking) + len(self.problems) - before
+        self.counts[name] = len(live) - misses, len(live)
         self.surplus |= {f"{name}.{key}" for key in self.saved.children(name) if key not in live}
 
     def _module_tensor(self, name: str, key: str, leaf: Leaf, node: Node, parameter: bool) -> None:
@@ -231,6 +247,8 @@ class Fit:
                 self.kept[name][number] = kept
         self._groups(name, entry, names)
         live = {key for own in names.values() for key in own}
+        fitting = [key for at, own in names.items() for key in own if at not in self._misfits]
+        self.counts[name] = sum(self.saved.group_of(name, key) is not None for key in fitting), len(live)
         for key, node in self.saved.beside(name):
             self._other(node.body, None)
             self.kept[name][key] = node
@@ -379,5 +397,5 @@ def _pairs(body: Any, live: Any) -> Iterator[tuple[str, Any]]:
 
 def mismatch(problems: list[str]) -> StateMismatchError:
     more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-    hint = "; restore(strict=False) loads what fits"
+    hint = "; restore(partial=True) loads what fits"
     return StateMismatchError("; ".join(sorted(problems)[:5]) + more + hint)

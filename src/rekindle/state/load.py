@@ -35,10 +35,11 @@ def check_values(receipt: Receipt, allow_pickle: bool) -> None:
 def build(state: Mapping[str, Any], fit: Fit, allow_pickle: bool) -> dict[str, Any]:
     """What each entry's ``load_state_dict()`` is to be given. Changes nothing live."""
     loading = _Loading(fit, allow_pickle)
-    return {name: loading.tree(name, state[name]) for name in state if fit.saved.entry(name) is not None}
+    wanted = [name for name in state if fit.chosen(name) and fit.saved.entry(name) is not None]
+    return {name: loading.tree(name, state[name]) for name in wanted}
 
 
-def load(state: Mapping[str, Any], fit: Fit, trees: Mapping[str, Any], strict: bool = True) -> None:
+def load(state: Mapping[str, Any], fit: Fit, trees: Mapping[str, Any]) -> None:
     """Give the live objects what has been put, verified, into the targets of ``fit``, and all values: ``trees``.
 
     Each entry's ``load_state_dict()`` is called, so that hooks and classes with a mind of their own work as ever. It is
@@ -50,7 +51,7 @@ def load(state: Mapping[str, Any], fit: Fit, trees: Mapping[str, Any], strict: b
         try:
             if is_flat(entry):
                 _put(entry, fit.contents.of(entry), tree)
-            elif isinstance(entry, torch.nn.Module) and not strict:
+            elif isinstance(entry, torch.nn.Module) and fit.parts is not None:
                 entry.load_state_dict(tree, strict=False)
             else:
                 entry.load_state_dict(tree)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 __all__ = ["Values"]
 
 
-class Values:
+class Values(MutableMapping[str, Any]):
     """Named plain values that are saved and restored with the rest of the state.
 
     ::
 
         progress = rekindle.Values(epoch=0, best=float("inf"))
         progress.epoch += 1
+        progress["val/loss"] = 0.3
 
-    Values may be anything that the format has a type for, nested: see docs/format.md.
+    Each value is an attribute and an item, and all methods of dictionaries work. A value that is named like one of
+    these methods, such as ``update``, takes its place as an attribute; ``progress["update"]`` is always the value.
+
+    Values may be anything that the format has a type for, nested: see docs/format.md. Not thread-safe. Raises KeyError
+    for an item that isn't there, AttributeError for an attribute, TypeError for a name that is no ``str``.
     """
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         self.__dict__.update(values)
 
     def state_dict(self) -> dict[str, Any]:
@@ -27,6 +33,26 @@ class Values:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.__dict__.clear()
         self.__dict__.update(state)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.__dict__[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"name {name!r} of a value is a {type(name).__name__}: must be a str")
+        self.__dict__[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.__dict__[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__dict__)
+
+    def __len__(self) -> int:
+        return len(self.__dict__)
+
+    __eq__ = object.__eq__  # that of a mapping compares values, which may be tensors
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:  # only so that type checkers allow any name
         raise AttributeError(f"no value {name!r}: have {', '.join(sorted(self.__dict__)) or 'none'}")

@@ -1,4 +1,4 @@
-"""Tells whether an update was made since a restore: a loop that counts from the wrong end then tells a step too small."""
+"""Tells whether an update was made since a restore: a loop that counts from zero then tells a step too small."""
 
 from __future__ import annotations
 

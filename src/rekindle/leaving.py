@@ -1,0 +1,47 @@
+"""Tells what is safe where when a run ends without waiting for storage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+
+from rekindle.advice import advise
+from rekindle.listing import list_checkpoints
+from rekindle.patience import within
+from rekindle.snapshot.memory import JobDir
+from rekindle.storage.contract import Store
+
+__all__ = ["describe_copies"]
+
+_LOOK = 3.0
+"""Seconds that storage gets to say what it has: whoever is leaving must not be kept."""
+
+
+def describe_copies(job: JobDir | None, store: Store, mates: Collection[int], reached: int, writing: bool) -> str:
+    """The newest checkpoint in memory and the newest on storage, and what becomes of them, in one line.
+
+    ``reached`` is the newest step that was told, ``writing`` says whether this process is writing to storage.
+    """
+    unknown = ""
+    try:
+        found = within(_LOOK, store.root, partial(list_checkpoints, job, store, mates))
+    except OSError as error:
+        found, unknown = list_checkpoints(job, None, mates), f"storage can't be read now: {advise(error)}"
+    newest = max((one.step for one in found), default=None)
+    durable = max((one.step for one in found if one.durable), default=None)
+    parts = [] if newest is None or newest == durable else [_in_memory(newest, job)]
+    if durable is not None:
+        parts.append(f"step {durable} is on storage")
+    elif writing:
+        parts.append("this process is still writing to storage, and waits for that at its end")
+    else:
+        parts.append(unknown or "nothing is on storage")
+    if newest is not None and reached > newest:
+        parts.append(f"what came after step {newest} is not saved")
+    return "; ".join(parts)
+
+
+def _in_memory(step: int, job: JobDir | None) -> str:
+    agent = job is not None and job.agent() is not None
+    then = "the agent carries it to storage" if agent else "the next start on this node finds it there"
+    return f"step {step} is in this node's memory, and {then}"
