@@ -160,7 +160,7 @@ class DcpStager(DcpAsync):
 class Rekindle(Contender):
     """A save into memory; the agent carries it to the disk and syncs it there."""
 
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"persist_seconds": 0}
 
     def __init__(self, training: Training, root: Path) -> None:
         super().__init__(training, root)
@@ -197,7 +197,7 @@ class Rekindle(Contender):
 class RekindleAtOnce(Rekindle):
     """``overlap=False``: everything is copied inside of the call."""
 
-    settings = {"overlap": False}
+    settings = {"persist_seconds": 0, "overlap": False}
 
 
 class RekindleSnapshots(Rekindle):

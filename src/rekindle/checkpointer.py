@@ -33,7 +33,7 @@ from rekindle.recovery.notice import Notice
 from rekindle.recovery.partial import choose_parts
 from rekindle.recovery.restore import restore
 from rekindle.saves import Saves
-from rekindle.settings import check_settings, warn_of_shared_store
+from rekindle.settings import check_settings, tell_what_a_node_costs, warn_of_shared_store
 from rekindle.snapshot.compose import compose
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import Job, JobDir, memory_base
@@ -69,12 +69,17 @@ class Checkpointer:
         ``step(n)`` saves into memory when n is a multiple of this. "auto" takes the smallest number at which that slows
         training by no more than ``snapshot_budget``, and goes on measuring.
     persist_every
-        Snapshots of steps that are a multiple of this go to storage; None sends the newest one whenever storage is
-        free (on several nodes: every 100 steps, so that all nodes send the same ones).
+        Snapshots of steps that are a multiple of this go to storage; None lets ``persist_seconds`` decide (on several
+        nodes: every 100 steps, so that all nodes send the same ones).
+    persist_seconds
+        Storage gets the newest snapshot at most so often, and is written to for at most a tenth of the time; 0 sends
+        one whenever storage is free. What ``save()`` saves goes at once, and so does the newest step at a fault, a
+        notice, ``close()``, and when the last trainer has gone.
     drain_limit
         What a node writes to storage at most: bytes per second, or a text such as "500MB/s".
     keep, keep_every
-        Durable checkpoints that stay: the newest ``keep``, and every multiple of ``keep_every``.
+        Durable checkpoints that stay: the newest ``keep``, and every multiple of ``keep_every``. With neither, the
+        newest two and one of each power-of-two age in steps, eight at most; with ``keep_every`` alone the newest two.
     overlap
         Copy what only the optimizers in ``state`` change, parameters and their own state, while training goes on, and
         let an update wait for what is left. False copies everything inside of ``step()``. "verify" compares checksums
@@ -110,8 +115,9 @@ class Checkpointer:
         snapshot_every: int | Literal["auto"] = 1,
         snapshot_budget: float = 0.01,
         persist_every: int | None = None,
+        persist_seconds: float = 30.0,
         drain_limit: int | str | None = None,
-        keep: int = 2,
+        keep: int | None = None,
         keep_every: int | None = None,
         overlap: bool | Literal["verify"] = True,
         rng: bool = True,
@@ -124,9 +130,10 @@ class Checkpointer:
         fallback_after: float = 10.0,
     ) -> None:
         every = 1 if snapshot_every == "auto" else snapshot_every
-        optional = {"persist_every": persist_every, "keep_every": keep_every, "memory_limit": memory_limit}
-        times = {"fallback_after": fallback_after, "idle_timeout": idle_timeout}
-        check_settings(overlap, snapshot_budget, {"snapshot_every": every, "keep": keep}, optional, times)
+        optional = {"persist_every": persist_every, "keep": keep, "keep_every": keep_every}
+        optional["memory_limit"] = memory_limit
+        times = {"fallback_after": fallback_after, "idle_timeout": idle_timeout, "persist_seconds": persist_seconds}
+        check_settings(overlap, snapshot_budget, {"snapshot_every": every}, optional, times)
         limit = rate(drain_limit)
         self.root = root_of(root)
         self.metrics = Metrics()
@@ -147,7 +154,7 @@ class Checkpointer:
         self._begun = self._closed = self._ended = False
         self._group = this_group()
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
-        settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap}
+        settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap, "persist_seconds": persist_seconds}
         settings |= {"allow_missing": allow_missing}
 
         def size(mates: list[int]) -> int:
@@ -160,10 +167,16 @@ class Checkpointer:
         self._saves.lock = self._meeting.lock
         if self._meeting.nodes > 1 and persist_every is None:
             self._persist_every = _SEVERAL_NODES_EVERY
+        pause = None if self._persist_every is not None or persist_seconds == 0 else persist_seconds
+        self._persist_all = self._persist_every is None and pause is None
         if self._meeting.no_memory:
             self._without_memory(self._meeting.no_memory)
         else:
-            info = Job(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout, limit)
+            info = Job(
+                *(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout),
+                drain_limit=limit,
+                persist_seconds=pause,
+            )
             self._with_memory(self._job, info, memory_limit, fallback_after)
         self._saves.direct.job = self._job
         self._cadence: Cadence = Fixed(every)
@@ -176,6 +189,7 @@ class Checkpointer:
     def _with_memory(self, job: JobDir, info: Job, limit: int | None, fallback_after: float) -> None:
         mates, rank, nbytes = self._meeting.mates, self._group.rank, self._meeting.nbytes
         if rank == mates[0]:
+            tell_what_a_node_costs(info.persist_seconds)
             self._keeper = AgentKeeper(job, info, fallback_after, self.metrics.agent)
             self._keeper.check()
         share = None if limit is None else limit // len(mates)
@@ -269,7 +283,7 @@ class Checkpointer:
         if self._saves.memory is None and self._persist_every:
             due = persist
         if persist or due:
-            self._save(n, persist or self._persist_every is None)
+            self._save(n, persist or self._persist_all)
             return
         self._saves.live.note(self._stamp(n))
         if self._keeper is not None:

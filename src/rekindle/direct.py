@@ -35,7 +35,7 @@ class DirectSaver:
     Each save waits for the one before it, so that all ranks save the same steps without having to talk.
     """
 
-    def __init__(self, live: Live, store: Store, keep: tuple[int, int | None]) -> None:
+    def __init__(self, live: Live, store: Store, keep: tuple[int | None, int | None]) -> None:
         self._live = live
         self._store = store
         self._keep = keep

@@ -42,12 +42,12 @@ class Saves:
         self,
         capture: Capture,
         store: Store,
-        keep: tuple[int, int | None],
+        keep: tuple[int | None, int | None],
         metrics: Metrics,
         strict: bool,
         fallback_after: float,
     ) -> None:
-        """``keep``: how many checkpoints stay on storage, and the multiple of which all do.
+        """``keep``: how many checkpoints stay on storage, and the multiple of which all do, as for ``Store.prune``.
 
         Memory that fails is tried again three times within ``fallback_after`` seconds, then now and then. The saves in
         between go straight to storage.

@@ -9,7 +9,7 @@ from typing import Any
 
 from rekindle.errors import UsageError
 
-__all__ = ["check_settings", "warn_of_shared_store"]
+__all__ = ["check_settings", "tell_what_a_node_costs", "warn_of_shared_store"]
 
 log = logging.getLogger("rekindle")
 
@@ -27,8 +27,23 @@ def check_settings(
     if not isinstance(budget, (int, float)) or not 0 < budget < 1:
         raise UsageError(f"snapshot_budget is {budget!r}: must be a share of training time, such as 0.01")
     for name, value in times.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise UsageError(f"{name} is {value!r}: must be a number of seconds, more than 0")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        zero = name == "persist_seconds" and value == 0  # storage is never left in peace
+        if not number or not (0 < value < math.inf or zero):
+            raise UsageError(
+                f"{name} is {value!r}: must be a number of seconds, {'0 or ' * (name == 'persist_seconds')}more than 0"
+            )
+
+
+def tell_what_a_node_costs(seconds: float | None) -> None:
+    """Log what the loss of this node would lose, where storage gets a checkpoint at most every so many ``seconds``."""
+    if seconds is not None:
+        log.info(
+            "storage gets a checkpoint at most every %g s, and is written to for at most a tenth of the time: if this "
+            "node is lost, up to %g s of training are lost, and more if writing a checkpoint takes over %g s "
+            "(persist_seconds, persist_every). A fault of processes loses none of this: memory has the newest snapshot",
+            *(seconds, seconds, seconds / 10),
+        )
 
 
 def warn_of_shared_store(rank: int) -> None:

@@ -222,7 +222,7 @@ class memory:
     DOCUMENTS = ("rank-00000.plan", "rank-00001.plan", "receipt-0", "receipt-1")
     SMALL = ("rank-00000.small-0", "rank-00001.small-u", "rank-00001.small-0")
     PLAIN = ("job.json", "agent.json", "fault.json")
-    RAW = ("durable", "rank-00000.status", "rank-00001.small-0", "rank-00000.lock")
+    RAW = ("durable", "drained", "rank-00000.status", "rank-00001.small-0", "rank-00000.lock")
     ODD = (
         "rank-abc.lock",
         "rank-1.slot",

@@ -81,7 +81,7 @@ def state() -> dict[str, Any]:
 def train(url: str, steps: int, **options: Any) -> tuple[int, torch.Tensor]:
     """The step gone on from, and the weights in the end."""
     live = state()
-    ckpt = rekindle.Checkpointer(url, state=live, **options)
+    ckpt = rekindle.Checkpointer(url, state=live, **{"persist_seconds": 0} | options)
     start = ckpt.restore()
     for step in range(start + 1, start + steps + 1):
         live["optimizer"].zero_grad()

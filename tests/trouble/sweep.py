@@ -163,7 +163,12 @@ class _Job:
         self.weights = torch.zeros(5000)
         self.values = rekindle.Values(weights=self.weights)
         self.ckpt = rekindle.Checkpointer(
-            self.root, {"values": self.values}, memory=place / "memory", keep=1, fallback_after=1e-6
+            self.root,
+            {"values": self.values},
+            memory=place / "memory",
+            keep=1,
+            persist_seconds=0,
+            fallback_after=1e-6,
         )
         self.ckpt.restore()
         self.drainer = Drainer(self.job)

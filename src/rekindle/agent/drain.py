@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from rekindle.snapshot.memory import Job, JobDir
 from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.catalog import Copy, survey
 from rekindle.storage.contract import Store
-from rekindle.storage.pace import Budget
+from rekindle.storage.pace import Budget, rest
 from rekindle.storage.standing import check_written, newest_on, rival
 from rekindle.storage.stores import open_store
 
@@ -155,8 +156,9 @@ class Drainer:
         complete = self._complete(info, look)
         if look:
             self._look_at = time.monotonic() + open_store(info.root).poll
-        if complete and complete[0].key != self._settled and trained:
-            complete = [c for c in complete if c.persist]
+        if complete and complete[0].key != self._settled and trained and not self._due(info):
+            # A part that a rank has put on storage itself waits there for the others, which memory keeps no longer.
+            complete = [c for c in complete if c.persist or not c.ranks.issuperset(_local(info, c))]
         if not complete or self._is_settled(complete[0]):
             return None
         copy, store = complete[0], open_store(info.root)
@@ -170,6 +172,17 @@ class Drainer:
             self._left_behind(info, newest)
         self._settle(copy.key)
         return None
+
+    def _due(self, info: Job) -> bool:
+        """Whether storage may get a snapshot that nobody has asked for there: the last drain was long enough ago.
+
+        That is noted in a file, so a restart of the agent changes nothing. A clock that was set back, as by a new boot
+        where memory outlives it, costs one drain too many.
+        """
+        if info.persist_seconds is None:
+            return False
+        began, seconds = self.job.drained() or (-math.inf, 0.0)
+        return not seconds <= time.monotonic() - began < rest(info.persist_seconds, seconds)
 
     def _settle(self, key: tuple[int, Incarnation]) -> None:
         self._settled, self._doubt_at = key, time.monotonic() + _DOUBT
@@ -215,6 +228,8 @@ class Drainer:
             return False
         self.progress.drained += 1
         self.progress.seconds = time.monotonic() - began
+        with contextlib.suppress(OSError):  # memory is gone, and with it what else could be drained
+            self.job.write_drained(began, self.progress.seconds)
         self._became_durable(store, info, copy.key)
         log.debug("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
         return True

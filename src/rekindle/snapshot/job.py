@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rekindle.snapshot.fields import number, numbers, texts
@@ -20,20 +21,32 @@ class Job:
     ranks: list[int]
     """Ranks on this node."""
     world: int
-    keep: int
+    keep: int | None
+    """Newest checkpoints that stay on storage; None, without ``keep_every`` too, for retention by age."""
     keep_every: int | None
     idle_timeout: float
     """Seconds without a trainer after which the agent leaves, everything being durable."""
     drain_limit: int | None = None
     """Bytes per second that the drain of all ranks of this node may write; None for what storage takes."""
 
+    persist_seconds: float | None = None
+    """Snapshots that nobody asked for on storage go there too, at most so often; None where none does."""
+
+    def to_json(self) -> dict[str, Any]:
+        """``keep`` stays a number in it: an agent of an older version, which may still serve the job, wants one."""
+        by_age = self.keep is None and self.keep_every is None
+        return {**asdict(self), "keep": 2 if self.keep is None else self.keep, "keep_by_age": by_age}
+
     @staticmethod
     def from_json(value: Any) -> Job:
         """Raises ValueError, TypeError or KeyError when it makes no sense."""
         world = number(value["world"], 1, MOST_RANKS)
         every, limit, idle = value["keep_every"], value.get("drain_limit"), value["idle_timeout"]
-        if type(idle) not in (int, float) or not idle >= 0:
-            raise ValueError("its idle_timeout is no time")
+        rest = value.get("persist_seconds")
+        if any(
+            type(time) not in (int, float) or not 0 <= time < math.inf for time in (idle, 0 if rest is None else rest)
+        ):
+            raise ValueError("its idle_timeout or persist_seconds is no time")
         (root,) = texts([value["root"]])
         if (not root.startswith(os.sep) and not isinstance(root_of(root), str)) or b"\0" in os.fsencode(root):
             raise ValueError("its root is neither an absolute path nor a URL")
@@ -41,8 +54,9 @@ class Job:
             root=root,
             ranks=list(numbers(value["ranks"], MOST_RANKS, world - 1)),
             world=world,
-            keep=number(value["keep"]),
+            keep=None if value.get("keep_by_age") else number(value["keep"]),
             keep_every=None if every is None else number(every),
             idle_timeout=idle,
             drain_limit=None if limit is None else number(limit, 1),
+            persist_seconds=rest,
         )

@@ -12,6 +12,7 @@
         rank-00000.stacks .flight        where its threads stood, and what torch recorded, at a hang
         watch.sock  fault.json           where ranks and agent tell each other of faults; the newest fault
         slots/                           files without a snapshot in them
+        durable  drained                 the newest step on storage; when the newest drain began, and its seconds
         step-0000000012/                 same files as on storage, without a manifest
 """
 
@@ -27,7 +28,6 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from rekindle.advice import advise
@@ -242,7 +242,7 @@ class JobDir:
 
     def write_job(self, job: Job) -> None:
         self._said = job
-        write_atomic(self.path / "job.json", json.dumps(asdict(job)).encode())
+        write_atomic(self.path / "job.json", json.dumps(job.to_json()).encode())
 
     def write_job_again(self) -> None:
         """Should somebody have removed what this process has written of the job."""
@@ -261,12 +261,27 @@ class JobDir:
     def write_durable(self, step: int) -> None:
         """Note the newest step that is on storage: for writers that wonder which snapshot they may give up, and for the
         next start, should storage be away then."""
-        note, path = b"%020d" % step, self.path / "durable"
+        self._note("durable", b"%020d" % step)
+
+    def _note(self, name: str, note: bytes) -> None:
+        """``note`` has the same length each time."""
         try:
-            write_atomic(path, note)
+            write_atomic(self.path / name, note)
         except OSError:  # full memory has no page for another file, and needs none to write over this one
-            with open(path, "r+b", buffering=0) as file:
+            with open(self.path / name, "r+b", buffering=0) as file:
                 file.write(note)
+
+    def write_drained(self, began: float, seconds: float) -> None:
+        """Note when the newest drain began, by the monotonic clock of this machine, and the seconds that it took."""
+        self._note("drained", b"%020.3f %020.3f" % (began, seconds))
+
+    def drained(self) -> tuple[float, float] | None:
+        """That note; None where there is none, or it makes no sense."""
+        try:
+            began, seconds = map(float, read(self.path / "drained").split())
+        except (OSError, ValueError):
+            return None
+        return began, seconds
 
     def forget_durable(self) -> None:
         """A new start may have gone back to before that step."""

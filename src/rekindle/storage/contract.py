@@ -142,8 +142,8 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def prune(self, keep: int, keep_every: int | None) -> list[int]:
-        """Remove surplus checkpoints, and tell their steps. The newest ``keep`` and multiples of ``keep_every`` stay.
+    def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
+        """Remove surplus checkpoints, and tell their steps. Those stay that ``storage.retention.surviving`` names.
 
         What an incarnation abandoned goes as soon as that incarnation has a checkpoint of its own on storage. What
         can't be read stays, and so does all that is older: its start may have gone on from there.

@@ -29,6 +29,7 @@ from rekindle.storage.contract import Contents, Published, Store, unread
 from rekindle.storage.copy import verified
 from rekindle.storage.manifest import Head, head_of, manifest
 from rekindle.storage.pace import Budget
+from rekindle.storage.retention import surviving
 from rekindle.storage.uploads import abort, unfinished
 
 __all__ = ["ObjectStore"]
@@ -289,12 +290,11 @@ class ObjectStore(Store):
             if overtaken(key.removeprefix(prefix).partition("/")[0]):
                 abort(self.bucket.bucket, key, upload)
 
-    def prune(self, keep: int, keep_every: int | None) -> list[int]:
+    def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
         manifests = self._manifests()
         durable = [(m.stamp, m.object.name) for m in manifests if m.stamp is not None]
         after = max((m.step for m in manifests if m.error is not None), default=-1)
-        stands = live([stamp for stamp, _ in durable])
-        stay = {*stands[-max(keep, 1) :], *(s for s in stands if keep_every and s.step % keep_every == 0)}
+        stay = surviving(live([stamp for stamp, _ in durable]), keep, keep_every)
         removed = []
         for stamp, name in durable:
             # A later start of the job may have just written that step anew.

@@ -13,7 +13,7 @@ from contextlib import suppress
 from rekindle.errors import UsageError
 from rekindle.snapshot.layout import PAGE
 
-__all__ = ["Budget", "amount", "rate", "step_back"]
+__all__ = ["Budget", "amount", "rate", "rest", "step_back"]
 
 _SLICE = 0.05
 """Seconds' worth of bytes that are written in one go under a budget, and that a late writer may catch up with: short
@@ -21,6 +21,9 @@ beside what a disk's other users notice, long beside the clock's resolution."""
 _NICENESS = 10
 """Of a thread that drains: it takes what training leaves of the cores. The kernel derives its place in the queue for
 the disk from it, where it has none of its own."""
+_TIMES = 10
+"""A drain takes cores and the disk from training, and a tenth of the time is what nobody misses. A second more of it
+costs ten of progress should the node be lost."""
 _UNITS = {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "K": 1000}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?((?:[KMGT]i|[kKMGT])?)B?")
@@ -51,6 +54,14 @@ def rate(value: str | int | float | None) -> int | None:
             "(kB, MB, GB, TB or KiB, MiB, GiB, TiB), or None for no limit"
         )
     return int(number)
+
+
+def rest(seconds: float, took: float) -> float:
+    """Seconds from the beginning of one write of a checkpoint, which ``took`` so long, to that of the next.
+
+    At least ``seconds``, and so many that storage is written to for at most a tenth of the time.
+    """
+    return max(seconds, _TIMES * took)
 
 
 class Budget:

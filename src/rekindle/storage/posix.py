@@ -26,6 +26,7 @@ from rekindle.storage.contract import Contents, Published, Store, unread
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.manifest import Head, head_of, manifest
 from rekindle.storage.pace import Budget
+from rekindle.storage.retention import MOST, surviving
 from rekindle.storage.uncached import UncachedFile
 
 __all__ = ["PosixStore"]
@@ -265,11 +266,11 @@ class PosixStore(Store):
             if not (self.root / f"{path.name[1:].rpartition('.partial.')[0]}.partial").exists():
                 system.unlink(path)
 
-    def prune(self, keep: int, keep_every: int | None) -> list[int]:
+    def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
         durable, _, refused = self._look()
         stands = live([p.stamp for p in durable])
-        newest = stands[-max(keep, 1) :]
-        stay = {*newest, *(stamp for stamp in stands if keep_every and stamp.step % keep_every == 0)}
+        stay = surviving(stands, keep, keep_every)
+        newest = stay.intersection(stands[-max(keep or MOST, 1) :])
         after = max((step for step, _, _ in refused), default=-1)
         removed = [p for p in durable if p.stamp not in stay and p.stamp.step > after]
         try:
