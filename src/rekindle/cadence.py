@@ -13,7 +13,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["Auto", "Cadence", "Fixed", "agreement"]
+from rekindle.storage.pace import rest
+
+__all__ = ["Auto", "Cadence", "Fixed", "Sparing", "agreement"]
 
 log = logging.getLogger("rekindle")
 
@@ -113,6 +115,44 @@ class Auto:
 
 
 Cadence = Fixed | Auto
+
+
+class Sparing:
+    """Saves that go straight to storage without having been asked for by name: at most every so many ``seconds``, and
+    for at most a tenth of the time.
+
+    Several ranks choose alike without talking, so their saves are of one step: each takes multiples of a power of two,
+    the smallest that lasts long enough by its own clock. Clocks and disks that differ by less than a factor of two make
+    powers that are neighbours, which have every second multiple in common.
+    """
+
+    def __init__(
+        self, seconds: float, world: int, took: Callable[[], float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``took`` gives the seconds that the newest write has taken so far."""
+        self._seconds, self._world, self._took, self._clock = seconds, world, took, clock
+        self._last: tuple[int, float] | None = None
+
+    def due(self, n: int) -> bool:
+        """Whether step ``n`` may be saved. The first one may."""
+        if self._last is None:
+            return True
+        step, at = self._last
+        passed, wanted = self._clock() - at, rest(self._seconds, self._took())
+        if self._world == 1 or n <= step:
+            return passed >= wanted
+        pace = max(passed, 1e-9) / (n - step)
+        every = 1 << max(0, math.ceil(math.log2(max(wanted / pace, 1))))
+        return n % every == 0 and passed >= wanted / 2
+
+    def saved(self, n: int) -> None:
+        """Step ``n`` is being written from now on."""
+        self._last = n, self._clock()
+
+    def failed(self) -> None:
+        """That came to nothing. One rank alone tries again at the next step; several keep to the steps they share."""
+        if self._world == 1:
+            self._last = None
 
 
 def agreement(world: int) -> Agreement:

@@ -33,7 +33,7 @@ from rekindle.recovery.notice import Notice
 from rekindle.recovery.partial import choose_parts
 from rekindle.recovery.restore import restore
 from rekindle.saves import Saves
-from rekindle.settings import check_settings, tell_what_a_node_costs, warn_of_shared_store
+from rekindle.settings import check_settings, tell_what_a_node_costs, warn_of_shared_store, what_storage_alone_means
 from rekindle.snapshot.compose import compose
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import Job, JobDir, memory_base
@@ -169,8 +169,10 @@ class Checkpointer:
             self._persist_every = _SEVERAL_NODES_EVERY
         pause = None if self._persist_every is not None or persist_seconds == 0 else persist_seconds
         self._persist_all = self._persist_every is None and pause is None
+        if pause is not None:
+            self._saves.spare(pause, self._group.world)
         if self._meeting.no_memory:
-            self._without_memory(self._meeting.no_memory)
+            self._without_memory(self._meeting.no_memory, pause)
         else:
             info = Job(
                 *(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout),
@@ -204,11 +206,11 @@ class Checkpointer:
             *(rank, self._group.world, self._incarnation.generation, nbytes / 1e6, job.path, self.root),
         )
 
-    def _without_memory(self, why: str) -> None:
+    def _without_memory(self, why: str, pause: float | None) -> None:
         if self._strict:
             raise MemoryStoreError(why)
         if self._group.rank == self._meeting.mates[0]:
-            log.warning("%s. Checkpoints go straight to storage, which slows training at each save.", why)
+            log.warning("%s. Checkpoints go straight to storage, %s.", why, what_storage_alone_means(pause))
         if self._meeting.lock is None:
             self._job = None
 
@@ -438,6 +440,7 @@ class Checkpointer:
         saved = False
         try:
             self._saves.settle()
+            self._saves.catch_up(timeout)
             if self._saves.newest is not None:
                 self._saves.persist()
                 self._wait_durable(self._saves.newest, timeout)

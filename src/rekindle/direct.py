@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import mmap
 import os
+import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -54,6 +55,9 @@ class DirectSaver:
         """What the newest save is of."""
         self._error: BaseException | None = None
         """What went wrong with it, once that was seen."""
+        self._began = 0.0
+        self._took: float | None = 0.0
+        """When the newest write began, and the seconds that it took; None while it goes on."""
         self._at_exit = _WRITE_TIMEOUT
         self._pid = os.getpid()
 
@@ -78,12 +82,19 @@ class DirectSaver:
         Raises OSError when storage refuses it, RekindleError when the state can't be had.
         """
         self.finish()
-        plan = self._live.plan(stamp, whole)
-        buffer = self._room(plan)
-        self._submit(stamp, self._live.write(stamp, plan, buffer), buffer)
+        self.late(stamp, whole)
         error = self.finish()
         if error is not None:
             raise error
+
+    def late(self, stamp: Stamp, whole: bool) -> None:
+        """As ``save``, of a step whose end has been told to ``Live`` before. Raises RekindleError when it can't be had.
+
+        Call ``finish`` first.
+        """
+        plan = self._live.plan(stamp, whole)
+        buffer = self._room(plan)
+        self._submit(stamp, self._live.write(stamp, plan, buffer), buffer)
 
     def rescue(self, flight: Flight) -> None:
         """Write a snapshot that is whole but could not be committed to memory. Call ``finish`` first, and before the
@@ -97,9 +108,13 @@ class DirectSaver:
 
         def work() -> None:
             step_back()
-            self._write(receipt, data)
+            try:
+                self._write(receipt, data)
+            finally:
+                self._took = time.monotonic() - self._began
 
         self._stamp, self._error = receipt.stamp, None
+        self._began, self._took = time.monotonic(), None
         self._writing = behind(work, "rekindle-direct")
         atexit.unregister(self._finish_at_exit)  # once is enough
         atexit.register(self._finish_at_exit)
@@ -129,6 +144,16 @@ class DirectSaver:
         if self._noted is None and self._written is not None and not self._store.has_shard(self._written):
             return self._written.step  # the last one of the ranks has made it durable since
         return self._noted
+
+    def took(self) -> float:
+        """Seconds that the newest write has taken so far."""
+        took = self._took
+        return time.monotonic() - self._began if took is None else took
+
+    @property
+    def over(self) -> bool:
+        """Whether a save has come to its end, and ``finish`` would not wait to tell of it."""
+        return self._writing is not None and self._writing.done()
 
     @property
     def writing(self) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 
 from rekindle.advice import advise
 from rekindle.agent.tries import Tries
+from rekindle.cadence import Sparing
 from rekindle.direct import DirectSaver
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
 from rekindle.metrics import Metrics
@@ -69,10 +70,20 @@ class Saves:
         self.reached = 0
         """The newest completed step that we were told of, or that was restored."""
         self.restored = 0
+        self._sparing: Sparing | None = None
+        """Which saves may go straight to storage without having been asked for by name; None for all."""
+        self._left_out: Stamp | None = None
+        """The newest step that was not saved because it was not its turn."""
+        self._how_often = ""
         self._metrics, self._strict = metrics, strict
         self._tries = Tries(fallback_after)
         self._trial: Flight | None = None
         """What is to show that memory takes saves again."""
+
+    def spare(self, seconds: float, world: int) -> None:
+        """From now on saves that nobody asks for by name go straight to storage at most every so many ``seconds``."""
+        self._sparing = Sparing(seconds, world, self.direct.took)
+        self._how_often = f", at most every {seconds:g} s,"
 
     def use_memory(self, slots: Slots, overlap: bool, verify: bool) -> None:
         """From now on saves go into memory."""
@@ -91,10 +102,13 @@ class Saves:
         except Exception as error:
             self._failed(stamp.step, error)
             return
+        if nbytes is None:
+            return
         self._before, self.newest = self.newest, stamp
         self._metrics.saved(time.perf_counter() - began, nbytes)
 
-    def _write(self, stamp: Stamp) -> int:
+    def _write(self, stamp: Stamp) -> int | None:
+        """Bytes saved; None where storage would have to take them, and is to be left in peace."""
         if self.memory is not None and self._tries.due():
             try:
                 self._finish_direct()  # it may be writing what a slot holds
@@ -107,10 +121,42 @@ class Saves:
                 if self._strict:
                     raise
                 self._fall_back(stamp.step, error)
+        if self._sparing is not None and not stamp.persist and not self._sparing.due(stamp.step):
+            self._leave_out(stamp)
+            return None
         self._finish_direct()
         nbytes = self.direct.save(stamp)
+        if self._sparing is not None:
+            self._sparing.saved(stamp.step)
         self._metrics.direct += 1
         return nbytes
+
+    def _leave_out(self, stamp: Stamp) -> None:
+        # Other ranks' parts of what is being written may be in memory, which keeps them until this rank's next step.
+        if self.memory is not None or self.direct.over:
+            self._finish_direct()
+        self.live.put_aside(stamp)
+        self._left_out = stamp
+
+    def catch_up(self, timeout: float) -> None:
+        """Send the last step to storage, should it have been left out. Returns before it is there.
+
+        For the end of a job. Raises NotDurableError when storage doesn't take the one before within ``timeout`` seconds.
+        """
+        stamp, self._left_out = self._left_out, None
+        if stamp is None or (self.newest is not None and self.newest.step >= stamp.step):
+            return
+        try:
+            with self.pause("waiting for storage"):
+                self.direct.finish(timeout)
+                self.direct.late(stamp, False)
+        except NotDurableError:
+            raise
+        except Exception as error:
+            self._failed(stamp.step, error)
+            return
+        self._metrics.direct += 1
+        self._before, self.newest = self.newest, stamp
 
     def _come_back(self, memory: MemorySaver) -> None:
         """Make what somebody may have removed. Raises MemoryStoreError."""
@@ -124,9 +170,9 @@ class Saves:
         if not self._tries.failed:
             self._metrics.memory_lost += 1
             log.warning(
-                "step %d goes straight to storage, and so do those after it until memory takes them again, which is "
+                "step %d goes straight to storage, and so do those after it%s until memory takes them again, which is "
                 "tried now and then: %s",
-                *(step, error),
+                *(step, self._how_often, error),
             )
         self._tries.fail()
 
@@ -143,6 +189,8 @@ class Saves:
             return
         with self.pause("waiting for storage"):
             error = self.direct.finish()
+        if error is not None and self._sparing is not None:
+            self._sparing.failed()
         if error is not None and self.newest is not None:
             self._failed(self.newest.step, error)
 
@@ -193,7 +241,8 @@ class Saves:
         ``before_update`` is called with the step that an update is about to make.
         """
         self.gate, self._before_update = gate, before_update
-        self.live.guard(gate is not None)
+        if gate is not None or self._left_out is None:  # else its end is still to be known
+            self.live.guard(gate is not None)
 
     def pause(self, what: str) -> AbstractContextManager[None]:
         """The watchdog waits meanwhile, if there is one."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from rekindle.errors import UsageError
 
-__all__ = ["check_settings", "tell_what_a_node_costs", "warn_of_shared_store"]
+__all__ = ["check_settings", "tell_what_a_node_costs", "warn_of_shared_store", "what_storage_alone_means"]
 
 log = logging.getLogger("rekindle")
 
@@ -44,6 +44,16 @@ def tell_what_a_node_costs(seconds: float | None) -> None:
             "(persist_seconds, persist_every). A fault of processes loses none of this: memory has the newest snapshot",
             *(seconds, seconds, seconds / 10),
         )
+
+
+def what_storage_alone_means(seconds: float | None) -> str:
+    """The price of having no memory store, where storage is left in peace for so many ``seconds``, or never."""
+    if seconds is None:
+        return "which slows training at each save"
+    return (
+        f"at most every {seconds:g} s and for at most a tenth of the time: a process that dies loses what was trained "
+        "since, unless guard() secures it (persist_seconds, persist_every)"
+    )
 
 
 def warn_of_shared_store(rank: int) -> None:

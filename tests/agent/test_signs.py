@@ -29,7 +29,7 @@ def test_an_agent_that_is_stopped_is_replaced(
 ) -> None:
     monkeypatch.setattr(spawn, "_SIGN_WITHIN", 2.0)
     weights = torch.zeros(1000)
-    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory)
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, persist_seconds=0)
     ckpt.restore()
     job = JobDir.of(root, memory_base(memory))
     ckpt.save(1, wait="durable", timeout=30)
@@ -68,7 +68,9 @@ def test_a_process_that_drains_in_an_agents_place_is_let_live(
 ) -> None:
     """'rekindle stop' is such a one, and gives no signs."""
     monkeypatch.setattr(spawn, "_SIGN_WITHIN", 0.5)
-    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=torch.zeros(10))}, memory=memory)
+    ckpt = rekindle.Checkpointer(
+        root, {"values": rekindle.Values(weights=torch.zeros(10))}, memory=memory, persist_seconds=0
+    )
     ckpt.restore()
     job = JobDir.of(root, memory_base(memory))
     ckpt.save(1, wait="durable", timeout=30)
@@ -120,7 +122,7 @@ os.setgid(54321)
 os.setuid(54321)
 root = place / "run"
 weights = torch.zeros(1000)
-ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, fallback_after=0.2)
+ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, fallback_after=0.2, persist_seconds=0)
 ckpt.restore()
 ckpt.save(1, wait="durable", timeout=30)
 job = JobDir.of(root, memory_base())

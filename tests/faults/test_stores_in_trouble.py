@@ -205,7 +205,9 @@ def test_a_damaged_snapshot_is_not_drained(root: Path, memory: Path, job: JobDir
 
 def test_the_trainer_counts_what_it_lost(root: Path, memory: Path) -> None:
     state = build(16)
-    ckpt = rekindle.Checkpointer(root, {**state, "values": (values := rekindle.Values(a=1))}, memory=memory)
+    ckpt = rekindle.Checkpointer(
+        root, {**state, "values": (values := rekindle.Values(a=1))}, memory=memory, persist_seconds=0
+    )
     ckpt.restore()
     ckpt.step(1)
     values.bad = object()
@@ -262,7 +264,7 @@ def test_an_interrupt_in_the_middle_of_a_save_spoils_no_later_one(root: Path, me
         raise Interrupt
 
     weights = torch.zeros(1 << 20)
-    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory)
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, persist_seconds=0)
     ckpt.restore()
     before = signal.signal(signal.SIGALRM, interrupt)
     chance, step, interrupted = random.Random(0), 0, 0

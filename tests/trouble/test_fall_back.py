@@ -95,7 +95,7 @@ def test_three_tries_take_the_time_that_was_given_and_then_they_become_rare() ->
 def test_memory_that_goes_and_comes_back(how: str, root: Path, memory: Path, job: JobDir, alarms: Alarms) -> None:
     weights = torch.zeros(1000)
     state = {"values": rekindle.Values(weights=weights)}
-    ckpt = rekindle.Checkpointer(root, state, memory=memory, fallback_after=1.5)
+    ckpt = rekindle.Checkpointer(root, state, memory=memory, persist_seconds=0, fallback_after=1.5)
     ckpt.restore()
     agent = wait_for(lambda: real_agent(job))
     with ckpt.guard(watchdog=False):
@@ -141,7 +141,7 @@ def test_memory_that_fills_up_and_has_room_again(
     small = small_tmpfs(8 << 20)
     weights = torch.zeros(1000)
     state = {"values": rekindle.Values(weights=weights)}
-    ckpt = rekindle.Checkpointer(root, state, memory=small, fallback_after=0.3)
+    ckpt = rekindle.Checkpointer(root, state, memory=small, persist_seconds=0, fallback_after=0.3)
     ckpt.restore()
     step = goes_on(ckpt, weights, 1)
     (small / "somebody-else").write_bytes(b"x" * (7 << 20))
@@ -161,7 +161,8 @@ def test_memory_that_fills_up_and_has_room_again(
 
 def job_in(root: Path, memory: Path, **more: Any) -> tuple[rekindle.Checkpointer, rekindle.Values]:
     values = rekindle.Values(weights=torch.zeros(1000))
-    return rekindle.Checkpointer(root, {"values": values}, memory=memory, fallback_after=1000.0, **more), values
+    more = {"persist_seconds": 0, "fallback_after": 1000.0} | more
+    return rekindle.Checkpointer(root, {"values": values}, memory=memory, **more), values
 
 
 def _outgrow_memory(root: Path, memory: Path, **more: Any) -> None:
@@ -282,7 +283,9 @@ def test_an_agent_that_can_not_be_had_and_then_can(
     root: Path, memory: Path, job: JobDir, alarms: Alarms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = torch.zeros(1000)
-    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(w=weights)}, memory=memory, fallback_after=1.5)
+    ckpt = rekindle.Checkpointer(
+        root, {"values": rekindle.Values(w=weights)}, memory=memory, persist_seconds=0, fallback_after=1.5
+    )
     ckpt.restore()
     wait_for(lambda: ckpt.metrics.agent_back == ckpt.metrics.agent_lost and real_agent(job))
     agent, lost = real_agent(job), ckpt.metrics.agent_lost  # a slow start may have counted

@@ -26,6 +26,7 @@ from tests.unreadable import unreadable
 
 def job_of(root: Path, memory: Path, **more: Any) -> tuple[rekindle.Checkpointer, torch.Tensor]:
     weights = torch.zeros(1000)
+    more = {"persist_seconds": 0} | more
     ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, **more)
     return ckpt, weights
 
@@ -128,7 +129,9 @@ def test_two_jobs_at_one_root_without_memory(restores: bool, root: Path, memory:
 def test_one_job_with_two_roots(root: Path, memory: Path) -> None:
     other = root.with_name("other")
     a, weights = job_of(root, memory)
-    b = rekindle.Checkpointer(other, {"values": rekindle.Values(weights=weights)}, memory=memory, snapshot_every=2)
+    b = rekindle.Checkpointer(
+        other, {"values": rekindle.Values(weights=weights)}, memory=memory, snapshot_every=2, persist_seconds=0
+    )
     assert a.restore() == b.restore() == 0
     for step in range(1, 7):
         weights.fill_(step)
@@ -202,7 +205,7 @@ def test_another_model_is_refused_before_anything_is_overwritten(root: Path, mem
     live = {"values": rekindle.Values(weights=torch.ones(7), more=1)}
     model = torch.nn.Linear(3, 3)
     kept = model.weight.detach().clone()
-    ckpt = rekindle.Checkpointer(root, {**live, "model": model}, memory=memory)
+    ckpt = rekindle.Checkpointer(root, {**live, "model": model}, memory=memory, persist_seconds=0)
     with pytest.raises(rekindle.StateMismatchError, match="'model': only in the live state"):
         ckpt.restore()
     assert torch.equal(model.weight, kept)

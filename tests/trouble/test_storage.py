@@ -90,7 +90,7 @@ def test_storage_that_hangs_holds_nobody_up_and_gets_all_once_it_answers(trouble
     root = troubled.path / "run"
     job = JobDir.of(root, memory_base(memory))
     weights = torch.zeros(1000)
-    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory)
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, persist_seconds=0)
     ckpt.restore()
     ckpt.save(1, wait="durable", timeout=30)
     agent = wait_for(lambda: job.agent())
@@ -131,7 +131,7 @@ import os, signal, time, torch, rekindle, rekindle.direct, logging
 logging.basicConfig()
 rekindle.direct._WRITE_TIMEOUT = 2.0
 weights = torch.zeros(1000)
-ckpt = rekindle.Checkpointer({str(troubled.path / "run")!r}, {{"v": rekindle.Values(w=weights)}}, memory_limit=1)
+ckpt = rekindle.Checkpointer({str(troubled.path / "run")!r}, {{"v": rekindle.Values(w=weights)}}, memory_limit=1, persist_seconds=0)
 ckpt.restore()
 ckpt.save(1, wait="durable")
 os.kill({troubled.server}, signal.SIGSTOP)
@@ -158,7 +158,7 @@ def test_storage_in_trouble_for_a_while(trouble: str, troubled: Troubled, memory
     root = troubled.path / "run"
     job = JobDir.of(root, memory_base(memory))
     weights = torch.zeros(100_000)
-    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory)
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, persist_seconds=0)
     ckpt.restore()
     ckpt.save(1, wait="durable", timeout=30)
     troubled.do(trouble)
@@ -203,7 +203,7 @@ def test_a_disk_that_fills_up_becomes_read_only_and_heals(
     root = disk / "run"
     job = JobDir.of(root, memory_base(memory))
     weights = torch.zeros(250_000)
-    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory)
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, persist_seconds=0)
     ckpt.restore()
     ckpt.save(1, wait="durable", timeout=30)
 

@@ -30,7 +30,7 @@ import logging, os, resource, sys, time, torch, rekindle
 logging.basicConfig(level=logging.WARNING)
 root, steps = sys.argv[1], int(sys.argv[2])
 weights = torch.zeros(int(sys.argv[3]))
-ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, fallback_after=0.5)
+ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, fallback_after=0.5, persist_seconds=0)
 first = ckpt.restore()
 """
 
@@ -89,7 +89,9 @@ def test_a_drain_whose_mount_vanishes_goes_on_when_it_is_back(
     root = disk / "run"
     job = JobDir.of(root, memory_base(memory))
     weights = torch.zeros(500_000)
-    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, drain_limit="4MB/s")
+    ckpt = rekindle.Checkpointer(
+        root, {"values": rekindle.Values(weights=weights)}, memory=memory, drain_limit="4MB/s", persist_seconds=0
+    )
     ckpt.restore()
     ckpt.step(1)
     wait_for(lambda: list(root.glob("*.partial/.*.tmp")), what="a drain")
@@ -237,7 +239,7 @@ def test_files_truncated_in_memory_cost_no_step_that_another_copy_has(
 
 def test_a_truncated_status_page_does_not_end_rekindle_status(root: Path, memory: Path, job: JobDir) -> None:
     weights = torch.zeros(100)
-    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory)
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, persist_seconds=0)
     ckpt.restore()
     with ckpt.guard() as guard:
         ckpt.step(1)

@@ -55,6 +55,12 @@ class Live:
         if self._small is not None:
             self._note(self._small, stamp)
 
+    def put_aside(self, stamp: Stamp) -> None:
+        """As ``note``, whether a fault is to be survived or not: the step may be saved later by this process."""
+        if self._small is None:
+            self._small = SmallState(None, self.writer.behind)
+        self._note(self._small, stamp)
+
     def _note(self, small: SmallState, stamp: Stamp) -> None:
         try:
             self._take(small, stamp)
