@@ -141,7 +141,7 @@ class Saves:
     def catch_up(self, timeout: float) -> None:
         """Send the last step to storage, should it have been left out. Returns before it is there.
 
-        For the end of a job. Raises NotDurableError when storage doesn't take the one before within ``timeout`` seconds.
+        For the end of a job. Raises NotDurableError when the one before isn't there within ``timeout`` seconds.
         """
         stamp, self._left_out = self._left_out, None
         if stamp is None or (self.newest is not None and self.newest.step >= stamp.step):

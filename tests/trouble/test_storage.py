@@ -131,7 +131,8 @@ import os, signal, time, torch, rekindle, rekindle.direct, logging
 logging.basicConfig()
 rekindle.direct._WRITE_TIMEOUT = 2.0
 weights = torch.zeros(1000)
-ckpt = rekindle.Checkpointer({str(troubled.path / "run")!r}, {{"v": rekindle.Values(w=weights)}}, memory_limit=1, persist_seconds=0)
+state = {{"v": rekindle.Values(w=weights)}}
+ckpt = rekindle.Checkpointer({str(troubled.path / "run")!r}, state, memory_limit=1, persist_seconds=0)
 ckpt.restore()
 ckpt.save(1, wait="durable")
 os.kill({troubled.server}, signal.SIGSTOP)
