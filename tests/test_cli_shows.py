@@ -23,6 +23,7 @@ from click.testing import CliRunner
 
 from rekindle.agent.fault import Fault
 from rekindle.cli import main
+from rekindle.errors import NotDurableError
 from rekindle.snapshot.status import StatusPage
 from tests.stored import job_in, remember, save
 
@@ -36,11 +37,19 @@ class Terminal(NamedTuple):
     text: str
 
 
-def at_terminal(*arguments: object, columns: int = 80) -> Terminal:
-    """Runs a command whose stdout and stderr are one terminal of ``columns``, for a minute at most."""
+_RUN = """
+import json, sys
+from rekindle.cli import main
+for words in json.loads(sys.argv[1]):
+    main(words, standalone_mode=False)
+"""
+
+
+def at_terminal(*commands: list[object], columns: int = 80) -> Terminal:
+    """Runs commands in one process, whose stdout and stderr are a terminal of ``columns``, for a minute at most."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    command = [sys.executable, "-m", "rekindle", *map(str, arguments)]
+    command = [sys.executable, "-c", _RUN, json.dumps([[str(word) for word in words] for words in commands])]
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**env, "TERM": "xterm"})
     os.close(theirs)
@@ -92,7 +101,7 @@ def test_status_fits_the_terminal(tmp_path: Path, memory: Path, columns: int) ->
     kept[0].write()
     job.fault.write_text(json.dumps(Fault("exit", 7, 1, 1234, f"rank 7 ended: {'words ' * 30}").to_json()))
     remember(job, 1234566, rank=0, world=8)
-    said = at_terminal("status", columns=columns)
+    said = at_terminal(["status"], columns=columns)
     table, error = said.text.replace("\r", "").split("Error: ")  # an error is one line, which the terminal folds
     assert max(map(len, table.splitlines())) <= columns, table
     assert "".join(str(root).split()) in "".join(table.split()), table
@@ -101,3 +110,32 @@ def test_status_fits_the_terminal(tmp_path: Path, memory: Path, columns: int) ->
     assert words.count("words") == 30 and error.startswith(f"{root}: no agent")
     for lock in locks:
         lock.release()
+
+
+def test_stop_says_what_it_waits_for(root: Path, memory: Path) -> None:
+    """A slow drain without an agent: how far it is, what holds it, for how long at most; then, that it was too long."""
+    remember(job_in(memory, root, drain_limit=2 << 20), 5, nbytes=16 << 20)
+    said = CliRunner().invoke(main, ["stop", str(root), "--timeout", "3"])
+    assert said.exit_code == NotDurableError.exit_code
+    waits, error = said.stderr.splitlines()
+    assert re.match(rf"{root}: storage has .* of 16\.8 MB of step 5, .*/s, as its drain_limit is 2\.1 MB/s; ", waits)
+    assert waits.endswith("s more at most")
+    assert re.search(r"storage has [\d,]+ of 16,.* bytes of step 5 so far: give it more time", error), error
+
+
+def test_stop_says_why_storage_takes_nothing(root: Path, memory: Path) -> None:
+    remember(job_in(memory, root), 5)
+    root.write_text("a file where the directory should be")
+    said = CliRunner().invoke(main, ["stop", str(root), "--timeout", "3"])
+    assert said.exit_code == NotDurableError.exit_code
+    assert said.stderr.startswith(f"{root}: storage takes nothing: ") and "waits 2 s more at most" in said.stderr
+
+
+def test_bars_are_for_terminals(root: Path, memory: Path) -> None:
+    save(root, 5, nbytes=1 << 20)
+    out, other = root.parent / "out", root.parent / "other"
+    said = at_terminal(["verify", root], ["export", root, out, "--format", "safetensors"], ["import", out, other, 1])
+    for told in ("step 5 in storage", "1.1/1.1 MB", "sound", "exporting step 5", "importing step 1", "as v"):
+        assert told in said.text, said.text
+    piped = CliRunner().invoke(main, ["verify", str(root)])
+    assert piped.exit_code == 0 and piped.stderr == "" and "in storage" not in piped.stdout

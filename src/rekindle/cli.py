@@ -24,7 +24,7 @@ from rekindle.cli_status import ended_job, status_command
 from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
 from rekindle.errors import CorruptError, RekindleError, UsageError
-from rekindle.operate import Listed, copies_of, job_of, jobs, look, receipts, stop, values_of
+from rekindle.operate import Listed, copies_of, info_of, job_of, jobs, look, receipts, stop, values_of
 from rekindle.patience import within
 from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.memory import JobDir, memory_base
@@ -36,6 +36,7 @@ from rekindle.terminal import (
     PATIENCE,
     ROOT,
     STEP,
+    Waits,
     asks_for_json,
     bar_of,
     local_time,
@@ -259,11 +260,10 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
         wanted = [job for job in jobs(base) if not job.trainers() and job.agent() is None]
     failures: list[RekindleError] = []
     with bar_of(False) as bar:
-        task = bar.add_task("draining", total=None)
         for job in wanted:
-            held = job.held_bytes()
+            held, info = job.held_bytes(), info_of(job)
             try:
-                stop(job, timeout, discard, lambda p: bar.update(task, completed=p["done"], total=p["total"] or None))
+                stop(job, timeout, discard, Waits(bar, info.root if info is not None else str(job.path), timeout, info))
                 click.echo(f"{job.path}: ended, {decimal(held)} given back")
             except RekindleError as error:
                 failures.append(error)

@@ -6,7 +6,8 @@ import datetime
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from rekindle.agent.http import ask
 from rekindle.agent.loop import unknown
 from rekindle.agent.spawn import TICK
 from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError, RekindleError
-from rekindle.patience import within
+from rekindle.patience import behind, within
 from rekindle.roots import describe
 from rekindle.snapshot.documents import Receipt, read
 from rekindle.snapshot.fields import loads
@@ -32,12 +33,14 @@ from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in, survey
 from rekindle.storage.standing import newest_on
 from rekindle.storage.stores import open_store
 
-__all__ = ["Listed", "copies_of", "ended", "job_of", "job_status", "jobs", "look", "pages", "receipts", "stop"]
-__all__ += ["values_of"]
+__all__ = ["Listed", "copies_of", "ended", "info_of", "job_of", "job_status", "jobs", "look", "pages", "receipts"]
+__all__ += ["stop", "values_of"]
 
 
 _SHOWN = 10
 """Steps that a message lists at most."""
+_SILENT = 10.0
+"""Seconds without a sign of life after which storage hangs, and is not slow."""
 _COMPOSING = 5.0
 """Seconds that an agent gets to put dead ranks' snapshots together, for which it takes the place of their trainers."""
 
@@ -138,11 +141,11 @@ def _none_of(step: int | None, copies: list[Copy], root: Root, base: Path, store
 
 
 def _instead(root: Root, base: Path) -> str:
-    what = describe(root, [info.root for job in jobs(base) if (info := _job_info(job)) is not None])
+    what = describe(root, [info.root for job in jobs(base) if (info := info_of(job)) is not None])
     return f": {what}" if what else ""
 
 
-def _job_info(job: JobDir) -> Job | None:
+def info_of(job: JobDir) -> Job | None:
     """As it was written down; None where it can't be read, which another command tells of."""
     with suppress(OSError, FormatError):
         return job.read_job()
@@ -337,7 +340,7 @@ def _end_agent(
         ask(job.socket, "POST", "/stop")
     while job.agent() == agent:
         if time.monotonic() > deadline:
-            raise NotDurableError(f"{job.path}: agent {agent} is still at it: {_error(job) or 'draining'}")
+            raise NotDurableError(f"{job.path}: agent {agent} is still at it: {_error(job)}")
         try:
             progress(ask(job.socket, "GET", "/status", timeout=2.0))
         except AgentError:
@@ -345,12 +348,19 @@ def _end_agent(
         time.sleep(TICK)
 
 
-def _error(job: JobDir) -> str | None:
+def _error(job: JobDir) -> str:
     try:
-        error: str | None = ask(job.socket, "GET", "/status", timeout=2.0)["error"]
+        progress = ask(job.socket, "GET", "/status", timeout=2.0)
     except AgentError as failure:
-        error = str(failure)
-    return error
+        return str(failure)
+    return progress["error"] or _so_far(progress)
+
+
+def _so_far(progress: Mapping[str, Any]) -> str:
+    if progress["step"] is None:
+        return "storage is slow, or other nodes have not finished"
+    done, total = progress["done"], progress["total"]
+    return f"storage has {done:,} of {total:,} bytes of step {progress['step']} so far: give it more time (--timeout)"
 
 
 def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
@@ -361,13 +371,11 @@ def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[d
         drainer = Drainer(job)
         while not discard:
             # At least once: it also gives a killed drain's checkpoint its proper name.
-            busy = _in_time(deadline, job, drainer.tick)
-            progress(vars(drainer.progress))
-            if not _in_time(deadline, job, lambda: _pending(drainer)):
+            busy = _in_time(deadline, job, drainer, drainer.tick, progress)
+            if not _in_time(deadline, job, drainer, lambda: _pending(drainer), progress):
                 break
             if time.monotonic() > deadline:
-                why = drainer.progress.error or "storage is slow, or other nodes have not finished"
-                raise NotDurableError(f"{job.path}: what memory holds is not on storage: {why}")
+                raise _not_in_time(job, drainer)
             if not busy:
                 time.sleep(TICK)
         if not job.remove():
@@ -376,13 +384,36 @@ def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[d
         lock.release()
 
 
-def _in_time(deadline: float, job: JobDir, work: Callable[[], bool]) -> bool:
-    """What ``work`` gives, which storage that hangs keeps from ending. Raises NotDurableError."""
-    info = job.read_job()
-    try:
-        return within(max(1.0, deadline - time.monotonic()), info.root if info else job.path, work)
-    except TimeoutError as error:
-        raise NotDurableError(f"{job.path}: what memory holds is not on storage: {error}") from error
+def _in_time(
+    deadline: float,
+    job: JobDir,
+    drainer: Drainer,
+    work: Callable[[], bool],
+    progress: Callable[[dict[str, Any]], object],
+) -> bool:
+    """What ``work`` gives, which storage that is slow, or hangs, keeps from ending; ``progress`` is told meanwhile.
+
+    Raises NotDurableError.
+    """
+    answer = behind(work, "rekindle-stop")
+    last = max(deadline, time.monotonic() + 1.0)
+    while not wait([answer], TICK).done:
+        progress(vars(drainer.progress))
+        if time.monotonic() > last:
+            raise _not_in_time(job, drainer)
+    progress(vars(drainer.progress))
+    return answer.result()
+
+
+def _not_in_time(job: JobDir, drainer: Drainer) -> NotDurableError:
+    done = drainer.progress
+    silent = 0.0 if done.moved is None else time.monotonic() - done.moved
+    why = done.error or _so_far(vars(done))
+    if silent > _SILENT:
+        info = info_of(job)
+        where = info.root if info is not None else job.path
+        why = f"{where}: does not answer, for {silent:.0f} s now: its file system hangs, see that the server is there"
+    return NotDurableError(f"{job.path}: what memory holds is not on storage: {why}")
 
 
 def _pending(drainer: Drainer) -> bool:

@@ -13,18 +13,22 @@ from typing import Any
 
 import click
 from rich.console import Console, RenderableType
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
 from rekindle.patience import within
+from rekindle.snapshot.job import Job
 from rekindle.snapshot.names import Root, root_of
 
-__all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP"]
+__all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP", "Waits"]
 __all__ += ["asks_for_json", "bar_of", "facts_of", "local_time", "plain", "print_json", "show", "table_of", "to_root"]
 
 _LINKS = 3.0
 """Seconds to follow the links in a root's path."""
+_TELL_FIRST, _TELL_EVERY = 1.0, 10.0
+"""Seconds after which a wait is worth a line, and between the lines."""
 PATIENCE = 10.0
 """Seconds that storage gets to say what there is, before a person is told that it doesn't."""
 
@@ -97,3 +101,38 @@ def show(what: RenderableType) -> None:
 def bar_of(as_json: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty())
+
+
+class Waits:
+    """Tells a person what ``stop`` waits for: a bar at a terminal, and a line now and then wherever stderr leads."""
+
+    def __init__(self, bar: Progress, name: str, timeout: float, job: Job | None) -> None:
+        self._bar, self._name, self._job = bar, name, job
+        self._task = bar.add_task("carrying to storage", total=None)
+        self._began = time.monotonic()
+        self._ends, self._tell_at = self._began + timeout, self._began + _TELL_FIRST
+
+    def __call__(self, progress: Mapping[str, Any]) -> None:
+        """``progress`` is the drain's."""
+        step = progress["step"]
+        if step is not None:
+            self._bar.update(self._task, description=f"step {step} to storage")
+        self._bar.update(self._task, completed=progress["done"], total=progress["total"] or None)
+        now = time.monotonic()
+        if now >= self._tell_at:
+            self._tell_at = now + _TELL_EVERY
+            left = max(0.0, self._ends - now)
+            line = f"{self._name}: {self._what(progress)}; waits {left:.0f} s more at most"
+            self._bar.console.print(plain(line), soft_wrap=True)
+
+    def _what(self, progress: Mapping[str, Any]) -> str:
+        if progress["error"]:
+            return f"storage takes nothing: {progress['error']}"
+        if progress["step"] is None:
+            away = self._job is not None and len(self._job.ranks) < self._job.world
+            return "the other nodes have not finished their parts" if away else "its agent is not done yet"
+        rate = progress["done"] / max(time.monotonic() - self._began, _TELL_FIRST)
+        limit = self._job.drain_limit if self._job is not None else None
+        held = f", as its drain_limit is {decimal(limit)}/s" if limit is not None else ""
+        done, total = decimal(progress["done"]), decimal(progress["total"])
+        return f"storage has {done} of {total} of step {progress['step']}, {decimal(int(rate))}/s{held}"
