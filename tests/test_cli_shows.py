@@ -139,3 +139,29 @@ def test_bars_are_for_terminals(root: Path, memory: Path) -> None:
         assert told in said.text, said.text
     piped = CliRunner().invoke(main, ["verify", str(root)])
     assert piped.exit_code == 0 and piped.stderr == "" and "in storage" not in piped.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_a_script_that_completes(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_REKINDLE_COMPLETE", f"{shell}_source")
+    script = CliRunner().invoke(main, [], prog_name="rekindle")
+    assert script.exit_code == 0 and f"_REKINDLE_COMPLETE={shell}_complete" in script.stdout
+    if shell == "bash":
+        assert subprocess.run(["bash", "-n"], input=script.stdout, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("rekindle st", {"plain,status", "plain,stop"}),
+        ("rekindle export --format s", {"plain,safetensors"}),
+        *((f"rekindle {name} run", {"dir,run"}) for name in ("ls", "verify", "status", "stop", "export")),
+    ],
+)
+def test_commands_options_and_roots_are_completed(
+    words: str, offered: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_REKINDLE_COMPLETE", "bash_complete"), ("COMP_WORDS", words)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    assert set(CliRunner().invoke(main, [], prog_name="rekindle").stdout.split()) == offered

@@ -39,6 +39,7 @@ from rekindle.terminal import (
     Waits,
     asks_for_json,
     bar_of,
+    directories,
     local_time,
     print_json,
     show,
@@ -242,7 +243,7 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
 
 
 @main.command("stop")
-@click.argument("root", required=False, callback=to_root)
+@click.argument("root", required=False, callback=to_root, shell_complete=directories)
 @click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
 @click.option("--discard", is_flag=True, help="Give memory back at once; what only memory holds is lost.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")

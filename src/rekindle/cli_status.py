@@ -20,7 +20,19 @@ from rekindle.operate import ended, job_status, jobs
 from rekindle.patience import within
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import Root
-from rekindle.terminal import JSON, MEMORY, PATIENCE, facts_of, local_time, plain, print_json, show, table_of, to_root
+from rekindle.terminal import (
+    JSON,
+    MEMORY,
+    PATIENCE,
+    directories,
+    facts_of,
+    local_time,
+    plain,
+    print_json,
+    show,
+    table_of,
+    to_root,
+)
 
 __all__ = ["ended_job", "status_command"]
 
@@ -29,7 +41,7 @@ _INDENT = (0, 0, 0, 2)
 
 
 @click.command("status")
-@click.argument("root", required=False, callback=to_root)
+@click.argument("root", required=False, callback=to_root, shell_complete=directories)
 @click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
 @JSON
 @MEMORY

@@ -16,7 +16,7 @@ from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import LAST_STEP, Root, root_of
 from rekindle.storage.catalog import STORAGE, Copy
 from rekindle.storage.pace import amount
-from rekindle.terminal import JSON, MEMORY, ROOT, bar_of, print_json
+from rekindle.terminal import JSON, MEMORY, ROOT, bar_of, directories, print_json
 from rekindle.transfer.progress import Progress
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
 
 
 @click.command("export")
-@click.argument("places", nargs=-1, metavar="ROOT [STEP] OUT", callback=_places)
+@click.argument("places", nargs=-1, metavar="ROOT [STEP] OUT", callback=_places, shell_complete=directories)
 @click.option("--format", "form", type=click.Choice(["safetensors", "torch", "dcp"]), required=True)
 @click.option("--only", metavar="ENTRY", help="Only this entry of the state, its tensors by their own names.")
 @click.option(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -22,8 +23,8 @@ from rekindle.patience import within
 from rekindle.snapshot.job import Job
 from rekindle.snapshot.names import Root, root_of
 
-__all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP", "Waits"]
-__all__ += ["asks_for_json", "bar_of", "facts_of", "local_time", "plain", "print_json", "show", "table_of", "to_root"]
+__all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP", "Waits", "asks_for_json", "bar_of", "directories"]
+__all__ += ["facts_of", "local_time", "plain", "print_json", "show", "table_of", "to_root"]
 
 _LINKS = 3.0
 """Seconds to follow the links in a root's path."""
@@ -42,7 +43,12 @@ def to_root(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
         return Path(os.path.abspath(os.path.expanduser(value)))
 
 
-ROOT = click.argument("root", callback=to_root)
+def directories(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Lets the shell complete a root by itself."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+ROOT = click.argument("root", callback=to_root, shell_complete=directories)
 STEP = click.argument("step", type=click.IntRange(min=0), required=False)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 MEMORY = click.option("--memory", type=click.Path(path_type=Path), help="Memory store; $REKINDLE_MEMORY if unset.")
