@@ -57,6 +57,8 @@ _COMPLEX = ("complex64", "complex128")
 NEGATIVE = ("float16", "float32", "float64", *_COMPLEX)
 """Dtypes of which torch can make a view that negates, as the imaginary part of a conjugated view is one."""
 
+_MARKS = ("own", "conj", "neg", "parameter", "requires_grad")
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -76,6 +78,9 @@ class Chunk:
     conj: bool = False
     neg: bool = False
     """Whether the tensor was a view that conjugates, or negates; the stored bytes are what it shows."""
+    parameter: bool = False
+    requires_grad: bool = False
+    """Whether it was a parameter outside of modules, and whether gradients of it were wanted there."""
     nbytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +110,7 @@ class Chunk:
             "range": [self.start, self.stop],
         }
         order = {"order": list(self.order)} if self.order else {}
-        return fields | {key: True for key in ("own", "conj", "neg") if getattr(self, key)} | order
+        return fields | {key: True for key in _MARKS if getattr(self, key)} | order
 
     @staticmethod
     def from_json(value: Any) -> Chunk:
@@ -121,9 +126,13 @@ class Chunk:
                 order=order_in(value),
                 conj=bool(value.get("conj")),
                 neg=bool(value.get("neg")),
+                parameter=bool(value.get("parameter")),
+                requires_grad=bool(value.get("requires_grad")),
             )
             if (chunk.conj and chunk.dtype not in _COMPLEX) or (chunk.neg and chunk.dtype not in NEGATIVE):
                 raise FormatError(f"tensor {chunk.name!r}: torch has no such view of a {chunk.dtype}")
+            if chunk.requires_grad and "float" not in chunk.dtype and chunk.dtype not in _COMPLEX:
+                raise FormatError(f"tensor {chunk.name!r}: a {chunk.dtype} has no gradients")
             if chunk.order and len(chunk.order) != len(chunk.global_shape):
                 raise FormatError(f"tensor {chunk.name!r}: has {len(chunk.global_shape)} dimensions, and not its order")
             if chunk.dtype not in DTYPES or chunk.stop != number(value["range"][1]) or not chunk._inside():

@@ -29,6 +29,7 @@ from rekindle.state.replicas import alike, data_parallel
 from rekindle.state.rng import RngState
 from rekindle.state.share import Item, share
 from rekindle.state.strides import is_negated, order_of
+from rekindle.state.traits import Trait, trait_of
 from rekindle.state.tree import Flat, describe, flatten
 from rekindle.state.watch import Watch
 from rekindle.state.zero import ZeroState, is_zero
@@ -202,6 +203,8 @@ class Capture:
         description = describe(tree)
         self._paths = description.paths
         first: dict[tuple[Any, ...], str] = {}
+        traits: dict[tuple[Any, ...], Trait] = {}
+        """Of tensors outside of modules: those come back in place, and stay what they are."""
         taken: set[str] = set()
         lasting = self._fence.lasting() if self._fence is not None else set()
         known = alike(self.state, self._data_parallel(flat))
@@ -211,6 +214,11 @@ class Capture:
         self._families = {}
         for tensor, leaf in zip(flat.tensors, description.leaves, strict=True):
             held = hold(tensor, leaf.path)
+            if not isinstance(self.state.get(leaf.entry), torch.nn.Module):
+                trait = trait_of(tensor)
+                if traits.setdefault(held.place, trait) != trait:  # a parameter and its data are two
+                    held.place = (*held.place, trait)
+                    traits[held.place] = trait
             if held.place not in first:
                 name = leaf.name
                 while name in taken:  # {"a.b": x, "a": {"b": y}} are two tensors
@@ -228,6 +236,8 @@ class Capture:
                 if late and not own and (others := likely or ranks):
                     replicas[name] = others
             leaf.node["$tensor"] = first[held.place]  # tied tensors are stored once
+        named = {first[place]: trait for place, trait in traits.items() if any(trait)}
+        pieces = [piece.with_trait(named[piece.chunk.name]) if piece.chunk.name in named else piece for piece in pieces]
         whole = self._lay_out(pieces, description.structure, replicas, None)
         mine = self._shared_out(pieces)
         return self._lay_out(mine, description.structure, replicas, whole) if self._common else whole

@@ -17,6 +17,7 @@ from rekindle.state.fit import Fit
 from rekindle.state.flat import is_flat
 from rekindle.state.rng import RngState
 from rekindle.state.saved import Node
+from rekindle.state.traits import again
 from rekindle.state.tree import assemble, entries
 from rekindle.state.zero import numbered
 
@@ -77,6 +78,8 @@ class _Loading:
 
     def __init__(self, fit: Fit, allow_pickle: bool) -> None:
         self._fit, self._allow_pickle = fit, allow_pickle
+        self._again: dict[tuple[str, str], torch.Tensor] = {}
+        """By entry and name: a tensor outside of modules, as what it was to autograd."""
 
     def tree(self, name: str, entry: Any) -> Any:
         saved = self._fit.saved.entry(name)
@@ -88,7 +91,14 @@ class _Loading:
         return self._build(name, saved)
 
     def _build(self, entry: str, node: Node) -> Any:
-        return assemble(node.body, node.receipt.values, partial(self._fit.tensor, entry), self._allow_pickle)
+        return assemble(node.body, node.receipt.values, partial(self._tensor, entry), self._allow_pickle)
+
+    def _tensor(self, entry: str, name: str) -> torch.Tensor:
+        found = self._fit.tensor(entry, name)
+        chunk = self._fit.saved.chunk(name)
+        if chunk is None or isinstance(self._fit.state[entry], torch.nn.Module):
+            return found
+        return self._again.setdefault((entry, name), again(found, chunk))
 
     def _module(self, name: str, module: torch.nn.Module) -> Any:
         tree: OrderedDict[str, Any] = OrderedDict()

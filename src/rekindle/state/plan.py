@@ -12,6 +12,7 @@ import torch
 from rekindle.snapshot.boxes import Box
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.layout import Chunk, Layout, blocks
+from rekindle.state.traits import Trait
 
 __all__ = ["Batch", "Piece", "Plan", "Unit", "batches"]
 
@@ -67,6 +68,10 @@ class Piece:
             return self
         source = self.source.narrow(0, rows.offsets[0] - self.chunk.offsets[0], rows.sizes[0])
         return replace(self, chunk=replace(self.chunk, offsets=rows.offsets, sizes=rows.sizes), source=source)
+
+    def with_trait(self, trait: Trait) -> Piece:
+        """The same of a tensor of which there is this to say."""
+        return replace(self, chunk=replace(self.chunk, **trait._asdict()))
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ class Place:
     name: str
     path: str
     node: dict[str, str]
+    entry: Any
+    """Key of the outermost dictionary that it is in."""
 
 
 @dataclass
@@ -80,22 +82,22 @@ def describe(node: Any) -> Description:
     return out
 
 
-def _describe(node: Any, name: str, path: str, out: Description, depth: int = 0) -> Any:
+def _describe(node: Any, name: str, path: str, out: Description, depth: int = 0, entry: Any = None) -> Any:
     kind = type(node)
     if depth > _DEEPEST:
         raise UnsupportedValueError(f"{path[:80]}...: nested more than {_DEEPEST} deep")
     if is_leaf(node):
-        leaf = Place(_sayable(name), path, {})
+        leaf = Place(_sayable(name), path, {}, entry)
         out.leaves.append(leaf)
         return leaf.node
     if kind in _LISTS:
-        items = [_describe(item, f"{name}.{i}", f"{path}[{i}]", out, depth + 1) for i, item in enumerate(node)]
+        items = [_describe(item, f"{name}.{i}", f"{path}[{i}]", out, depth + 1, entry) for i, item in enumerate(node)]
         return items if kind is list else {_LISTS[kind]: items}
     if kind in _DICTS:
-        children = [
-            (key, _describe(value, f"{name}.{key}" if name else str(key), path_of(path, key), out, depth + 1))
-            for key, value in node.items()
-        ]
+        children = []
+        for key, value in node.items():
+            below = f"{name}.{key}" if name else str(key), path_of(path, key)
+            children.append((key, _describe(value, *below, out, depth + 1, entry if depth else key)))
         if kind is dict and all(type(key) is str and not key.startswith("$") and encode(key) is key for key in node):
             return dict(children)
         try:

@@ -53,6 +53,7 @@ class _Any:
     def __init__(self, entry: Any, contents: Contents) -> None:
         self._entry, self._contents = entry, contents
         self._flat = self._look()
+        self._wanted = list(map(_requires_grad, self._flat.tensors))
 
     def _look(self) -> Flat:
         flat = Flat()
@@ -64,6 +65,8 @@ class _Any:
         flat = self._look()
         values += flat.values
         if flat.signature != self._flat.signature:
+            return False
+        if list(map(_requires_grad, flat.tensors)) != self._wanted:
             return False
         return _identical(list(map(_identity, flat.tensors)), list(map(_identity, self._flat.tensors)))
 
@@ -166,6 +169,10 @@ def _identical(now: list[Any], before: list[Any]) -> bool:
 
 def _identity(leaf: Leaf) -> torch.Tensor:
     return leaf.counter if isinstance(leaf, Sharded) else leaf
+
+
+def _requires_grad(leaf: Leaf) -> bool:
+    return _identity(leaf).requires_grad
 
 
 def _watch(entry: Any, contents: Contents) -> _Any | _Module | _Optimizer:
