@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 def train(root: Path, steps: int) -> str:
     """The output of a run that ends at ``steps``."""
     command = [sys.executable, str(EXAMPLE), str(root), f"--steps={steps}", "--width=32"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

@@ -206,7 +206,7 @@ def test_a_late_writer_is_named_and_never_makes_a_torn_snapshot(
 
 
 FREES = """
-import os, sys, threading, torch, rekindle
+import os, sys, threading, time, torch, rekindle
 model = torch.nn.Linear(4096, 4096, bias=False)  # 64 MiB, which go back to the system at once
 optimizer = torch.optim.SGD(model.parameters())
 hashed = []
@@ -222,6 +222,8 @@ sys.setprofile(watch)
 ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, memory=sys.argv[2])
 ckpt.restore()
 ckpt.step(1)
+while not ckpt._saves.memory.flight._landed:  # settle() would help to copy, and read on while the other thread frees
+    time.sleep(0.01)
 ckpt._saves.settle()
 print(ckpt.metrics.failed, len(hashed), flush=True)
 os._exit(0)

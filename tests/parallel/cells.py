@@ -48,37 +48,33 @@ def every_cell() -> list[Cell]:
     return found
 
 
-_SOURCES = {1: ("ddp", "fsdp1"), 2: ("fsdp2", "zero1"), 3: ("tp", "fsdp1-orig"), 4: ("fsdp2+tp",)}
-"""Numbers of ranks, and the kinds that save on them in the short table."""
+_SHORT = (
+    ("single", 1, "fsdp2", 4, "memory"),
+    ("single", 1, "ddp", 3, "storage"),
+    ("ddp", 3, "ddp", 2, "memory"),
+    ("ddp", 3, "fsdp2+tp", 4, "storage"),
+    ("fsdp1", 1, "pipeline", 2, "storage"),
+    ("fsdp1", 1, "fsdp1", 1, "memory"),
+    ("fsdp1-orig", 3, "fsdp1", 3, "memory"),
+    ("fsdp1-orig", 3, "fsdp1-orig", 4, "storage"),
+    ("fsdp2", 2, "fsdp2", 2, "storage"),
+    ("fsdp2", 2, "tp", 3, "memory"),
+    ("tp", 3, "tp", 3, "storage"),
+    ("tp", 3, "single", 1, "memory"),
+    ("zero1", 2, "hsdp", 4, "storage"),
+    ("zero1", 2, "zero1", 1, "memory"),
+    ("hsdp", 4, "fsdp1-orig", 2, "storage"),
+    ("hsdp", 4, "hsdp", 4, "memory"),
+    ("fsdp2+tp", 4, "zero1", 3, "memory"),
+    ("fsdp2+tp", 4, "fsdp2+tp", 2, "storage"),
+    ("pipeline", 2, "single", 1, "memory"),
+    ("pipeline", 2, "pipeline", 4, "storage"),
+)
 
 
 def short_cells() -> Iterator[Cell]:
-    """Every kind, every pair of numbers of ranks, both places; and each kind to another one."""
-    for ranks, kinds in _SOURCES.items():
-        for new_ranks, kind in zip(range(1, 5), itertools.cycle(kinds)):
-            yield Cell(kind, ranks, kind, new_ranks, PLACES[(ranks + (new_ranks > 2)) % 2])
-    yield Cell("hsdp", 4, "hsdp", 2, "memory")
-    yield Cell("pipeline", 2, "pipeline", 4, "storage")
-    sources = {kind: ranks for ranks, kinds in _SOURCES.items() for kind in kinds}
-    sources |= {"hsdp": 4, "pipeline": 2, "single": 1}
-    for kind, new, new_ranks, place in _ACROSS:
-        yield Cell(kind, sources[kind], new, new_ranks, place)
-
-
-_ACROSS = (
-    ("single", "fsdp2", 4, "memory"),
-    ("single", "ddp", 3, "storage"),
-    ("ddp", "fsdp2+tp", 4, "storage"),
-    ("fsdp2", "tp", 3, "memory"),
-    ("fsdp2", "ddp", 2, "storage"),
-    ("hsdp", "fsdp1-orig", 2, "storage"),
-    ("tp", "single", 1, "memory"),
-    ("fsdp2+tp", "fsdp1", 3, "memory"),
-    ("pipeline", "single", 1, "memory"),
-    ("fsdp1", "pipeline", 2, "storage"),
-    ("fsdp1-orig", "zero1", 3, "memory"),
-    ("zero1", "hsdp", 4, "storage"),
-)
+    """Every kind saves and is restored, as itself and as another one, grown and shrunk, from both places."""
+    return itertools.starmap(Cell, _SHORT)
 
 
 def judge(cell: Cell, saved: Saved, resumed: Resumed) -> list[str]:
