@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import CheckpointException
 from rekindle.errors import BusyError, CorruptError, NotDurableError, NotFoundError
 from rekindle.failpoints import POINTS
 from rekindle.integrations.dcp import RekindleReader, RekindleWriter
+from rekindle.integrations.dcp import run as runs
 from rekindle.snapshot.documents import Receipt, checksum, seal
 from rekindle.snapshot.layout import Chunk, Layout
 from rekindle.snapshot.lineage import Incarnation, Stamp
@@ -190,20 +191,23 @@ def test_an_agent_that_is_killed_is_replaced(memory: Path, root: Path) -> None:
 
 
 def second_run(rank: int, root: Path) -> str:
-    import rekindle.recovery.meet as meet
-
-    meet._DYING = 0.2
     try:
-        RekindleWriter(root)
-    except BusyError as error:
-        return str(error)
+        dcp.save(state(2.0), storage_writer=RekindleWriter(root))
+    except CheckpointException as error:
+        return f"{error.failures[0][0]!r}"
     return "two runs save to one root"
 
 
-def test_a_second_run_of_the_same_root_is_refused(memory: Path, root: Path) -> None:
+def test_a_second_run_of_the_same_root_is_refused(memory: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(root, 1.0)
     (said,) = ranks(1, second_run, root)
-    assert f"process {os.getpid()}" in said
+    assert "BusyError" in said and f"process {os.getpid()}" in said
+    forget = runs._runs.pop(root)
+    monkeypatch.setattr("rekindle.recovery.meet._SOON", 0.0)
+    monkeypatch.setattr("rekindle.recovery.meet._DYING", 0.2)
+    with pytest.raises(BusyError, match=f"process {os.getpid()}"):
+        RekindleWriter(root)  # as in another process of one rank: it is told before the first save
+    runs._runs[root] = forget
 
 
 def load_beside(rank: int, root: Path) -> float:

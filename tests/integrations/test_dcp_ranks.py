@@ -361,34 +361,6 @@ def test_calls_come_in_order_and_errors_come_out(memory: Path, root: Path) -> No
     assert second["save"] == ["reset", *on_all]
 
 
-def misuse(rank: int, root: Path) -> list[str]:
-    """Saves that would not be one checkpoint of all ranks."""
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    from rekindle.integrations.dcp import RekindleWriter
-
-    writer, said = RekindleWriter(root), []
-    one = dist.new_group([0])
-    for more in (
-        {"no_dist": True},
-        {"checkpoint_id": f"step-{10 + rank}"},
-        {"checkpoint_id": "step-20", "process_group": one} if rank == 0 else {"no_dist": True},
-    ):
-        try:
-            dcp.save({"x": torch.ones(3), "y": rank}, storage_writer=writer, **more)
-            said.append("saved")
-        except dcp.CheckpointException as error:
-            said.append(str(next(iter(error.failures.values()))[0]))
-    return said
-
-
-def test_ranks_that_do_not_save_together_are_told(memory: Path, root: Path) -> None:
-    for said in ranks(2, misuse, root):
-        assert all("all ranks of the job" in said[which] for which in (0, 2)), said
-        assert "[10, 11]" in said[1]
-
-
 def test_a_rank_that_dies_in_its_save_leaves_the_checkpoint_before(memory: Path, root: Path) -> None:
     assert all(ranks(2, save_sharded, root, "durable"))
     results, codes = attempt(2, die_in_save, root)

@@ -31,18 +31,15 @@ class Alone:
 
 
 class Group:
-    """All ranks of an initialised process group. Each call is a collective, and bounded by ``timeout``.
+    """All ranks of an initialised process group. Each call is a collective, and bounded by ``timeout``."""
 
-    ``apart``: in a process group of its own, so that one thread may use it while others use the default one.
-    """
-
-    def __init__(self, timeout: timedelta, apart: bool = False) -> None:
+    def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         # Objects travel on the host; a group that only speaks for devices gets a host twin.
         on_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
-        self._group = None if on_host and not apart else dist.new_group(backend="gloo", timeout=timeout)
+        self._group = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order."""
@@ -61,10 +58,10 @@ class Group:
         return lambda: work.wait(self._timeout)
 
 
-def this_group(timeout: timedelta = timedelta(minutes=5), apart: bool = False) -> Alone | Group:
+def this_group(timeout: timedelta = timedelta(minutes=5)) -> Alone | Group:
     """The process group if there is one. Raises UsageError when a launcher made several ranks and they can't talk."""
     if dist.is_available() and dist.is_initialized():
-        return Group(timeout, apart)
+        return Group(timeout)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise UsageError(

@@ -78,7 +78,7 @@ def meet(
     ``limit`` is what all may take on a node, ``settings`` what every rank must have been given alike. Raises BusyError
     or UsageError, on all ranks.
     """
-    lock, busy, no_memory = _take_place(job, group.rank)
+    lock, busy, no_memory = take_place(job, group.rank)
     try:
         place = node_id(job.path.parent.parent)
         first = group.gather((place, busy, {"root": str(root), **settings}))
@@ -91,7 +91,7 @@ def meet(
                 name = differing[0]
                 raise UsageError(f"{name} is {given[name]!r} on rank {rank} and {first[0][2][name]!r} on rank 0")
         nbytes = size(mates)
-        no_memory = no_memory or _no_room(job, nbytes, len(mates), limit)
+        no_memory = no_memory or no_room(job, nbytes, len(mates), limit)
         store = open_store(root)
         sight = look(None if lock is None else job, store, group.rank)
         generation = max((offer.incarnation.generation for offer in sight.offers), default=0)
@@ -102,13 +102,13 @@ def meet(
         raise
     no_memory = next((second[rank][0] for rank in mates if second[rank][0]), None)
     if group.rank == 0 and sight.storage_error is None:
-        _warn_of_weakness(store)
+        warn_of_weakness(store)
     incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
     nodes = len({node for node, _, _ in first})
     return Meeting(incarnation, mates, nodes, lock, no_memory, any(entry[2] for entry in second), nbytes)
 
 
-def _warn_of_weakness(store: Store) -> None:
+def warn_of_weakness(store: Store) -> None:
     try:
         weakness = store.weakness()
     except OSError as error:
@@ -173,12 +173,17 @@ def share_out(group: Alone | Group, capture: Capture, mates: list[int]) -> int:
     return capture.estimate()
 
 
-def _take_place(job: JobDir, rank: int) -> tuple[Lock | None, str | None, str | None]:
-    """(lock, who else has it, why there is no memory): errors are told to all ranks before anybody raises."""
+def take_place(job: JobDir, rank: int, *, dying: bool = True) -> tuple[Lock | None, str | None, str | None]:
+    """(lock, who else has it, why there is no memory): errors are told to all ranks before anybody raises.
+
+    ``dying``: whether it may be this rank's predecessor that has it, and takes its time to end.
+    """
     try:
         try:
             return job.lock_rank(rank, _SOON), None, None
         except BusyError as error:
+            if not dying:
+                raise
             log.warning("%s; waiting %.0f s for it to end", error, _DYING)
             return job.lock_rank(rank, _DYING), None, None
     except BusyError as error:
@@ -189,7 +194,7 @@ def _take_place(job: JobDir, rank: int) -> tuple[Lock | None, str | None, str | 
         return None, None, f"memory store {job.path}: {advise(error)}"
 
 
-def _no_room(job: JobDir, nbytes: int, ranks: int, limit: int | None) -> str | None:
+def no_room(job: JobDir, nbytes: int, ranks: int, limit: int | None) -> str | None:
     """Why this node's memory can't hold two snapshots of each rank, or None when it can."""
     need = 2 * nbytes * ranks
     held, free = job.held_bytes(), job.free_bytes()

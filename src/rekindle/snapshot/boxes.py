@@ -11,6 +11,7 @@ from rekindle.errors import CorruptError
 
 if TYPE_CHECKING:
     from rekindle.snapshot.documents import Receipt
+    from rekindle.snapshot.lineage import Stamp
 
 __all__ = ["Box", "Rest", "lacking", "tensors_in", "uncovered"]
 
@@ -115,8 +116,12 @@ def lacking(receipts: Iterable[Receipt]) -> str | None:
     boxes: defaultdict[str, list[Box]] = defaultdict(list)
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     named: dict[str, int] = {}
+    first: Stamp | None = None
     for receipt in receipts:
         rank = receipt.stamp.rank
+        first = first or receipt.stamp
+        if receipt.stamp.save != first.save:
+            return f"rank {rank}'s shard is of another save than rank {first.rank}'s"
         for chunk in receipt.layout.chunks:
             kind = chunk.dtype, chunk.global_shape
             there = boxes[chunk.name]

@@ -58,6 +58,8 @@ class Stamp:
     incarnation: Incarnation
     persist: bool = True
     """Whether the policy asks for this step on storage."""
+    save: str = ""
+    """Drawn for this very save, where the ranks agree on one: shards of two saves are never combined."""
 
     @property
     def key(self) -> tuple[int, Incarnation]:
@@ -65,13 +67,10 @@ class Stamp:
         return self.step, self.incarnation
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "rank": self.rank,
-            "world": self.world,
-            "persist": self.persist,
-            "incarnation": self.incarnation.to_json(),
-        }
+        fields: dict[str, Any] = {"step": self.step, "rank": self.rank, "world": self.world, "persist": self.persist}
+        if self.save:
+            fields["save"] = self.save
+        return {**fields, "incarnation": self.incarnation.to_json()}
 
     @staticmethod
     def from_json(value: Any) -> Stamp:
@@ -88,6 +87,7 @@ class Stamp:
                     parent=_id(inc["parent"]) if inc["parent"] else "",
                     parent_step=number(inc["parent_step"], 0, LAST_STEP),
                 ),
+                save=_id(value["save"]) if value.get("save") else "",
             )
             if stamp.rank >= stamp.world:
                 raise ValueError(f"rank {stamp.rank} of {stamp.world}")
@@ -109,9 +109,9 @@ _W = TypeVar("_W", bound=_Written)
 
 
 def _id(value: Any) -> str:
-    """An incarnation's id, which becomes a part of file names."""
+    """The id of an incarnation, which becomes a part of file names, or of a save."""
     if type(value) is not str or not _ID.match(value):
-        raise ValueError("an incarnation's id should be 16 hexadecimal digits")
+        raise ValueError("an id should be 16 hexadecimal digits")
     return value
 
 

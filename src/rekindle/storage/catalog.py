@@ -82,7 +82,8 @@ def _in_memory(stamps: Iterable[tuple[Stamp, Path]]) -> list[Copy]:
         found.setdefault(stamp.key, []).append((stamp, path))
     copies = []
     for (step, incarnation), parts in found.items():
-        parts = [part for part in parts if part[0].world == parts[0][0].world]
+        first = parts[0][0]
+        parts = [part for part in parts if (part[0].world, part[0].save) == (first.world, first.save)]
         ranks = frozenset(stamp.rank for stamp, _ in parts)
         directory = Directory(parts[0][1].parent, in_memory=True)
         persist = all(stamp.persist for stamp, _ in parts)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from rekindle.errors import CorruptError, FormatError, NotFoundError
 from rekindle.integrations.dcp.away import gone, on_purpose, out_of_sight
 from rekindle.integrations.dcp.items import Path as Way
-from rekindle.integrations.dcp.run import Key
+from rekindle.integrations.dcp.start import Key
 from rekindle.snapshot.boxes import Box, lacking
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.files import Files

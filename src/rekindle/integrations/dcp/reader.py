@@ -43,13 +43,14 @@ class RekindleReader(StorageReader):
 
     def __init__(self, root: str | os.PathLike[str], *, memory: str | os.PathLike[str] | None = None) -> None:
         self._root, self._step = place_of(root)
+        self._wanted: str | os.PathLike[str] | int | None = self._step
         self._job = JobDir.of(self._root, memory_base(memory))
         self._checkpoint: Checkpoint | None = None
         self._rank = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """From now on load the step that ``checkpoint_id`` names. Raises UsageError when it names none."""
-        self._step = None if checkpoint_id is None else step_of(checkpoint_id, self._root)
+        """From now on load the step that ``checkpoint_id`` names."""
+        self._wanted = checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Find the checkpoint and describe it. What is wrong with it is raised by the first look at the result.
@@ -59,6 +60,7 @@ class RekindleReader(StorageReader):
         """
         self._checkpoint = None
         try:
+            self._step = None if self._wanted is None else step_of(self._wanted, self._root)
             self._checkpoint = find(self._root, self._job, self._step)
         except (OSError, RekindleError) as error:
             return _Unreadable(error)

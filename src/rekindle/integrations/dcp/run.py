@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import secrets
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,23 +14,26 @@ import torch.distributed as dist
 
 from rekindle.agent.ending import let_go, wait_durable
 from rekindle.agent.spawn import AgentKeeper
-from rekindle.errors import MemoryStoreError, NotFoundError, UsageError
-from rekindle.integrations.dcp.away import gone, on_purpose, out_of_sight
-from rekindle.recovery.group import this_group
-from rekindle.recovery.meet import meet
+from rekindle.errors import BusyError, MemoryStoreError, UsageError
+from rekindle.integrations.dcp.away import out_of_sight
+from rekindle.integrations.dcp.letters import Letter, open_box, take_box
+from rekindle.integrations.dcp.start import Arrival, Key, Offer, Ruling, Start, agree
+from rekindle.recovery.group import node_id, this_group
+from rekindle.recovery.meet import Meeting, no_room, take_place, warn_of_weakness
 from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.lineage import Incarnation, Stamp, live
+from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.names import LAST_STEP, Root
+from rekindle.snapshot.names import Root
 from rekindle.snapshot.slots import Slots
 from rekindle.state.copy import ShardWriter
 from rekindle.state.device import page_lock
 from rekindle.state.plan import Plan
-from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in, newest_stored, refuse_behind
+from rekindle.storage.catalog import Copy, copies_in
 from rekindle.storage.standing import newest_on, refuse_elsewhere
 from rekindle.storage.stores import open_store
 
-__all__ = ["Key", "Run", "Settings", "note_loaded", "run_of"]
+__all__ = ["Run", "Settings", "note_loaded", "run_of"]
 
 log = logging.getLogger("rekindle")
 
@@ -37,8 +41,6 @@ _PATIENCE = 600.0
 """Seconds that storage gets to take a checkpoint."""
 _IDLE = 900.0
 """Seconds after the last trainer has gone until the agent leaves, everything being durable."""
-
-Key = tuple[int, Incarnation]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ _loaded: dict[Root, dict[Key, bool]] = {}
 
 
 def run_of(root: Root, settings: Settings) -> Run:
-    """This process's start of the job that saves to ``root``. A collective of all ranks when it is the first one."""
+    """This process's start of the job that saves to ``root``. Raises BusyError where no other ranks need to know it."""
     run = _runs.get(root)
     if run is not None and run.forked:
         run = None
@@ -70,7 +72,11 @@ def run_of(root: Root, settings: Settings) -> Run:
         run.leave()  # the ranks have been put together anew
         run = None
     if run is None:
-        run = _runs[root] = Run(root, settings)
+        run = Run(root, settings)
+        if run.world is None:
+            this_group()
+            run.join(0)
+        _runs[root] = run
     if run.settings != settings:
         raise UsageError(f"{root}: this process has a writer with other settings, {run.settings}")
     return run
@@ -88,54 +94,55 @@ def _world() -> object:
 
 
 class Run:
-    """One rank's part of a start. Made by all ranks; used by the thread that saves, and closed by any."""
+    """One rank's part of a start. Used by the thread that saves, and closed by any.
+
+    The ranks of a start are those of its first save: what they have to agree on travels with DCP's plans, so that a
+    rank that fails is an error on all of them, and nobody waits for a rank that doesn't save.
+    """
 
     def __init__(self, root: Root, settings: Settings) -> None:
         self.root, self.settings = root, settings
         self.world = _world()
-        self.group = this_group(apart=True)  # saves may be made by a thread, while training uses the default group
         self.finished: Stamp | None = None
         """On the coordinator: the newest that all ranks have written their parts of."""
         self._store = open_store(root)
-        self._meeting = meet(
-            self.group,
-            job := JobDir.of(root, memory_base(settings.memory)),
-            root,
-            lambda mates: 0,  # nobody knows yet; a save that doesn't fit goes straight to storage
-            None,
-            {"keep": settings.keep, "drain_limit": settings.drain_limit},
-        )
-        self._job = job if self._meeting.lock is not None else None
+        self._job_dir = JobDir.of(root, memory_base(settings.memory))
         self._copier = ShardWriter()
+        self._rank: int | None = None
+        self._place: Lock | None = None
+        self._no_memory: str | None = None
         self._slots: Slots | None = None
         self._keeper: AgentKeeper | None = None
-        self._incarnation: Incarnation | None = None
+        self._start: Start | None = None
         self._step = -1
+        """The newest number that this rank knows to have been used."""
         self._newest: Stamp | None = None
         self._warned = self._reserved = False
+        self._ticket = ""
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        if self._meeting.no_memory is None:
-            self._use_memory(job)
-        else:
-            self._straight_to_storage(self._meeting.no_memory)
 
-    def _use_memory(self, job: JobDir) -> None:
-        mates, rank = self._meeting.mates, self.group.rank
-        if rank == mates[0]:
-            limit = self.settings.drain_limit
-            info = Job(str(self.root), mates, self.group.world, *self.settings.retention, _IDLE, limit)
-            self._keeper = AgentKeeper(job, info)
-            self._keeper.check()
-        self._slots = Slots(job, rank, self.group.world, mates, None, page_lock)
-        self._slots.adopt()
+    @property
+    def _job(self) -> JobDir | None:
+        """The job's directory in memory, where it can be had."""
+        return None if self._place is None else self._job_dir
 
-    def _straight_to_storage(self, why: object) -> None:
-        if not self._warned and self.group.rank == self._meeting.mates[0]:
-            log.warning("checkpoints go straight to storage, which makes each save wait for it: %s", why)
-        self._warned = True
+    def join(self, rank: int) -> None:
+        """Become that rank of the job, in this process alone. Raises BusyError when another process is it."""
+        if self._rank not in (None, rank):
+            raise UsageError(
+                f"{self.root}: this process has saved there as rank {self._rank}, and is rank {rank} of this save: all "
+                "saves to one root are made by the same ranks; give the others a root of their own"
+            )
+        if self._rank is None:
+            # Once there is a process group, a rank's predecessor has died long ago: it is another rank that has it.
+            self._place, busy, no_memory = take_place(self._job_dir, rank, dying=self.world is None)
+            if busy:
+                raise BusyError(busy)
+            self._no_memory = no_memory or no_room(self._job_dir, 0, 1, None)
+            self._rank = rank
 
-    # -- which step ------------------------------------------------------------------------------------------------
+    # -- agreeing on a save ------------------------------------------------------------------------------------------
 
     @property
     def forked(self) -> bool:
@@ -143,35 +150,33 @@ class Run:
         return os.getpid() != self._pid
 
     @property
+    def _mates(self) -> list[int]:
+        """The ranks of this node, once this start has begun."""
+        return [] if self._start is None or self._rank is None else self._start.mates(self._rank)
+
+    @property
     def begun(self) -> bool:
         """Whether it is settled what this start goes on from."""
-        return self._incarnation is not None
+        return self._start is not None
 
-    def stamp(self, step: int | None) -> Stamp:
-        """What the next save, of ``step`` or of the number after the newest one, is known by. All ranks ask alike.
-
-        A collective the first time. Raises UsageError for a step that is not newer than all there are.
-        """
+    def offer(self, rank: int, step: int | None, is_coordinator: bool) -> Letter:
+        """What this rank brings to a save of ``step``, or of the number after the newest one. Raises BusyError."""
         if _runs.get(self.root) is not self or self.forked:
             whose = "belongs to the process that this one was forked from" if self.forked else "has been closed"
             raise UsageError(f"the writer of {self.root} {whose}: make a new one")
-        if self._incarnation is None:
-            self._begin()
-        assert self._incarnation is not None
-        number = max(self._step + 1, 1) if step is None else step
-        if not 0 <= number <= LAST_STEP:
-            raise UsageError(f"step {number}: must be a whole number of 0 to {LAST_STEP}")
-        if number <= self._step:
-            raise UsageError(
-                f"step {number} after step {self._step} in {self.root}: steps must grow, for no checkpoint is written "
-                "over. To go back to an older one, load it in a new process before the first save; to begin anew, "
-                "use a new root"
-            )
-        self._step = number
-        return Stamp(number, self.group.rank, self.group.world, self._incarnation)
+        self.join(rank)
+        take_box(self._ticket)  # of a save that has failed
+        self._ticket = secrets.token_hex(8)
+        open_box(self._ticket)
+        if is_coordinator:
+            open_box(str(self.root))
+        settings = {"keep": self.settings.keep, "drain_limit": self.settings.drain_limit}
+        arrival = None if self.begun else self._arrival()
+        offer = Offer(rank, self._ticket, step, self._step, settings, self._start, arrival)
+        return Letter(str(self.root), offer)
 
-    def _begin(self) -> None:
-        """Agree on what this start goes on from: the newest that all ranks have loaded, else the newest there is."""
+    def _arrival(self) -> Arrival:
+        """What this rank sees of memory and storage."""
         copies: list[Copy] = []
         unread: list[tuple[int, str]] = []
         problem = None
@@ -181,45 +186,75 @@ class Run:
         except OSError as error:
             problem = f"{self.root} can't be listed: {error.strerror or error}"
         unseen = out_of_sight(self.root, self._job) if self._job is not None else 0
-        views = self.group.gather((problem, _loaded.get(self.root, {}), copies, unseen, unread))
-        for trouble in (view[0] for view in views if view[0]):
-            raise NotFoundError(trouble)
-        copies = [copy for view in views for copy in view[2]]
-        ranks: dict[Key, set[int]] = {}
-        for copy in live(copies):
-            ranks.setdefault(copy.key, set()).update(copy.ranks)
-        whole = [copy.key for copy in copies if ranks.get(copy.key, set()).issuperset(range(copy.world))]
-        loaded = set.intersection(*(set(view[1]) for view in views))
-        base = max(loaded, default=None) or max(whole, default=None)
-        named = base is not None and all(view[1].get(base) for view in views)
-        if not named:
-            step = base[0] if base is not None else 0
-            refuse_behind(step, (one for view in views for one in view[4]), on_purpose(step))
-            self._see_storage(max(view[3] for view in views), step)
-        self._meeting.go_on(self._job, self.group.rank, newest_stored(copies, base), anyway=named)
+        place = node_id(self._job_dir.path.parent.parent)
+        return Arrival(place, self._no_memory, problem, _loaded.get(self.root, {}), copies, unread, unseen)
+
+    def settle(self, own: Letter, world: int) -> list[Letter]:
+        """Settle the save that all ranks have made their offers for: the answer to each of them. On the coordinator.
+
+        Raises UsageError, NotFoundError, NotDurableError.
+        """
+        own.deliver()
+        offers = {offer.rank: offer for offer in take_box(str(self.root))}
+        missing = [rank for rank in range(world) if rank not in offers]
+        if missing:
+            raise UsageError(
+                f"rank(s) {missing} of {world} bring nothing to a save to {self.root}: do they save to another root, "
+                "or by another writer?"
+            )
+        ruling = agree(self.root, [offers[rank] for rank in range(world)], self.settings.keep)
+        if all(offer.start is None for offer in offers.values()):
+            warn_of_weakness(self._store)
+            if ruling.start.warning:
+                log.warning("%s", ruling.start.warning)
+        self._see_finished()
+        self._step = ruling.step
+        answers = [Letter(offers[rank].ticket, ruling) for rank in range(world)]
+        answers[own.said.rank].deliver()
+        return answers
+
+    def stamp(self) -> Stamp:
+        """What the save is known by that this rank has made an offer for. Begins the start with its first save."""
+        answers = take_box(self._ticket)
+        if not answers:
+            raise UsageError(f"the coordinator of this save to {self.root} has not answered: is its writer another?")
+        ruling: Ruling = answers[-1]
+        if not self.begun:
+            self._begin(ruling.start)
+        assert self._rank is not None
+        self._step = ruling.step
+        return Stamp(ruling.step, self._rank, ruling.start.world, ruling.start.incarnation, save=ruling.save)
+
+    def _begin(self, start: Start) -> None:
+        """Go by what all ranks have agreed on."""
+        rank = self._rank
+        assert rank is not None
+        mates = start.mates(rank)
+        meeting = Meeting(start.incarnation, mates, len(set(start.places)), self._place, None, True, 0)
+        meeting.go_on(self._job, rank, start.stored, anyway=start.anyway)
+        no_memory = start.no_memory.get(start.places[rank])
+        if no_memory is not None:
+            self._straight_to_storage(no_memory, rank == mates[0])
+        elif self._slots is None:
+            self._use_memory(rank, mates, start.world)
+        if start.awaited is not None:
+            self.wait_durable(start.awaited, _PATIENCE)
         _loaded.pop(self.root, None)
-        seen = max((copy.incarnation.generation for copy in copies), default=0)  # more than there was to see before
-        incarnation = self._meeting.incarnation
-        incarnation = replace(incarnation, generation=max(incarnation.generation, 1 + seen))
-        if base is not None:
-            self._step = base[0]
-            incarnation = replace(incarnation, parent=base[1].id, parent_step=base[0])
-            self._see_to(base, copies)
-        self._incarnation = incarnation
+        self._start = start
 
-    def _see_storage(self, unseen: int, step: int) -> None:
-        """Storage shows nothing of step ``unseen``, if that isn't 0, and this start goes on from ``step``."""
-        if unseen and (step < unseen or self.settings.keep is None):
-            raise NotFoundError(gone(self.root, unseen, step))
-        if unseen and self.group.rank == 0:
-            log.warning("what is saved stays in memory: %s", gone(self.root, unseen, step))
+    def _use_memory(self, rank: int, mates: list[int], world: int) -> None:
+        if rank == mates[0]:
+            limit = self.settings.drain_limit
+            info = Job(str(self.root), mates, world, *self.settings.retention, _IDLE, limit)
+            self._keeper = AgentKeeper(self._job_dir, info)
+            self._keeper.check()
+        self._slots = Slots(self._job_dir, rank, world, mates, None, page_lock)
+        self._slots.adopt()
 
-    def _see_to(self, base: Key, copies: list[Copy]) -> None:
-        """Where every checkpoint is to reach storage, the one that the last start left in memory is no exception."""
-        durable = max((copy.step for copy in copies if copy.place == STORAGE), default=-1)
-        waits = [c for c in copies if c.key == base and c.place == MEMORY and c.persist and c.step > durable]
-        if self.settings.keep is None and waits:
-            self.wait_durable(waits[0].stamp, _PATIENCE)
+    def _straight_to_storage(self, why: object, aloud: bool) -> None:
+        if aloud and not self._warned:
+            log.warning("checkpoints go straight to storage, which makes each save wait for it: %s", why)
+        self._warned = True
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +272,7 @@ class Run:
                     self._to_memory(self._slots, stamp, plan, values)
                     return True
                 except MemoryStoreError as error:
-                    self._straight_to_storage(error)
+                    self._straight_to_storage(error, self._rank == self._mates[0])
             self._to_storage(stamp, plan, values)
             return False
 
@@ -286,7 +321,7 @@ class Run:
 
     # -- storage ---------------------------------------------------------------------------------------------------
 
-    def see_finished(self) -> None:
+    def _see_finished(self) -> None:
         """Where every checkpoint is to reach storage, wait until the one before has. For the coordinator.
 
         The agent carries the newest one only: an older one is then safe from being passed over.
@@ -302,7 +337,7 @@ class Run:
     def _unfinished(self, stamp: Stamp) -> bool:
         """Whether a rank of this node has failed to write its part, so that nobody will carry the others'."""
         have = {s.rank for s, _ in self._job.stamps() if s.key == stamp.key} if self._job is not None else set()
-        parts = (rank in have or self._store.has_shard(replace(stamp, rank=rank)) for rank in self._meeting.mates)
+        parts = (rank in have or self._store.has_shard(replace(stamp, rank=rank)) for rank in self._mates)
         return not all(parts) and not self._store.durable(stamp)
 
     def close(self, timeout: float) -> None:
@@ -326,4 +361,4 @@ class Run:
         self._copier.close()
         if self._slots is not None:
             self._slots.close()
-        let_go(self._job, self._keeper, self._meeting.lock, self.group.rank, self.begun, saved)
+        let_go(self._job, self._keeper, self._place, self._rank or 0, self.begun, saved)

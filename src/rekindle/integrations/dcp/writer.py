@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,6 +14,7 @@ from torch.futures import Future
 
 from rekindle.errors import UsageError
 from rekindle.integrations.dcp.items import plan_shard
+from rekindle.integrations.dcp.letters import Letter
 from rekindle.integrations.dcp.names import place_of, step_of
 from rekindle.integrations.dcp.run import Settings, run_of
 from rekindle.integrations.dcp.stager import RekindleStager
@@ -27,17 +29,15 @@ __all__ = ["RekindleWriter"]
 class _Written(NamedTuple):
     """What a rank tells the coordinator with each item."""
 
-    step: int
-    incarnation: str
     in_memory: bool
 
 
 class RekindleWriter(StorageWriter, AsyncStager):
     """Saves DCP's state dicts into memory; an agent carries them to ``root``. Also the stager of ``dcp.async_save``.
 
-    Every rank makes one, after ``init_process_group()``: the first one of a root is a collective, and so is its first
-    save. Not thread-safe, but for what DCP itself does. When ``dcp.save`` returns, the checkpoint survives the death of
-    all ranks; where memory has no room, it is on storage.
+    Every rank that saves makes one, after ``init_process_group()``. The ranks of its first save, all of the job or
+    those of a ``process_group``, make all saves to that root. Not thread-safe, but for what DCP itself does. When
+    ``dcp.save`` returns, the checkpoint survives the death of all ranks; where memory has no room, it is on storage.
 
     root
         Directory, or ``file://`` URL, that checkpoints are kept in. ``ROOT/step-N`` names the root, and the step too.
@@ -52,8 +52,9 @@ class RekindleWriter(StorageWriter, AsyncStager):
     ``checkpoint_id`` is a step: a number, or a name that ends in one, alone or below the root (``step-1200``,
     ``ROOT/step-1200``). Without one the number after the newest is taken. Steps must grow.
 
-    Raises UsageError for arguments that make no sense, BusyError when another process trains this rank. From a save,
-    DCP's CheckpointException holds each rank's error: UsageError, UnsupportedValueError, OSError when storage had to
+    Raises UsageError for arguments that make no sense; where there is no process group, BusyError when another process
+    saves there. From a save, DCP's CheckpointException holds each rank's error, on all ranks alike: UsageError,
+    BusyError, NotFoundError when storage shows less than it had, UnsupportedValueError, OSError when storage had to
     take a shard and didn't, NotDurableError when it didn't take the checkpoint before.
     """
 
@@ -68,63 +69,55 @@ class RekindleWriter(StorageWriter, AsyncStager):
         memory: str | os.PathLike[str] | None = None,
     ) -> None:
         check_settings(True, 0.5, {}, {"keep": keep}, {})
+        self._wanted: str | os.PathLike[str] | int | None
         path, self._wanted = place_of(root)
         self._run = run_of(path, Settings(keep, rate(drain_limit), None if memory is None else str(root_path(memory))))
         self._stager = RekindleStager()
+        self._offer: Letter | None = None
         self._stamp: Stamp | None = None
 
     # -- a save, in the order of DCP's calls -----------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next save is of the step that ``checkpoint_id`` names. Raises UsageError when it names none."""
-        self._wanted = None if checkpoint_id is None else step_of(checkpoint_id, self._run.root)
+        """The next save is of the step that ``checkpoint_id`` names."""
+        self._wanted = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuse what would not be one checkpoint of all ranks. Raises UsageError."""
+        """Prepare this rank's offer to the coordinator. Raises UsageError, BusyError."""
+        wanted, self._wanted = self._wanted, None
         if not kwargs.get("use_collectives", True):
             raise UsageError("use_collectives=False: Rekindle saves one plan of all ranks; leave it out")
-        if kwargs.get("rank", self._run.group.rank) != self._run.group.rank:
-            raise UsageError(
-                "all ranks of the job save together: leave out no_dist, and give a process_group of all ranks in order"
-            )
+        step = None if wanted is None else step_of(wanted, self._run.root)
+        self._offer = self._run.offer(kwargs.get("rank", 0), step, is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
-        return plan
+        """Send the offer along."""
+        return dataclasses.replace(plan, storage_data=self._offer)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin a save, on the coordinator: the others wait for this. Raises UsageError, NotDurableError."""
-        if len(plans) != self._run.group.world:
-            raise UsageError(
-                f"{len(plans)} rank(s) save, and the writer was made by {self._run.group.world}: all ranks of the job "
-                "save together; leave out no_dist, and process_group unless it has all ranks"
-            )
-        self._run.see_finished()
-        return plans
+        """Settle what all ranks save, and send it along. On the coordinator: the others wait for this.
+
+        Raises UsageError where that would not be one checkpoint, NotFoundError, NotDurableError.
+        """
+        assert self._offer is not None
+        answers = self._run.settle(self._offer, len(plans))
+        return [dataclasses.replace(plan, storage_data=one) for plan, one in zip(plans, answers, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Secure this rank's part. Done when this returns."""
-        wanted, self._wanted = self._wanted, None
-        self._stamp = stamp = self._run.stamp(wanted)
+        self._stamp = stamp = self._run.stamp()
         shard, values = plan_shard(plan, planner)
-        written = _Written(stamp.step, stamp.incarnation.id, self._run.write(stamp, shard, values))
+        written = _Written(self._run.write(stamp, shard, values))
         sizes = {(chunk.name, chunk.offsets): chunk.nbytes for chunk in shard.layout.chunks}
+        items = [item.index for item in plan.items]
         done: Future[list[WriteResult]] = Future()
-        done.set_result(
-            [
-                WriteResult(i.index, sizes.get((i.index.fqn, tuple(i.index.offset or ())), 0), written)
-                for i in plan.items
-            ]
-        )
+        done.set_result([WriteResult(i, sizes.get((i.fqn, tuple(i.offset or ())), 0), written) for i in items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """All ranks have written their parts. On the coordinator. Raises UsageError if these are of different steps."""
+        """All ranks have written their parts. On the coordinator."""
         assert self._stamp is not None
-        written: set[_Written] = {result.storage_data for rank in results for result in rank}
-        if len({(entry.step, entry.incarnation) for entry in written}) > 1:
-            steps = sorted({entry.step for entry in written})
-            raise UsageError(f"the ranks have saved different steps, {steps}: give all the same checkpoint_id")
+        written = {result.storage_data for rank in results for result in rank}
         self._run.finish(self._stamp, all(entry.in_memory for entry in written))
 
     @classmethod
