@@ -43,7 +43,7 @@ LINES = {
     "closed": re.compile(
         r"\[(?P<rank>\d+)\] closed: .*stall median (?P<median>[\d.]+) ms, longest (?P<longest>[\d.]+)"
     ),
-    "noticed": re.compile(r"closing signal SIG|failed \(exitcode: "),
+    "noticed": re.compile(r"all ranks are started again, restart \d+ of"),
 }
 """What is read from a job's output: lines of Rekindle, of the example and, the last, of the launcher."""
 

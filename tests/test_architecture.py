@@ -39,6 +39,8 @@ LAYERS = {
     "operate": 7,
     "drill": 8,
     "terminal": 5,
+    "launch": 9,
+    "cli_run": 10,
     "cli_transfer": 10,
     "cli_status": 10,
     "integrations": 10,

@@ -32,6 +32,7 @@ from rekindle.recovery.meet import meet, refuse_missing, share_out
 from rekindle.recovery.notice import Notice
 from rekindle.recovery.partial import choose_parts
 from rekindle.recovery.restore import restore
+from rekindle.recovery.verdict import introduce
 from rekindle.saves import Saves
 from rekindle.settings import check_settings, tell_what_a_node_costs, warn_of_shared_store, what_storage_alone_means
 from rekindle.snapshot.compose import compose
@@ -164,6 +165,8 @@ class Checkpointer:
 
         self._meeting = meet(self._group, self._job, self.root, size, memory_limit, settings)
         self._incarnation = self._meeting.incarnation
+        if self._group.rank == self._meeting.mates[0]:
+            introduce(self._job, self.root)
         self._saves.lock = self._meeting.lock
         if self._meeting.nodes > 1 and persist_every is None:
             self._persist_every = _SEVERAL_NODES_EVERY

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from rekindle.advice import explain
 from rekindle.agent.loop import run as run_agent
+from rekindle.cli_run import run_command
 from rekindle.cli_status import ended_job, status_command
 from rekindle.cli_transfer import export_command, import_command
 from rekindle.drill import FAULTS, drill
@@ -49,12 +50,8 @@ from rekindle.terminal import (
 
 __all__ = ["main"]
 
-_MAX_RESTARTS = 20
-"""Faults in the life of a job, by default. torchrun counts them and never forgets; an error that comes again at each
-start should not be repeated for an hour."""
-
-
-_GO_ON = "Started again, the job goes on from its newest checkpoint: 'rekindle ls ROOT' tells which that is."
+_INTERRUPTED = 130
+"""Exit code of what Ctrl-C has ended: 128 and the signal's number, as in a shell."""
 
 
 class _Group(click.Group):
@@ -71,6 +68,8 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except RekindleError as error:
             self._fail(ctx, type(error).__name__, str(error), error.exit_code)
+        except KeyboardInterrupt:
+            self._fail(ctx, KeyboardInterrupt.__name__, "interrupted", _INTERRUPTED)
         except BrokenPipeError:  # whoever read has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
@@ -96,6 +95,7 @@ def main() -> None:
 
 main.add_command(export_command)
 main.add_command(import_command)
+main.add_command(run_command)
 main.add_command(status_command)
 
 
@@ -284,27 +284,3 @@ def agent(root: Root, memory: Path | None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     job = _job_of(root, memory)
     sys.exit(run_agent(job))
-
-
-@main.command(
-    "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, add_help_option=False
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(arguments: tuple[str, ...]) -> None:
-    """Launch training: torchrun itself, with torchrun's arguments, set up so that restarts work."""
-    # Without this, restarted ranks meet the addresses that dead ones left in torchrun's store.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault("PET_MAX_RESTARTS", str(_MAX_RESTARTS))  # torchrun's own default is not to restart at all
-    # The other commands need no torch.
-    from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
-    from torch.distributed.run import main as torchrun  # noqa: PLC0415
-
-    try:
-        torchrun(list(arguments))
-    except ChildFailedError as error:
-        click.echo(f"{error}\n{_GO_ON}", err=True)
-        sys.exit(1)
-    except SignalException as error:
-        click.echo(f"Error: the launcher was told to go by {error.sigval.name}. {_GO_ON}", err=True)
-        sys.exit(128 + error.sigval)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def _statuses(root: Root | None, base: Path) -> list[dict[str, Any]]:
 
 
 def _watch(root: Root | None, base: Path) -> None:
-    with suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as live:
+    with Live(console=Console(), auto_refresh=False) as live:
         while True:
             found = _statuses(root, base)
             live.update(Group(_view(found), *map(plain, _problems(found))), refresh=True)

@@ -1,14 +1,21 @@
-"""What torchrun is told of a failure, so that its own report blames the rank that was the first."""
+"""Tells the launcher what it can't see: which rank failed first, and where the job keeps its checkpoints."""
 
 from __future__ import annotations
 
 import json
 import os
 from contextlib import suppress
+from pathlib import Path
 
 from rekindle.agent.fault import Fault
+from rekindle.snapshot.documents import write_atomic
+from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.names import Root
 
-__all__ = ["tell_launcher"]
+__all__ = ["LAUNCH", "introduce", "tell_launcher"]
+
+LAUNCH = "REKINDLE_LAUNCH"
+"""Environment variable: the directory in which ``rekindle run`` learns of the job's roots."""
 
 _LATER = 2
 """Seconds by which the others' failures are dated later. torchrun takes the earliest for the cause; it counts in whole
@@ -29,3 +36,12 @@ def tell_launcher(fault: Fault, rank: int) -> None:
     extra["timestamp"] = str(int(fault.at) + (0 if own else _LATER))
     with suppress(OSError), open(path, "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+
+
+def introduce(job: JobDir, root: Root) -> None:
+    """Tell ``rekindle run``, if that is the launcher, of a root, so that it can say what is saved there."""
+    place = os.environ.get(LAUNCH)
+    if place:
+        with suppress(OSError):
+            told = [str(root), str(job.path.parents[1])]
+            write_atomic(Path(place) / f"{job.path.name}.json", json.dumps(told).encode())
