@@ -337,6 +337,20 @@ def test_an_interrupt_is_one_line_and_130(memory: Path) -> None:
     assert done.exit_code == 130 and done.stderr == "Error: interrupted\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind", "code", "message"),
+    [
+        (["ls", "nosuch"], "NotFoundError", 3, "nosuch: no checkpoint"),
+        (["ls", "ftp://host/run"], "UsageError", 2, "root 'ftp://host/run': only paths"),
+        (["ls"], "UsageError", 2, "Missing argument 'ROOT'"),
+        (["inspect", "nosuch", "many"], "UsageError", 2, "'many' is not a valid integer"),
+        (["verify", "nosuch", "--nosuch"], "UsageError", 2, "No such option"),
+        (["nosuch"], "UsageError", 2, "No such command 'nosuch'"),
+        (["status", "--watch"], "UsageError", 2, "either --watch or --json"),
+        (["export", "nosuch", "out", "--format", "tar"], "UsageError", 2, "'tar' is not one of"),
+        (["ls", "nosuch", "--memory", "/dev/null/x"], "NotADirectoryError", 1, "should be"),
+    ],
+)
 def test_errors_are_json_for_who_asks_for_json(
     memory: Path, arguments: list[str], kind: str, code: int, message: str
 ) -> None:
