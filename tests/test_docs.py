@@ -4,28 +4,100 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 REPO = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/export.md", "docs/dcp.md"])
-def test_python_blocks_run_in_order(page: str, tmp_path: Path, memory: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (REPO / page).read_text(), re.DOTALL)
-    assert blocks
+_BLOCK = re.compile(r"^```(\w+)( notest)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_SHELL = "import subprocess; subprocess.run(['bash', '-euo', 'pipefail', '-c', {}], check=True)"
+"""A shell block runs in the middle of the Python ones, as it stands in the middle of the page."""
+
+
+class Block(NamedTuple):
+    language: str
+    runs: bool
+    text: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    return [Block(m[1], not m[2], m[3]) for m in _BLOCK.finditer((REPO / page).read_text())]
+
+
+def run_blocks(code: list[str], where: Path, memory: Path) -> None:
+    """Runs them as one script, whose shell finds the commands of this Python's environment."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)],
-        cwd=tmp_path,
-        env={**os.environ, "REKINDLE_MEMORY": str(memory)},
+        [sys.executable, "-c", "\n".join(code)],
+        cwd=where,
+        env={**os.environ, "REKINDLE_MEMORY": str(memory), "PATH": path},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=170,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/export.md", "docs/dcp.md"])
+def test_python_blocks_run_in_order(page: str, tmp_path: Path, memory: Path) -> None:
+    blocks = [block.text for block in blocks_of(page) if block.language == "python" and block.runs]
+    assert blocks
+    run_blocks(blocks, tmp_path, memory)
+
+
+def test_recipes_run(tmp_path: Path, memory: Path) -> None:
+    """Those for a shell, too, between the others."""
+    code = []
+    for block in blocks_of("docs/recipes.md"):
+        if block.runs and block.language in ("python", "sh"):
+            code.append(block.text if block.language == "python" else _SHELL.format(repr(block.text)))
+    run_blocks(code, tmp_path, memory)
+
+
+def test_each_recipe_has_a_block_of_a_kind_that_is_checked() -> None:
+    text = (REPO / "docs/recipes.md").read_text()
+    assert {block.language for block in blocks_of("docs/recipes.md")} == {"python", "sh", "bash", "yaml"}
+    for section in text.split("\n## ")[1:]:
+        assert _BLOCK.search(section), section[:40]
+
+
+def test_batch_scripts_are_shell() -> None:
+    for block in blocks_of("docs/recipes.md"):
+        if block.language in ("sh", "bash"):
+            done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
+            assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def test_what_recipes_tell_the_launcher_is_understood() -> None:
+    """The command lines after 'rekindle run', by torchrun's own parser."""
+    from torch.distributed.run import get_args_parser
+
+    text = "".join(block.text for block in blocks_of("docs/recipes.md") if block.language in ("sh", "bash"))
+    lines = re.findall(r"rekindle run (.*)", text.replace("\\\n", " "))
+    assert len(lines) == 2
+    for line in lines:
+        words = [word.replace("$SLURM_NNODES", "2") for word in shlex.split(line)]
+        assert get_args_parser().parse_args(words).training_script == "train.py"
+
+
+def test_manifests_are_what_they_say() -> None:
+    yaml = pytest.importorskip("yaml")
+    (block,) = (block for block in blocks_of("docs/recipes.md") if block.language == "yaml")
+    job = yaml.safe_load(block.text)
+    pod = job["spec"]["template"]["spec"]
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    (container,) = pod["containers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert volumes.keys() == set(mounts.values())
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert container["command"][:2] == ["rekindle", "run"]
 
 
 @pytest.mark.parametrize(
