@@ -16,6 +16,7 @@ from hypothesis import settings
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.slots import Slots
+from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.faults.harness import end_agent
 
@@ -67,6 +68,31 @@ def small_tmpfs(mounted: Callable[..., Path]) -> Callable[[int], Path]:
     """Mounts a tmpfs of so many bytes; a full one is a real one."""
     numbers = count()
     return lambda nbytes: mounted(f"tmpfs-{next(numbers)}", "-t", "tmpfs", "-o", f"size={nbytes},mode=700", "tmpfs")
+
+
+class Disk:
+    """A directory that is mounted at another place, as a disk would be: a root on it can go out of sight."""
+
+    def __init__(self, source: Path, place: Path) -> None:
+        self.source, self.place = source, place
+        self.root = place / "run"
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", "-l", str(self.place)], check=True)
+
+    def mount(self) -> None:
+        subprocess.run(["mount", "--bind", str(self.source), str(self.place)], check=True)
+
+    def really(self) -> list[int]:
+        """Steps that the disk has, mounted or not."""
+        return [entry.stamp.step for entry in PosixStore(self.source / "run").published()]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, mounted: Callable[..., Path]) -> Disk:
+    source = tmp_path / "source"
+    source.mkdir()
+    return Disk(source, mounted("disk", "--bind", str(source)))
 
 
 def commit(slots: Slots, receipt: Receipt, data: bytes) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -45,6 +45,7 @@ from rekindle.state.device import page_lock
 from rekindle.state.fence import Fence
 from rekindle.state.updates import Updates
 from rekindle.storage.pace import rate
+from rekindle.storage.standing import begins_anew
 from rekindle.storage.stores import open_store
 
 __all__ = ["Checkpoint", "Checkpointer", "Metrics"]
@@ -181,6 +182,7 @@ class Checkpointer:
                 *(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout),
                 drain_limit=limit,
                 persist_seconds=pause,
+                start=self._incarnation.id,
             )
             self._with_memory(self._job, info, memory_limit, fallback_after)
         self._saves.direct.job = self._job
@@ -255,7 +257,9 @@ class Checkpointer:
             self._saves.memory.slots.reserve(self._capture.estimate())
         self._begun = True
         anyway = done is None or step is not None
-        self._meeting.go_on(self._job, self._group.rank, None if done is None else done.stored, anyway)
+        if done is None:
+            self._give_up_deleted()
+        self._meeting.go_on(self._job, self._store, self._group.rank, None if done is None else done.stored, anyway)
         at, parent, self._base = 0, "", None  # an earlier restore() counts no more
         place, seconds = "", 0.0
         if done is not None:
@@ -410,7 +414,16 @@ class Checkpointer:
         """There was nothing to restore."""
         if not self._begun:
             self._begun = True
-            self._meeting.go_on(self._job, self._group.rank, None, anyway=True)
+            if self._meeting.deleted and self._group.rank == 0:
+                log.warning("%s", begins_anew(self.root))
+            self._give_up_deleted()
+            self._meeting.go_on(self._job, self._store, self._group.rank, None, anyway=True)
+
+    def _give_up_deleted(self) -> None:
+        """Free what memory has of a run that was deleted, before the note of it goes: it would be drained."""
+        if self._meeting.deleted and self._saves.memory is not None:
+            with suppress(MemoryStoreError):  # the first save will say so
+                self._saves.memory.slots.give_up()
 
     def _wait_durable(self, stamp: Stamp, timeout: float) -> None:
         ours = stamp.incarnation == self._incarnation  # what was restored may be by more ranks, or fewer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import mmap
 import os
 import time
@@ -15,14 +16,16 @@ from rekindle.patience import behind
 from rekindle.savers import Flight
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
-from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.memory import JobDir, Trace
 from rekindle.state.live import Live
 from rekindle.state.plan import Plan
 from rekindle.storage.contract import Store
 from rekindle.storage.pace import step_back
-from rekindle.storage.standing import check_written, newest_on, refuse_elsewhere
+from rekindle.storage.standing import check_written, made_anew, newest_on, refuse_elsewhere, trace_of, was_deleted
 
 __all__ = ["DirectSaver"]
+
+log = logging.getLogger("rekindle")
 
 _WRITE_TIMEOUT = 1800.0
 """Seconds that a save waits for the one before it to reach storage."""
@@ -44,6 +47,8 @@ class DirectSaver:
         """Where to note what is on storage: the next start then knows, should storage be away. None without memory."""
         self._noted: int | None = None
         """The newest step that this rank has seen to be on storage."""
+        self._trace: Trace | None = None
+        """Of the root that showed it."""
         self._written: Stamp | None = None
         """The newest of which this rank has written its part, and others had not yet."""
         self._buffer: mmap.mmap | None = None
@@ -121,29 +126,34 @@ class DirectSaver:
         self._late = False
 
     def _write(self, receipt: Receipt, data: memoryview) -> None:
-        noted = self._known()
-        newest = refuse_elsewhere(self._store, receipt.stamp, noted)
-        self._noted = newest.step if newest is not None else noted
+        noted, trace = self._known()
+        newest = refuse_elsewhere(self._store, receipt.stamp, noted, trace)
+        if newest is None and was_deleted(self._store, noted, trace):
+            log.warning("%s", made_anew(self._store.root, receipt.stamp.step))
+        self._noted, self._trace = noted, trace
+        if newest is not None:
+            self._noted, self._trace = newest.step, trace_of(self._store, newest.step)
         self._store.write_shard(receipt, data, lambda nbytes: None)
-        newest_on(self._store, self._noted)
+        newest_on(self._store, self._noted, (), self._trace)
+        trace = trace_of(self._store, receipt.stamp.step)
         if not self._store.publish(receipt.stamp):
             check_written(self._store, [receipt.stamp])
             self._written = receipt.stamp
             return
-        self._noted = receipt.stamp.step
+        self._noted, self._trace = receipt.stamp.step, trace
         if self.job is not None:
             with suppress(OSError):  # there is no memory any more
-                self.job.write_durable(receipt.stamp.step)
+                self.job.write_durable(self._noted, self._trace)
         self._store.prune(*self._keep)
         self._store.settle()
 
-    def _known(self) -> int | None:
-        """A step that storage must show something of, if there is one."""
+    def _known(self) -> tuple[int | None, Trace | None]:
+        """A step that storage must show something of, if there is one, and the trace of where it did."""
         if self._noted is None and self.job is not None:
-            self._noted = self.job.durable()
+            self._noted, self._trace = self.job.durable(), self.job.trace()
         if self._noted is None and self._written is not None and not self._store.has_shard(self._written):
-            return self._written.step  # the last one of the ranks has made it durable since
-        return self._noted
+            return self._written.step, None  # the last one of the ranks has made it durable since
+        return self._noted, self._trace
 
     def took(self) -> float:
         """Seconds that the newest write has taken so far."""

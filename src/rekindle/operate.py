@@ -30,7 +30,7 @@ from rekindle.snapshot.memory import Job, JobDir
 from rekindle.snapshot.names import Root, receipt_name
 from rekindle.snapshot.status import DOES, PHASES, STAGES, Status, read_status
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in, survey
-from rekindle.storage.standing import newest_on
+from rekindle.storage.standing import newest_on, was_deleted
 from rekindle.storage.stores import open_store
 
 __all__ = ["Listed", "copies_of", "ended", "info_of", "job_of", "job_status", "jobs", "look", "pages", "receipts"]
@@ -81,9 +81,10 @@ def look(root: Root, base: Path, seconds: float) -> tuple[list[Listed], OSError 
     """
 
     def everywhere() -> list[Listed]:
-        noted = JobDir.of(root, base).durable()
+        job = JobDir.of(root, base)
+        noted = job.durable()
         if noted is not None:
-            newest_on(open_store(root), noted)  # else it is not mounted
+            newest_on(open_store(root), noted, (), job.trace())  # else it is not mounted
         return copies_of(root, base)
 
     try:
@@ -264,6 +265,8 @@ def job_status(job: JobDir) -> dict[str, Any]:
         status["problem"] = f"step {memory[0].step} is only in memory, and nobody is there: run 'rekindle stop ROOT'"
     elif status["drain"] and status["drain"]["error"]:
         status["problem"] = status["drain"]["error"]
+    elif status["drain"]:
+        status["problem"] = status["drain"].get("given_up")
     problem = unknown(job) or status["problem"]
     status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
     if status["durable_step"] is None and status["drain"]:
@@ -324,11 +327,29 @@ def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[st
     why = unknown(job)
     if why is not None and not discard:
         raise NotDurableError(f"{job.path}: {why}")
+    if not discard and job.path.exists():
+        _refuse_deleted(job, deadline)
     agent = job.agent()
     if agent is not None:
         _end_agent(job, agent, deadline, discard, progress)
     if job.path.exists():
         _end_here(job, deadline, discard, progress)
+
+
+def _refuse_deleted(job: JobDir, deadline: float) -> None:
+    """Raise NotDurableError where the root was deleted: it must be said what is to become of memory's snapshots."""
+    info, steps = job.read_job(), sorted({stamp.step for stamp, _ in job.stamps()})
+    if info is None or not steps:
+        return
+    deleted = False
+    with suppress(OSError):  # storage that doesn't answer is waited for
+        seconds = max(1.0, min(_SILENT, deadline - time.monotonic()))
+        deleted = within(seconds, info.root, lambda: was_deleted(open_store(info.root), job.durable(), job.trace()))
+    if deleted:
+        raise NotDurableError(
+            f"{info.root}: was deleted, and memory still has steps {steps} of it: 'rekindle stop --discard ROOT' gives "
+            f"them up; a start of the job with restore(step={steps[-1]}) goes on from there"
+        )
 
 
 def _end_agent(

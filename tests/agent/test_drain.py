@@ -28,7 +28,7 @@ from rekindle.snapshot.slots import Slots
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
-from tests.conftest import commit, make_shard
+from tests.conftest import Disk, commit, make_shard
 from tests.faults.harness import end_agent
 
 FIRST = Incarnation(1, "a" * 16)
@@ -246,14 +246,12 @@ def test_a_thread_of_a_trainer_that_drains_makes_way_too(job, root, snapshot, mo
     assert_sound(root)
 
 
-def test_checkpoints_that_are_gone_from_storage_are_an_alarm_and_no_new_root(
-    root: Path, memory: Path, job: JobDir
-) -> None:
-    """As when the file system is unmounted: what is written to the directory below it is lost by the next mount."""
+def test_checkpoints_that_are_out_of_sight_are_an_alarm_and_no_new_root(disk: Disk, memory: Path) -> None:
+    """What is written to the directory below a mount point is lost by the next mount."""
+    root, job = disk.root, JobDir.of(disk.root, memory_base())
     ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(a=1)}, memory=memory)
     ckpt.save(1, wait="durable")
-    elsewhere = root.with_name("elsewhere")
-    root.rename(elsewhere)
+    disk.unmount()
     for below in (False, True):  # a mount point stays, and is empty
         if below:
             root.mkdir()
@@ -261,7 +259,7 @@ def test_checkpoints_that_are_gone_from_storage_are_an_alarm_and_no_new_root(
         wait_for(lambda: "step 1 was there, and nothing is now" in job.drain_error())
         assert not list(root.glob("step-*"))
     root.rmdir()
-    elsewhere.rename(root)
+    disk.mount()
     ckpt.save(4, wait="durable", timeout=60)
     ckpt.close()
 

@@ -19,6 +19,7 @@ from rekindle.integrations.dcp import RekindleReader, RekindleWriter
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import MANIFEST, step_dir
 from rekindle.storage.posix import PosixStore
+from tests.conftest import Disk
 from tests.integrations.ranks import attempt, ranks, wait_until
 from tests.unreadable import unreadable
 
@@ -61,12 +62,12 @@ def outgrow(rank: int, root: Path, memory: Path) -> None:
 
 
 @pytest.fixture
-def outgrown(root: Path, small_tmpfs: Callable[[int], Path]) -> Path:
-    """The memory store of a job that has been killed, and the root has been unmounted."""
+def outgrown(disk: Disk, small_tmpfs: Callable[[int], Path]) -> Path:
+    """The memory store of a job that has been killed, and the disk of its root has been unmounted."""
     memory = small_tmpfs(6 * MIB)
-    _, codes = attempt(1, outgrow, root, memory)
-    assert codes == [-signal.SIGKILL] and on_storage(root) == [4, 7, 8]
-    root.rename(root.with_name("away"))
+    _, codes = attempt(1, outgrow, disk.root, memory)
+    assert codes == [-signal.SIGKILL] and on_storage(disk.root) == [4, 7, 8]
+    disk.unmount()
     return memory
 
 
@@ -89,13 +90,14 @@ def save_or_why(rank: int, root: Path, memory: Path) -> str:
     return "an older checkpoint was gone on from"
 
 
-def test_what_storage_has_is_not_left_behind_while_it_is_away(root: Path, outgrown: Path) -> None:
+def test_what_storage_has_is_not_left_behind_while_it_is_away(disk: Disk, outgrown: Path) -> None:
+    root = disk.root
     why = f"step 8 was on storage, and {root} shows nothing of it now: see that it is mounted"
     for _ in range(2):
         for refused in (ranks(1, load_or_why, root, outgrown, 1), ranks(1, save_or_why, root, outgrown)):
             assert refused[0].startswith(why) and "load it by checkpoint_id=4" in refused[0]
     assert not root.exists(), "nothing was written below the mount point"
-    root.with_name("away").rename(root)
+    disk.mount()
     assert load(root, 8, outgrown) == 8.0
     save(root, 9, 1, memory=outgrown).close()
     assert on_storage(root) == [4, 7, 8, 9]
@@ -106,10 +108,10 @@ def go_on(rank: int, root: Path, memory: Path) -> None:
     save(root, 5, 1, memory=memory).close()
 
 
-def test_going_on_from_what_is_in_memory_on_purpose(root: Path, outgrown: Path) -> None:
-    ranks(1, go_on, root, outgrown)
-    assert on_storage(root)[-1] == 5
-    assert ranks(1, load_or_why, root, outgrown, 1) == [5.0], "the old note is forgotten"
+def test_going_on_from_what_is_in_memory_on_purpose(disk: Disk, outgrown: Path) -> None:
+    ranks(1, go_on, disk.root, outgrown)
+    assert on_storage(disk.root)[-1] == 5
+    assert ranks(1, load_or_why, disk.root, outgrown, 1) == [5.0], "the old note is forgotten"
 
 
 def settle_in_memory(rank: int, root: Path, memory: Path) -> None:
@@ -137,14 +139,33 @@ def save_four(rank: int, root: Path, memory: Path, keep: int | None, named: bool
 
 
 @pytest.mark.parametrize("keep", [None, 2])
-def test_a_root_that_is_removed_is_begun_anew_only_on_purpose(root: Path, memory: Path, keep: int | None) -> None:
+def test_a_root_that_is_not_mounted_is_begun_anew_only_on_purpose(disk: Disk, memory: Path, keep: int | None) -> None:
+    root = disk.root
     _, codes = attempt(1, settle_in_memory, root, memory)
     assert codes == [-signal.SIGKILL] and on_storage(root) == [1, 2, 3]
-    shutil.rmtree(root)
+    disk.unmount()
     (why,) = ranks(1, save_four, root, memory, keep, False)
     assert "step 3 was" in why and "see that it is mounted" in why and not root.exists()
     assert ranks(1, save_four, root, memory, keep, True) == ["saved"]
     assert on_storage(root)[-1] == 4
+
+
+def begin_anew(rank: int, root: Path, memory: Path) -> str:
+    """What a load of the newest is told. Then save without one, as a first start does."""
+    why = str(load_or_why(rank, root, memory, 1))
+    writer = RekindleWriter(root, memory=memory)
+    dcp.save({"x": torch.full((4,), 7.0)}, storage_writer=writer)
+    writer.close()
+    return why
+
+
+def test_a_root_that_was_deleted_is_begun_anew(root: Path, memory: Path) -> None:
+    _, codes = attempt(1, settle_in_memory, root, memory)
+    assert codes == [-signal.SIGKILL] and on_storage(root) == [1, 2, 3]
+    shutil.rmtree(root)
+    (why,) = ranks(1, begin_anew, root, memory)
+    assert f"the checkpoints in {root} were deleted; memory still has steps" in why
+    assert on_storage(root) == [1]
 
 
 def save_beside(rank: int, root: Path, memory: Path) -> None:

@@ -129,6 +129,20 @@ def test_stop_carries_what_only_memory_holds(url: str, snapshot: Callable[..., J
     assert open_store(url).find(3) is not None and not job.path.exists()
 
 
+def test_a_prefix_that_was_emptied_is_a_run_that_was_deleted(
+    url: str, snapshot: Callable[..., JobDir], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = snapshot(url, 3, 1000)
+    assert Drainer(job).tick() and job.durable() == 3
+    snapshot(url, 4, 1000)
+    store = ObjectStore(url)
+    store.bucket.delete([found.name for found in store.bucket.walk()])
+    drainer = Drainer(job)
+    assert not drainer.tick() and drainer.pending() is None and "was deleted" in str(drainer.progress.given_up)
+    assert train(url, 2)[0] == 0 and f"checkpoints of an earlier run were deleted from {url}" in caplog.text
+    assert train(url, 1)[0] == 2
+
+
 def test_without_a_memory_store_saves_go_straight_there(url: str, memory: Path) -> None:
     train(url, 2, memory_limit=1)
     start, weights = train(url, 1, memory_limit=1)

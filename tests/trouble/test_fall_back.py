@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import time
@@ -28,7 +27,7 @@ from rekindle.snapshot.status import read_status
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
-from tests.conftest import make_shard
+from tests.conftest import Disk, make_shard
 from tests.faults.harness import Run, _context, take_away, train, wait_for
 
 Alarms = Callable[[], list[str]]
@@ -197,11 +196,11 @@ def test_a_start_that_never_asks_what_there_was_is_refused_where_nobody_can_look
 @pytest.mark.parametrize("how", ["empty", "unreadable"])
 @pytest.mark.parametrize("more", [{}, {"memory_limit": 1}], ids=["older memory", "no memory"])
 def test_storage_that_is_away_at_the_restart_loses_nothing_that_it_had(
-    how: str, more: dict[str, Any], root: Path, small_tmpfs: Callable[[int], Path]
+    how: str, more: dict[str, Any], disk: Disk, small_tmpfs: Callable[[int], Path]
 ) -> None:
-    small = small_tmpfs(6 << 20)
+    small, root = small_tmpfs(6 << 20), disk.root
     outgrow_memory(root, small, **more)
-    away = root.rename(root.with_name("away"))
+    disk.unmount()
     if how == "unreadable":
         root.write_text("in the way")
     why = r"step 8 was on storage, which .* now.*: see that it is mounted. restore\(step=\d\)"
@@ -215,7 +214,7 @@ def test_storage_that_is_away_at_the_restart_loses_nothing_that_it_had(
     if how == "unreadable":
         root.unlink()
     assert not root.exists(), "nothing was written below the mount point"
-    away.rename(root)
+    disk.mount()
     ckpt, values = job_in(root, small, **more)
     assert ckpt.restore() == 8 and torch.all(values.weights == 8)
     ckpt.save(9, wait="durable", timeout=30)
@@ -223,12 +222,12 @@ def test_storage_that_is_away_at_the_restart_loses_nothing_that_it_had(
     assert sound(root) == [9, 8]
 
 
-def test_going_on_from_memory_on_purpose_where_storage_has_been_emptied(
-    root: Path, small_tmpfs: Callable[[int], Path]
+def test_going_on_from_memory_on_purpose_where_storage_is_not_mounted(
+    disk: Disk, small_tmpfs: Callable[[int], Path]
 ) -> None:
-    small = small_tmpfs(6 << 20)
+    small, root = small_tmpfs(6 << 20), disk.root
     outgrow_memory(root, small)
-    shutil.rmtree(root)
+    disk.unmount()
     ckpt, _ = job_in(root, small)
     with pytest.raises(rekindle.NotFoundError, match=r"restore\(step=4\) goes on from step 4 on purpose"):
         ckpt.restore()
@@ -240,14 +239,14 @@ def test_going_on_from_memory_on_purpose_where_storage_has_been_emptied(
     ckpt.close(timeout=30)
 
 
-def test_a_restore_from_storage_notes_what_storage_has(root: Path, small_tmpfs: Callable[[int], Path]) -> None:
+def test_a_restore_from_storage_notes_what_storage_has(disk: Disk, small_tmpfs: Callable[[int], Path]) -> None:
     """The next start must know of it too, though this one may be killed before its first save."""
-    small = small_tmpfs(6 << 20)
+    small, root = small_tmpfs(6 << 20), disk.root
     outgrow_memory(root, small)
     ckpt, _ = job_in(root, small)
     assert ckpt.restore() == 8
     ckpt.close()
-    root.rename(root.with_name("away"))
+    disk.unmount()
     ckpt, _ = job_in(root, small)
     with pytest.raises(rekindle.NotFoundError, match="step 8 was on storage"):
         ckpt.restore()

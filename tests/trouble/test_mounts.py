@@ -23,35 +23,10 @@ from rekindle.snapshot.memory import Job, JobDir, memory_base
 from rekindle.snapshot.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
-from tests.conftest import commit
-from tests.integrations.ranks import ranks, wait_until
+from tests.conftest import Disk, commit
+from tests.integrations.ranks import attempt, ranks, wait_until
 
 START = Incarnation(1, "a" * 16)
-
-
-class Disk:
-    """A directory, mounted at another place."""
-
-    def __init__(self, source: Path, place: Path) -> None:
-        self.source, self.place = source, place
-        self.root = place / "run"
-
-    def unmount(self) -> None:
-        subprocess.run(["umount", "-l", str(self.place)], check=True)
-
-    def mount(self) -> None:
-        subprocess.run(["mount", "--bind", str(self.source), str(self.place)], check=True)
-
-    def really(self) -> list[int]:
-        """Steps that the disk has, mounted or not."""
-        return [entry.stamp.step for entry in PosixStore(self.source / "run").published()]
-
-
-@pytest.fixture
-def disk(tmp_path: Path, mounted: Callable[..., Path]) -> Disk:
-    source = tmp_path / "source"
-    source.mkdir()
-    return Disk(source, mounted("disk", "--bind", str(source)))
 
 
 @pytest.fixture
@@ -221,6 +196,35 @@ def test_what_one_rank_sees_on_storage_is_not_left_behind_because_another_one_do
         assert "step 2 was on storage, which shows nothing of it now on rank 1: see that it is mounted" in str(error)
     assert disk.really() == [1, 2]
     assert ranks(2, _train_to, disk, old, 3) == [2, 2]
+
+
+def _kill_at_two(rank: int, disk: Disk, memory: Path) -> None:
+    values = rekindle.Values(weights=torch.zeros(1000))
+    ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory)
+    ckpt.restore()
+    ckpt.save(2, wait="durable", timeout=30)
+    torch.distributed.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _goes_on_from(rank: int, disk: Disk, memory: Path, blind: bool) -> int:
+    if blind and rank == 1:
+        ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # CLONE_NEWNS
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        disk.unmount()
+    values = rekindle.Values(weights=torch.zeros(1000))
+    ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory)
+    began = ckpt.restore()
+    ckpt.close()
+    return began
+
+
+def test_a_root_was_deleted_only_if_no_rank_says_that_it_is_not_mounted(disk: Disk, memory: Path) -> None:
+    attempt(2, _kill_at_two, disk, memory)
+    assert disk.really() == [2]
+    shutil.rmtree(disk.root)
+    assert ranks(2, _goes_on_from, disk, memory, True) == [2, 2], "from memory"
+    assert ranks(2, _goes_on_from, disk, memory, False) == [0, 0]
 
 
 def test_a_start_made_while_storage_is_away_comes_after_what_it_finds_there_later(disk: Disk, memory: Path) -> None:

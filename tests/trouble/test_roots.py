@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,10 +17,11 @@ import pytest
 import torch
 
 import rekindle
+from rekindle.agent.drain import Drainer
 from rekindle.snapshot.documents import _PREFIX, checksum
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import MANIFEST, step_dir
-from tests.faults.harness import wait_for
+from tests.faults.harness import end_agent, wait_for
 from tests.trouble.test_fall_back import Alarms, newest, sound
 from tests.unreadable import unreadable
 
@@ -254,37 +256,111 @@ def test_a_relative_root_is_that_of_the_directory_at_the_start(
     assert train(Path("run"), memory, 3) == 2
 
 
-def test_a_root_deleted_while_training_is_an_alarm_until_a_start_is_told_to_write_it_anew(
-    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may be a file system that is not mounted: what is written below its mount point would be lost."""
-    ckpt, weights = job_of(root, memory)
+# -- deleted ---------------------------------------------------------------------------------------------------------
+
+
+def _train_until_killed(root: Path, memory: Path) -> None:
+    """Step 4 is on storage, and memory has steps 5 and 6."""
+    ckpt, weights = job_of(root, memory, persist_every=1000)
     ckpt.restore()
-    job = JobDir.of(root, memory_base(memory))
-    for step in range(1, 31):
+    for step in range(1, 7):
         weights.fill_(step)
-        if step == 10:
-            wait_for(lambda: job.durable() is not None)
-            while root.exists():
-                shutil.rmtree(root, ignore_errors=True)
+        if step == 4:
+            ckpt.save(step, wait="durable", timeout=30)
+        else:
+            ckpt.step(step)
+    ckpt._saves.secure(20)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(root: Path, memory: Path) -> JobDir:
+    process = multiprocessing.get_context("forkserver").Process(target=_train_until_killed, args=(root, memory))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    job = JobDir.of(root, memory_base(memory))
+    assert {5, 6} <= {stamp.step for stamp, _ in job.stamps()} and job.durable() == 4
+    return job
+
+
+@pytest.mark.parametrize("how", ["restore", "just train"])
+def test_a_run_that_was_deleted_is_begun_anew(
+    how: str, root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = killed(root, memory)
+    shutil.rmtree(root)
+    ckpt, weights = job_of(root, memory)
+    if how == "restore":
+        assert ckpt.restore() == 0
+    for step in (1, 2):
+        weights.fill_(step)
         ckpt.step(step)
-    assert "nothing is now: see that it is mounted" in wait_for(job.drain_error, what="an alarm")
-    with pytest.raises(rekindle.NotDurableError, match="see that it is mounted"):
-        ckpt.close(timeout=1)
-    assert ckpt.metrics.failed == 0 and not root.exists()
-    del ckpt
-    gc.collect()
-    ckpt, _ = job_of(root, memory)
-    assert ckpt.restore() == 30, "from memory"
-    assert "see that it is mounted" in caplog.text and "restore(step=30) begins anew on storage" in caplog.text
-    ckpt.step(31)
-    with pytest.raises(rekindle.NotDurableError, match="see that it is mounted"):
-        ckpt.close(timeout=1)
-    assert not root.exists()
-    del ckpt
-    gc.collect()
-    ckpt, _ = job_of(root, memory)
-    assert ckpt.restore(step=31) == 31
-    ckpt.step(32)
+        assert {stamp.step for stamp, _ in job.stamps()} <= {1, 2}, "memory has given up the steps of that run"
     ckpt.close(timeout=30)
-    assert newest(root) == 32
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        f"checkpoints of an earlier run were deleted from {root}: starting anew from step 0; what memory still has of "
+        "that run is given up"
+    ]
+    assert sound(root)[0] == newest(root) == 2 and train(root, memory, 3) == 2
+
+
+def test_a_deleted_run_is_gone_on_from_on_purpose(root: Path, memory: Path) -> None:
+    killed(root, memory)
+    shutil.rmtree(root)
+    ckpt, _ = job_of(root, memory)
+    assert ckpt.restore(step=6) == 6 and torch.all(ckpt._capture.state["values"].weights == 6)
+    ckpt.step(7)
+    ckpt.close(timeout=30)
+    assert newest(root) == 7
+
+
+def test_nobody_writes_a_deleted_run_anew_while_it_is_not_trained(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = killed(root, memory)
+    end_agent(job)
+    shutil.rmtree(root)
+    drainer = Drainer(job)
+    assert not drainer.tick() and "was deleted" in str(drainer.progress.given_up)
+    assert drainer.pending() is None, "the agent may leave, when its time has come"
+    stop = [sys.executable, "-m", "rekindle", "stop", str(root)]
+    refused = subprocess.run(stop, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == rekindle.NotDurableError.exit_code
+    assert "was deleted, and memory still has steps [" in refused.stderr and "stop --discard" in refused.stderr
+    assert job.path.exists() and not root.exists()
+    done = subprocess.run([*stop, "--discard"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and not job.path.exists() and not root.exists()
+
+
+@pytest.mark.parametrize("more", [{}, {"memory_limit": 1}], ids=["memory", "straight to storage"])
+def test_a_root_deleted_while_training_is_made_anew(
+    more: dict[str, Any], root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt, weights = job_of(root, memory, persist_every=1, **more)
+    ckpt.restore()
+    ckpt.save(1, wait="durable", timeout=30)
+    step = 1
+
+    def on() -> None:
+        nonlocal step
+        step += 1
+        weights.fill_(step)
+        ckpt.step(step)
+
+    while root.exists():
+        shutil.rmtree(root, ignore_errors=True)
+    wait_for(lambda: (on(), [line for line in caplog.messages if "is made anew" in line])[1])
+    ckpt.close(timeout=60)
+    assert len([line for line in caplog.messages if "is made anew" in line]) == 1
+    assert ckpt.metrics.failed == 0 and newest(root) == step
+    assert train(root, memory, step + 1) == step
+
+
+def test_steps_deleted_from_a_root_that_stays_are_a_deleted_run_too(root: Path, memory: Path) -> None:
+    killed(root, memory)
+    (root / "notes.txt").write_text("mine")
+    for path in root.glob("step-*"):
+        shutil.rmtree(path)
+    assert train(root, memory, 1) == 0
+    assert newest(root) == 1 and (root / "notes.txt").exists()

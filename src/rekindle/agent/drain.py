@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from rekindle.advice import advise
 from rekindle.errors import CorruptError
 from rekindle.snapshot.lineage import Incarnation, Stamp, elsewhere, live
-from rekindle.snapshot.memory import Job, JobDir
+from rekindle.snapshot.memory import Job, JobDir, Trace
 from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.catalog import Copy, survey
 from rekindle.storage.contract import Store
 from rekindle.storage.pace import Budget, rest
-from rekindle.storage.standing import check_written, newest_on, rival
+from rekindle.storage.standing import check_written, newest_on, rival, trace_of, was_deleted
 from rekindle.storage.stores import open_store
 
 __all__ = ["Drainer", "Progress"]
@@ -51,6 +51,10 @@ class Progress:
     """Time that the last one took."""
     moved: float | None = None
     """When storage last answered, by this node's clock; None while it is asked nothing."""
+    anew: int | None = None
+    """The step with which a root that was deleted has been made anew."""
+    given_up: str | None = None
+    """Why what memory holds is not drained, where that is no failure."""
     error: str | None = None
     """Why the last attempt failed; None when it didn't."""
 
@@ -71,6 +75,8 @@ class Drainer:
     _broken: set[tuple[int, Incarnation]] = field(default_factory=set)
     _waiting: dict[tuple[int, Incarnation], Stamp] = field(default_factory=dict)
     """Steps of which this node's part is on storage, and other ranks' parts are not."""
+    _trace: Trace | None = None
+    """Of the root into which something was published last."""
     _ask_at: float = 0.0
     _look_at: float = 0.0
     """When to look again for what a rank of this node has put straight on storage."""
@@ -151,6 +157,7 @@ class Drainer:
         ]
 
     def _next(self, info: Job) -> Copy | None:
+        self.progress.given_up = None
         trained = bool(self.job.trainers())
         look = not trained or time.monotonic() >= self._look_at
         complete = self._complete(info, look)
@@ -164,8 +171,11 @@ class Drainer:
         copy, store = complete[0], open_store(info.root)
         newest = self._newest_durable(store)
         if newest is not None and newest.key == copy.key:
-            if store.publish(copy.stamp):  # again: an agent that was killed may not have come to sync what it wrote
+            # Again: an agent that was killed may not have come to sync what it wrote.
+            if self._publish(store, copy.stamp):
                 self._became_durable(store, info, copy.key)
+        elif newest is None and self._was_deleted(store):
+            return self._anew(info, complete if trained else [])
         elif newest is None or _goes_beyond(copy, newest):
             return copy
         elif trained and elsewhere(copy.incarnation, newest.incarnation):
@@ -184,6 +194,21 @@ class Drainer:
         began, seconds = self.job.drained() or (-math.inf, 0.0)
         return not seconds <= time.monotonic() - began < rest(info.persist_seconds, seconds)
 
+    def _was_deleted(self, store: Store) -> bool:
+        return was_deleted(store, self.job.durable(), self.job.trace())
+
+    def _anew(self, info: Job, complete: list[Copy]) -> Copy | None:
+        """What goes into a root that was deleted: what the start that trains now has saved. The rest went with it."""
+        ours = next((copy for copy in complete if copy.incarnation.id == info.start), None)
+        if ours is not None:
+            self.progress.anew = ours.step
+        elif not complete:
+            self.progress.given_up = (
+                f"{info.root}: was deleted; what memory still has of it is given up when the job starts again, or "
+                f"{info.idle_timeout:.0f} s after its end"
+            )
+        return ours
+
     def _settle(self, key: tuple[int, Incarnation]) -> None:
         self._settled, self._doubt_at = key, time.monotonic() + _DOUBT
 
@@ -198,15 +223,22 @@ class Drainer:
 
     def _newest_durable(self, store: Store) -> Stamp | None:
         """The newest checkpoint on storage that no start of the job has abandoned, as far as this node can tell."""
-        return newest_on(store, self.job.durable(), {copy.incarnation for copy in survey(self.job, None)})
+        starts = {copy.incarnation for copy in survey(self.job, None)}
+        return newest_on(store, self.job.durable(), starts, self.job.trace())
 
     def pending(self) -> int | None:
-        """The step in this node's memory that storage lacks, if any. Raises OSError when storage can't be listed."""
+        """The step in this node's memory that storage lacks, if any. None of a root that was deleted.
+
+        Raises OSError when storage can't be listed.
+        """
         info = self.job.read_job()
         complete = self._complete(info)[:1] if info else []
         if info is None or not complete:
             return None
-        newest = self._newest_durable(open_store(info.root))
+        store = open_store(info.root)
+        newest = self._newest_durable(store)
+        if newest is None and self._was_deleted(store):
+            return None
         return complete[0].step if newest is None or _goes_beyond(complete[0], newest) else None
 
     def _drain(self, info: Job, copy: Copy) -> bool:
@@ -222,7 +254,7 @@ class Drainer:
                 with shard.map() as source:
                     store.write_shard(shard.receipt, source, self._count, self._budget)
         self._newest_durable(store)
-        if not store.publish(stamps[0]):
+        if not self._publish(store, stamps[0]):
             check_written(store, stamps)
             self._waiting[copy.key] = stamps[0]  # the last node to finish publishes
             return False
@@ -234,6 +266,10 @@ class Drainer:
         log.debug("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
         return True
 
+    def _publish(self, store: Store, stamp: Stamp) -> bool:
+        self._trace = trace_of(store, stamp.step)
+        return store.publish(stamp)
+
     def _count(self, nbytes: int) -> None:
         self.progress.done += nbytes
         self.progress.moved = time.monotonic()
@@ -244,7 +280,7 @@ class Drainer:
         self._ask_at = time.monotonic() + max(_OTHER_NODES, store.poll)
         for key, stamp in list(self._waiting.items()):
             try:
-                published = store.publish(stamp)
+                published = self._publish(store, stamp)
             except CorruptError as error:
                 log.error("%s", error)
                 store.discard(stamp)
@@ -258,7 +294,7 @@ class Drainer:
 
     def _became_durable(self, store: Store, info: Job, key: tuple[int, Incarnation]) -> None:
         with contextlib.suppress(OSError):  # memory is gone, and the snapshots that the note is for
-            self.job.write_durable(key[0])
+            self.job.write_durable(key[0], self._trace)
         self.progress.durable, self.progress.error = key[0], None
         self._settle(key)
         self.job.remove_strangers(key)

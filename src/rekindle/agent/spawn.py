@@ -23,6 +23,7 @@ from rekindle.snapshot.fields import loads
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import Job, JobDir
 from rekindle.storage.pace import step_back
+from rekindle.storage.standing import made_anew
 
 __all__ = ["AgentKeeper"]
 
@@ -51,12 +52,13 @@ class AgentKeeper:
         ``changed`` is called, in another thread, with False when this process begins to drain and with True when an
         agent does so again.
         """
-        self.job = job
+        self.job, self._root = job, info.root
         self._within, self._changed = within, changed
         self._process: subprocess.Popen[bytes] | None = None
         self._looked = -_LOOK_EVERY
         self._thread: threading.Thread | None = None
         self._told: str | None = None
+        self._anew: int | None = None
         self._sign, self._silent = 0, 0.0
         self._stop = threading.Event()
         self._drainer = Drainer(job)
@@ -89,10 +91,11 @@ class AgentKeeper:
         try:
             sign = self.job.agent_status.stat().st_mtime_ns
             status = loads(self.job.agent_status.read_bytes())
-            pid, error = status["pid"], status["error"]
+            pid, error, anew = status["pid"], status["error"], status.get("anew")
         except (OSError, ValueError, KeyError, TypeError):
             return
         self._drained(error)
+        self._made_anew(anew)
         self._silent = 0.0 if sign != self._sign else self._silent + passed
         self._sign = sign
         if self._silent > _SIGN_WITHIN and pid == agent:  # else it is a process that drains in an agent's place
@@ -161,6 +164,7 @@ class AgentKeeper:
                 while time.monotonic() < until and not self._stop.wait(TICK) and lock.held():
                     self._drainer.tick()
                     self._drained(self._drainer.progress.error)
+                    self._made_anew(self._drainer.progress.anew)
         except Exception as error:
             self._drained(f"{type(error).__name__}: {error}")
         finally:
@@ -172,6 +176,12 @@ class AgentKeeper:
         if error != self._told and (error is None or self._told is None):
             log.warning("drain: %s", error or "storage takes checkpoints again")
         self._told = error
+
+    def _made_anew(self, step: int | None) -> None:
+        """Say once that the root was deleted, and is made anew."""
+        if step is not None and step != self._anew:
+            log.warning("%s", made_anew(self._root, step))
+        self._anew = step
 
     def close(self, seconds: float = 60.0) -> None:
         """Stop draining here, and give what is in hand so many seconds. An agent is left to itself."""

@@ -19,6 +19,7 @@ from rekindle.snapshot.names import Root
 from rekindle.state.capture import Capture
 from rekindle.state.missing import describe_missing
 from rekindle.storage.contract import Store
+from rekindle.storage.standing import all_deleted, trace_of
 from rekindle.storage.stores import open_store
 
 __all__ = ["Meeting", "meet", "refuse_missing", "share_out"]
@@ -46,10 +47,12 @@ class Meeting:
     """Why snapshots can't go into this node's memory; None when they can. What is there can be read if ``lock`` is."""
     found: bool
     """Whether any rank sees a checkpoint of an earlier start, or a note of one, or can't look."""
+    deleted: bool
+    """Whether all that an earlier start had on storage was deleted: what memory still has of it counts no more."""
     nbytes: int
     """What a snapshot of this rank will take."""
 
-    def go_on(self, job: JobDir | None, rank: int, stored: int | None, anyway: bool) -> None:
+    def go_on(self, job: JobDir | None, store: Store, rank: int, stored: int | None, anyway: bool) -> None:
         """It is settled what this start goes on from, and that storage has ``stored`` of it: note that.
 
         Not before: a start that storage is away for has to leave the old note to the next one. It stays as well where
@@ -59,7 +62,7 @@ class Meeting:
             return
         with suppress(OSError):
             if stored is not None:
-                job.write_durable(stored)
+                job.write_durable(stored, trace_of(store, stored))
             elif anyway:
                 job.forget_durable()
 
@@ -95,7 +98,7 @@ def meet(
         store = open_store(root)
         sight = look(None if lock is None else job, store, group.rank)
         generation = max((offer.incarnation.generation for offer in sight.offers), default=0)
-        second = group.gather((no_memory, generation, sight.anything, Incarnation.begin(0).id))
+        second = group.gather((no_memory, generation, sight.anything, Incarnation.begin(0).id, sight.storage))
     except BaseException:
         if lock is not None:
             lock.release()
@@ -105,7 +108,9 @@ def meet(
         warn_of_weakness(store)
     incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
     nodes = len({node for node, _, _ in first})
-    return Meeting(incarnation, mates, nodes, lock, no_memory, any(entry[2] for entry in second), nbytes)
+    deleted = all_deleted([entry[4] for entry in second])
+    found = not deleted and any(entry[2] for entry in second)
+    return Meeting(incarnation, mates, nodes, lock, no_memory, found, deleted, nbytes)
 
 
 def warn_of_weakness(store: Store) -> None:

@@ -22,6 +22,7 @@ from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND
 from rekindle.state.fit import mismatch
 from rekindle.storage.catalog import STORAGE, Copy, copies_in, newest_stored, refuse_behind
 from rekindle.storage.contract import Contents, Store
+from rekindle.storage.standing import DELETED, all_deleted, begins_anew, was_deleted
 
 __all__ = ["Restored", "look", "restore"]
 
@@ -62,6 +63,8 @@ class Sight:
     """The newest step that this node knows to have been on storage."""
     stored: int = 0
     """The newest one that storage shows, damaged or not."""
+    deleted: bool = False
+    """Whether all that storage had was deleted: the same file system shows nothing of it now."""
     unread: list[tuple[int, str]] = field(default_factory=list)
     """Steps whose manifests can't be read at the moment, and why."""
     half_loaded: bool = False
@@ -72,6 +75,13 @@ class Sight:
         """Whether there may be something of an earlier start."""
         return bool(self.offers or self.damaged or self.noted or self.storage_error)
 
+    @property
+    def storage(self) -> str:
+        """In a word, what there is to say of storage: ``DELETED``, "" where there never was anything, or else."""
+        if self.deleted:
+            return DELETED
+        return "in use" if self.stored or self.noted or self.storage_error else ""
+
 
 _LISTING = 120.0
 """Seconds in which storage must say what there is."""
@@ -80,8 +90,12 @@ _LISTING = 120.0
 def look(job: JobDir | None, store: Store, rank: int) -> Sight:
     """What this rank could restore from. A rank beyond a smaller world's shards reads those from the start again."""
     error, contents, damaged = None, None, list[tuple[int, str, CorruptError | None]]()
+    noted = job.durable() if job is not None else None
+    trace, deleted = job.trace() if job is not None else None, False
     try:
         contents, damaged = within(_LISTING, store.root, lambda: _listed(store))
+        if not contents.published:
+            deleted = within(_LISTING, store.root, lambda: was_deleted(store, noted, trace))
     except OSError as failure:
         error = f"{store.root}: {advise(failure)}"
     copies = copies_in(job, contents)
@@ -93,10 +107,10 @@ def look(job: JobDir | None, store: Store, rank: int) -> Sight:
         for key, near in found.items()
     ]
     newer = [(step, str(problem)) for step, _, problem in damaged if isinstance(problem, VersionError)]
-    noted = (job.durable() if job is not None else None) or 0
     stored = max([copy.step for copy in copies if copy.place == STORAGE] + [step for step, _, _ in damaged], default=0)
     unread = contents.unread if contents is not None else []
-    return Sight(offers, found, error, [place for _, place, _ in damaged], newer, noted, stored, unread)
+    places = [place for _, place, _ in damaged]
+    return Sight(offers, found, error, places, newer, noted or 0, stored, deleted, unread)
 
 
 def _listed(store: Store) -> tuple[Contents, list[tuple[int, str, CorruptError | None]]]:
@@ -141,6 +155,12 @@ def restore(
         sights = group.gather(sight)
     spoilt = any(s.half_loaded for s in sights)
     generation = max((offer.incarnation.generation for s in sights for offer in s.offers), default=0)
+    if step is None and all_deleted([s.storage for s in sights]):
+        if spoilt:
+            raise UsageError(f"an earlier restore failed: {_SPOILT}")
+        if group.rank == 0:
+            log.warning("%s", begins_anew(store.root))
+        return None, generation
     choice = choose([s.offers for s in sights], step)
     if step is None:
         _refuse_newer(choice, sights)

@@ -31,6 +31,8 @@ class Job:
 
     persist_seconds: float | None = None
     """Snapshots that nobody asked for on storage go there too, at most so often; None where none does."""
+    start: str = ""
+    """Id of the incarnation that trains now; empty where an earlier Rekindle does."""
 
     def to_json(self) -> dict[str, Any]:
         """``keep`` stays a number in it: an agent of an older version, which may still serve the job, wants one."""
@@ -59,4 +61,5 @@ class Job:
             idle_timeout=idle,
             drain_limit=None if limit is None else number(limit, 1),
             persist_seconds=rest,
+            start=texts([value.get("start", "")])[0],
         )

@@ -5,6 +5,7 @@
     /dev/shm/rekindle-<uid>/             0700, ours
       <job>/                             derived from the root, so a restarted job finds it
         job.json                         what the agent needs to know
+        durable  root.json               the newest step on storage; the file system that it was seen on
         agent.lock  agent.sock  agent.log  agent.json
         rank-00000.lock                  held by that rank's trainer while it lives
         rank-00000.status                what it is doing
@@ -29,6 +30,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rekindle.advice import advise
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
@@ -39,7 +41,7 @@ from rekindle.snapshot.lineage import Incarnation, Stamp
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.names import STEP_DIR, Root, job_name, shard_pattern
 
-__all__ = ["Job", "JobDir", "Known", "matching", "memory_base"]
+__all__ = ["Entry", "Job", "JobDir", "Known", "Trace", "matching", "memory_base"]
 
 
 def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
@@ -83,6 +85,10 @@ def _private(path: Path) -> None:
 
 _RANK = "rank-" + 5 * "[0-9]"
 
+Entry = list[int]
+Trace = list[Entry | None]
+"""Directories on the way to a root, see ``rekindle.storage.identity``."""
+
 Known = tuple[tuple[int, int], Stamp]
 """Inode and time of a receipt, and its stamp. Receipts are replaced, never written over."""
 
@@ -96,6 +102,12 @@ def _stamp(entry: os.DirEntry[str], known: dict[str, Known] | None) -> Stamp:
     if found is None or found[0] != mark:
         found = known[entry.path] = mark, read_stamp(Path(entry.path))
     return found[1]
+
+
+def _four(value: Any) -> Entry:
+    if type(value) is not list or len(value) != 4 or {type(part) for part in value} != {int}:
+        raise ValueError("an entry should be four numbers")
+    return value
 
 
 def _superfluous(stamp: Stamp, step: int, incarnation: Incarnation) -> bool:
@@ -258,9 +270,10 @@ class JobDir:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FormatError(f"{self.path / 'job.json'}: {error}") from error
 
-    def write_durable(self, step: int) -> None:
+    def write_durable(self, step: int, trace: Trace | None = None) -> None:
         """Note the newest step that is on storage: for writers that wonder which snapshot they may give up, and for the
-        next start, should storage be away then."""
+        next start, should storage be away then. ``trace`` is of the root that showed it."""
+        self._write_trace(trace)
         self._note("durable", b"%020d" % step)
 
     def _note(self, name: str, note: bytes) -> None:
@@ -283,9 +296,31 @@ class JobDir:
             return None
         return began, seconds
 
+    def _write_trace(self, trace: Trace | None) -> None:
+        """An outdated one must not stay: it could make a missing mount look like a root that was deleted."""
+        path = self.path / "root.json"
+        if trace is not None and trace == self.trace():
+            return
+        try:
+            if trace is not None:
+                write_atomic(path, json.dumps(trace).encode())
+                return
+        except OSError:  # full memory: a root that was deleted then looks like a missing mount
+            pass
+        path.unlink(missing_ok=True)
+
+    def trace(self) -> Trace | None:
+        """That of the root in which the newest durable step was seen; None where nobody could note it."""
+        try:
+            found = loads(read(self.path / "root.json"))
+            return [None if entry is None else _four(entry) for entry in found]
+        except (OSError, ValueError, TypeError):
+            return None
+
     def forget_durable(self) -> None:
         """A new start may have gone back to before that step."""
         (self.path / "durable").unlink(missing_ok=True)
+        (self.path / "root.json").unlink(missing_ok=True)
 
     def drain_error(self) -> str:
         """What the drain suffers from, in its own words; empty when it says nothing."""

@@ -363,6 +363,13 @@ class Slots:
             path.unlink(missing_ok=True)
         self.adopt()
 
+    def give_up(self) -> None:
+        """Make free files of all snapshots. Raises MemoryStoreError."""
+        self.ready()
+        for slot in self.slots:
+            if slot.stamp is not None:
+                self._uncommit(slot)
+
     def close(self) -> None:
         """Let go of all slots. Their files stay."""
         self.ready()

@@ -11,6 +11,7 @@ from rekindle.advice import advise
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.files import Files
 from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.memory import Trace
 from rekindle.snapshot.names import Root
 from rekindle.storage.pace import Budget
 
@@ -92,6 +93,18 @@ class Store(ABC):
     @abstractmethod
     def durable(self, stamp: Stamp) -> bool:
         """Whether the checkpoint is durable and the one that its step is known by. A look-up, not a listing."""
+
+    def trace(self, step: int) -> Trace | None:
+        """What ``was_deleted`` has to know later of the file system that shows ``step``, durable or not.
+
+        None where none does, or where nothing needs to be known.
+        """
+        return None
+
+    def was_deleted(self, trace: Trace | None) -> bool:
+        """Whether a root that shows nothing was deleted, or emptied, since ``trace`` was taken; else it may be out of
+        sight. Raises OSError when that can't be told."""
+        return False
 
     # -- writing ------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from rekindle.failpoints import reach
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.files import Files
 from rekindle.snapshot.lineage import Stamp, live
+from rekindle.snapshot.memory import Trace
 from rekindle.snapshot.names import MANIFEST, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.bucket import Bucket, Object
@@ -168,6 +169,10 @@ class ObjectStore(Store):
         except FormatError:
             sound = None
         return _Manifest(found, _step(name), head if sound else None)
+
+    def was_deleted(self, trace: Trace | None) -> bool:
+        """A bucket that answers shows all that it has."""
+        return True
 
     # -- writing ------------------------------------------------------------------------------------------------
 

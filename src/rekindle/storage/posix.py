@@ -20,8 +20,9 @@ from rekindle.failpoints import reach
 from rekindle.snapshot.documents import Receipt, read
 from rekindle.snapshot.files import Directory
 from rekindle.snapshot.lineage import Stamp, live
+from rekindle.snapshot.memory import Trace
 from rekindle.snapshot.names import MANIFEST, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
-from rekindle.storage import system
+from rekindle.storage import identity, system
 from rekindle.storage.contract import Contents, Published, Store, unread
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.manifest import Head, head_of, manifest
@@ -111,6 +112,13 @@ class PosixStore(Store):
     def _stamp(self, path: Path) -> Stamp | None:
         head = self._head(path)
         return None if head is None else head.stamp
+
+    def trace(self, step: int) -> Trace | None:
+        found = identity.trace(self.root)
+        return found if any(self.root.glob(f"{step_dir(step)}*")) else None
+
+    def was_deleted(self, trace: Trace | None) -> bool:
+        return identity.was_deleted(trace, identity.trace(self.root))
 
     # -- writing ------------------------------------------------------------------------------------------------
 

@@ -3,26 +3,78 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 
 from rekindle.snapshot.lineage import Incarnation, Stamp, elsewhere, live
+from rekindle.snapshot.memory import Trace
 from rekindle.snapshot.names import Root
 from rekindle.storage.contract import Store
 
-__all__ = ["check_written", "newest_on", "refuse_elsewhere", "rival"]
+__all__ = [
+    "DELETED",
+    "all_deleted",
+    "begins_anew",
+    "check_written",
+    "made_anew",
+    "newest_on",
+    "refuse_elsewhere",
+    "rival",
+    "trace_of",
+    "was_deleted",
+]
+
+DELETED = "deleted"
+"""What a rank says that sees that all on storage was deleted."""
 
 
-def newest_on(store: Store, noted: int | None, starts: Iterable[Incarnation] = ()) -> Stamp | None:
+def newest_on(
+    store: Store, noted: int | None, starts: Iterable[Incarnation] = (), trace: Trace | None = None
+) -> Stamp | None:
     """The newest checkpoint that no start of the job has left behind; ``starts`` are known from elsewhere.
 
-    Raises FileNotFoundError where step ``noted`` was and nothing is now: so looks what lies below a mount point, and
-    what is written there is lost by the next mount. To be asked before the first byte is written, and again before it
-    is said to be durable: a mount may go in between.
+    Raises FileNotFoundError where step ``noted`` was and nothing is now, unless ``trace`` tells that the root was
+    deleted: so looks what lies below a mount point, and what is written there is lost by the next mount. To be asked
+    before the first byte is written, and again before it is said to be durable: a mount may go in between.
     """
     published = store.published() or store.published()  # the only one may just be getting its name
-    if not published and noted is not None and not store.damaged():
+    if not published and noted is not None and not store.damaged() and not store.was_deleted(trace):
         raise FileNotFoundError(errno.ENOENT, f"step {noted} was there, and nothing is now", str(store.root))
     return next(reversed(live([entry.stamp for entry in published], starts)), None)
+
+
+def was_deleted(store: Store, noted: int | None, trace: Trace | None) -> bool:
+    """Whether ``noted`` and all else that was on storage was deleted, with the root or without, as seen from here."""
+    return noted is not None and not store.published() and not store.damaged() and store.was_deleted(trace)
+
+
+def all_deleted(views: Collection[str]) -> bool:
+    """Whether everything on storage was deleted, by what each rank says: ``DELETED``, "" where it knows of nothing, or
+    else. None must see it in use, or miss it."""
+    return DELETED in views and not set(views) - {DELETED, ""}
+
+
+def begins_anew(root: Root) -> str:
+    """What to tell of a job that starts where that is so."""
+    return (
+        f"checkpoints of an earlier run were deleted from {root}: starting anew from step 0; what memory still has of "
+        "that run is given up"
+    )
+
+
+def made_anew(root: Root, step: int) -> str:
+    """What to tell of a running job whose root was deleted."""
+    return f"{root} was deleted while the job runs: it is made anew, with step {step} as its oldest checkpoint"
+
+
+def trace_of(store: Store, step: int) -> Trace | None:
+    """``Store.trace``; None where that can't be told at the moment.
+
+    To be asked before ``step`` is published, so that it is known whatever becomes of the root once it is.
+    """
+    with suppress(OSError):
+        return store.trace(step)
+    return None
 
 
 def rival(root: Root, newest: Stamp, ours: str) -> str:
@@ -39,12 +91,12 @@ def check_written(store: Store, parts: Sequence[Stamp]) -> None:
         raise FileNotFoundError(errno.ENOENT, f"what was written of step {parts[0].step} is gone", str(store.root))
 
 
-def refuse_elsewhere(store: Store, stamp: Stamp, noted: int | None) -> Stamp | None:
+def refuse_elsewhere(store: Store, stamp: Stamp, noted: int | None, trace: Trace | None = None) -> Stamp | None:
     """What is newest there. Raises FileExistsError where another start writes: it would soon prune ``stamp``, unheard.
 
     Raises FileNotFoundError as ``newest_on`` does.
     """
-    newest = newest_on(store, noted)
+    newest = newest_on(store, noted, (), trace)
     if newest is not None and elsewhere(stamp.incarnation, newest.incarnation):
         raise FileExistsError(rival(store.root, newest, "what this one saves is kept nowhere"))
     return newest

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from rekindle.errors import NotFoundError
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import Root
+from rekindle.storage.standing import was_deleted
 from rekindle.storage.stores import open_store
 
-__all__ = ["gone", "on_purpose", "out_of_sight"]
+__all__ = ["gone", "on_purpose", "out_of_sight", "refuse_deleted"]
 
 
 def out_of_sight(root: Root, job: JobDir) -> int:
@@ -20,6 +24,17 @@ def out_of_sight(root: Root, job: JobDir) -> int:
     except OSError:
         shown = []
     return noted if max(shown, default=0) < noted else 0
+
+
+def refuse_deleted(root: Root, job: JobDir) -> None:
+    """Raise NotFoundError where all that storage had was deleted: what memory still has of it is not the newest one."""
+    deleted = False
+    with suppress(OSError):  # storage that doesn't say has not shown that it was
+        deleted = was_deleted(open_store(root), job.durable(), job.trace())
+    if deleted:
+        steps = sorted({stamp.step for stamp, _ in job.stamps()})
+        rest = f"; memory still has steps {steps}, to be loaded by checkpoint_id" if steps else ""
+        raise NotFoundError(f"the checkpoints in {root} were deleted{rest}")
 
 
 def gone(root: Root, noted: int, step: int) -> str:

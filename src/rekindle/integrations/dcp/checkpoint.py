@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rekindle.errors import CorruptError, FormatError, NotFoundError
-from rekindle.integrations.dcp.away import gone, on_purpose, out_of_sight
+from rekindle.integrations.dcp.away import gone, on_purpose, out_of_sight, refuse_deleted
 from rekindle.integrations.dcp.items import Path as Way
 from rekindle.integrations.dcp.start import Key
 from rekindle.snapshot.boxes import Box, lacking
@@ -86,6 +86,8 @@ def find(root: Root, job: JobDir, step: int | None) -> Checkpoint:
     """
     job.check()
     look = partial(_survey, root, job)
+    if step is None:
+        refuse_deleted(root, job)
     for _ in range(_LOOKS):
         try:
             found = _find(root, look, step)

@@ -23,14 +23,14 @@ from rekindle.recovery.meet import Meeting, no_room, take_place, warn_of_weaknes
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.lock import Lock
-from rekindle.snapshot.memory import Job, JobDir, memory_base
+from rekindle.snapshot.memory import Job, JobDir, Trace, memory_base
 from rekindle.snapshot.names import Root
 from rekindle.snapshot.slots import Slots
 from rekindle.state.copy import ShardWriter
 from rekindle.state.device import page_lock
 from rekindle.state.plan import Plan
-from rekindle.storage.catalog import Copy, copies_in
-from rekindle.storage.standing import newest_on, refuse_elsewhere
+from rekindle.storage.catalog import STORAGE, Copy, copies_in
+from rekindle.storage.standing import DELETED, newest_on, refuse_elsewhere, trace_of, was_deleted
 from rekindle.storage.stores import open_store
 
 __all__ = ["Run", "Settings", "note_loaded", "run_of"]
@@ -179,15 +179,19 @@ class Run:
         """What this rank sees of memory and storage."""
         copies: list[Copy] = []
         unread: list[tuple[int, str]] = []
-        problem = None
+        problem, storage = None, ""
         try:
             contents = self._store.contents()
             copies, unread = copies_in(self._job, contents), contents.unread
+            if was_deleted(self._store, self._noted, self._trace):
+                storage = DELETED
         except OSError as error:
             problem = f"{self.root} can't be listed: {error.strerror or error}"
         unseen = out_of_sight(self.root, self._job) if self._job is not None else 0
+        if not storage and (unseen or any(copy.place == STORAGE for copy in copies)):
+            storage = "in use"
         place = node_id(self._job_dir.path.parent.parent)
-        return Arrival(place, self._no_memory, problem, _loaded.get(self.root, {}), copies, unread, unseen)
+        return Arrival(place, self._no_memory, problem, _loaded.get(self.root, {}), copies, unread, unseen, storage)
 
     def settle(self, own: Letter, world: int) -> list[Letter]:
         """Settle the save that all ranks have made their offers for: the answer to each of them. On the coordinator.
@@ -230,22 +234,25 @@ class Run:
         rank = self._rank
         assert rank is not None
         mates = start.mates(rank)
-        meeting = Meeting(start.incarnation, mates, len(set(start.places)), self._place, None, True, 0)
-        meeting.go_on(self._job, rank, start.stored, anyway=start.anyway)
+        meeting = Meeting(start.incarnation, mates, len(set(start.places)), self._place, None, True, start.anew, 0)
+        if start.anew and self._job is not None:
+            self._job.remove_snapshots(rank)  # before the note of what was deleted goes, or they would be drained
+        meeting.go_on(self._job, self._store, rank, start.stored, anyway=start.anyway)
         no_memory = start.no_memory.get(start.places[rank])
         if no_memory is not None:
             self._straight_to_storage(no_memory, rank == mates[0])
         elif self._slots is None:
-            self._use_memory(rank, mates, start.world)
+            self._use_memory(rank, mates, start)
         if start.awaited is not None:
             self.wait_durable(start.awaited, _PATIENCE)
         _loaded.pop(self.root, None)
         self._start = start
 
-    def _use_memory(self, rank: int, mates: list[int], world: int) -> None:
+    def _use_memory(self, rank: int, mates: list[int], start: Start) -> None:
+        world = start.world
         if rank == mates[0]:
-            limit = self.settings.drain_limit
-            info = Job(str(self.root), mates, world, *self.settings.retention, _IDLE, limit)
+            limit, ours = self.settings.drain_limit, start.incarnation.id
+            info = Job(str(self.root), mates, world, *self.settings.retention, _IDLE, limit, start=ours)
             self._keeper = AgentKeeper(self._job_dir, info)
             self._keeper.check()
         self._slots = Slots(self._job_dir, rank, world, mates, None, page_lock)
@@ -281,6 +288,11 @@ class Run:
         """The newest step that is known to be on storage."""
         return self._job.durable() if self._job is not None else None
 
+    @property
+    def _trace(self) -> Trace | None:
+        """Of the root that showed it."""
+        return self._job.trace() if self._job is not None else None
+
     def _to_memory(self, slots: Slots, stamp: Stamp, plan: Plan, values: bytes) -> None:
         slot = slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
         assert slot.map is not None
@@ -298,7 +310,7 @@ class Run:
         buffer = mmap.mmap(-1, plan.layout.file_bytes)
         _, sums = self._copier.write(plan, buffer, None, stamp.step)
         receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), f"step {stamp.step}")
-        refuse_elsewhere(self._store, stamp, self._noted)
+        refuse_elsewhere(self._store, stamp, self._noted, self._trace)
         self._store.write_shard(receipt, memoryview(buffer), lambda nbytes: None)
 
     def finish(self, stamp: Stamp, in_memory: bool) -> None:
@@ -309,12 +321,13 @@ class Run:
         self.finished = stamp
         if in_memory:
             return
-        newest_on(self._store, self._noted)
+        newest_on(self._store, self._noted, (), self._trace)
+        trace = trace_of(self._store, stamp.step)
         if not self._store.publish(stamp):
             self.wait_durable(stamp, _PATIENCE)  # the agent carries the parts that memory took, and publishes it
         if self._job is not None:
             with suppress(OSError):  # full memory, or none any more: the checkpoint is none the worse for it
-                self._job.write_durable(stamp.step)
+                self._job.write_durable(stamp.step, trace)
         with suppress(OSError):  # what is left over goes next time
             self._store.prune(*self.settings.retention)
             self._store.settle()

@@ -12,6 +12,7 @@ from rekindle.integrations.dcp.away import gone, on_purpose
 from rekindle.snapshot.lineage import Incarnation, Stamp, live
 from rekindle.snapshot.names import LAST_STEP, Root
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy, newest_stored, refuse_behind
+from rekindle.storage.standing import all_deleted, begins_anew
 
 __all__ = ["Arrival", "Key", "Offer", "Ruling", "Start", "agree", "begin", "number"]
 
@@ -34,6 +35,8 @@ class Arrival:
     unread: list[tuple[int, str]]
     unseen: int
     """A step that is known to have been on storage, which shows nothing so new now; else 0."""
+    storage: str
+    """See ``all_deleted``."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Start:
     stored: int | None
     """The newest step that storage has of what this start goes on from."""
     anyway: bool
-    """Whether that was asked for by its step on all ranks."""
+    """Whether that was asked for by its step on all ranks, or it begins ``anew``."""
+    anew: bool
+    """Whether what an earlier start had on storage was deleted: what memory still has of it counts no more."""
     awaited: Stamp | None
     """What an earlier start has left in memory and storage lacks."""
     warning: str | None
@@ -148,10 +153,11 @@ def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
         ranks.setdefault(copy.key, set()).update(copy.ranks)
     whole = [copy.key for copy in copies if ranks.get(copy.key, set()).issuperset(range(copy.world))]
     loaded = set.intersection(*(set(arrival.loaded) for arrival in arrivals))
-    base = max(loaded, default=None) or max(whole, default=None)
+    anew = not loaded and all_deleted([arrival.storage for arrival in arrivals])
+    base = max(loaded, default=None) or (None if anew else max(whole, default=None))
     named = base is not None and all(arrival.loaded.get(base) for arrival in arrivals)
-    warning = None
-    if not named:
+    warning = begins_anew(root) if anew else None
+    if not named and not anew:
         step = base[0] if base is not None else 0
         refuse_behind(step, (one for arrival in arrivals for one in arrival.unread), on_purpose(step))
         unseen = max(arrival.unseen for arrival in arrivals)
@@ -167,7 +173,8 @@ def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
         [arrival.place for arrival in arrivals],
         {arrival.place: arrival.no_memory for arrival in arrivals if arrival.no_memory},
         newest_stored(copies, base),
-        named,
+        named or anew,
+        anew,
         _awaited(base, copies) if keep is None else None,
         warning,
     )
