@@ -273,7 +273,7 @@ def test_a_memory_store_whose_path_is_too_long_for_a_sockets_address(tmp_path: P
     with ckpt.guard() as guard:
         assert guard.connected(30)
         ckpt.save(1, wait="durable")
-    assert ask(job.socket, "GET", "/status")["durable"] == 1
+    wait_for(lambda: ask(job.socket, "GET", "/status")["durable"] == 1)
     ckpt.close()
     wait_for(lambda: not job.path.exists() or not any(job.stamps()))
     end_agent(job)
