@@ -89,6 +89,16 @@ def test_ls_tells_when_each_copy_was_saved(root: Path, memory: Path, two_hours_e
     assert time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at["storage"])) in table
 
 
+def test_ls_fits_the_terminal(root: Path, memory: Path) -> None:
+    """Columns that people compare stay whole; the words of the others are folded."""
+    save(root, 9999999999)
+    said = at_terminal(["ls", root], columns=80)
+    assert said.code == 0 and max(map(len, said.text.replace("\r", "").splitlines())) <= 80, said.text
+    words = said.text.split()
+    assert words[7] == "9999999999" and {"storage", "complete", "scratch"} <= set(words)
+    datetime.strptime(" ".join(words[8:10]), "%Y-%m-%d %H:%M:%S")
+
+
 @pytest.mark.parametrize("columns", [80, 60])
 def test_status_fits_the_terminal(tmp_path: Path, memory: Path, columns: int) -> None:
     """A long root, many ranks, a fault: no line is too long, no number is cut, and the root can be put together."""

@@ -119,7 +119,7 @@ def ls(root: Root, as_json: bool, memory: Path | None) -> None:
 
 
 def _copies_table(listed: list[Listed]) -> Table:
-    table = table_of("step", "saved", "where", "condition", "ranks", "size", "start")
+    table = table_of("step", "saved", "where", "condition", "ranks", "size", "start", may_fold=("condition", "start"))
     for entry in listed:
         copy = entry.copy
         parent = f"step {copy.incarnation.parent_step}" if copy.incarnation.parent else "scratch"

@@ -123,9 +123,7 @@ def _facts(one: dict[str, Any]) -> dict[str, str]:
 
 
 def _ranks_table(ranks: dict[int, dict[str, Any]]) -> Table:
-    table = table_of("rank", "does", "step", "in memory", "for", "longest step")
-    for column in table.columns:  # in a narrow terminal words may be folded, and numbers not
-        column.no_wrap = column.header != "does"
+    table = table_of("rank", "does", "step", "in memory", "for", "longest step", may_fold=["does"])
     for rank, page in ranks.items():
         longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
         step = "-" if page["step"] < 0 else str(page["step"])

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ __all__ += ["facts_of", "local_time", "plain", "print_json", "show", "table_of",
 
 _LINKS = 3.0
 """Seconds to follow the links in a root's path."""
+_WORD = 10
+"""Columns that a word takes, or nearly all do: what may be folded is not cut to less."""
 _TELL_FIRST, _TELL_EVERY = 1.0, 10.0
 """Seconds after which a wait is worth a line, and between the lines."""
 PATIENCE = 10.0
@@ -82,10 +84,12 @@ def plain(text: str) -> Text:
     return Text(spelt, overflow="fold")
 
 
-def table_of(*columns: str, **options: Any) -> Table:
-    table = _Table(box=None, pad_edge=False, header_style="bold", **options)
+def table_of(*columns: str, may_fold: Collection[str] | None = None) -> Table:
+    """In a terminal that is too narrow only the columns of ``may_fold`` are folded; all of them if it is not given."""
+    table = _Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        folds = may_fold is None or column in may_fold
+        table.add_column(column, overflow="fold", no_wrap=not folds, min_width=_WORD if may_fold and folds else None)
     return table
 
 
