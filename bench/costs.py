@@ -77,6 +77,28 @@ def _small_state(place: Path) -> Iterator[tuple[str, str]]:
     yield f"step() without a snapshot, {tensors} tensors, {len(list(model.buffers()))} buffers", text
 
 
+def _small_snapshots(place: Path) -> Iterator[tuple[str, str]]:
+    """10 MB of parameters and moments, saved behind ``step()`` and inside of it, 20 ms of rest before each update."""
+    parameters = torch.nn.ParameterList(torch.randn(14_000) for _ in range(60))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, foreach=True)
+    for how, overlap in (("behind step()", True), ("inside of step()", "auto")):
+        state = {"parameters": parameters, "optimizer": optimizer}
+        ckpt = rekindle.Checkpointer(place / how, state, memory=place, persist_every=10**9, overlap=overlap)
+        calls = []
+        for step in range(1, 201):
+            optimizer.step()
+            began = time.perf_counter()
+            ckpt.step(step)
+            calls.append(time.perf_counter() - began)
+            time.sleep(0.02)
+        call, stall = statistics.median(calls), statistics.median(ckpt.metrics.stalls)
+        ckpt.close()
+        text = f"step() {call * 1e3:.2f} ms, with the wait before the update {stall * 1e3:.2f} ms"
+        yield f"snapshot of 10 MB in 180 tensors, {how}", text
+
+
 def _deaths(gigabytes: float) -> Iterator[tuple[str, str]]:
     """SIGKILL of a process with so much memory, until its pidfd and its ``stat`` tell."""
     found: dict[str, list[float]] = {"pidfd": [], "stat": []}
@@ -136,7 +158,7 @@ def main(gigabytes: float) -> None:
     table = Table("what", "cost")
     with tempfile.TemporaryDirectory(dir=_SHM, prefix="rekindle-costs-") as name:
         place = Path(name)
-        for rows in (_deaths(gigabytes), _pages(place), _small_state(place), _copies()):
+        for rows in (_deaths(gigabytes), _pages(place), _small_state(place), _small_snapshots(place), _copies()):
             for row in rows:
                 table.add_row(*row)
     Console().print(table)

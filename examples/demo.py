@@ -1,7 +1,9 @@
 """Kills a training run twice, in earnest, and shows that nothing of it is lost. Run it with ``make demo``.
 
 ``train_gpt.py`` trains on two ranks: first unbroken, then once more while one rank is killed, and later all of them;
-the launcher starts them again each time. Both runs must end with the same weights and optimizer state, bit for bit.
+the launcher starts them again each time. So small a state is committed inside of ``ckpt.step()``: no step may be lost
+whose ``ckpt.step()`` has returned on both ranks. Both runs must end with the same weights and optimizer state, bit for
+bit.
 Every figure is measured: with this script's clock, at lines that Rekindle, the example and the launcher log.
 """
 
@@ -40,6 +42,7 @@ LINES = {
     "begun": re.compile(r"\[(?P<rank>\d+)\] rank \d+ of \d+, generation (?P<generation>\d+): snapshots of"),
     "restored": re.compile(r"\[(?P<rank>\d+)\] restored step (?P<step>\d+) from (?P<place>[\w ]+):"),
     "step": re.compile(r"\[(?P<rank>\d+)\] step (?P<step>\d+) loss "),
+    "promised": re.compile(r"\[0\] snapshots: each is in memory when its step\(\) returns"),
     "closed": re.compile(
         r"\[(?P<rank>\d+)\] closed: .*stall median (?P<median>[\d.]+) ms, longest (?P<longest>[\d.]+)"
     ),
@@ -285,6 +288,7 @@ def demonstrate(directory: Path, console: Console, runs: list[Run]) -> bool:
         broken.finish()
     console.print(cost_of_faults(faults), cost_of_saving(runs))
     checks = {f"{f.name}: {f.lost} lost, from {f.place}": f.lost == 0 and f.place == "memory" for f in faults}
+    checks["the job promised that: no step is lost that has returned"] = len(broken.of("promised")) == 1 + len(faults)
     checks |= compare(unbroken.root, broken.root)
     checks["all memory is given back"] = all([run.gone() for run in runs])
     for text, holds in checks.items():

@@ -4,7 +4,8 @@
     rekindle run --nproc-per-node 2 examples/train_gpt.py runs/gpt    two ranks, started again after a fault
 
 Kill it in any way you like. It goes on behind the last completed step and ends with the weights that it would have had
-without the fault: bit for bit on a CPU; on a GPU that takes torch.use_deterministic_algorithms(True) besides.
+without the fault: bit for bit on a CPU with one or two ranks (with more, DistributedDataParallel sums the first
+gradients of each start in another order); on a GPU that takes torch.use_deterministic_algorithms(True) besides.
 """
 
 import argparse

@@ -23,7 +23,7 @@ LONG = 300.0
 
 def start(root: Path, training: Training) -> rekindle.Checkpointer:
     """A run whose policy sends nothing to storage."""
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=1000)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=1000, overlap=True)
     ckpt.restore()
     return ckpt
 
@@ -168,7 +168,7 @@ def _rank(root: Path, memory: Path, rank: int, persist_every: int | None) -> Non
     how = {"init_method": f"file://{root.parent / 'rendezvous'}", "rank": rank, "world_size": 2}
     torch.distributed.init_process_group("gloo", **how)  # type: ignore[arg-type]
     training = Training()
-    ckpt = rekindle.Checkpointer(root, training.state, memory=memory, persist_every=persist_every)
+    ckpt = rekindle.Checkpointer(root, training.state, memory=memory, persist_every=persist_every, overlap=True)
     ckpt.restore()
     go(ckpt, training, 1, 1)
     ckpt._saves.settle()

@@ -32,7 +32,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 def test_a_child_that_saves_or_restores_is_refused(root: Path, memory: Path) -> None:
     training = Training()
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=1000)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=1000, overlap=True)
     ckpt.restore()
 
     def restores() -> None:
@@ -61,7 +61,7 @@ def test_a_child_that_saves_or_restores_is_refused(root: Path, memory: Path) -> 
 
 def test_a_child_may_look_while_its_parents_copy_is_on_its_way(root: Path, memory: Path) -> None:
     training = Training()
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=1000)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=1000, overlap=True)
     ckpt.restore()
     go(ckpt, training, 1, 1)
     assert ckpt._saves.memory is not None

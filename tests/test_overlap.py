@@ -96,7 +96,7 @@ def test_two_hundred_overlapped_snapshots_equal_those_copied_at_once(root: Path,
 
 def test_a_snapshot_is_in_memory_before_the_update_touches_the_state(root: Path, memory: Path) -> None:
     training = Adversaries()
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, overlap=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     seen = []
@@ -112,7 +112,7 @@ def test_a_snapshot_is_in_memory_before_the_update_touches_the_state(root: Path,
 def test_an_update_in_another_thread_waits_too(root: Path, memory: Path) -> None:
     """As when gradients are applied while they are computed, by the threads that compute them."""
     training = Adversaries()
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     for step in range(1, 6):
@@ -137,7 +137,10 @@ def test_what_no_optimizer_owns_is_copied_inside_of_step(root: Path, memory: Pat
     owned, average, foreign = (torch.nn.BatchNorm1d(200_000) for _ in range(3))
     optimizer = torch.optim.SGD(owned.parameters(), lr=1.0)
     ckpt = rekindle.Checkpointer(
-        root, {"owned": owned, "average": average, "foreign": foreign, "optimizer": optimizer}, strict=True
+        root,
+        {"owned": owned, "average": average, "foreign": foreign, "optimizer": optimizer},
+        strict=True,
+        overlap=True,
     )
     ckpt.restore()
     torch.optim.SGD(foreign.parameters(), lr=1.0)
@@ -153,7 +156,7 @@ def test_what_no_optimizer_owns_is_copied_inside_of_step(root: Path, memory: Pat
         torch.nn.init.constant_(module.weight, 5)
     other = torch.optim.SGD(again[0].parameters(), lr=1.0)
     ckpt = rekindle.Checkpointer(
-        root, {"owned": again[0], "average": again[1], "foreign": again[2], "optimizer": other}
+        root, {"owned": again[0], "average": again[1], "foreign": again[2], "optimizer": other}, overlap=True
     )
     assert ckpt.restore() == 1
     for module in again:
@@ -178,7 +181,7 @@ def test_a_late_writer_is_named_and_never_makes_a_torn_snapshot(
     root: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Adversaries(1500)
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, overlap=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     training.update()
@@ -219,7 +222,7 @@ def watch(frame, event, what):
 
 threading.setprofile(watch)
 sys.setprofile(watch)
-ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, memory=sys.argv[2])
+ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, memory=sys.argv[2], overlap=True)
 ckpt.restore()
 ckpt.step(1)
 while not ckpt._saves.memory.flight._landed:  # settle() would help to copy, and read on while the other thread frees
@@ -362,7 +365,7 @@ def test_frozen_parameters_may_be_averages_of_the_others(root: Path, memory: Pat
     model["trained"] = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model["trained"].parameters(), lr=0.1)
     ckpt = rekindle.Checkpointer(
-        root, {"model": model, "optimizer": optimizer}, snapshot_every=2, persist_every=10**6, strict=True
+        root, {"model": model, "optimizer": optimizer}, snapshot_every=2, persist_every=10**6, strict=True, overlap=True
     )
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
@@ -379,7 +382,7 @@ def test_frozen_parameters_may_be_averages_of_the_others(root: Path, memory: Pat
 def test_memory_that_is_taken_away_in_the_window_costs_the_snapshot_at_most(root: Path, memory: Path) -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(8)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6)
+    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6, overlap=True)
     ckpt.restore()
     flight = None
     ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)  # the copy can't begin before
@@ -398,7 +401,7 @@ def test_memory_that_is_taken_away_in_the_window_costs_the_snapshot_at_most(root
 
 def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Path) -> None:
     training = Adversaries(1500)
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
     ckpt.restore()
     ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)
     ckpt.step(1)
@@ -420,7 +423,7 @@ def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Pat
 
 def test_a_checkpointer_that_is_forgotten_keeps_its_place_until_its_copy_is_whole(root: Path, memory: Path) -> None:
     training = Adversaries(1500)
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, overlap=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)
@@ -429,7 +432,7 @@ def test_a_checkpointer_that_is_forgotten_keeps_its_place_until_its_copy_is_whol
     assert job.trainers() == {0: os.getpid()}
     training.update()
     again = Adversaries(1500)
-    ckpt = rekindle.Checkpointer(root, again.state)  # waits until the place is free
+    ckpt = rekindle.Checkpointer(root, again.state, overlap=True)  # waits until the place is free
     assert ckpt.restore() == 1
     ckpt.close()
 
@@ -458,7 +461,9 @@ def test_optimizers_without_hooks(wrapped: bool, root: Path, memory: Path) -> No
     torch.manual_seed(0)
     model = torch.nn.Linear(1500, 1500)
     optimizer = Plain(model.parameters())
-    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6, strict=True)
+    ckpt = rekindle.Checkpointer(
+        root, {"model": model, "optimizer": optimizer}, persist_every=10**6, strict=True, overlap=True
+    )
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     late = 0
@@ -483,7 +488,7 @@ def test_optimizers_without_hooks(wrapped: bool, root: Path, memory: Path) -> No
 
 def test_a_compiled_step_is_fenced(root: Path, memory: Path) -> None:
     training = Adversaries(64)
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     compiled = torch.compile(training.second.step, backend="eager")
@@ -499,7 +504,7 @@ def test_a_compiled_step_is_fenced(root: Path, memory: Path) -> None:
 def test_a_step_without_an_update_keeps_its_snapshot(root: Path, memory: Path) -> None:
     """As when a gradient scaler skips the update: nobody calls the hook."""
     training = Adversaries()
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     for step in range(1, 6):
@@ -512,7 +517,7 @@ def test_a_step_without_an_update_keeps_its_snapshot(root: Path, memory: Path) -
 
 def test_closing_leaves_the_optimizer_as_it_was(root: Path, memory: Path) -> None:
     training = Adversaries(64)
-    ckpt = rekindle.Checkpointer(root, training.state)
+    ckpt = rekindle.Checkpointer(root, training.state, overlap=True)
     ckpt.restore()
     assert training.first._optimizer_step_pre_hooks
     ckpt.step(1)
@@ -522,10 +527,10 @@ def test_closing_leaves_the_optimizer_as_it_was(root: Path, memory: Path) -> Non
 
 def test_hooks_keep_no_checkpointer_alive(root: Path, memory: Path) -> None:
     training = Adversaries(64)
-    ckpt = rekindle.Checkpointer(root, training.state)
+    ckpt = rekindle.Checkpointer(root, training.state, overlap=True)
     ckpt.restore()
     del ckpt
-    ckpt = rekindle.Checkpointer(root, training.state)  # BusyError while the first one lives
+    ckpt = rekindle.Checkpointer(root, training.state, overlap=True)  # BusyError while the first one lives
     ckpt.restore()
     training.update()
     ckpt.step(1)
@@ -536,7 +541,9 @@ def test_a_parameter_that_gets_other_memory_in_the_window(root: Path, memory: Pa
     torch.manual_seed(1)
     model = torch.nn.Linear(2000, 2000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6, strict=True)
+    ckpt = rekindle.Checkpointer(
+        root, {"model": model, "optimizer": optimizer}, persist_every=10**6, strict=True, overlap=True
+    )
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     expected = model.weight.detach().clone()

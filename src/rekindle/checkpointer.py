@@ -43,6 +43,7 @@ from rekindle.snapshot.slots import Slots
 from rekindle.state.capture import Capture
 from rekindle.state.device import page_lock
 from rekindle.state.fence import Fence
+from rekindle.state.plan import Overlap
 from rekindle.state.updates import Updates
 from rekindle.storage.pace import rate
 from rekindle.storage.standing import begins_anew
@@ -83,9 +84,12 @@ class Checkpointer:
         Durable checkpoints that stay: the newest ``keep``, and every multiple of ``keep_every``. With neither, the
         newest two and one of each power-of-two age in steps, eight at most; with ``keep_every`` alone the newest two.
     overlap
-        Copy what only the optimizers in ``state`` change, parameters and their own state, while training goes on, and
-        let an update wait for what is left. False copies everything inside of ``step()``. "verify" compares checksums
-        and names what is changed by anything else meanwhile; it is slow, and meant for a first try.
+        True copies what only the optimizers in ``state`` change, parameters and their own state, while training goes
+        on, and lets an update wait for what is left. False copies everything inside of ``step()``, which then returns
+        with the snapshot committed. "auto" does that where it costs little: where no rank has a snapshot of more than
+        16 MiB, or a part of it on a device, and ``snapshot_every`` isn't "auto"; ``metrics.committed_in_step`` tells.
+        "verify" is True, compares checksums, and names what is changed by anything else meanwhile; it is slow, and
+        meant for a first try.
     rng
         Save the random generators of Python, NumPy, torch and its devices too.
     allow_pickle
@@ -121,7 +125,7 @@ class Checkpointer:
         drain_limit: int | str | None = None,
         keep: int | None = None,
         keep_every: int | None = None,
-        overlap: bool | Literal["verify"] = True,
+        overlap: Overlap = "auto",
         rng: bool = True,
         allow_pickle: bool = False,
         allow_missing: bool = False,
@@ -147,7 +151,6 @@ class Checkpointer:
         self._saves = Saves(self._capture, self._store, (keep, keep_every), self.metrics, strict, fallback_after)
         self._seen = 0
         """Saves that the cadence has been told of."""
-        self._overlap = overlap
         self._fence = Fence(self._capture.state, self._saves.hold)
         self._capture.overlap(self._fence)
         self._updates = Updates(self._capture.state, self._fence)
@@ -165,6 +168,7 @@ class Checkpointer:
             return share_out(self._group, self._capture, mates)
 
         self._meeting = meet(self._group, self._job, self.root, size, memory_limit, settings)
+        self._overlap = self._agree_on_overlap(overlap, often=snapshot_every == "auto")
         self._incarnation = self._meeting.incarnation
         if self._group.rank == self._meeting.mates[0]:
             introduce(self._job, self.root)
@@ -202,14 +206,24 @@ class Checkpointer:
         share = None if limit is None else limit // len(mates)
         slots = Slots(job, rank, self._group.world, mates, share, page_lock)
         slots.adopt()
-        overlap, verify = self._overlap is not False, self._overlap == "verify"
-        self._saves.use_memory(slots, overlap, verify)
+        self._saves.use_memory(slots, self._overlap)
         if not self._meeting.found:  # else after the restore, which would have to share the cores with it
             slots.reserve(nbytes)
         log.info(
             "rank %d of %d, generation %d: snapshots of about %.1f MB in %s, checkpoints in %s",
             *(rank, self._group.world, self._incarnation.generation, nbytes / 1e6, job.path, self.root),
         )
+        self._saves.promise(self._in_step, tell=rank == 0)
+
+    def _agree_on_overlap(self, overlap: Overlap, often: bool) -> Overlap:
+        """All ranks or none commit inside of ``step()``: a step is only as safe as its last part. A collective.
+
+        ``often``: what can be hidden behind training counts for nothing then, so that more snapshots can be had.
+        """
+        if often and overlap == "auto":
+            overlap = True
+        self._in_step = all(self._group.gather(self._capture.copied_in_step(overlap)))
+        return overlap if self._in_step or overlap != "auto" else True
 
     def _without_memory(self, why: str, pause: float | None) -> None:
         if self._strict:

@@ -18,6 +18,9 @@ class Metrics:
     last_stall: float = 0.0
     """What the newest save held training up for: inside of ``step()``, and then before the update."""
     max_stall: float = 0.0
+    committed_in_step: bool = False
+    """Whether the newest snapshot was in memory, committed, when its ``step()`` returned; before the first: whether it
+    is going to be. Else it was completed after that, before the next update."""
     bytes_saved: int = 0
     snapshot_every: int = 1
     """Steps between snapshots, as it is now."""

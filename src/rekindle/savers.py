@@ -17,7 +17,7 @@ from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.slots import Slot, Slots
 from rekindle.state.copy import Copying, fingerprints
 from rekindle.state.live import Live
-from rekindle.state.plan import Plan
+from rekindle.state.plan import Overlap, Plan
 
 __all__ = ["Changed", "Flight", "MemorySaver"]
 
@@ -178,12 +178,14 @@ class MemorySaver:
     For the thread that trains, but for ``hold``.
     """
 
-    def __init__(self, live: Live, slots: Slots, overlap: bool, verify: bool) -> None:
+    def __init__(self, live: Live, slots: Slots, overlap: Overlap) -> None:
         self._live = live
         self.slots = slots
-        self._overlap, self._verify = overlap, verify
+        self._overlap = overlap
         self.flight: Flight | None = None
         """The newest save that didn't fail at once."""
+        self.in_step = False
+        """Whether ``save`` saw the newest one to its end, well or not."""
         self._torn = False
         """Whether a save has left the slots behind in an unknown state."""
 
@@ -197,12 +199,12 @@ class MemorySaver:
             self.mend()
             slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
             assert slot.map is not None
-            expected = fingerprints(plan) if self._verify else {}
+            expected = fingerprints(plan) if self._overlap == "verify" else {}
             copying = self._live.writer.start(plan, slot.map, slot.cache, stamp.step)
             slot.cache = copying.target
             self.flight = flight = Flight(stamp, plan, values, slot, self.slots, copying, expected)
-            late = bool(plan.late) and self._overlap
-            if not late:
+            self.in_step = not (plan.late and self._overlaps(plan))
+            if self.in_step:
                 flight.land()
         except MemoryStoreError:
             raise
@@ -211,9 +213,12 @@ class MemorySaver:
             if isinstance(error, OSError):
                 raise MemoryStoreError(f"memory store {self.slots.job.path}: {advise(error)}") from error
             raise
-        if late:
+        if not self.in_step:
             self._live.writer.behind(partial(_fly, flight, owner))
         return plan.layout.file_bytes
+
+    def _overlaps(self, plan: Plan) -> bool:
+        return not plan.fits_in_step if self._overlap == "auto" else bool(self._overlap)
 
     def mend(self) -> None:
         """Begin again from the files, if a save has broken off. Raises OSError when that can't be."""

@@ -25,12 +25,19 @@ from rekindle.snapshot.small import Smalls
 from rekindle.snapshot.status import STABLE
 from rekindle.state.capture import Capture
 from rekindle.state.live import Live
+from rekindle.state.plan import Overlap
 from rekindle.storage.catalog import STORAGE
 from rekindle.storage.contract import Store
 
 __all__ = ["Saves"]
 
 log = logging.getLogger("rekindle")
+
+_IN_STEP = "each is in memory when its step() returns, whoever dies after that"
+_BEHIND = (
+    "each is completed after its step() has returned, before the next update: if all ranks die meanwhile, "
+    "the job goes back to the snapshot before"
+)
 
 _LOOK = 3.0
 """Seconds that storage gets to say whether it has what was restored."""
@@ -79,16 +86,18 @@ class Saves:
         self._tries = Tries(fallback_after)
         self._trial: Flight | None = None
         """What is to show that memory takes saves again."""
+        self._promised = False
+        """Whether it was said that snapshots are committed inside of ``step()``."""
 
     def spare(self, seconds: float, world: int) -> None:
         """From now on saves that nobody asks for by name go straight to storage at most every so many ``seconds``."""
         self._sparing = Sparing(seconds, world, self.direct.took)
         self._how_often = f", at most every {seconds:g} s,"
 
-    def use_memory(self, slots: Slots, overlap: bool, verify: bool) -> None:
+    def use_memory(self, slots: Slots, overlap: Overlap) -> None:
         """From now on saves go into memory."""
         self.live.files = partial(Smalls, slots.job, slots.rank)
-        self.memory = MemorySaver(self.live, slots, overlap, verify)
+        self.memory = MemorySaver(self.live, slots, overlap)
 
     def save(self, stamp: Stamp) -> None:
         """Save the state as that of ``stamp``. Call ``settle`` first."""
@@ -106,6 +115,8 @@ class Saves:
             return
         self._before, self.newest = self.newest, stamp
         self._metrics.saved(time.perf_counter() - began, nbytes)
+        if self._metrics.committed_in_step:  # or it failed, which is for this step() to tell
+            self.settle()
 
     def _write(self, stamp: Stamp) -> int | None:
         """Bytes saved; None where storage would have to take them, and is to be left in peace."""
@@ -116,11 +127,13 @@ class Saves:
                     self._come_back(self.memory)
                 nbytes = self.memory.save(stamp, (self, self.lock))
                 self._trial = self.memory.flight
+                self._tell_promise(stamp.step, self.memory.in_step, nbytes)
                 return nbytes
             except MemoryStoreError as error:
                 if self._strict:
                     raise
                 self._fall_back(stamp.step, error)
+        self._metrics.committed_in_step = False
         if self._sparing is not None and not stamp.persist and not self._sparing.due(stamp.step):
             self._leave_out(stamp)
             return None
@@ -157,6 +170,19 @@ class Saves:
             return
         self._metrics.direct += 1
         self._before, self.newest = self.newest, stamp
+
+    def promise(self, in_step: bool, tell: bool) -> None:
+        """Snapshots are going to be committed inside of ``step()``, or behind it; ``tell`` that in the log."""
+        self._metrics.committed_in_step = self._promised = in_step
+        if tell:
+            log.info("snapshots: %s", _IN_STEP if in_step else _BEHIND)
+
+    def _tell_promise(self, step: int, in_step: bool, nbytes: int) -> None:
+        """Say it once if the state has outgrown what was told at the start."""
+        self._metrics.committed_in_step = in_step
+        if self._promised and not in_step:
+            self._promised = False
+            log.warning("snapshots are of %.1f MB from step %d on, no longer small: %s", nbytes / 1e6, step, _BEHIND)
 
     def _come_back(self, memory: MemorySaver) -> None:
         """Make what somebody may have removed. Raises MemoryStoreError."""
@@ -291,6 +317,7 @@ class Saves:
         self._see_trial()
         if flight is None or flight.error is None:
             return
+        self._metrics.committed_in_step = False
         if not flight.committed and self.newest is not None and self.newest.step == flight.stamp.step:
             self.newest = self._before
         if isinstance(flight.error, MemoryStoreError) and not self._strict:

@@ -22,8 +22,8 @@ def check_settings(
     for name, value in (counts | given).items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 63:
             raise UsageError(f"{name} is {value!r}: must be a whole number of at least 1, and less than 2 to the 63rd")
-    if overlap not in (True, False, "verify"):
-        raise UsageError(f"overlap is {overlap!r}: must be True, False or 'verify'")
+    if not (isinstance(overlap, bool) or overlap in ("auto", "verify")):
+        raise UsageError(f"overlap is {overlap!r}: must be 'auto', True, False or 'verify'")
     if not isinstance(budget, (int, float)) or not 0 < budget < 1:
         raise UsageError(f"snapshot_budget is {budget!r}: must be a share of training time, such as 0.01")
     for name, value in times.items():

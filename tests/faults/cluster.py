@@ -371,7 +371,8 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
         state, model = _build(trainer, rank)
         torch.manual_seed(rank)
         every = 10**9 if cell.config in ("bare", "hsdp") else 1
-        options = {"memory": cell.memory, "snapshot_every": every, "persist_every": 10**9} | cell.options
+        options = {"memory": cell.memory, "snapshot_every": every, "persist_every": 10**9, "overlap": True}
+        options |= cell.options
         trainer.ckpt = ckpt = rekindle.Checkpointer(cell.root, state, **options)
         start = ckpt.restore()
         trainer.say("restored", start)

@@ -168,7 +168,8 @@ def _steps(spec: Spec, rank: int, say: Callable[..., object]) -> None:
     state, model = _build(spec.width)
     plain = {**state, "model": model.module}
     torch.manual_seed(rank)
-    ckpt = rekindle.Checkpointer(spec.root, state, memory=spec.memory, keep=3, persist_seconds=0)
+    options = {"persist_seconds": 0, "overlap": True}
+    ckpt = rekindle.Checkpointer(spec.root, state, memory=spec.memory, keep=3, **options)
     step = ckpt.restore()
     say("restored", step, digest_state(plain), 0.0)
     going = torch.ones(())

@@ -330,7 +330,7 @@ class Slots:
                 FileNotFoundError,
                 FileExistsError,
             ):  # another rank has just removed it, empty
-                if not slot.path.exists():
+                if not slot.path.exists() or path.parent.is_file():
                     raise
         slot.path, slot.stamp = path, stamp
         reach("save.renamed", stamp.step)

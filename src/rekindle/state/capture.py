@@ -24,7 +24,7 @@ from rekindle.state.codec import encode
 from rekindle.state.content import Contents
 from rekindle.state.fence import Fence
 from rekindle.state.parts import Held, hold, memory
-from rekindle.state.plan import Piece, Plan, batches
+from rekindle.state.plan import IN_STEP, Overlap, Piece, Plan, batches
 from rekindle.state.replicas import alike, data_parallel
 from rekindle.state.rng import RngState
 from rekindle.state.share import Item, share
@@ -189,6 +189,12 @@ class Capture:
                 trained = [memory(p) for g in entry.param_groups for p in g["params"] if p.requires_grad]
                 later += sum(int(part * _kept(entry) * p.nbytes) + 8 + _NAMES for p in trained) + PAGE
         return plan.layout.file_bytes + later
+
+    def copied_in_step(self, overlap: Overlap) -> bool:
+        """Whether ``step()`` is going to leave nothing for later, going by the ``estimate``."""
+        plan, _ = self.prepare()
+        small = overlap == "auto" and plan.on_host and self.estimate() <= IN_STEP
+        return overlap is False or not plan.late or small
 
     def _encode(self, values: list[Any]) -> bytes:
         encoded = []

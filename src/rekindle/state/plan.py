@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,7 +14,19 @@ from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.layout import Chunk, Layout, blocks
 from rekindle.state.traits import Trait
 
-__all__ = ["Batch", "Piece", "Plan", "Unit", "batches"]
+__all__ = ["IN_STEP", "Batch", "Overlap", "Piece", "Plan", "Unit", "batches"]
+
+Overlap = bool | Literal["auto", "verify"]
+"""When to copy what stays as it is until the next update: behind ``step()`` (True, and "verify", which looks for
+writers that come too late), inside of it (False), or as the snapshot's size has it ("auto")."""
+
+IN_STEP = 16 << 20
+"""Bytes of a rank's snapshot up to which ``step()`` copies and commits all of it itself, if all of it is on the host.
+
+A returned ``step(n)`` is then a committed n, whoever dies. The price is the copy with its checksums, 4 to 5 GB/s on one
+thread: 3 to 4 ms inside of ``step()`` at the limit on an idle machine (docs/benchmarks.md). Larger
+snapshots are copied behind ``step()``, where the same work may be hidden by training.
+"""
 
 _BATCH = 4 << 20
 """Bytes after which a batch is full: small enough to share out among threads, large enough to be worth handing over."""
@@ -104,6 +116,16 @@ class Plan:
     def whole(self) -> Plan:
         """The plan to copy all that this rank holds, whoever else does."""
         return self._whole or self
+
+    @property
+    def on_host(self) -> bool:
+        """Whether no device has to be waited for until all of it is copied."""
+        return all(batch.device.type == "cpu" for batch in self.early + self.late)
+
+    @property
+    def fits_in_step(self) -> bool:
+        """Whether ``step()`` affords to copy all of it."""
+        return self.on_host and self.layout.file_bytes <= IN_STEP
 
     @cached_property
     def static(self) -> bytes:

@@ -1,0 +1,136 @@
+"""Small states are committed inside of ``step()``: a step that has returned is in memory, whoever dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.saves import _BEHIND, _IN_STEP
+from rekindle.snapshot.memory import JobDir
+from rekindle.state.plan import IN_STEP
+from tests.faults.harness import _context, finish
+
+SMALL, LARGE = 100, 1500
+"""Widths of a layer that makes 80 kB and 18 MB of state."""
+
+
+def train_of(width: int, root: Path, **options: Any) -> tuple[torch.nn.Linear, Any, rekindle.Checkpointer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(width, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"model": model, "optimizer": optimizer}
+    ckpt = rekindle.Checkpointer(root, state, persist_every=10**6, **options)
+    ckpt.restore()
+    return model, optimizer, ckpt
+
+
+def update(model: torch.nn.Linear, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, model.in_features)).square().mean().backward()
+    optimizer.step()
+
+
+def in_memory(job: JobDir) -> list[int]:
+    return sorted(stamp.step for stamp, _ in job.stamps())
+
+
+@pytest.mark.parametrize(
+    ("width", "options", "promised"),
+    [
+        (SMALL, {}, True),
+        (LARGE, {}, False),
+        (SMALL, {"overlap": True}, False),
+        (SMALL, {"snapshot_every": "auto"}, False),
+        (LARGE, {"overlap": False}, True),
+    ],
+)
+def test_a_step_of_a_small_state_is_in_memory_when_it_returns(
+    width: int,
+    options: dict[str, Any],
+    promised: bool,
+    root: Path,
+    memory: Path,
+    job: JobDir,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "rekindle"):
+        model, optimizer, ckpt = train_of(width, root, **options)
+    assert ckpt.metrics.committed_in_step is promised
+    assert ((_IN_STEP in caplog.text), (_BEHIND in caplog.text)) == (promised, not promised)
+    assert ckpt._saves.memory is not None
+    ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)  # no copy behind step() can begin before
+    update(model, optimizer)
+    ckpt.save(1)
+    assert in_memory(job) == [1] * promised
+    assert ckpt.metrics.committed_in_step is promised
+    ckpt.close()
+
+
+def test_a_state_that_outgrows_the_limit_is_told_of_once(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = rekindle.Values(table=torch.zeros(8))
+    model = torch.nn.Linear(SMALL, SMALL)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "values": values}
+    ckpt = rekindle.Checkpointer(root, state, persist_every=10**6)
+    ckpt.restore()
+    ckpt.step(1)
+    assert ckpt.metrics.committed_in_step
+    values.table = torch.zeros(IN_STEP // 4)
+    for step in (2, 3):
+        ckpt.step(step)
+        assert not ckpt.metrics.committed_in_step
+    assert caplog.text.count("no longer small") == 1 and "from step 2 on" in caplog.text
+    ckpt.close()
+
+
+def test_memory_that_refuses_a_small_state_is_told_of_by_the_step_that_meets_it(
+    root: Path, memory: Path, job: JobDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    *_, ckpt = train_of(SMALL, root)
+    ckpt.step(1)
+    (job.path / "step-0000000002").write_text("in the way")
+    ckpt.step(2)
+    assert "step 2 goes straight to storage" in caplog.text and not ckpt.metrics.committed_in_step
+    (job.path / "step-0000000002").unlink()
+    ckpt.close()
+
+
+def _rank(rank: int, widths: list[int], root: Path, memory: Path, rendezvous: str) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    trace = os.open(Path(rendezvous).with_name("trace"), os.O_WRONLY | os.O_APPEND)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=len(widths))
+    model, optimizer, ckpt = train_of(widths[rank], root, memory=memory)
+    for step in (1, 2, 3):
+        update(model, optimizer)
+        ckpt.step(step)
+    os.write(trace, b"%d\n" % ckpt.metrics.committed_in_step)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("other", [SMALL + 1, LARGE])
+def test_all_ranks_commit_inside_of_step_or_none(
+    other: int, root: Path, memory: Path, job: JobDir, tmp_path: Path
+) -> None:
+    """With a large snapshot among them, no rank's is worth holding up training for."""
+    trace = os.open(tmp_path / "trace", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    arguments = [SMALL, other], root, memory, str(tmp_path / "rendezvous")
+    processes = [_context.Process(target=_rank, args=(rank, *arguments)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    assert finish(processes) == [-9, -9]
+    promised = other != LARGE
+    assert os.pread(trace, 100, 0) == b"%d\n" % promised * 2
+    if promised:
+        assert {stamp.rank for stamp, _ in job.stamps() if stamp.step == 3} == {0, 1}
