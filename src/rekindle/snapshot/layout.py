@@ -46,15 +46,22 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "float8_e4m3fnuz": ("U8", 1),
     "float8_e5m2fnuz": ("U8", 1),
     "float8_e8m0fnu": ("U8", 1),
+    "float4_e2m1fn_x2": ("U8", 1),
+    "complex32": ("U8", 4),
+    "bits8": ("U8", 1),
+    "bits16": ("U8", 2),
+    "bits1x8": ("U8", 1),
+    "bits2x4": ("U8", 1),
+    "bits4x2": ("U8", 1),
 }
 """torch's name of a dtype: (code in the safetensors header, bytes per element)."""
 
 _METADATA = "__metadata__"
 """What safetensors takes for itself in a header, so that no tensor can be called by it."""
 
-_COMPLEX = ("complex64", "complex128")
+_COMPLEX = ("complex32", "complex64", "complex128")
 
-NEGATIVE = ("float16", "float32", "float64", *_COMPLEX)
+NEGATIVE = ("float16", "float32", "float64", "complex64", "complex128")
 """Dtypes of which torch can make a view that negates, as the imaginary part of a conjugated view is one."""
 
 _MARKS = ("own", "conj", "neg", "parameter", "requires_grad")

@@ -14,6 +14,7 @@ from rekindle.snapshot.layout import Chunk
 from rekindle.state.capture import RNG
 from rekindle.state.content import Contents, is_plain_optimizer
 from rekindle.state.flat import is_flat
+from rekindle.state.names import canonical
 from rekindle.state.parts import Leaf, Sharded, dtype_name, hold, is_dtensor, is_leaf, memory, replicated
 from rekindle.state.reshard import Box, Want
 from rekindle.state.rng import RngState
@@ -74,6 +75,8 @@ class Fit:
         self._claims = Claims()
         self._stored: dict[int, str] = {}
         """By id of a live parameter: what the checkpoint calls it."""
+        self._resizing: dict[str, set[str]] = {}
+        """By module: its tensors whose shape depends on data, so that loading sets it."""
         self._misfits: set[int] = set()
         """Ids of parameters of which the checkpoint has others by that name."""
         there = entries(self.saved.home.structure)
@@ -166,6 +169,8 @@ class Fit:
     def _module(self, name: str, module: torch.nn.Module) -> None:
         live = self.contents.of(module)
         owned = {key for key, _ in module.named_parameters()}
+        names = canonical(module)
+        self._resizing[name] = {names[key] for key in _resizing(module) if key in names}
         before = len(self.lacking) + len(self.problems)
         for key, leaf in live.items():
             node = self.saved.child(name, key)
@@ -196,7 +201,8 @@ class Fit:
             self.absent.append(stored)
             return
         ours = (dtype_name(memory(leaf)), tuple(leaf.shape))
-        if ours != kind and self._widens(entry, leaf, kind):
+        resized = ours[0] == kind[0] and path.removeprefix(f"{entry}.") in self._resizing[entry]
+        if ours != kind and (resized or self._widens(entry, leaf, kind)):
             self.new(entry, stored)
         elif ours != kind:
             self._misfits.add(id(leaf.counter if isinstance(leaf, Sharded) else leaf))
@@ -252,21 +258,31 @@ class Fit:
         for key, node in self.saved.beside(name):
             self._other(node.body, None)
             self.kept[name][key] = node
-        self.surplus |= {f"{name}: parameter {key!r}" for key in self.saved.parameters(name) - live}
+        self.surplus |= {f"{name}: parameter {key!r}" for key in set(self.saved.parameters(name)) - live}
         home = self.saved.entry(name)
         for key, child in entries(home.body).items() if home is not None else ():
             if key not in ("state", "param_groups"):
                 self._other(child, None)
 
     def _names(self, name: str, entry: Any) -> dict[int, list[Any]]:
-        """What the checkpoint calls an optimizer's parameters, by their ids: by number where it has nothing but those,
-        as what was imported from others may."""
+        """What the checkpoint calls an optimizer's parameters, by their ids.
+
+        By number where it has nothing but those, as what was imported from others may. By its place one that had a
+        name, and has none now, or the other way round: a module has replaced it.
+        """
         names = self.contents.names(entry)
         saved = self.saved.parameters(name)
-        if not saved or any(type(key) is not int for key in saved):
-            return names
         every = numbered(entry.param_groups)
-        return names if any(map(self.contents.runs, every.values())) else {id(p): [n] for n, p in every.items()}
+        if not saved or any(map(self.contents.runs, every.values())):
+            return names
+        if all(type(key) is int for key in saved):
+            return {id(p): [n] for n, p in every.items()}
+        live = {key for own in names.values() for key in own}
+        for number, parameter in every.items() if len(saved) == len(every) else ():
+            (own,), there = names[id(parameter)], saved[number]
+            if own not in saved and there not in live and int in (type(own), type(there)):
+                names[id(parameter)] = [there]
+        return names
 
     def _kept(
         self, name: str, parameter: torch.Tensor, run: Any, live: Any, kept: dict[str, Any], key: str, node: Node
@@ -322,6 +338,16 @@ class Fit:
         """Entries that don't copy what they are given get it once: what was one tensor in several of them still is."""
         for stored, leaf in _pairs(body, live):
             self.new("", stored, leaf)
+
+
+def _resizing(module: torch.nn.Module) -> Iterator[str]:
+    """Tensors of parts that load them in a way of their own, as the observers of quantization do.
+
+    torch's layers do that too, and only to read what older versions of themselves have written.
+    """
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        if not type(part)._load_from_state_dict.__module__.startswith("torch.nn."):
+            yield from (f"{prefix}.{key}" if prefix else key for key in [*part._parameters, *part._buffers])
 
 
 class Claims:

@@ -168,13 +168,27 @@ def _check_kind(tensor: torch.Tensor, path: str) -> None:
     name = dtype_name(tensor)
     if is_lazy(tensor):
         raise UnsupportedValueError(f"{path}: has no shape yet; run the module once before making a Checkpointer")
+    if tensor.is_nested:
+        raise UnsupportedValueError(f"{path}: a nested tensor can't be saved: save the tensors that x.unbind() gives")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and type(tensor).__torch_dispatch__ is not (
         torch.Tensor.__torch_dispatch__
     ):
         raise UnsupportedValueError(
-            f"{path}: {type(tensor).__name__} can't be saved, only plain tensors and DTensors can"
+            f"{path}: a {type(tensor).__name__} can't be saved, only plain tensors and DTensors can: save its parts "
+            "in an entry of the state that has a state_dict() of its own"
         )
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or name not in DTYPES:
-        raise UnsupportedValueError(f"{path}: a tensor of layout {tensor.layout}, dtype {name}, device {tensor.device}")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedValueError(
+            f"{path}: a tensor of layout {tensor.layout} can't be saved: save x.to_dense(), or its values and indices"
+        )
+    if tensor.is_meta:
+        raise UnsupportedValueError(f"{path}: is on the device meta, so it has no values: to_empty() gives it memory")
+    if tensor.is_quantized:
+        raise UnsupportedValueError(
+            f"{path}: a quantized tensor can't be saved: save the model as it is before convert(), or x.int_repr(), "
+            "scale and zero point"
+        )
+    if name not in DTYPES:
+        raise UnsupportedValueError(f"{path}: a tensor of dtype {name} can't be saved: save x.view(torch.uint8)")
     if tensor.numel() and not tensor.data_ptr():
         raise UnsupportedValueError(f"{path}: its memory has been freed, as by a sharded model outside of forward()")

@@ -106,14 +106,14 @@ class Saved:
                 return Node(known[name][parameter], receipt)
         return None
 
-    def parameters(self, name: str) -> set[Any]:
-        """All that an optimizer had on this rank."""
+    def parameters(self, name: str) -> list[Any]:
+        """All that an optimizer had on this rank, in its order."""
         groups = self._entries[0].get(name, {}).get("param_groups") or []
-        return {key for group in groups for key in _params(group, self.home)}
+        return [key for group in groups for key in _params(group, self.home)]
 
     def beside(self, name: str) -> Iterator[tuple[Any, Node]]:
         """What an optimizer kept on this rank that belongs to no parameter."""
-        known = self.parameters(name)
+        known = set(self.parameters(name))
         for key, body in entries(self._entries[0].get(name, {}).get("state")).items():
             if key not in known:
                 yield key, Node(body, self.home)

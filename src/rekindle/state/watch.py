@@ -85,7 +85,8 @@ class _Module:
     @staticmethod
     def suits(module: Module) -> bool:
         return all(
-            type(m).state_dict is Module.state_dict
+            not isinstance(m, torch.jit.ScriptModule)  # which keeps its parts where Python doesn't see them
+            and type(m).state_dict is Module.state_dict
             and type(m)._save_to_state_dict is Module._save_to_state_dict
             and type(m).get_extra_state is Module.get_extra_state
             and "state_dict" not in vars(m)
