@@ -37,7 +37,7 @@ def parsed(*arguments: object) -> Any:
 @pytest.fixture
 def trained(root: Path, memory: Path) -> Path:
     """A root with two durable checkpoints and nothing in memory."""
-    assert train(Run(root, memory, steps=3, wait="durable")) == [0]
+    assert train(Run(root, memory, steps=3, wait="durable", options={"keep": 2})) == [0]
     wait_for(lambda: not JobDir.of(root, memory_base(memory)).path.exists())
     return root
 
@@ -369,4 +369,5 @@ def test_what_a_script_is_given_is_not_ours(tmp_path: Path) -> None:
 def test_every_command_says_what_it_does() -> None:
     for name, command in main.commands.items():
         assert command.help, name
+    assert "..." not in run("--help").stdout.partition("Commands:")[2], "a command's one line is cut"
     assert run("--version").stdout == f"rekindle {rekindle.__version__}\n"

@@ -103,7 +103,7 @@ def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list
     return within(PATIENCE, root, lambda: copies_of(root, memory_base(memory), step))
 
 
-@main.command("ls")
+@main.command("ls", short_help="List checkpoints, on storage and in this node's memory.")
 @ROOT
 @JSON
 @MEMORY
@@ -135,7 +135,7 @@ def _copies_table(listed: list[Listed]) -> Table:
     return table
 
 
-@main.command("inspect")
+@main.command("inspect", short_help="Show the tensors and values of a checkpoint.")
 @ROOT
 @STEP
 @JSON
@@ -173,7 +173,7 @@ def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) ->
     show(values)
 
 
-@main.command("verify")
+@main.command("verify", short_help="Read every byte and compare it with its checksum.")
 @ROOT
 @STEP
 @JSON
@@ -212,7 +212,7 @@ def _job_of(root: Root, memory: Path | None) -> JobDir:
     return within(PATIENCE, root, lambda: job_of(root, memory_base(memory)))
 
 
-@main.command("drill")
+@main.command("drill", short_help="Let a real fault befall a job, and tell what it cost.")
 @ROOT
 @click.argument("fault", type=click.Choice(list(FAULTS)))
 @click.option("--rank", type=click.IntRange(min=0), help="Whom it befalls; the highest rank of this node if unset.")
@@ -242,7 +242,7 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
         raise RekindleError(f"no new step within {timeout:.0f} s: is there a launcher that starts the ranks again?")
 
 
-@main.command("stop")
+@main.command("stop", short_help="Carry what only memory holds to storage, and give it back.")
 @click.argument("root", required=False, callback=to_root, shell_complete=directories)
 @click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
 @click.option("--discard", is_flag=True, help="Give memory back at once; what only memory holds is lost.")
@@ -276,7 +276,7 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
         click.echo("nothing is stale")
 
 
-@main.command("agent")
+@main.command("agent", short_help="Serve a job's memory on this node, in the foreground.")
 @ROOT
 @MEMORY
 def agent(root: Root, memory: Path | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 from rekindle.launch import launch
 
@@ -13,8 +14,19 @@ __all__ = ["run_command"]
 _OPTIONS = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
-@click.command("run", context_settings=_OPTIONS, options_metavar="[OPTIONS]")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+@click.command(
+    "run",
+    context_settings=_OPTIONS,
+    options_metavar="[OPTIONS]",
+    short_help="Train: torchrun, set up so that ranks are started again.",
+)
+@click.argument(
+    "arguments",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="SCRIPT [ARGUMENTS]...",
+    shell_complete=lambda _ctx, _param, incomplete: [CompletionItem(incomplete, type="file")],
+)
 @click.pass_context
 def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     """Train: start SCRIPT once for each rank, and all ranks again when one fails.

@@ -39,7 +39,7 @@ _WATCH_EVERY = 0.5
 _INDENT = (0, 0, 0, 2)
 
 
-@click.command("status")
+@click.command("status", short_help="Show jobs: who is alive, what is in memory, what is on storage.")
 @click.argument("root", required=False, callback=to_root, shell_complete=directories)
 @click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
 @JSON

@@ -50,7 +50,7 @@ def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
     return root_of(root), int(step[0]) if step else None, Path(out).absolute()
 
 
-@click.command("export")
+@click.command("export", short_help="Write a checkpoint for other programs.")
 @click.argument("places", nargs=-1, metavar="ROOT [STEP] OUT", callback=_places, shell_complete=directories)
 @click.option("--format", "form", type=click.Choice(["safetensors", "torch", "dcp"]), required=True)
 @click.option("--only", metavar="ENTRY", help="Only this entry of the state, its tensors by their own names.")
@@ -113,7 +113,7 @@ def _copy(root: Root, step: int | None, base: Path) -> Copy:
     return best.copy
 
 
-@click.command("import")
+@click.command("import", short_help="Make a checkpoint of what other programs wrote.")
 @click.argument("source", type=click.Path(path_type=Path))
 @ROOT
 @click.argument("step", type=click.IntRange(0, LAST_STEP))

@@ -110,7 +110,8 @@ def _describe_directory(root: Path, names: list[str]) -> str:
         return f"it is a directory of torch.distributed.checkpoint: {adopt} (with --allow-pickle)"
     if any(name.endswith(".safetensors") for name in names):
         return f"it is a directory of safetensors files, such as an export: {adopt}"
-    shown = ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    hidden_last = sorted(names, key=lambda name: (name.startswith("."), name))
+    shown = ", ".join(hidden_last[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return f"neither it nor a directory below has a step-N of Rekindle's; it holds {shown}"
 
 
