@@ -222,7 +222,7 @@ def _train(run: Run, rank: int, rendezvous: str) -> None:
         model = DistributedDataParallel(state["model"]) if run.world > 1 else state["model"]
         torch.manual_seed(rank)
         # A small state is else copied inside of step(), where less can go wrong.
-        options = {"persist_seconds": 0, "overlap": True} | run.options
+        options = {"persist_seconds": 0, "keep": 2, "overlap": True} | run.options
         ckpt = rekindle.Checkpointer(run.root, {**state, "model": model}, memory=run.memory, **options)
         first = ckpt.restore(run.restore_step)
         os.write(trace, b"restored %d\n" % first)

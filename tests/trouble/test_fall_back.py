@@ -160,7 +160,7 @@ def test_memory_that_fills_up_and_has_room_again(
 
 def job_in(root: Path, memory: Path, **more: Any) -> tuple[rekindle.Checkpointer, rekindle.Values]:
     values = rekindle.Values(weights=torch.zeros(1000))
-    more = {"persist_seconds": 0, "fallback_after": 1000.0} | more
+    more = {"persist_seconds": 0, "keep": 2, "fallback_after": 1000.0} | more
     return rekindle.Checkpointer(root, {"values": values}, memory=memory, **more), values
 
 

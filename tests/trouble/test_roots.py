@@ -28,7 +28,7 @@ from tests.unreadable import unreadable
 
 def job_of(root: Path, memory: Path, **more: Any) -> tuple[rekindle.Checkpointer, torch.Tensor]:
     weights = torch.zeros(1000)
-    more = {"persist_seconds": 0} | more
+    more = {"persist_seconds": 0, "keep": 2} | more
     ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, **more)
     return ckpt, weights
 
