@@ -41,6 +41,7 @@ LAYERS = {
     "terminal": 5,
     "launch": 9,
     "cli_run": 10,
+    "cli_keep": 10,
     "cli_transfer": 10,
     "cli_status": 10,
     "integrations": 10,

@@ -84,7 +84,7 @@ def test_retention_keeps_the_newest_and_milestones(root: Path, memory: Path) -> 
     ckpt.restore()
     for step in range(1, 13):
         training.update()
-        ckpt.save(step, wait="durable", timeout=30)
+        ckpt.save(step, wait="durable", timeout=30, pin=False)
     ckpt.close()
     wait_for(lambda: sorted(int(p.name[5:]) for p in root.iterdir()) == [5, 10, 11, 12], what="retention")
 

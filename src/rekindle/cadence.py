@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rekindle.storage.pace import rest
 
-__all__ = ["Auto", "Cadence", "Fixed", "Sparing", "agreement"]
+__all__ = ["Auto", "Cadence", "Fixed", "Sparing", "Storing", "agreement"]
 
 log = logging.getLogger("rekindle")
 
@@ -33,6 +33,9 @@ _FEWEST = 3
 _STICKY = 0.75
 """A longer interval is kept until a shorter one, of at most this share of it, would do."""
 _AGREE_WITHIN = timedelta(seconds=30)
+
+_SEVERAL_NODES_EVERY = 100
+"""Steps between those that several nodes send to storage, unless they are told: they must choose the same ones."""
 
 Agreement = Callable[[float], Callable[[], float]]
 """Takes this rank's number; what it returns gives, later, the largest of all ranks' numbers."""
@@ -115,6 +118,23 @@ class Auto:
 
 
 Cadence = Fixed | Auto
+
+
+class Storing:
+    """Which steps are asked for on storage, and how often it gets one that nobody has asked for."""
+
+    def __init__(self, every: int | None, seconds: float, nodes: int) -> None:
+        self.every = _SEVERAL_NODES_EVERY if every is None and nodes > 1 else every
+        self.pause = None if self.every is not None or seconds == 0 else seconds
+        """Seconds; None where it gets only what is asked for."""
+
+    def asks_for(self, n: int) -> bool:
+        """Whether step ``n`` is to be saved and to go to storage."""
+        return self.every is not None and n % self.every == 0
+
+    def also_wants(self, n: int) -> bool:
+        """Whether step ``n``, if it is saved, is to go there as soon as storage is free."""
+        return self.asks_for(n) or (self.every is None and self.pause is None)
 
 
 class Sparing:

@@ -20,7 +20,7 @@ from rekindle.agent.ending import let_go, wait_durable
 from rekindle.agent.fault import Fault
 from rekindle.agent.spawn import AgentKeeper
 from rekindle.agent.watchdog import floor_of
-from rekindle.cadence import Auto, Cadence, Fixed, agreement
+from rekindle.cadence import Auto, Cadence, Fixed, Storing, agreement
 from rekindle.errors import MemoryStoreError, NonFiniteLossError, NotDurableError, UsageError
 from rekindle.guarding import Guarding
 from rekindle.leaving import describe_copies
@@ -28,7 +28,7 @@ from rekindle.listing import Checkpoint, list_checkpoints
 from rekindle.metrics import Metrics
 from rekindle.recovery.group import this_group
 from rekindle.recovery.guard import Guard, Hooks
-from rekindle.recovery.meet import meet, refuse_missing, share_out
+from rekindle.recovery.meet import meet, share_out
 from rekindle.recovery.notice import Notice
 from rekindle.recovery.partial import choose_parts
 from rekindle.recovery.restore import restore
@@ -46,14 +46,13 @@ from rekindle.state.fence import Fence
 from rekindle.state.plan import Overlap
 from rekindle.state.updates import Updates
 from rekindle.storage.pace import rate
+from rekindle.storage.pins import unpin_step
 from rekindle.storage.standing import begins_anew
 from rekindle.storage.stores import open_store
 
 __all__ = ["Checkpoint", "Checkpointer", "Metrics"]
 
 log = logging.getLogger("rekindle")
-
-_SEVERAL_NODES_EVERY = 100
 
 
 class Checkpointer:
@@ -143,7 +142,7 @@ class Checkpointer:
         limit = rate(drain_limit)
         self.root = root_of(root)
         self.metrics = Metrics()
-        self._persist_every, self._strict = persist_every, strict
+        self._strict = strict
         self._capture = Capture(state, rng, allow_pickle)
         self._store = open_store(self.root)
         self._job: JobDir | None = JobDir.of(self.root, memory_base(memory))
@@ -161,32 +160,21 @@ class Checkpointer:
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
         settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap, "persist_seconds": persist_seconds}
         settings |= {"allow_missing": allow_missing}
-
-        def size(mates: list[int]) -> int:
-            if not allow_missing:
-                refuse_missing(self._group, self._capture.state)
-            return share_out(self._group, self._capture, mates)
-
+        size = partial(share_out, self._group, self._capture, allow_missing)
         self._meeting = meet(self._group, self._job, self.root, size, memory_limit, settings)
         self._overlap = self._agree_on_overlap(overlap, often=snapshot_every == "auto")
         self._incarnation = self._meeting.incarnation
         if self._group.rank == self._meeting.mates[0]:
             introduce(self._job, self.root)
         self._saves.lock = self._meeting.lock
-        if self._meeting.nodes > 1 and persist_every is None:
-            self._persist_every = _SEVERAL_NODES_EVERY
-        pause = None if self._persist_every is not None or persist_seconds == 0 else persist_seconds
-        self._persist_all = self._persist_every is None and pause is None
-        if pause is not None:
-            self._saves.spare(pause, self._group.world)
+        self._storing = Storing(persist_every, persist_seconds, self._meeting.nodes)
+        self._saves.spare(self._storing.pause, self._group.world)
         if self._meeting.no_memory:
-            self._without_memory(self._meeting.no_memory, pause)
+            self._without_memory(self._meeting.no_memory)
         else:
             info = Job(
-                *(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout),
-                drain_limit=limit,
-                persist_seconds=pause,
-                start=self._incarnation.id,
+                *(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout, limit),
+                *(self._storing.pause, self._incarnation.id),
             )
             self._with_memory(self._job, info, memory_limit, fallback_after)
         self._saves.direct.job = self._job
@@ -225,11 +213,13 @@ class Checkpointer:
         self._in_step = all(self._group.gather(self._capture.copied_in_step(overlap)))
         return overlap if self._in_step or overlap != "auto" else True
 
-    def _without_memory(self, why: str, pause: float | None) -> None:
+    def _without_memory(self, why: str) -> None:
         if self._strict:
             raise MemoryStoreError(why)
         if self._group.rank == self._meeting.mates[0]:
-            log.warning("%s. Checkpoints go straight to storage, %s.", why, what_storage_alone_means(pause))
+            log.warning(
+                "%s. Checkpoints go straight to storage, %s.", why, what_storage_alone_means(self._storing.pause)
+            )
         if self._meeting.lock is None:
             self._job = None
 
@@ -302,30 +292,39 @@ class Checkpointer:
         saved, self._seen = self.metrics.saves > self._seen, self.metrics.saves
         due = self._cadence.due(n, self.metrics.last_stall if saved else None)
         self.metrics.snapshot_every = self._cadence.every
-        persist = self._persist_every is not None and n % self._persist_every == 0
-        if self._saves.memory is None and self._persist_every:
+        persist = self._storing.asks_for(n)
+        if self._saves.memory is None and self._storing.every:
             due = persist
         if persist or due:
-            self._save(n, persist or self._persist_all)
+            self._save(n, self._storing.also_wants(n))
             return
         self._saves.live.note(self._stamp(n))
         if self._keeper is not None:
             self._keeper.check()
 
-    def save(self, n: int, wait: Literal["memory", "durable"] | None = None, timeout: float = 600.0) -> None:
+    def save(
+        self,
+        n: int,
+        wait: Literal["memory", "durable"] | None = None,
+        timeout: float = 600.0,
+        *,
+        pin: bool | None = None,
+    ) -> None:
         """Save step ``n`` now, whatever the policy, and send it to storage.
 
         ``wait="memory"`` returns when it is in memory, where it survives this process; ``wait="durable"`` when it is on
         storage. Raises NotDurableError when the save failed, or after ``timeout`` seconds; in the latter case the
-        checkpoint is still on its way.
+        checkpoint is still on its way. With ``pin`` it stays there until ``unpin(n)``, whatever ``keep`` says; None
+        pins with ``wait="durable"``.
         """
+        pin = wait == "durable" if pin is None else pin
         if wait not in (None, "memory", "durable"):
             raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
         with self._saves.stepping(n):
             self._saves.settle()
             self._check_step(n)
             self._begin()
-            self._save(n, persist=True)
+            self._save(n, persist=True, pin=pin)
         if wait is not None:
             self._saves.secure(timeout)
         stamp = self._saves.newest or self._base
@@ -333,6 +332,15 @@ class Checkpointer:
             raise NotDurableError(f"step {n} is not saved: see the log for why")
         if wait == "durable" and stamp is not None:
             self._wait_durable(stamp, timeout)
+        if pin and stamp is not None and stamp.step == n:
+            self._saves.pin(stamp, wait == "durable")
+
+    def unpin(self, n: int) -> None:
+        """Let ``keep`` and ``keep_every`` decide on step ``n`` again. One rank is enough.
+
+        Raises NotFoundError when storage has no checkpoint of it.
+        """
+        unpin_step(self._store, n)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -392,13 +400,13 @@ class Checkpointer:
         if not math.isfinite(value := loss.item() if isinstance(loss, torch.Tensor) else loss):
             raise NonFiniteLossError(f"the loss of the step after step {self._saves.reached} is {value}")
 
-    def _save(self, n: int, persist: bool) -> None:
+    def _save(self, n: int, persist: bool, pin: bool = False) -> None:
         if self._keeper is not None:
             self._keeper.check()
         base = self._base if self._saves.newest is None else None
         if base is not None and base.step == n and (not persist or self._saves.kept(base)):
             return  # it has just been restored, and there is nothing to add
-        self._saves.save(self._stamp(n, persist))
+        self._saves.save(replace(self._stamp(n, persist), pinned=pin))
 
     def _stamp(self, n: int, persist: bool = False) -> Stamp:
         return Stamp(n, self._group.rank, self._group.world, self._incarnation, persist)
@@ -412,13 +420,8 @@ class Checkpointer:
             raise UsageError(f"step {n} after step {self._saves.newest.step}: steps must grow")
         if self._saves.newest is None and self._base is not None and n < self._base.step:
             raise UsageError(f"step {n} after restoring step {self._base.step}: steps must grow")
-        if n == self._saves.restored and self._updates.made():
-            before = f"step {n} was restored" if self._base is not None else "training began at step 0"
-            raise UsageError(
-                f"step {n} after an update: {before}, and the state is that of step {n + 1} by now. A step is a number "
-                "of completed updates: loop by 'for step in range(start + 1, total + 1)', where start is what "
-                "restore() returned"
-            )
+        if n == self._saves.restored:
+            self._updates.refuse(n, self._base is not None)
         if not self._begun and self._meeting.found:
             raise UsageError(
                 f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"

@@ -1,4 +1,4 @@
-"""The operator's wiring: ``rekindle ls | inspect | verify | export | import | status | stop | drill | agent | run``.
+"""The operator's wiring: the commands of ``rekindle``, but for those in ``cli_*.py``.
 
 Exit code 0 only when all is well; otherwise the code of the error, as in rekindle.errors.
 """
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from rekindle.advice import explain
 from rekindle.agent.loop import run as run_agent
+from rekindle.cli_keep import pin_command, prune_command, unpin_command
 from rekindle.cli_run import run_command
 from rekindle.cli_status import ended_job, status_command
 from rekindle.cli_transfer import export_command, import_command
@@ -93,6 +94,8 @@ def main() -> None:
     """Keep large PyTorch training jobs alive through faults."""
 
 
+for _command in (pin_command, unpin_command, prune_command):
+    main.add_command(_command)
 main.add_command(export_command)
 main.add_command(import_command)
 main.add_command(run_command)
@@ -127,7 +130,7 @@ def _copies_table(listed: list[Listed]) -> Table:
             str(copy.step),
             local_time(entry.saved_at),
             copy.place,
-            entry.condition,
+            f"{entry.condition}, pinned" if copy.pinned else entry.condition,
             f"{len(copy.ranks)} of {copy.world}",
             decimal(entry.nbytes),
             f"{copy.incarnation.generation}, from {parent}",

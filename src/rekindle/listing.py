@@ -24,6 +24,8 @@ class Checkpoint:
     """Ranks that saved it."""
     generation: int
     """Number of the job's start that saved it."""
+    pinned: bool = False
+    """Whether it stays on storage whatever retention says."""
 
     @property
     def durable(self) -> bool:
@@ -37,5 +39,6 @@ def list_checkpoints(job: JobDir | None, store: Store | None, mates: Collection[
         if copy.place == STORAGE or copy.ranks.issuperset(mates):
             known = found.get(copy.key)
             places = (*known.places, copy.place) if known else (copy.place,)
-            found[copy.key] = Checkpoint(copy.step, places, copy.world, copy.incarnation.generation)
+            pinned = copy.pinned or (known is not None and known.pinned)
+            found[copy.key] = Checkpoint(copy.step, places, copy.world, copy.incarnation.generation, pinned)
     return list(found.values())

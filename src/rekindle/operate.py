@@ -63,6 +63,7 @@ class Listed:
             "step": copy.step,
             "place": copy.place,
             "condition": self.condition,
+            "pinned": copy.pinned,
             "saved_at": None if self.saved_at is None else _iso(self.saved_at),
             "generation": copy.incarnation.generation,
             "incarnation": copy.incarnation.id,

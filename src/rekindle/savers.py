@@ -285,16 +285,17 @@ class MemorySaver:
             self._live.capture.begin_anew()
         return flight
 
-    def persist(self, newest: Stamp) -> None:
-        """Ask the agent to carry this start's snapshots up to ``newest`` to storage. Call ``settle`` first.
+    def persist(self, newest: Stamp, pin: bool = False) -> None:
+        """Ask the agent to carry this start's snapshots up to ``newest`` to storage, and to ``pin`` that one there.
 
-        It takes the newest that all ranks have, which is an older one where another rank has failed to save.
+        It takes the newest that all ranks have, which is an older one where another rank has failed to save. Call
+        ``settle`` first.
         """
         ours = newest.rank, newest.incarnation
-        found = [(s, path) for s, path in self.slots.job.stamps() if (s.rank, s.incarnation) == ours and not s.persist]
+        found = [(s, path) for s, path in self.slots.job.stamps() if (s.rank, s.incarnation) == ours]
         for stamp, path in sorted(found, key=lambda one: one[0].step, reverse=True):  # none is asked for needlessly
-            if stamp.step <= newest.step:
-                wanted = replace(stamp, persist=True)
+            wanted = replace(stamp, persist=True, pinned=stamp.pinned or (pin and stamp.step == newest.step))
+            if stamp.step <= newest.step and wanted != stamp:
                 self.slots.write_receipt(wanted, Receipt.decode(read(path), path).stamped(wanted))
                 for slot in self.slots.slots:
                     slot.stamp = wanted if slot.stamp == stamp else slot.stamp

@@ -15,7 +15,7 @@ from rekindle.cadence import Sparing
 from rekindle.direct import DirectSaver
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
 from rekindle.metrics import Metrics
-from rekindle.patience import within
+from rekindle.patience import behind, within
 from rekindle.recovery.gate import Gate
 from rekindle.savers import Flight, MemorySaver
 from rekindle.snapshot.lineage import Stamp
@@ -28,6 +28,7 @@ from rekindle.state.live import Live
 from rekindle.state.plan import Overlap
 from rekindle.storage.catalog import STORAGE
 from rekindle.storage.contract import Store
+from rekindle.storage.pins import pin_when_there
 
 __all__ = ["Saves"]
 
@@ -39,6 +40,8 @@ _BEHIND = (
     "the job goes back to the snapshot before"
 )
 
+_PIN = 60.0
+"""Seconds that storage gets to pin what it has just taken."""
 _LOOK = 3.0
 """Seconds that storage gets to say whether it has what was restored."""
 
@@ -89,8 +92,13 @@ class Saves:
         self._promised = False
         """Whether it was said that snapshots are committed inside of ``step()``."""
 
-    def spare(self, seconds: float, world: int) -> None:
-        """From now on saves that nobody asks for by name go straight to storage at most every so many ``seconds``."""
+    def spare(self, seconds: float | None, world: int) -> None:
+        """From now on saves that nobody asks for by name go straight to storage at most every so many ``seconds``.
+
+        None changes nothing.
+        """
+        if seconds is None:
+            return
         self._sparing = Sparing(seconds, world, self.direct.took)
         self._how_often = f", at most every {seconds:g} s,"
 
@@ -228,6 +236,22 @@ class Saves:
             self.memory.persist(self.newest)
         except Exception as error:
             self._failed(self.newest.step, error)
+
+    def pin(self, stamp: Stamp, there: bool) -> None:
+        """See to it that ``stamp`` stays on storage: now if it is ``there``, else once it comes. Call ``settle`` first.
+
+        Raises NotDurableError when that can't be done now.
+        """
+        if there:
+            try:
+                with self.pause("waiting for storage"):
+                    within(_PIN, self._store.root, lambda: self._store.pin(stamp))
+            except OSError as error:
+                raise NotDurableError(f"step {stamp.step} is on storage, but not pinned: {advise(error)}") from error
+            return
+        if self.memory is not None and self.newest is not None and not self.newest.pinned:
+            self.memory.persist(self.newest, pin=self.newest.key == stamp.key)
+        behind(partial(pin_when_there, self._store, stamp), "rekindle-pin")
 
     def kept(self, base: Stamp) -> bool:
         """Whether storage has what was restored; where it doesn't say, whether the agent will see to that."""

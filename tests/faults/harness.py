@@ -228,7 +228,7 @@ def _train(run: Run, rank: int, rendezvous: str) -> None:
         os.write(trace, b"restored %d\n" % first)
         for step in range(first + 1, run.steps + 1):
             one_step(state, model, run.width)
-            ckpt.save(step, wait=run.wait) if run.wait else ckpt.step(step)
+            ckpt.save(step, wait=run.wait, pin=False) if run.wait else ckpt.step(step)
             os.write(trace, b"step %d\n" % step)
             time.sleep(run.pause)
         ckpt.close(timeout=30)

@@ -187,12 +187,12 @@ def _steps(spec: Spec, rank: int, say: Callable[..., object]) -> None:
             digest = digest_state(plain)
             if step % _DURABLE_EVERY == 0:
                 with suppress(rekindle.NotDurableError):
-                    ckpt.save(step, wait="durable", timeout=_PATIENCE)
+                    ckpt.save(step, wait="durable", timeout=_PATIENCE, pin=False)
                     say("durable", step, digest, ckpt.metrics.last_stall)
             else:
                 ckpt.step(step)
             say("step", step, digest, ckpt.metrics.last_stall)
-        ckpt.save(step, wait="durable", timeout=60)
+        ckpt.save(step, wait="durable", timeout=60, pin=False)
         say("durable", step, digest, ckpt.metrics.last_stall)
     ckpt.close(timeout=60)
     say("done", step, digest, ckpt.metrics.max_stall)

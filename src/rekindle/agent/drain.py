@@ -166,9 +166,10 @@ class Drainer:
         if complete and complete[0].key != self._settled and trained and not self._due(info):
             # A part that a rank has put on storage itself waits there for the others, which memory keeps no longer.
             complete = [c for c in complete if c.persist or not c.ranks.issuperset(_local(info, c))]
-        if not complete or self._is_settled(complete[0]):
+        copy = self._first(complete)
+        if copy is None or self._is_settled(copy):
             return None
-        copy, store = complete[0], open_store(info.root)
+        store = open_store(info.root)
         newest = self._newest_durable(store)
         if newest is not None and newest.key == copy.key:
             # Again: an agent that was killed may not have come to sync what it wrote.
@@ -182,6 +183,11 @@ class Drainer:
             self._left_behind(info, newest)
         self._settle(copy.key)
         return None
+
+    def _first(self, complete: list[Copy]) -> Copy | None:
+        """The newest one; before it, oldest first, those that are to be pinned: none comes to storage after a newer."""
+        ahead = (c for c in complete[::-1] if c.pinned and (self._settled is None or c.key > self._settled))
+        return next(ahead, next(iter(complete), None))
 
     def _due(self, info: Job) -> bool:
         """Whether storage may get a snapshot that nobody has asked for there: the last drain was long enough ago.
@@ -258,6 +264,8 @@ class Drainer:
             check_written(store, stamps)
             self._waiting[copy.key] = stamps[0]  # the last node to finish publishes
             return False
+        if not copy.pinned and any(c.pinned for c in survey(self.job, None) if c.key == copy.key):
+            store.pin(stamps[0])  # asked for since
         self.progress.drained += 1
         self.progress.seconds = time.monotonic() - began
         with contextlib.suppress(OSError):  # memory is gone, and with it what else could be drained

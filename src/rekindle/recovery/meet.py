@@ -136,13 +136,17 @@ def refuse_missing(group: Alone | Group, state: Mapping[str, Any]) -> None:
             )
 
 
-def share_out(group: Alone | Group, capture: Capture, mates: list[int]) -> int:
+def share_out(group: Alone | Group, capture: Capture, allow_missing: bool, mates: list[int]) -> int:
     """Tell ``capture`` with whom to share its work. Bytes that a snapshot will take. A collective.
+
+    Raises UsageError as ``refuse_missing`` does, unless ``allow_missing``.
 
     Where ranks that are to share the copying of something don't mean the same, every rank copies all. Where two groups
     of ranks have parameters of one name they may be copies of each other, of which no tensor tells, or different layers
     of a pipeline's stages, which differ by now: then each rank's are its own.
     """
+    if not allow_missing:
+        refuse_missing(group, capture.state)
     capture.among(group.rank, group.world, mates)
     owners: dict[str, tuple[int, ...]] = {}
     twice = {

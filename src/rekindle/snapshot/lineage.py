@@ -60,6 +60,8 @@ class Stamp:
     """Whether the policy asks for this step on storage."""
     save: str = ""
     """Drawn for this very save, where the ranks agree on one: shards of two saves are never combined."""
+    pinned: bool = False
+    """Whether it is to stay there whatever retention says."""
 
     @property
     def key(self) -> tuple[int, Incarnation]:
@@ -68,6 +70,8 @@ class Stamp:
 
     def to_json(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"step": self.step, "rank": self.rank, "world": self.world, "persist": self.persist}
+        if self.pinned:
+            fields["pinned"] = True
         if self.save:
             fields["save"] = self.save
         return {**fields, "incarnation": self.incarnation.to_json()}
@@ -81,6 +85,7 @@ class Stamp:
                 rank=number(value["rank"], 0, MOST_RANKS - 1),
                 world=number(value["world"], 1, MOST_RANKS),
                 persist=bool(value["persist"]),
+                pinned=bool(value.get("pinned", False)),
                 incarnation=Incarnation(
                     generation=number(inc["generation"], 0, _LAST_GENERATION),
                     id=_id(inc["id"]),

@@ -15,6 +15,7 @@ __all__ = [
     "LAST_STEP",
     "MANIFEST",
     "MANIFEST_KIND",
+    "PINNED",
     "MOST_RANKS",
     "STEP_DIR",
     "Root",
@@ -31,6 +32,8 @@ Root: TypeAlias = "Path | str"
 """Where a job keeps its checkpoints: an absolute directory, or the URL of an object store, no slash at its end."""
 
 MANIFEST = "checkpoint.json"
+PINNED = "pinned"
+"""An empty file beside the manifest: the checkpoint stays whatever retention says."""
 MANIFEST_KIND = "rekindle-checkpoint"
 
 STEP_DIR = re.compile(r"step-(?P<step>\d{10})(?:\.(?P<id>[0-9a-f]{16})\.(?P<kind>partial|retired))?\Z", re.ASCII)

@@ -230,14 +230,16 @@ class Slots:
         committed = sorted((s for s in self.slots if s.stamp), key=_step_of)
         complete = self.complete()
         keep = {complete[-1]} if complete else set()
-        keep |= {s.stamp.key for s in committed[-1:] + self._pending(committed) if s.stamp}
+        pending = self._pending(committed)
+        most = 3 + any(s.stamp.pinned for s in pending if s.stamp)  # it may wait for a drain to end, as others go on
+        keep |= {s.stamp.key for s in committed[-1:] + pending if s.stamp}
         spare = [s for s in self.slots if s.stamp is None or s.stamp.key not in keep]
         spare.sort(key=_step_of)
         locked = [s for s in spare if s.lock()]
         if locked:
             self._give_back(locked[1:])
             return locked[0]
-        if len(self.slots) < 3 and (self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit):
+        if len(self.slots) < most and (self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit):
             slot = self._new()
             slot.lock()
             try:
@@ -248,7 +250,7 @@ class Slots:
             else:
                 self.slots.append(slot)
                 return slot
-        for slot in committed:
+        for slot in sorted(committed, key=lambda s: s in pending):  # what was asked for on storage last
             others = [s for s in committed if s is not slot and s.stamp and s.stamp.key in complete]
             if others and slot.lock():
                 return slot
@@ -280,10 +282,11 @@ class Slots:
         return sorted(key for key, have in ranks.items() if have.issuperset(self.mates))
 
     def _pending(self, committed: list[Slot]) -> list[Slot]:
-        """The newest snapshot that is to go to storage and isn't there yet."""
+        """The newest snapshots that are to go to storage, and to be pinned there, and are not there yet."""
         durable = self.job.durable()
-        flagged = [s for s in committed if s.stamp and s.stamp.persist]
-        return [s for s in flagged[-1:] if s.stamp and (durable is None or s.stamp.step > durable)]
+        flagged = [s for s in committed if s.stamp and s.stamp.persist][-1:]
+        flagged += [s for s in committed if s.stamp and s.stamp.pinned][-1:]
+        return [s for s in flagged if s.stamp and (durable is None or s.stamp.step > durable)]
 
     def _uncommit(self, slot: Slot) -> None:
         """Make a snapshot's file a free one. Whoever has it open reads on; nobody finds it any more."""

@@ -31,6 +31,8 @@ class Copy:
     ranks: frozenset[int]
     """Ranks whose shards are there; all of them on storage."""
     persist: bool
+    pinned: bool = False
+    """Whether it stays on storage, or is to stay there, whatever retention says."""
 
     @property
     def key(self) -> tuple[int, Incarnation]:
@@ -38,7 +40,7 @@ class Copy:
 
     @property
     def stamp(self) -> Stamp:
-        return Stamp(self.step, 0, self.world, self.incarnation, self.persist)
+        return Stamp(self.step, 0, self.world, self.incarnation, self.persist, pinned=self.pinned)
 
 
 def survey(job: JobDir | None, store: Store | None) -> list[Copy]:
@@ -54,7 +56,9 @@ def copies_in(job: JobDir | None, stored: Contents | None) -> list[Copy]:
     found = [] if job is None else _in_memory(job.stamps())
     for entry in stored.published if stored is not None else ():
         stamp, everyone = entry.stamp, frozenset(range(entry.stamp.world))
-        found.append(Copy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.files, everyone, True))
+        found.append(
+            Copy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.files, everyone, True, entry.pinned)
+        )
     return sorted(found, key=lambda c: (*c.key, c.place == MEMORY), reverse=True)
 
 
@@ -86,6 +90,6 @@ def _in_memory(stamps: Iterable[tuple[Stamp, Path]]) -> list[Copy]:
         parts = [part for part in parts if (part[0].world, part[0].save) == (first.world, first.save)]
         ranks = frozenset(stamp.rank for stamp, _ in parts)
         directory = Directory(parts[0][1].parent, in_memory=True)
-        persist = all(stamp.persist for stamp, _ in parts)
-        copies.append(Copy(step, incarnation, parts[0][0].world, MEMORY, directory, ranks, persist))
+        persist, pinned = all(stamp.persist for stamp, _ in parts), any(stamp.pinned for stamp, _ in parts)
+        copies.append(Copy(step, incarnation, parts[0][0].world, MEMORY, directory, ranks, persist, pinned))
     return copies

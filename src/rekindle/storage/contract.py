@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from rekindle.advice import advise
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.files import Files
-from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.lineage import Incarnation, Stamp, live
 from rekindle.snapshot.memory import Trace
 from rekindle.snapshot.names import Root
 from rekindle.storage.pace import Budget
+from rekindle.storage.retention import surviving
 
 __all__ = ["Contents", "Published", "Store", "unread"]
 
@@ -30,6 +31,8 @@ class Published:
     files: Files
     saved_at: float | None = None
     """When it became durable, in seconds since 1970; None where its manifest doesn't say."""
+    pinned: bool = False
+    """Whether it stays whatever retention says."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ class Store(ABC):
     def publish(self, stamp: Stamp) -> bool:
         """Write the manifest if every rank's part is there. True when the checkpoint is durable.
 
+        It is pinned from that moment on if a rank's part says so.
+
         Ranks on other nodes may publish the same checkpoint at the same time: what they write is the same. Raises
         CorruptError when the parts don't make up a whole, FileExistsError where another start of the job has taken the
         step, and the store can't keep both.
@@ -156,11 +161,33 @@ class Store(ABC):
 
     @abstractmethod
     def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
-        """Remove surplus checkpoints, and tell their steps. Those stay that ``storage.retention.surviving`` names.
+        """Remove what is ``surplus``, and tell the steps."""
+
+    def surplus(self, keep: int | None, keep_every: int | None) -> list[Published]:
+        """Checkpoints that ``prune`` would remove. Those stay that are pinned, or named by ``retention.surviving``.
 
         What an incarnation abandoned goes as soon as that incarnation has a checkpoint of its own on storage. What
         can't be read stays, and so does all that is older: its start may have gone on from there.
         """
+        contents = self.contents()
+        stay = surviving(live([entry.stamp for entry in contents.published]), keep, keep_every)
+        after = max((step for step, _ in contents.unread), default=-1)
+        return [
+            entry
+            for entry in contents.published
+            if not entry.pinned and entry.stamp not in stay and entry.stamp.step > after
+        ]
+
+    @abstractmethod
+    def pin(self, stamp: Stamp) -> None:
+        """Keep a durable checkpoint from ``prune`` until ``unpin``, though its lineage be abandoned. Idempotent.
+
+        Raises FileNotFoundError when it isn't there.
+        """
+
+    @abstractmethod
+    def unpin(self, stamp: Stamp) -> None:
+        """Let retention decide on a checkpoint again, pinned or not."""
 
     @abstractmethod
     def leave(self, name: str, data: bytes) -> None:

@@ -23,14 +23,13 @@ from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.files import Files
 from rekindle.snapshot.lineage import Stamp, live
 from rekindle.snapshot.memory import Trace
-from rekindle.snapshot.names import MANIFEST, receipt_name, shard_name, shard_pattern, step_dir
+from rekindle.snapshot.names import MANIFEST, PINNED, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.bucket import Bucket, Object
 from rekindle.storage.contract import Contents, Published, Store, unread
 from rekindle.storage.copy import verified
 from rekindle.storage.manifest import Head, head_of, manifest
 from rekindle.storage.pace import Budget
-from rekindle.storage.retention import surviving
 from rekindle.storage.uploads import abort, unfinished
 
 __all__ = ["ObjectStore"]
@@ -117,10 +116,11 @@ class ObjectStore(Store):
     # -- reading ------------------------------------------------------------------------------------------------
 
     def contents(self) -> Contents:
-        manifests = self._manifests()
+        objects = self.bucket.list()
+        manifests, names = self._manifests(objects), {o.name for o in objects}
         return Contents(
             [
-                Published(m.head.stamp, self._files(m.head.stamp), m.head.saved_at)
+                Published(m.head.stamp, self._files(m.head.stamp), m.head.saved_at, _pin(m.head.stamp) in names)
                 for m in manifests
                 if m.head is not None
             ],
@@ -216,7 +216,10 @@ class ObjectStore(Store):
         receipts = _at_once(partial(self._receipt, self._files(stamp)), names)
         if len(receipts) < len(names):
             return self.durable(stamp)
-        self._write_manifest(stamp, found, manifest(receipts, stamp))
+        document = manifest(receipts, stamp)
+        if any(receipt.stamp.pinned for receipt in receipts):
+            self.bucket.put(_pin(stamp), b"")
+        self._write_manifest(stamp, found, document)
         reach("drain.manifest", stamp.step)
         reach("drain.published", stamp.step)
         return True
@@ -296,19 +299,23 @@ class ObjectStore(Store):
                 abort(self.bucket.bucket, key, upload)
 
     def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
-        manifests = self._manifests()
-        durable = [(m.stamp, m.object.name) for m in manifests if m.stamp is not None]
-        after = max((m.step for m in manifests if m.error is not None), default=-1)
-        stay = surviving(live([stamp for stamp, _ in durable]), keep, keep_every)
         removed = []
-        for stamp, name in durable:
-            # A later start of the job may have just written that step anew.
-            if stamp not in stay and stamp.step > after and self.durable(stamp):
-                self.bucket.delete([name])
+        for stamp in (entry.stamp for entry in self.surplus(keep, keep_every)):
+            if self.durable(stamp):  # else a later start of the job has just written that step anew
+                self.bucket.delete([f"{step_dir(stamp.step)}.json"])
                 reach("drain.prune", stamp.step)
                 self._remove(_directory(stamp))
                 removed.append(stamp.step)
         return removed
+
+    def pin(self, stamp: Stamp) -> None:
+        self.bucket.put(_pin(stamp), b"")
+        if not self.durable(stamp):  # else it was surplus, and removed meanwhile
+            self.bucket.delete([_pin(stamp)])
+            raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", self.root)
+
+    def unpin(self, stamp: Stamp) -> None:
+        self.bucket.delete([_pin(stamp)])
 
     def _remove(self, directory: str) -> None:
         """Remove a step's shards and receipts. Foreign files are left alone."""
@@ -338,6 +345,11 @@ class ObjectStore(Store):
 
 def _directory(stamp: Stamp) -> str:
     return f"{step_dir(stamp.step)}.{stamp.incarnation.id}"
+
+
+def _pin(stamp: Stamp) -> str:
+    """An object beside the manifests, so that the listing of these shows it."""
+    return f"{_directory(stamp)}.{PINNED}"
 
 
 def _step(name: str) -> int:

@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,13 +21,13 @@ from rekindle.snapshot.documents import Receipt, read
 from rekindle.snapshot.files import Directory
 from rekindle.snapshot.lineage import Stamp, live
 from rekindle.snapshot.memory import Trace
-from rekindle.snapshot.names import MANIFEST, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
+from rekindle.snapshot.names import MANIFEST, PINNED, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.storage import identity, system
 from rekindle.storage.contract import Contents, Published, Store, unread
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.manifest import Head, head_of, manifest
 from rekindle.storage.pace import Budget
-from rekindle.storage.retention import MOST, surviving
+from rekindle.storage.retention import MOST
 from rekindle.storage.uncached import UncachedFile
 
 __all__ = ["PosixStore"]
@@ -39,6 +39,7 @@ class _Durable(NamedTuple):
     head: Head
     path: Path
     kind: str | None
+    pinned: bool
 
     @property
     def stamp(self) -> Stamp:
@@ -75,7 +76,7 @@ class PosixStore(Store):
     def contents(self) -> Contents:
         durable, damaged, refused = self._look()
         return Contents(
-            [Published(entry.stamp, Directory(entry.path), entry.head.saved_at) for entry in durable],
+            [Published(e.stamp, Directory(e.path), e.head.saved_at, e.pinned) for e in durable],
             [(step, Directory(path)) for step, path in damaged + [(step, path) for step, path, _ in refused]],
             [unread(step, str(path / MANIFEST), error) for step, path, error in refused],
         )
@@ -86,7 +87,7 @@ class PosixStore(Store):
             try:
                 head = self._head(path)
                 if head is not None:
-                    found.durable.append(_Durable(head, path, kind))
+                    found.durable.append(_Durable(head, path, kind, _pinned(path)))
                 elif (path / MANIFEST).exists():
                     found.damaged.append((step, path))
             except OSError as error:
@@ -169,6 +170,8 @@ class PosixStore(Store):
         try:
             receipts = [self._receipt(directory, rank, stamp.world) for rank in range(stamp.world)]
             document = manifest(receipts, stamp)
+            if any(receipt.stamp.pinned for receipt in receipts):
+                _mark(directory)
             system.sync(directory)  # other writers' receipts may have been found before they were synced
             # Outside of the directory, which another publisher may rename under us, and each publisher its own: a rank
             # that found no room in memory and its node's agent may be two of them.
@@ -275,21 +278,39 @@ class PosixStore(Store):
                 system.unlink(path)
 
     def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
-        durable, _, refused = self._look()
-        stands = live([p.stamp for p in durable])
-        stay = surviving(stands, keep, keep_every)
-        newest = stay.intersection(stands[-max(keep or MOST, 1) :])
-        after = max((step for step, _, _ in refused), default=-1)
-        removed = [p for p in durable if p.stamp not in stay and p.stamp.step > after]
+        surplus = self.surplus(keep, keep_every)
+        goes = {entry.stamp for entry in surplus}
+        durable = self._look().durable if surplus else []
+        newest = live([entry.stamp for entry in durable])[-max(keep or MOST, 1) :]
         try:
-            for entry in durable if removed else ():
-                if entry.stamp in newest:
+            for entry in durable:
+                if entry.stamp in newest and entry.stamp not in goes:
                     system.sync(entry.path)  # another publisher's manifest may be seen before it is synced
         except FileNotFoundError:
             return []  # it is just getting its proper name; the next time will do
+        removed = [entry for entry in durable if entry.stamp in goes and not entry.pinned]
         for entry in removed:
             _remove(entry.path, entry.stamp.step)
         return [entry.stamp.step for entry in removed]
+
+    def pin(self, stamp: Stamp) -> None:
+        for _ in range(2):  # it may just be getting its proper name
+            entry = self._durable(stamp)
+            if entry is not None:
+                with suppress(FileNotFoundError):
+                    _mark(entry.path)
+                    if self._head(entry.path) is not None:  # else it was surplus, and removed meanwhile
+                        return
+        raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", str(self.root))
+
+    def unpin(self, stamp: Stamp) -> None:
+        entry = self._durable(stamp)
+        if entry is not None and entry.pinned:
+            system.unlink(entry.path / PINNED)
+            system.sync(entry.path)
+
+    def _durable(self, stamp: Stamp) -> _Durable | None:
+        return next((entry for entry in self._look().durable if entry.stamp.key == stamp.key), None)
 
     def leave(self, name: str, data: bytes) -> None:
         path = self.root / name
@@ -323,6 +344,25 @@ def _synced_file(path: Path, temporary: Path | None = None) -> Iterator[int]:
         os.close(fd)
 
 
+def _mark(directory: Path) -> None:
+    """Pin the checkpoint in ``directory``. There to stay when this returns."""
+    if not _pinned(directory):  # else it may be a link, and what that leads to is not ours
+        fd = system.create(directory / PINNED)
+        try:
+            system.fsync(fd)
+        finally:
+            os.close(fd)
+    system.sync(directory)
+
+
+def _pinned(directory: Path) -> bool:
+    try:
+        os.lstat(directory / PINNED)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
@@ -340,7 +380,7 @@ def _remove(directory: Path, step: int = -1) -> None:
         reach("drain.prune", step)
         for path in directory.iterdir():
             name = path.name.removeprefix(".")
-            if shard_pattern(name) or name.endswith(".tmp"):
+            if shard_pattern(name) or name.endswith(".tmp") or name == PINNED:
                 system.unlink(path)
         system.rmdir(directory)
     except FileNotFoundError:

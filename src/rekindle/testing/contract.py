@@ -60,9 +60,11 @@ def _write(store: Store, stamp: Stamp, nbytes: int = 5000, budget: Budget | None
     return sum(counted)
 
 
-def _save(store: Store, *steps: int, incarnation: Incarnation = FIRST, nbytes: int = 5000) -> None:
+def _save(
+    store: Store, *steps: int, incarnation: Incarnation = FIRST, nbytes: int = 5000, pinned: bool = False
+) -> None:
     for step in steps:
-        _write(store, Stamp(step, 0, 1, incarnation), nbytes)
+        _write(store, Stamp(step, 0, 1, incarnation, pinned=pinned), nbytes)
         assert store.publish(Stamp(step, 0, 1, incarnation))
 
 
@@ -74,10 +76,10 @@ def _refused(ask: Callable[[], object]) -> bool:
     return False
 
 
-def save_and_tidy(root: str, step: str, nbytes: str) -> None:
+def save_and_tidy(root: str, step: str, nbytes: str, pinned: str = "") -> None:
     """What a drain does, for a process that is to be killed in it."""
     store = open_store(root)
-    _save(store, int(step), nbytes=int(nbytes))
+    _save(store, int(step), nbytes=int(nbytes), pinned=bool(pinned))
     store.prune(1, None)
     store.settle()
 
@@ -283,6 +285,57 @@ class StoreContract:
         _save(store, 2, 3, 5, 6, 7)
         assert sorted(store.prune(2, 5)) == [1, 2, 3] and self.steps() == [5, 6, 7]
         assert len(self.everything()) == 3 * one and store.prune(2, 5) == []
+        self.assert_sound()
+
+    def pinned(self) -> list[int]:
+        return [entry.stamp.step for entry in self.open().published() if entry.pinned]
+
+    def test_what_is_pinned_stays_until_it_is_unpinned(self) -> None:
+        store = self.open()
+        _save(store, 1, 2, 3, 4)
+        before = self.everything()
+        for step in (1, 1, 3):
+            store.pin(Stamp(step, 0, 1, FIRST))
+        assert self.pinned() == [1, 3] and [entry.stamp.step for entry in store.surplus(1, None)] == [2]
+        assert self.open().prune(1, None) == [2] and self.steps() == [1, 3, 4]
+        self.open().settle()
+        self.assert_sound()
+        for step in (1, 3, 3, 4):
+            store.unpin(Stamp(step, 0, 1, FIRST))
+        assert self.pinned() == [] and self.everything() < before
+        assert self.open().prune(1, None) == [1, 3] and self.steps() == [4]
+        assert not any(f"{step:010d}" in name for step in (1, 2, 3) for name in self.everything())
+
+    def test_what_is_not_there_cant_be_pinned(self) -> None:
+        store = self.open()
+        _save(store, 4)
+        for stamp in (Stamp(5, 0, 1, FIRST), Stamp(4, 0, 1, SECOND)):
+            assert _refused(partial(store.pin, stamp))
+            store.unpin(stamp)
+        assert self.pinned() == [] and self.steps() == [4]
+
+    def test_a_part_that_says_so_makes_its_checkpoint_a_pinned_one(self) -> None:
+        store = self.open()
+        _write(store, Stamp(1, 0, 2, FIRST))
+        _write(store, Stamp(1, 1, 2, FIRST, pinned=True))
+        assert store.publish(Stamp(1, 0, 2, FIRST))
+        _save(store, 2, 3)
+        assert self.pinned() == [1] and self.open().prune(1, None) == [2] and self.steps() == [1, 3]
+        self.assert_sound()
+
+    def test_who_dies_in_the_middle_leaves_none_that_lacks_its_pin(self) -> None:
+        for step, point in enumerate(("drain.manifest", "drain.published"), 1):
+            command = [sys.executable, "-c", _SAVE, self.root, str(step), "5000", "pinned"]
+            subprocess.run(command, env=_environment(point), timeout=120, check=False)
+            assert self.pinned() == self.steps() == list(range(1, step + 1)), point
+
+    def test_what_is_pinned_and_abandoned_stays(self) -> None:
+        store = self.open()
+        _save(store, 4, 8)
+        store.pin(Stamp(8, 0, 1, FIRST))
+        _save(store, 5, 6, incarnation=SECOND)
+        store.settle()
+        assert store.prune(1, None) == [4, 5] and self.steps() == [6, 8] and self.pinned() == [8]
         self.assert_sound()
 
     def test_abandoned_steps_go_when_their_successor_is_durable(self) -> None:
