@@ -8,7 +8,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from rekindle.listing import Checkpoint, list_checkpoints
 from rekindle.metrics import Metrics
 from rekindle.recovery.group import this_group
 from rekindle.recovery.guard import Guard, Hooks
-from rekindle.recovery.meet import meet, share_out
+from rekindle.recovery.meet import agree_on_overlap, meet, share_out
 from rekindle.recovery.notice import Notice
 from rekindle.recovery.partial import choose_parts
 from rekindle.recovery.restore import restore
@@ -162,7 +162,8 @@ class Checkpointer:
         settings |= {"allow_missing": allow_missing}
         size = partial(share_out, self._group, self._capture, allow_missing)
         self._meeting = meet(self._group, self._job, self.root, size, memory_limit, settings)
-        self._overlap = self._agree_on_overlap(overlap, often=snapshot_every == "auto")
+        often = snapshot_every == "auto"
+        self._overlap, self._in_step = agree_on_overlap(self._group, self._capture, overlap, often=often)
         self._incarnation = self._meeting.incarnation
         if self._group.rank == self._meeting.mates[0]:
             introduce(self._job, self.root)
@@ -179,7 +180,7 @@ class Checkpointer:
             self._with_memory(self._job, info, memory_limit, fallback_after)
         self._saves.direct.job = self._job
         self._cadence: Cadence = Fixed(every)
-        if snapshot_every == "auto":
+        if often:
             self._cadence = Auto(snapshot_budget, agreement(self._group.world))
         warn_of_shared_store(self._group.rank)
 
@@ -202,16 +203,6 @@ class Checkpointer:
             *(rank, self._group.world, self._incarnation.generation, nbytes / 1e6, job.path, self.root),
         )
         self._saves.promise(self._in_step, tell=rank == 0)
-
-    def _agree_on_overlap(self, overlap: Overlap, often: bool) -> Overlap:
-        """All ranks or none commit inside of ``step()``: a step is only as safe as its last part. A collective.
-
-        ``often``: what can be hidden behind training counts for nothing then, so that more snapshots can be had.
-        """
-        if often and overlap == "auto":
-            overlap = True
-        self._in_step = all(self._group.gather(self._capture.copied_in_step(overlap)))
-        return overlap if self._in_step or overlap != "auto" else True
 
     def _without_memory(self, why: str) -> None:
         if self._strict:
@@ -261,8 +252,8 @@ class Checkpointer:
             self._saves.memory.slots.reserve(self._capture.estimate())
         self._begun = True
         anyway = done is None or step is not None
-        if done is None:
-            self._give_up_deleted()
+        if done is None and self._meeting.deleted:
+            self._saves.give_up()
         self._meeting.go_on(self._job, self._store, self._group.rank, None if done is None else done.stored, anyway)
         at, parent, self._base = 0, "", None  # an earlier restore() counts no more
         place, seconds = "", 0.0
@@ -336,10 +327,7 @@ class Checkpointer:
             self._saves.pin(stamp, wait == "durable")
 
     def unpin(self, n: int) -> None:
-        """Let ``keep`` and ``keep_every`` decide on step ``n`` again. One rank is enough.
-
-        Raises NotFoundError when storage has no checkpoint of it.
-        """
+        """Let ``keep`` decide on step ``n`` again. One rank is enough. Raises NotFoundError when storage lacks it."""
         unpin_step(self._store, n)
 
     @contextmanager
@@ -431,16 +419,11 @@ class Checkpointer:
         """There was nothing to restore."""
         if not self._begun:
             self._begun = True
-            if self._meeting.deleted and self._group.rank == 0:
-                log.warning("%s", begins_anew(self.root))
-            self._give_up_deleted()
+            if self._meeting.deleted:
+                if self._group.rank == 0:
+                    log.warning("%s", begins_anew(self.root))
+                self._saves.give_up()
             self._meeting.go_on(self._job, self._store, self._group.rank, None, anyway=True)
-
-    def _give_up_deleted(self) -> None:
-        """Free what memory has of a run that was deleted, before the note of it goes: it would be drained."""
-        if self._meeting.deleted and self._saves.memory is not None:
-            with suppress(MemoryStoreError):  # the first save will say so
-                self._saves.memory.slots.give_up()
 
     def _wait_durable(self, stamp: Stamp, timeout: float) -> None:
         ours = stamp.incarnation == self._incarnation  # what was restored may be by more ranks, or fewer

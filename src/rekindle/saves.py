@@ -253,6 +253,12 @@ class Saves:
             self.memory.persist(self.newest, pin=self.newest.key == stamp.key)
         behind(partial(pin_when_there, self._store, stamp), "rekindle-pin")
 
+    def give_up(self) -> None:
+        """Free what memory has of a run that was deleted, before the note of it goes: it would be drained."""
+        if self.memory is not None:
+            with suppress(MemoryStoreError):  # the first save will say so
+                self.memory.slots.give_up()
+
     def kept(self, base: Stamp) -> bool:
         """Whether storage has what was restored; where it doesn't say, whether the agent will see to that."""
         if self._metrics.restored_from == STORAGE:

@@ -18,11 +18,12 @@ from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import Root
 from rekindle.state.capture import Capture
 from rekindle.state.missing import describe_missing
+from rekindle.state.plan import Overlap
 from rekindle.storage.contract import Store
 from rekindle.storage.standing import all_deleted, trace_of
 from rekindle.storage.stores import open_store
 
-__all__ = ["Meeting", "meet", "refuse_missing", "share_out"]
+__all__ = ["Meeting", "agree_on_overlap", "meet", "refuse_missing", "share_out"]
 
 log = logging.getLogger("rekindle")
 
@@ -134,6 +135,18 @@ def refuse_missing(group: Alone | Group, state: Mapping[str, Any]) -> None:
                 f"{where}parameters are trained and not saved, so that a restart would lose them: {missing}. Put the "
                 "module that has them into `state`, or allow it with Checkpointer(..., allow_missing=True)"
             )
+
+
+def agree_on_overlap(group: Alone | Group, capture: Capture, overlap: Overlap, *, often: bool) -> tuple[Overlap, bool]:
+    """The overlap that counts, and whether snapshots are committed inside of ``step()``. A collective.
+
+    All ranks do so or none: a step is only as safe as its last part. ``often``: what can be hidden behind training
+    counts for nothing then, so that more snapshots can be had.
+    """
+    if often and overlap == "auto":
+        overlap = True
+    in_step = all(group.gather(capture.copied_in_step(overlap)))
+    return overlap if in_step or overlap != "auto" else True, in_step
 
 
 def share_out(group: Alone | Group, capture: Capture, allow_missing: bool, mates: list[int]) -> int:
