@@ -6,12 +6,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from rekindle.errors import UsageError
 from rekindle.snapshot.names import MANIFEST, STEP_DIR, Root
+from rekindle.storage.stores import urls_below
 
 __all__ = ["describe", "refuse_inside"]
 
@@ -48,7 +50,7 @@ def describe(root: Root, known: Iterable[str] = ()) -> str | None:
         return f"it lies inside the root {inside.root}, and belongs to step {inside.step}: {_instead(inside)}"
     below = [name for name in known if name.startswith(f"{root}/")]
     if not isinstance(root, Path):
-        return _list_roots(sorted(below), False) if below else None
+        return _describe_url(root, below)
     if root.is_file():
         return _describe_file(root)
     cut_short = False
@@ -83,6 +85,18 @@ def _inside(root: Root) -> _Inside | None:
 
 def _instead(inside: _Inside) -> str:
     return f"say 'rekindle ls {inside.root}' or 'rekindle inspect {inside.root} {inside.step}'"
+
+
+def _describe_url(url: str, known: list[str]) -> str:
+    if known:
+        return _list_roots(sorted(known), False)
+    below = []
+    with suppress(OSError, UsageError):  # what keeps it from being listed is told by whoever needs it
+        below = urls_below(url)
+    if not below:
+        return "nothing is there: no job has saved there yet"
+    more = [f"and {len(below) - _SHOWN} more"] if len(below) > _SHOWN else []
+    return "\n  ".join(["no job has saved there; below it are", *below[:_SHOWN], *more])
 
 
 def _describe_file(path: Path) -> str:

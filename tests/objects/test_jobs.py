@@ -121,6 +121,20 @@ def test_a_job_goes_on_from_an_object_store_and_every_command_knows_it(url: str,
     assert command("ls", f"{url}-nothing").exit_code == 3
 
 
+def test_a_parent_of_runs_names_what_is_below_it(url: str, memory: Path) -> None:
+    stamp = Stamp(3, 0, 1, Incarnation(1, "11" * 8))
+    receipt, shard = make_shard(stamp, {"a": b"12345678"})
+    for name in ("a", "b"):
+        store = open_store(f"{url}/runs/{name}")
+        store.write_shard(receipt, memoryview(shard), lambda _: None)
+        assert store.publish(stamp)
+    done = command("ls", f"{url}/runs")
+    assert done.exit_code == 3 and done.stderr.splitlines()[1:] == [f"  {url}/runs/a", f"  {url}/runs/b"]
+    done = command("ls", f"{url}/runs/a/step-0000000003.{'11' * 8}")
+    assert done.exit_code == 3 and f"'rekindle inspect {url}/runs/a 3'" in done.stderr
+    assert "nothing is there: no job has saved there yet" in command("ls", f"{url}/elsewhere").stderr
+
+
 def test_stop_carries_what_only_memory_holds(url: str, snapshot: Callable[..., JobDir]) -> None:
     job = snapshot(url, 3, 5 * MIB)
     assert json.loads(command("status", url, "--json").stdout)[0]["memory_steps"] == [3]

@@ -102,6 +102,12 @@ class Bucket:
         with self._translated(""):
             return [_object(meta) for meta in obstore.list_with_delimiter(self._quick)["objects"]]
 
+    def directories(self) -> Sequence[str]:
+        """First parts of the names that have a slash in them: one request for a thousand."""
+        with self._translated(""):
+            found = obstore.list_with_delimiter(self._quick)["common_prefixes"]
+        return [name.rstrip("/").rpartition("/")[2] for name in found]
+
     def walk(self, directory: str | None = None) -> Sequence[Object]:
         """All objects, or those in a directory. A request for a thousand of them."""
         with self._translated(directory or ""):

@@ -128,6 +128,10 @@ class ObjectStore(Store):
             [unread(m.step, f"{self.root}/{m.object.name}", m.error) for m in manifests if m.error is not None],
         )
 
+    def below(self) -> list[str]:
+        """URLs one level below the root, those of its own shards left out. Raises OSError."""
+        return [f"{self.root}/{name}" for name in self.bucket.directories() if not _SHARDS.match(name)]
+
     def durable(self, stamp: Stamp) -> bool:
         found = self._manifest(stamp.step)
         return found is not None and found.stamp is not None and found.stamp.key == stamp.key
