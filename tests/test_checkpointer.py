@@ -258,11 +258,19 @@ def test_a_second_trainer_of_the_same_rank_is_refused(
 ) -> None:
     monkeypatch.setattr("rekindle.recovery.meet._SOON", 0.0)
     monkeypatch.setattr("rekindle.recovery.meet._DYING", 0.2)
-    ckpt = rekindle.Checkpointer(root, Training().state)
-    with pytest.raises(rekindle.BusyError, match=f"process {os.getpid()} on this node: end it, or"):
+    code = (
+        "import sys, torch, rekindle\n"
+        "ckpt = rekindle.Checkpointer(sys.argv[1], {'model': torch.nn.Linear(2, 2)})\n"
+        "print('there', flush=True); sys.stdin.read(); ckpt.close()\n"
+    )
+    pipe = subprocess.PIPE
+    other = subprocess.Popen([sys.executable, "-c", code, str(root)], stdin=pipe, stdout=pipe, text=True)
+    assert other.stdout is not None and other.stdout.readline() == "there\n"
+    with pytest.raises(rekindle.BusyError, match=f"process {other.pid} on this node: end it, or"):
         rekindle.Checkpointer(root, Training().state)
-    assert f"process {os.getpid()} on this node; waiting 0 s for it to end" in caplog.text
-    ckpt.close()
+    assert f"process {other.pid} on this node; waiting 0 s for it to end" in caplog.text
+    other.communicate(timeout=60)
+    assert other.returncode == 0
 
 
 def test_ranks_without_a_process_group_are_refused(root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

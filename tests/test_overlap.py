@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import receipt_name, step_dir
 from rekindle.state.copy import Copying
+from tests.faults.harness import wait_for
 
 WIDTH = 700
 """Makes 8 MB of state: a copy that takes milliseconds."""
@@ -529,8 +531,10 @@ def test_hooks_keep_no_checkpointer_alive(root: Path, memory: Path) -> None:
     training = Adversaries(64)
     ckpt = rekindle.Checkpointer(root, training.state, overlap=True)
     ckpt.restore()
+    first = weakref.ref(ckpt)
     del ckpt
-    ckpt = rekindle.Checkpointer(root, training.state, overlap=True)  # BusyError while the first one lives
+    wait_for(lambda: first() is None, what="the first one to be forgotten")
+    ckpt = rekindle.Checkpointer(root, training.state, overlap=True)
     ckpt.restore()
     training.update()
     ckpt.step(1)

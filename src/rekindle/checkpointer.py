@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import signal
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -15,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from rekindle.advice import advise
 from rekindle.agent.ending import let_go, wait_durable
 from rekindle.agent.fault import Fault
 from rekindle.agent.spawn import AgentKeeper
@@ -23,7 +21,7 @@ from rekindle.agent.watchdog import floor_of
 from rekindle.cadence import Auto, Cadence, Fixed, Storing, agreement
 from rekindle.errors import MemoryStoreError, NonFiniteLossError, NotDurableError, UsageError
 from rekindle.guarding import Guarding
-from rekindle.leaving import describe_copies
+from rekindle.leaving import tell_copies
 from rekindle.listing import Checkpoint, list_checkpoints
 from rekindle.metrics import Metrics
 from rekindle.recovery.group import this_group
@@ -32,19 +30,21 @@ from rekindle.recovery.meet import agree_on_overlap, meet, share_out
 from rekindle.recovery.notice import Notice
 from rekindle.recovery.partial import choose_parts
 from rekindle.recovery.restore import restore
+from rekindle.recovery.takeover import GIVE_WAY, occupy
 from rekindle.recovery.verdict import introduce
 from rekindle.saves import Saves
 from rekindle.settings import check_settings, tell_what_a_node_costs, warn_of_shared_store, what_storage_alone_means
 from rekindle.snapshot.compose import compose
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.names import LAST_STEP, root_of
+from rekindle.snapshot.names import root_of
 from rekindle.snapshot.slots import Slots
 from rekindle.state.capture import Capture
 from rekindle.state.device import page_lock
 from rekindle.state.fence import Fence
 from rekindle.state.plan import Overlap
 from rekindle.state.updates import Updates
+from rekindle.steps import check_step
 from rekindle.storage.pace import rate
 from rekindle.storage.pins import unpin_step
 from rekindle.storage.standing import begins_anew
@@ -156,12 +156,14 @@ class Checkpointer:
         self._base: Stamp | None = None
         """What this run went on from."""
         self._begun = self._closed = self._ended = False
+        self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
         settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap, "persist_seconds": persist_seconds}
         settings |= {"allow_missing": allow_missing}
         size = partial(share_out, self._group, self._capture, allow_missing)
         self._meeting = meet(self._group, self._job, self.root, size, memory_limit, settings)
+        occupy(self._job.path, self._group.rank, self)
         often = snapshot_every == "auto"
         self._overlap, self._in_step = agree_on_overlap(self._group, self._capture, overlap, often=often)
         self._incarnation = self._meeting.incarnation
@@ -170,18 +172,20 @@ class Checkpointer:
         self._saves.lock = self._meeting.lock
         self._storing = Storing(persist_every, persist_seconds, self._meeting.nodes)
         self._saves.spare(self._storing.pause, self._group.world)
-        if self._meeting.no_memory:
-            self._without_memory(self._meeting.no_memory)
-        else:
-            info = Job(
-                *(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout, limit),
-                *(self._storing.pause, self._incarnation.id),
-            )
-            self._with_memory(self._job, info, memory_limit, fallback_after)
+        info = Job(
+            *(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout, limit),
+            *(self._storing.pause, self._incarnation.id),
+        )
+        try:
+            if self._meeting.no_memory:
+                self._without_memory(self._meeting.no_memory)
+            else:
+                self._with_memory(self._job, info, memory_limit, fallback_after)
+        except BaseException:
+            self._let_go(False)  # else whoever keeps the traceback would keep the rank's place
+            raise
         self._saves.direct.job = self._job
-        self._cadence: Cadence = Fixed(every)
-        if often:
-            self._cadence = Auto(snapshot_budget, agreement(self._group.world))
+        self._cadence: Cadence = Auto(snapshot_budget, agreement(self._group.world)) if often else Fixed(every)
         warn_of_shared_store(self._group.rank)
 
     # -- starting -----------------------------------------------------------------------------------------------
@@ -237,11 +241,9 @@ class Checkpointer:
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
         StateMismatchError when the checkpoint doesn't fit the live state, or has nothing of a part to be loaded.
         """
-        if strict is not None:
-            warnings.warn("restore(strict=False) is now restore(partial=True)", DeprecationWarning, stacklevel=2)
-            partial = partial or not strict
-        parts = choose_parts(partial, self._capture.state)
+        parts = choose_parts(partial, strict, self._capture.state)
         self._saves.refuse_child()
+        self._check_open()
         if self._saves.newest is not None:
             raise UsageError("restore() comes before the first save of a run")
         if self._saves.memory is not None and self._job is not None and step != 0:
@@ -372,6 +374,7 @@ class Checkpointer:
         75, one that a signal told to go 128 and the signal's number.
         """
         self._saves.refuse_child()
+        self._check_open()
         trainer = Guarding(self._saves, self._store, self._stamp, self._job, self._group, self._meeting, fence)
         hooks = Hooks(on_stop, on_clean, on_gasp, on_exit)
         return Guard(trainer, lambda: self._saves.reached, floor_of(watchdog), gasp_deadline, notices, hooks)
@@ -400,16 +403,8 @@ class Checkpointer:
         return Stamp(n, self._group.rank, self._group.world, self._incarnation, persist)
 
     def _check_step(self, n: int) -> None:
-        if self._closed:
-            raise UsageError("the checkpointer is closed")
-        if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= LAST_STEP:
-            raise UsageError(f"step {n!r}: must be the number of completed updates, a whole number of 0 to {LAST_STEP}")
-        if self._saves.newest is not None and n < self._saves.newest.step:
-            raise UsageError(f"step {n} after step {self._saves.newest.step}: steps must grow")
-        if self._saves.newest is None and self._base is not None and n < self._base.step:
-            raise UsageError(f"step {n} after restoring step {self._base.step}: steps must grow")
-        if n == self._saves.restored:
-            self._updates.refuse(n, self._base is not None)
+        self._check_open()
+        check_step(n, self._saves.newest, self._base, self._updates)
         if not self._begun and self._meeting.found:
             raise UsageError(
                 f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"
@@ -453,6 +448,8 @@ class Checkpointer:
         """
         if self._ended or self._saves.forked:
             return
+        if self._successor:
+            raise UsageError(self._successor)
         saved = False
         try:
             self._saves.settle()
@@ -468,6 +465,21 @@ class Checkpointer:
         finally:
             self._let_go(saved)
 
+    def give_way(self) -> str | None:
+        """Let go for good, to another Checkpointer of this root and process. Gives a reason if that can't be now."""
+        if self._closed or self._saves.forked:
+            return None
+        if self._saves.busy:
+            return "an earlier Checkpointer of this process is inside of guard() or step() at this root: end that first"
+        self._saves.see_out(GIVE_WAY)
+        self._let_go(False)
+        self._successor = f"a later Checkpointer of this process has taken over {self.root}"
+        return None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(self._successor or "the checkpointer is closed")
+
     def _let_go(self, saved: bool) -> None:
         if not self._closed:
             self._closed = True
@@ -476,21 +488,12 @@ class Checkpointer:
             let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, saved)
 
     def __enter__(self) -> Checkpointer:
-        """``with Checkpointer(...) as ckpt:``: a clean end closes; an exception lets go without waiting for storage.
-
-        What is saved by then stays, and goes on to storage; the log says what is where.
-        """
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         elif not (self._closed or self._saves.forked):
-            try:
-                self._saves.settle()
-            except Exception as failed:  # with strict=True; what is raised already comes first
-                log.warning("the newest save failed: %s", advise(failed))
-            writing = self._saves.direct.writing
+            self._saves.see_out(0.0)
             self._let_go(False)
-            copies = describe_copies(self._job, self._store, self._meeting.mates, self._saves.reached, writing)
-            log.warning("left by %s, without waiting for storage: %s", type(error).__name__, copies)
+            tell_copies(error, self._job, self._store, self._meeting.mates, self._saves)

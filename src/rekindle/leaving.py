@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from functools import partial
 
 from rekindle.advice import advise
 from rekindle.listing import list_checkpoints
 from rekindle.patience import within
+from rekindle.saves import Saves
 from rekindle.snapshot.memory import JobDir
 from rekindle.storage.contract import Store
 
-__all__ = ["describe_copies"]
+__all__ = ["tell_copies"]
+
+log = logging.getLogger("rekindle")
 
 _LOOK = 3.0
 """Seconds that storage gets to say what it has: whoever is leaving must not be kept."""
 
 
-def describe_copies(job: JobDir | None, store: Store, mates: Collection[int], reached: int, writing: bool) -> str:
+def tell_copies(error: BaseException, job: JobDir | None, store: Store, mates: Collection[int], saves: Saves) -> None:
+    """Log what is safe where, of a run that ``error`` ends."""
+    copies = _describe(job, store, mates, saves.reached, saves.direct.writing)
+    log.warning("left by %s, without waiting for storage: %s", type(error).__name__, copies)
+
+
+def _describe(job: JobDir | None, store: Store, mates: Collection[int], reached: int, writing: bool) -> str:
     """The newest checkpoint in memory and the newest on storage, and what becomes of them, in one line.
 
     ``reached`` is the newest step that was told, ``writing`` says whether this process is writing to storage.

@@ -80,6 +80,7 @@ class Saves:
         self.reached = 0
         """The newest completed step that we were told of, or that was restored."""
         self.restored = 0
+        self._stepping = False
         self._sparing: Sparing | None = None
         """Which saves may go straight to storage without having been asked for by name; None for all."""
         self._left_out: Stamp | None = None
@@ -282,6 +283,11 @@ class Saves:
             self.gate.updating(self.in_memory())
 
     @property
+    def busy(self) -> bool:
+        """Whether this is inside of ``guard()``, or at the end of a step."""
+        return self.gate is not None or self._stepping
+
+    @property
     def forked(self) -> bool:
         """Whether this is a child of the process that trains: nothing of it belongs to the child."""
         return os.getpid() != self._pid
@@ -317,7 +323,11 @@ class Saves:
         self.refuse_child()
         if self.gate is not None:
             self.gate.stepping(self.in_memory())
-        yield
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
         self.reached = n
         if self.gate is not None:
             self.gate.stable(n, self.in_memory())
@@ -369,6 +379,16 @@ class Saves:
             error = self.direct.finish(timeout)
         if error is not None:
             raise NotDurableError(f"the newest save did not reach storage: {error}") from error
+
+    def see_out(self, seconds: float) -> None:
+        """See the newest save into memory; where there is none, give storage so many seconds. Doesn't raise."""
+        try:
+            self.settle()
+            self.direct.finish(seconds)
+        except NotDurableError:  # it goes on being written
+            pass
+        except Exception as error:  # with ``strict`` a failed save raises, and who leaves has a reason of its own
+            log.warning("the newest save failed: %s", advise(error))
 
     def see_durable(self, stamp: Stamp, timeout: float, see: Callable[[float], object]) -> None:
         """Return when ``stamp`` is on storage, which ``see`` waits for. Raises NotDurableError."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from rekindle.advice import advise
 from rekindle.errors import BusyError, MemoryStoreError, UsageError
 from rekindle.recovery.group import Alone, Group, node_id
 from rekindle.recovery.restore import look
+from rekindle.recovery.takeover import make_way
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import JobDir
@@ -23,7 +26,7 @@ from rekindle.storage.contract import Store
 from rekindle.storage.standing import all_deleted, trace_of
 from rekindle.storage.stores import open_store
 
-__all__ = ["Meeting", "agree_on_overlap", "meet", "refuse_missing", "share_out"]
+__all__ = ["Meeting", "agree_on_overlap", "meet", "share_out"]
 
 log = logging.getLogger("rekindle")
 
@@ -123,11 +126,8 @@ def warn_of_weakness(store: Store) -> None:
         log.warning("%s", weakness)
 
 
-def refuse_missing(group: Alone | Group, state: Mapping[str, Any]) -> None:
-    """Raise UsageError, on all ranks, when an optimizer of any rank trains what nothing in the state holds.
-
-    A collective.
-    """
+def _refuse_missing(group: Alone | Group, state: Mapping[str, Any]) -> None:
+    """Raise UsageError, on all ranks, when an optimizer of any rank trains what nothing in the state holds."""
     for rank, missing in enumerate(group.gather(describe_missing(state))):
         if missing:
             where = f"rank {rank}: " if group.world > 1 else ""
@@ -152,14 +152,14 @@ def agree_on_overlap(group: Alone | Group, capture: Capture, overlap: Overlap, *
 def share_out(group: Alone | Group, capture: Capture, allow_missing: bool, mates: list[int]) -> int:
     """Tell ``capture`` with whom to share its work. Bytes that a snapshot will take. A collective.
 
-    Raises UsageError as ``refuse_missing`` does, unless ``allow_missing``.
+    Raises UsageError where parameters are trained and not saved, unless ``allow_missing``.
 
     Where ranks that are to share the copying of something don't mean the same, every rank copies all. Where two groups
     of ranks have parameters of one name they may be copies of each other, of which no tensor tells, or different layers
     of a pipeline's stages, which differ by now: then each rank's are its own.
     """
     if not allow_missing:
-        refuse_missing(group, capture.state)
+        _refuse_missing(group, capture.state)
     capture.among(group.rank, group.world, mates)
     owners: dict[str, tuple[int, ...]] = {}
     twice = {
@@ -200,10 +200,18 @@ def take_place(job: JobDir, rank: int, *, dying: bool = True) -> tuple[Lock | No
 
     ``dying``: whether it may be this rank's predecessor that has it, and takes its time to end.
     """
+    refusal = make_way(job.path, rank)
+    if refusal is not None:
+        return None, refusal, None
     try:
         try:
+            if Lock.holder(job.rank_lock(rank)) == os.getpid():
+                gc.collect()  # nobody but garbage may be left of it, such as what a traceback held
             return job.lock_rank(rank, _SOON), None, None
         except BusyError as error:
+            if Lock.holder(job.rank_lock(rank)) == os.getpid():
+                what = f"this process, {os.getpid()}, trains rank {rank} of this root already: call close() there first"
+                return None, what, None
             if not dying:
                 raise
             log.warning("%s; waiting %.0f s for it to end", error, _DYING)

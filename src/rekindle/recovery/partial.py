@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,17 @@ _LINES = 12
 """Lines of a table for what was left, and as many for what was skipped: a model of other names has thousands."""
 
 
-def choose_parts(partial: bool | str | Collection[str], state: Mapping[str, Any]) -> frozenset[str] | None:
+def choose_parts(
+    partial: bool | str | Collection[str], strict: bool | None, state: Mapping[str, Any]
+) -> frozenset[str] | None:
     """Names of the parts of ``state`` to load as far as they fit; None when all of it has to fit.
 
-    Raises UsageError for a name that the state doesn't have.
+    ``strict`` is what ``partial`` was called, the other way around. Raises UsageError for a name that the state doesn't
+    have.
     """
+    if strict is not None:
+        warnings.warn("restore(strict=False) is now restore(partial=True)", DeprecationWarning, stacklevel=3)
+        partial = partial or not strict
     if partial is False:
         return None
     if partial is True:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from rekindle.errors import UsageError
 from rekindle.state.fence import Fence
 
 __all__ = ["Updates"]
@@ -27,16 +26,6 @@ class Updates:
     def made(self) -> bool:
         """Whether an update was made, or begun, since ``begin``. Writes that torch doesn't count stay unseen."""
         return self._look() != self._seen
-
-    def refuse(self, n: int, restored: bool) -> None:
-        """Raise UsageError where an update was made since ``begin``, at which step ``n`` was ``restored`` or was 0."""
-        if self.made():
-            before = f"step {n} was restored" if restored else "training began at step 0"
-            raise UsageError(
-                f"step {n} after an update: {before}, and the state is that of step {n + 1} by now. A step is a number "
-                "of completed updates: loop by 'for step in range(start + 1, total + 1)', where start is what "
-                "restore() returned"
-            )
 
     def _look(self) -> list[int]:
         if self._fence.hooked:

@@ -1,0 +1,30 @@
+"""Refuses numbers that can't be that of the step just completed."""
+
+from __future__ import annotations
+
+from rekindle.errors import UsageError
+from rekindle.snapshot.lineage import Stamp
+from rekindle.snapshot.names import LAST_STEP
+from rekindle.state.updates import Updates
+
+__all__ = ["check_step"]
+
+
+def check_step(n: int, newest: Stamp | None, base: Stamp | None, updates: Updates) -> None:
+    """Raise UsageError, with the right way to count, for an ``n`` that was passed or can't be.
+
+    ``newest`` was saved last, ``base`` was restored, and ``updates`` are those made since.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= LAST_STEP:
+        raise UsageError(f"step {n!r}: must be the number of completed updates, a whole number of 0 to {LAST_STEP}")
+    if newest is not None and n < newest.step:
+        raise UsageError(f"step {n} after step {newest.step}: steps must grow")
+    if newest is None and base is not None and n < base.step:
+        raise UsageError(f"step {n} after restoring step {base.step}: steps must grow")
+    if n == (base.step if base is not None else 0) and updates.made():
+        before = f"step {n} was restored" if base is not None else "training began at step 0"
+        raise UsageError(
+            f"step {n} after an update: {before}, and the state is that of step {n + 1} by now. A step is a number of "
+            "completed updates: loop by 'for step in range(start + 1, total + 1)', where start is what restore() "
+            "returned"
+        )
