@@ -120,3 +120,17 @@ def test_people_pin_unpin_and_prune(root: Path, memory: Path) -> None:
     assert steps(root) == [2, 5]
     shutil.rmtree(root)
     ask("prune", code=3)
+
+
+def test_a_restore_that_loads_nothing_costs_no_checkpoint(root: Path, memory: Path) -> None:
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(x=0)}, keep=2)
+    for step in (1, 2):
+        ckpt.save(step, wait="durable", timeout=60, pin=False)
+    ckpt.close(timeout=60)
+    other = rekindle.Checkpointer(root, {"other": rekindle.Values(y=0)}, keep=1, rng=False)
+    with pytest.raises(rekindle.StateMismatchError, match="nothing of 'other' can be loaded"):
+        other.restore(partial=True)
+    with pytest.raises(rekindle.UsageError, match="call restore"):
+        other.step(3)
+    other.close(timeout=60)
+    assert steps(root) == [1, 2]
