@@ -52,7 +52,7 @@ class Pipeline:
         """The last save into another state: first the check, as a restore does."""
         live = Capture(state, rng).state
         receipt = self.receipt
-        check_values(receipt, allow_pickle)
+        check_values(receipt, allow_pickle, live)
         fit = Fit(live, Saved(receipt))
         problems = fit.problems + [f"{name}: only in the live state" for name in fit.lacking]
         problems += [f"{name}: only in the checkpoint" for name in fit.surplus]

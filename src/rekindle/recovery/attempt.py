@@ -130,7 +130,7 @@ class Attempt:
         if home is None:
             return False
         receipt = home.reader.shard.receipt
-        check_values(receipt, self._allow_pickle)
+        check_values(receipt, self._allow_pickle, self._state)
         if not {chunk.name for chunk in receipt.layout.chunks}.issuperset(tensors_in(receipt.structure)):
             self._sources.more()  # it shared the work: nothing can be told without the others
         while True:

@@ -6,14 +6,16 @@ import base64
 import math
 import pickle
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
 from rekindle.snapshot.fields import DEEPEST_VALUE
+from rekindle.state.types import DECODERS, OF_A_CLASS, Again, Foreign, classes_in, form_of, of_a_class
 
-__all__ = ["decode", "encode", "encodes", "has_pickle", "is_typed"]
+__all__ = ["decode", "encode", "encodes", "has_pickle", "is_plain", "is_typed"]
 
 _EXACT = 1 << 53
 """JSON readers other than Python's hold integers as doubles; beyond this they are written as text."""
@@ -67,8 +69,15 @@ def encode(value: Any, allow_pickle: bool = False, room: int = DEEPEST_VALUE - 1
     array = _encode_numpy(value)
     if array is not None:
         return array
+    more = form_of(value, lambda inner: encode(inner, allow_pickle, room - 3))
+    if more is not None:
+        return more
     if allow_pickle:
         return {"$pickle": _b64(pickle.dumps(value))}
+    if isinstance(value, torch.Tensor):
+        raise UnsupportedValueError(
+            "a tensor is saved inside of lists, tuples and dictionaries: make what holds it one of them"
+        )
     raise UnsupportedValueError(
         f"a value of type {kind.__module__}.{kind.__qualname__} has no type in the checkpoint format "
         "(allow_pickle=True would pickle it)"
@@ -94,15 +103,27 @@ def has_pickle(value: Any) -> bool:
     return isinstance(value, dict) and ("$pickle" in value or any(map(has_pickle, value.values())))
 
 
+def is_plain(value: Any) -> bool:
+    """Whether decoding the value gives it to anybody: it is no pickle, and of no class that must be at hand."""
+    return not has_pickle(value) and next(classes_in(value), None) is None
+
+
 def is_typed(value: Any) -> bool:
     """Whether this looks like the typed form of a value, outside of a checkpoint too."""
-    return type(value) is dict and len(value) == 1 and next(iter(value)) in {*_DECODERS, "$pickle"}
+    return type(value) is dict and len(value) == 1 and next(iter(value)) in {*_DECODERS, *OF_A_CLASS, "$pickle"}
 
 
-def decode(value: Any, allow_pickle: bool = False) -> Any:
-    """What ``encode`` was given. Raises FormatError for an unknown type, UsageError for an unwanted pickle."""
+def decode(value: Any, allow_pickle: bool = False, classes: Mapping[str, type] | None = None) -> Any:
+    """What ``encode`` was given. Raises FormatError for an unknown type, UsageError for an unwanted pickle.
+
+    Values of classes that aren't Python's own need these ``classes``, by name; None makes each such value a Foreign.
+    """
+
+    def again(inner: Any) -> Any:
+        return decode(inner, allow_pickle, classes)
+
     if isinstance(value, list):
-        return [decode(item, allow_pickle) for item in value]
+        return [again(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1:
@@ -115,28 +136,26 @@ def decode(value: Any, allow_pickle: bool = False) -> Any:
             )
         return pickle.loads(base64.b64decode(body))
     decoder = _DECODERS.get(tag)
-    if decoder is None:
+    if decoder is None and tag not in OF_A_CLASS:
         raise FormatError(f"unknown type {tag!r} of a value")
     try:
-        return decoder(body, allow_pickle)
+        if decoder is not None:
+            return decoder(body, again)
+        return Foreign(value) if classes is None else of_a_class(tag, body, again, classes, allow_pickle)
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, OverflowError, MemoryError) as error:
         if isinstance(error, (FormatError, UsageError)):
             raise
         raise FormatError(f"a value of type {tag!r} is not readable: {error}") from error
 
 
-def _items(body: Any, allow_pickle: bool) -> list[Any]:
-    return [decode(item, allow_pickle) for item in body]
-
-
-def _dtype(body: Any, _: bool) -> torch.dtype:
+def _dtype(body: Any, _: Again) -> torch.dtype:
     found = vars(torch).get(body)  # getattr() would import what torch only loads when it is asked for
     if not isinstance(found, torch.dtype):
         raise ValueError(f"torch.{body} is no dtype")
     return found
 
 
-def _array(body: Any, _: bool) -> Any:
+def _array(body: Any, _: Again) -> Any:
     import numpy  # noqa: PLC0415  torch works without numpy, and so do we until a checkpoint has an array in it
 
     return numpy.frombuffer(base64.b64decode(body[2]), _numpy_dtype(body[0])).reshape(body[1]).copy()
@@ -151,25 +170,26 @@ def _numpy_dtype(name: Any) -> Any:
     return dtype
 
 
-def _scalar(body: Any, _: bool) -> Any:
+def _scalar(body: Any, again: Again) -> Any:
     dtype = _numpy_dtype(body[0])
     if not dtype.itemsize:  # an empty string, which an array can't hold
         return dtype.type()
-    return _array([body[0], [1], body[1]], False)[0]
+    return _array([body[0], [1], body[1]], again)[0]
 
 
-_DECODERS = {
+_DECODERS: dict[str, Callable[[Any, Again], Any]] = {
     "$int": lambda body, _: int(body, 16),
     "$str": lambda body, _: base64.b64decode(body).decode("utf-8", "surrogatepass"),
     "$float": lambda body, _: float(body),
     "$bytes": lambda body, _: base64.b64decode(body),
-    "$tuple": lambda body, allow: tuple(_items(body, allow)),
-    "$set": lambda body, allow: set(_items(body, allow)),
-    "$frozenset": lambda body, allow: frozenset(_items(body, allow)),
-    "$dict": lambda body, allow: {decode(k, allow): decode(v, allow) for k, v in body},
+    "$tuple": lambda body, again: tuple(map(again, body)),
+    "$set": lambda body, again: set(map(again, body)),
+    "$frozenset": lambda body, again: frozenset(map(again, body)),
+    "$dict": lambda body, again: {again(k): again(v) for k, v in body},
     "$size": lambda body, _: torch.Size(body),
     "$dtype": _dtype,
     "$device": lambda body, _: torch.device(body),
     "$array": _array,
     "$scalar": _scalar,
+    **DECODERS,
 }

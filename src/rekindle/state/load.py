@@ -12,25 +12,44 @@ import torch
 from rekindle.errors import StateMismatchError, UsageError
 from rekindle.snapshot.documents import Receipt
 from rekindle.state.codec import has_pickle
-from rekindle.state.content import with_extra_state
+from rekindle.state.content import Contents, with_extra_state
 from rekindle.state.fit import Fit
 from rekindle.state.flat import is_flat
 from rekindle.state.rng import RngState
 from rekindle.state.saved import Node
 from rekindle.state.traits import again
-from rekindle.state.tree import assemble, entries
+from rekindle.state.tree import assemble, entries, paths_in
+from rekindle.state.types import classes_in, classes_of
 from rekindle.state.zero import numbered
 
 __all__ = ["build", "check_values", "load"]
 
 
-def check_values(receipt: Receipt, allow_pickle: bool) -> None:
-    """Raise UsageError when a receipt holds pickles and those weren't asked for."""
-    if not allow_pickle and has_pickle(receipt.values):
+def check_values(receipt: Receipt, allow_pickle: bool, state: Mapping[str, Any]) -> None:
+    """Raise UsageError when a receipt holds pickles, or values of classes that the live state has none of, and
+    ``allow_pickle`` doesn't say that code may run."""
+    if allow_pickle:
+        return
+    if has_pickle(receipt.values):
         raise UsageError(
             f"the checkpoint of step {receipt.stamp.step} holds pickled values; loading those runs code: "
             "restore(allow_pickle=True) allows it"
         )
+
+    if next(classes_in(receipt.values), None) is not None:
+        known = _classes(state, Contents(dict(state)))
+        for path, number in paths_in(receipt.structure):
+            for name in classes_in(receipt.values[number]):
+                if name not in known:
+                    raise UsageError(
+                        f"{path}: is of the class {name.replace(':', '.')}, and loading imports none: let the live "
+                        "state have a value of it before restore(), or restore(allow_pickle=True) imports it"
+                    )
+
+
+def _classes(state: Mapping[str, Any], contents: Contents) -> dict[str, type]:
+    """By name: the classes of values that the live state has, where loading needs them."""
+    return classes_of(contents.of(entry) for entry in state.values())
 
 
 def build(state: Mapping[str, Any], fit: Fit, allow_pickle: bool) -> dict[str, Any]:
@@ -78,6 +97,8 @@ class _Loading:
 
     def __init__(self, fit: Fit, allow_pickle: bool) -> None:
         self._fit, self._allow_pickle = fit, allow_pickle
+        needed = any(next(classes_in(receipt.values), None) is not None for receipt in fit.saved.receipts)
+        self._classes = _classes(fit.state, fit.contents) if needed else {}
         self._again: dict[tuple[str, str], torch.Tensor] = {}
         """By entry and name: a tensor outside of modules, as what it was to autograd."""
 
@@ -91,7 +112,8 @@ class _Loading:
         return self._build(name, saved)
 
     def _build(self, entry: str, node: Node) -> Any:
-        return assemble(node.body, node.receipt.values, partial(self._tensor, entry), self._allow_pickle)
+        tensor = partial(self._tensor, entry)
+        return assemble(node.body, node.receipt.values, tensor, self._allow_pickle, self._classes)
 
     def _tensor(self, entry: str, name: str) -> torch.Tensor:
         found = self._fit.tensor(entry, name)

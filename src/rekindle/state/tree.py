@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rekindle.errors import FormatError, UnsupportedValueError
-from rekindle.state.codec import decode, encode
+from rekindle.state.codec import decode, encode, is_plain
 from rekindle.state.parts import Leaf, is_leaf
 
-__all__ = ["Flat", "assemble", "describe", "entries", "flatten"]
+__all__ = ["Flat", "assemble", "describe", "entries", "flatten", "paths_in"]
 
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 _DEEPEST = 100
@@ -101,16 +101,35 @@ def _describe(node: Any, name: str, path: str, out: Description, depth: int = 0,
         if kind is dict and all(type(key) is str and not key.startswith("$") and encode(key) is key for key in node):
             return dict(children)
         try:
-            return {_DICTS[kind]: [[encode(key), child] for key, child in children]}
+            return {_DICTS[kind]: [[_key(key), child] for key, child in children]}
         except UnsupportedValueError as error:
             raise UnsupportedValueError(f"{path}: a key of the dictionary: {error}") from None
     out.paths.append(path)
     return {"$value": len(out.paths) - 1}
 
 
+def _key(key: Any) -> Any:
+    encoded = encode(key)
+    if not is_plain(encoded):
+        raise UnsupportedValueError(f"{key!r} is of a class that loading doesn't import: take its value or name")
+    return encoded
+
+
 def _sayable(name: str) -> str:
     """``name`` with lone surrogates written out: in JSON two of them that meet become another character."""
     return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
+
+
+def paths_in(node: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """Path and number of each value of a structure."""
+    if isinstance(node, dict) and "$value" in node:
+        yield path, node["$value"]
+        return
+    items = node.get("$tuple") if isinstance(node, dict) else node
+    for number, item in enumerate(items) if isinstance(items, list) else ():
+        yield from paths_in(item, f"{path}[{number}]")
+    for key, child in entries(node).items():
+        yield from paths_in(child, path_of(path, key))
 
 
 def entries(node: Any) -> dict[Any, Any]:
@@ -135,11 +154,17 @@ def path_of(path: str, key: Any) -> str:
     return f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]"
 
 
-def assemble(node: Any, values: list[Any], tensor: Callable[[str], torch.Tensor], allow_pickle: bool) -> Any:
-    """The state that ``node``, a structure, describes. ``values`` are still encoded."""
+def assemble(
+    node: Any,
+    values: list[Any],
+    tensor: Callable[[str], torch.Tensor],
+    allow_pickle: bool,
+    classes: Mapping[str, type] | None = None,
+) -> Any:
+    """The state that ``node``, a structure, describes. ``values`` are still encoded; ``classes`` as for ``decode``."""
 
     def build(node: Any) -> Any:
-        return assemble(node, values, tensor, allow_pickle)
+        return assemble(node, values, tensor, allow_pickle, classes)
 
     if isinstance(node, list):
         return [build(item) for item in node]
@@ -152,7 +177,7 @@ def assemble(node: Any, values: list[Any], tensor: Callable[[str], torch.Tensor]
     if tag == "$tensor":
         return tensor(body)
     if tag == "$value":
-        return decode(values[body], allow_pickle)
+        return decode(values[body], allow_pickle, classes)
     if tag == "$tuple":
         return tuple(build(item) for item in body)
     for kind, name in _DICTS.items():

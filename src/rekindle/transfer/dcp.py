@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from rekindle.errors import CorruptError, UnsupportedValueError, UsageError
 from rekindle.snapshot.fields import number, numbers
 from rekindle.snapshot.layout import DTYPES, MOST_DIMENSIONS
-from rekindle.state.codec import encode, has_pickle
+from rekindle.state.codec import encode, is_plain
 from rekindle.state.tree import assemble
 from rekindle.transfer.note import NOTE, Note
 from rekindle.transfer.progress import Progress
@@ -64,7 +64,7 @@ def write(shards: Shards, directory: Path, only: str | None, progress: Progress)
     Note.check_names(shards)
     progress.begin(shards.reads + shards.nbytes)
     tensors, places = shards.gather(directory.parent, progress.advance)
-    values = [encode(value) if has_pickle(value) else value for value in shards.values]
+    values = [value if is_plain(value) else encode(value) for value in shards.values]
     tree = assemble(_listed(shards.structure), values, tensors.__getitem__, False)
     if only is not None:
         tree = tree[only]

@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 import torch
 
 from rekindle.errors import CorruptError, UnsupportedValueError, UsageError
-from rekindle.state.codec import decode, encode, has_pickle, is_typed
+from rekindle.state.codec import decode, encode, has_pickle, is_plain, is_typed
 from rekindle.state.strides import reorder
 from rekindle.state.tree import assemble
 from rekindle.storage import system
@@ -95,7 +95,7 @@ def _accepts(value: Any) -> bool:
     """
     if not isinstance(value, (dict, list)):
         return True
-    return not has_pickle(value) and _refusal(decode(value)) is None
+    return is_plain(value) and _refusal(decode(value)) is None
 
 
 def _refusal(tree: Any) -> str | None:
