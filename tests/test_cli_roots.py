@@ -13,7 +13,7 @@ from rekindle.cli import main
 from rekindle.snapshot.names import step_dir
 from tests.stored import job_in, save
 
-COMMANDS = [["ls"], ["inspect"], ["verify"], ["status"], ["stop"]]
+COMMANDS = ["ls", "inspect", "verify", "status", "stop", "prune", "pin", "unpin"]
 
 
 def told(*arguments: object, code: int = rekindle.NotFoundError.exit_code) -> str:
@@ -25,36 +25,41 @@ def told(*arguments: object, code: int = rekindle.NotFoundError.exit_code) -> st
     return result.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def told_of(command: str, root: Path) -> str:
+    """The error of a command that is given this root, and a step if it wants one."""
+    return told(command, root, *([3] if command in ("pin", "unpin") else []))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_place_inside_a_root_names_the_root_and_the_step(
-    root: Path, memory: Path, tmp_path: Path, command: list[str]
+    root: Path, memory: Path, tmp_path: Path, command: str
 ) -> None:
     step = save(root, 100)
     for place in (step, step / "checkpoint.json", step / "shard-00000-of-00001.safetensors"):
-        assert f"'rekindle ls {root}' or 'rekindle inspect {root} 100'" in told(*command, place)
+        assert f"'rekindle ls {root}' or 'rekindle inspect {root} 100'" in told_of(command, place)
     assert (step / "checkpoint.json").exists()
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_what_holds_no_checkpoints_is_told_apart(memory: Path, tmp_path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_holds_no_checkpoints_is_told_apart(memory: Path, tmp_path: Path, command: str) -> None:
     nowhere = tmp_path / "no" / "where"
-    assert f"there is no such directory; {tmp_path} is there" in told(*command, nowhere)
+    assert f"there is no such directory; {tmp_path} is there" in told_of(command, nowhere)
     file = tmp_path / "notes.txt"
     file.write_text("mine")
-    assert "it is a file: a root is the directory" in told(*command, file)
+    assert "it is a file: a root is the directory" in told_of(command, file)
     weights = tmp_path / "model.safetensors"
     weights.write_text("")
-    assert f"'rekindle import {weights} ROOT STEP' makes a checkpoint" in told(*command, weights)
+    assert f"'rekindle import {weights} ROOT STEP' makes a checkpoint" in told_of(command, weights)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "the directory is empty: no job has saved there yet" in told(*command, empty)
+    assert "the directory is empty: no job has saved there yet" in told_of(command, empty)
     (empty / "todo.txt").touch()
-    assert "it holds todo.txt" in told(*command, empty)
+    assert "it holds todo.txt" in told_of(command, empty)
     (empty / "model.safetensors").touch()
-    assert "it is a directory of safetensors files" in told(*command, empty)
+    assert "it is a directory of safetensors files" in told_of(command, empty)
     (empty / ".metadata").touch()
     adopt = f"'rekindle import {empty} ROOT STEP' makes a checkpoint of it (with --allow-pickle)"
-    assert adopt in told(*command, empty)
+    assert adopt in told_of(command, empty)
     assert file.read_text() == "mine"
 
 

@@ -166,7 +166,7 @@ def test_a_shell_gets_a_script_that_completes(shell: str, monkeypatch: pytest.Mo
         ("rekindle st", {"plain,status", "plain,stop"}),
         ("rekindle export --format s", {"plain,safetensors"}),
         ("rekindle run train", {"file,train"}),
-        *((f"rekindle {name} run", {"dir,run"}) for name in ("ls", "verify", "status", "stop", "export")),
+        *((f"rekindle {name} run", {"dir,run"}) for name in ("ls", "verify", "status", "stop", "export", "pin")),
     ],
 )
 def test_commands_options_and_roots_are_completed(

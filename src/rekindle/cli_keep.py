@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import click
 
 from rekindle.errors import NotFoundError
 from rekindle.patience import within
+from rekindle.roots import describe
 from rekindle.snapshot.names import Root
+from rekindle.storage.contract import Store
 from rekindle.storage.pins import pin_step, unpin_step
 from rekindle.storage.stores import open_store
 from rekindle.terminal import JSON, PATIENCE, ROOT, print_json
@@ -19,25 +23,25 @@ _AT_LEAST_1 = click.IntRange(min=1)
 _STEP = click.argument("step", type=click.IntRange(min=0))
 
 
-@click.command("pin")
+@click.command("pin", short_help="Keep a step on storage, whatever is pruned.")
 @ROOT
 @_STEP
 def pin_command(root: Root, step: int) -> None:
     """Keep STEP of ROOT on storage, whatever is pruned, until it is unpinned."""
-    within(PATIENCE, root, lambda: pin_step(open_store(root), step))
+    _on_storage(root, lambda: pin_step(open_store(root), step))
     click.echo(f"step {step} is pinned")
 
 
-@click.command("unpin")
+@click.command("unpin", short_help="Let retention decide on a step again.")
 @ROOT
 @_STEP
 def unpin_command(root: Root, step: int) -> None:
     """Let the job, or 'rekindle prune', remove STEP of ROOT again."""
-    within(PATIENCE, root, lambda: unpin_step(open_store(root), step))
+    _on_storage(root, lambda: unpin_step(open_store(root), step))
     click.echo(f"step {step} is not pinned")
 
 
-@click.command("prune")
+@click.command("prune", short_help="Remove surplus checkpoints from storage.")
 @ROOT
 @click.option("--keep", type=_AT_LEAST_1, help="The newest so many stay.")
 @click.option("--keep-every", type=_AT_LEAST_1, help="Steps that are a multiple of this stay.")
@@ -50,8 +54,7 @@ def prune_command(root: Root, keep: int | None, keep_every: int | None, dry_run:
     by its own settings, after each checkpoint that reaches storage.
     """
     store = open_store(root)
-    if not within(PATIENCE, root, store.published):
-        raise NotFoundError(f"{root}: no checkpoint on storage")
+    _on_storage(root, lambda: _refuse_empty(store))
     if dry_run:
         gone = [entry.stamp.step for entry in within(PATIENCE, root, lambda: store.surplus(keep, keep_every))]
     else:
@@ -64,6 +67,21 @@ def prune_command(root: Root, keep: int | None, keep_every: int | None, dry_run:
         click.echo(f"{'would remove' if dry_run else 'removed'}: {_listed(gone)}; left: {_listed(left)}")
     else:
         click.echo(f"nothing to remove; left: {_listed(left)}")
+
+
+def _refuse_empty(store: Store) -> None:
+    if not store.published():
+        raise NotFoundError(f"{store.root}: no checkpoint on storage")
+
+
+def _on_storage(root: Root, work: Callable[[], object]) -> None:
+    """Does ``work`` in bounded time. Where there is nothing to do it to, the error tells what ``root`` is instead."""
+    try:
+        within(PATIENCE, root, work)
+    except (NotFoundError, NotADirectoryError) as error:
+        text = str(error) if isinstance(error, NotFoundError) else f"{root}: no checkpoint on storage"
+        what = within(PATIENCE, root, lambda: describe(root))
+        raise NotFoundError(f"{text}: {what}" if what else text) from error
 
 
 def _listed(steps: list[int]) -> str:
