@@ -137,8 +137,7 @@ class DirectSaver:
         newest_on(self._store, self._noted, (), self._trace)
         trace = trace_of(self._store, receipt.stamp.step)
         if not self._store.publish(receipt.stamp):
-            check_written(self._store, [receipt.stamp])
-            self._written = receipt.stamp
+            self._written = receipt.stamp if check_written(self._store, [receipt.stamp]) else None
             return
         self._noted, self._trace = receipt.stamp.step, trace
         if self.job is not None:

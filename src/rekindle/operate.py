@@ -267,7 +267,7 @@ def job_status(job: JobDir) -> dict[str, Any]:
     elif status["drain"] and status["drain"]["error"]:
         status["problem"] = status["drain"]["error"]
     elif status["drain"]:
-        status["problem"] = status["drain"].get("given_up")
+        status["problem"] = status["drain"].get("waits") or status["drain"].get("given_up")
     problem = unknown(job) or status["problem"]
     status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
     if status["durable_step"] is None and status["drain"]:
@@ -375,7 +375,7 @@ def _error(job: JobDir) -> str:
         progress = ask(job.socket, "GET", "/status", timeout=2.0)
     except AgentError as failure:
         return str(failure)
-    return progress["error"] or _so_far(progress)
+    return progress["error"] or progress.get("waits") or _so_far(progress)
 
 
 def _so_far(progress: Mapping[str, Any]) -> str:
@@ -430,7 +430,7 @@ def _in_time(
 def _not_in_time(job: JobDir, drainer: Drainer) -> NotDurableError:
     done = drainer.progress
     silent = 0.0 if done.moved is None else time.monotonic() - done.moved
-    why = done.error or _so_far(vars(done))
+    why = done.error or done.waits or _so_far(vars(done))
     if silent > _SILENT:
         info = info_of(job)
         where = info.root if info is not None else job.path

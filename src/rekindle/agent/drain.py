@@ -16,7 +16,7 @@ from rekindle.snapshot.shard import OpenShard
 from rekindle.storage.catalog import Copy, survey
 from rekindle.storage.contract import Store
 from rekindle.storage.pace import Budget, rest
-from rekindle.storage.standing import check_written, newest_on, rival, trace_of, was_deleted
+from rekindle.storage.standing import check_written, lacks, newest_on, overtaken, rival, trace_of, was_deleted
 from rekindle.storage.stores import open_store
 
 __all__ = ["Drainer", "Progress"]
@@ -32,6 +32,10 @@ root in its place."""
 
 _OTHER_NODES = 0.2
 """Seconds between looks at whether the other nodes have finished their parts."""
+_OVERDUE, _TELL_EVERY = 60.0, 30.0
+"""Seconds that other nodes get before somebody is told of it, and between two looks whose part is missing."""
+_UNFINISHED = 3
+"""Steps of which this node leaves its part on storage, while no other node has begun to write its own."""
 
 
 @dataclass
@@ -55,6 +59,8 @@ class Progress:
     """The step with which a root that was deleted has been made anew."""
     given_up: str | None = None
     """Why what memory holds is not drained, where that is no failure."""
+    waits: str | None = None
+    """Whose part of a step another node has not brought for a while."""
     error: str | None = None
     """Why the last attempt failed; None when it didn't."""
 
@@ -73,8 +79,10 @@ class Drainer:
     _doubt_at: float = 0.0
     """When to look again whether storage still has it."""
     _broken: set[tuple[int, Incarnation]] = field(default_factory=set)
-    _waiting: dict[tuple[int, Incarnation], Stamp] = field(default_factory=dict)
-    """Steps of which this node's part is on storage, and other ranks' parts are not."""
+    _waiting: dict[tuple[int, Incarnation], tuple[Stamp, float]] = field(default_factory=dict)
+    """Steps of which this node's part is on storage, and other ranks' parts are not; and since when."""
+    _tell_at: float = 0.0
+    """When to look again whose part is missing."""
     _trace: Trace | None = None
     """Of the root into which something was published last."""
     _ask_at: float = 0.0
@@ -136,10 +144,11 @@ class Drainer:
         log.warning("not drained, next try in %.1f s: %s", self._delay, self.progress.error)
         self._delay = min(2 * self._delay, _RETRY_LONGEST)
 
-    def _complete(self, info: Job, look: bool = True) -> list[Copy]:
+    def _complete(self, info: Job, look: bool = True, waiting: bool = False) -> list[Copy]:
         """Snapshots in this node's memory that all of its ranks have, newest first, none abandoned or damaged.
 
-        Without ``look`` nothing is asked of storage.
+        With ``waiting`` those too of which this node has nothing left to do, and others have. Without ``look`` nothing
+        is asked of storage.
         """
         store = open_store(info.root)
 
@@ -153,7 +162,7 @@ class Drainer:
         return [
             c
             for c in live(survey(self.job, None))
-            if c.key not in self._broken and c.key not in self._waiting and has_all(c)
+            if c.key not in self._broken and (waiting or c.key not in self._waiting) and has_all(c)
         ]
 
     def _next(self, info: Job) -> Copy | None:
@@ -233,37 +242,47 @@ class Drainer:
         return newest_on(store, self.job.durable(), starts, self.job.trace())
 
     def pending(self) -> int | None:
-        """The step in this node's memory that storage lacks, if any. None of a root that was deleted.
+        """The step in this node's memory that storage lacks, or has this node's part of only. None of a root that was
+        deleted.
 
         Raises OSError when storage can't be listed.
         """
         info = self.job.read_job()
-        complete = self._complete(info)[:1] if info else []
+        complete = self._complete(info, waiting=True)[:1] if info else []
         if info is None or not complete:
             return None
         store = open_store(info.root)
         newest = self._newest_durable(store)
         if newest is None and self._was_deleted(store):
             return None
-        return complete[0].step if newest is None or _goes_beyond(complete[0], newest) else None
+        if newest is None or _goes_beyond(complete[0], newest):
+            if complete[0].key in self._waiting and time.monotonic() >= self._tell_at:
+                self._tell(store, complete[0].key)
+            return complete[0].step
+        return None
+
+    def _tell(self, store: Store, key: tuple[int, Incarnation]) -> None:
+        """Say whose part is missing."""
+        told, self._tell_at = self.progress.waits, time.monotonic() + _TELL_EVERY
+        self.progress.waits = lacks(store, self._waiting[key][0])
+        if self.progress.waits not in (None, told):
+            log.warning("%s", self.progress.waits)
 
     def _drain(self, info: Job, copy: Copy) -> bool:
         began = time.monotonic()
         store = open_store(info.root)
         stamps = [Stamp(copy.step, rank, copy.world, copy.incarnation) for rank in _local(info, copy)]
-        with contextlib.ExitStack() as pins:
-            # All pinned before the first byte moves: from here on nothing that the trainers do can take the step away.
-            shards = [pins.enter_context(_pin(copy, s)) for s in stamps if not store.has_shard(s)]
-            self.progress.step, self.progress.done = copy.step, 0
-            self.progress.total = sum(shard.receipt.file_bytes for shard in shards)
-            for shard in shards:
-                with shard.map() as source:
-                    store.write_shard(shard.receipt, source, self._count, self._budget)
-        self._newest_durable(store)
-        if not self._publish(store, stamps[0]):
-            check_written(store, stamps)
-            self._waiting[copy.key] = stamps[0]  # the last node to finish publishes
-            return False
+        try:
+            self._write(store, copy, stamps)
+            self._newest_durable(store)
+            if not self._publish(store, stamps[0]):
+                if check_written(store, stamps):
+                    self._wait_for_others(store, stamps)
+                return False
+        except FileNotFoundError:
+            if overtaken(store, stamps[0]):  # another node has removed what was written of it, for it is of no use
+                return False
+            raise
         if not copy.pinned and any(c.pinned for c in survey(self.job, None) if c.key == copy.key):
             store.pin(stamps[0])  # asked for since
         self.progress.drained += 1
@@ -273,6 +292,25 @@ class Drainer:
         self._became_durable(store, info, copy.key)
         log.debug("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
         return True
+
+    def _write(self, store: Store, copy: Copy, stamps: list[Stamp]) -> None:
+        with contextlib.ExitStack() as pins:
+            # All pinned before the first byte moves: from here on nothing that the trainers do can take the step away.
+            shards = [pins.enter_context(_pin(copy, s)) for s in stamps if not store.has_shard(s)]
+            self.progress.step, self.progress.done = copy.step, 0
+            self.progress.total = sum(shard.receipt.file_bytes for shard in shards)
+            for shard in shards:
+                with shard.map() as source:
+                    store.write_shard(shard.receipt, source, self._count, self._budget)
+
+    def _wait_for_others(self, store: Store, stamps: list[Stamp]) -> None:
+        """The last node to finish publishes. While none does, what this one leaves there must not grow for ever."""
+        stamp = stamps[0]
+        self._waiting[stamp.key] = stamp, time.monotonic()
+        for step in store.withdraw(stamp, [s.rank for s in stamps], _UNFINISHED):
+            key = step, stamp.incarnation
+            self._waiting.pop(key, None)
+            self._broken.add(key)  # newer ones wait, and it is not to be written again
 
     def _publish(self, store: Store, stamp: Stamp) -> bool:
         self._trace = trace_of(store, stamp.step)
@@ -286,24 +324,27 @@ class Drainer:
         """Publish what the other nodes have finished meanwhile; forget what they have given up."""
         store = open_store(info.root)
         self._ask_at = time.monotonic() + max(_OTHER_NODES, store.poll)
-        for key, stamp in list(self._waiting.items()):
+        for key, (stamp, since) in list(self._waiting.items()):
             try:
                 published = self._publish(store, stamp)
             except CorruptError as error:
                 log.error("%s", error)
                 store.discard(stamp)
-                published = False
+                self._broken.add(key)
+                del self._waiting[key]
+                continue
             if published:
                 self._became_durable(store, info, key)
                 del self._waiting[key]
             elif not store.has_shard(stamp):
-                del self._waiting[key]
-                self._broken.add(key)
+                del self._waiting[key]  # overtaken by a newer one; else it is drained again
+            elif time.monotonic() >= max(since + _OVERDUE, self._tell_at):
+                self._tell(store, key)
 
     def _became_durable(self, store: Store, info: Job, key: tuple[int, Incarnation]) -> None:
         with contextlib.suppress(OSError):  # memory is gone, and the snapshots that the note is for
             self.job.write_durable(key[0], self._trace)
-        self.progress.durable, self.progress.error = key[0], None
+        self.progress.durable, self.progress.error, self.progress.waits = key[0], None, None
         self._settle(key)
         self.job.remove_strangers(key)
         removed = store.prune(info.keep, info.keep_every)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import JobDir
 from rekindle.storage.contract import Store
+from rekindle.storage.standing import lacks
 
 __all__ = ["let_go", "wait_durable"]
 
@@ -58,8 +60,18 @@ def wait_durable(
             keeper.check()
         if time.monotonic() > deadline:
             told = job.drain_error() if job is not None else ""
-            raise NotDurableError(f"step {stamp.step} is not on storage after {seconds:.0f} s: {told or why}")
+            why = told or _lacks(stamp, store) or why
+            raise NotDurableError(f"step {stamp.step} is not on storage after {seconds:.0f} s: {why}")
         time.sleep(store.poll)
+
+
+def _lacks(stamp: Stamp, store: Store) -> str | None:
+    """Whose part is missing, if this rank's is there, and storage says so soon."""
+    with suppress(OSError, RuntimeError):
+        looked = behind(lambda: lacks(store, stamp) if store.has_shard(stamp) else None, "rekindle-look")
+        if wait([looked], _LOOK).done:
+            return looked.result()
+    return None
 
 
 def _lost(stamp: Stamp, store: Store, job: JobDir | None, mates: Collection[int]) -> list[int] | None:

@@ -325,7 +325,8 @@ class JobDir:
     def drain_error(self) -> str:
         """What the drain suffers from, in its own words; empty when it says nothing."""
         try:
-            return str(loads(read(self.agent_status))["error"] or "")
+            status = loads(read(self.agent_status))
+            return str(status["error"] or status.get("waits") or "")
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 

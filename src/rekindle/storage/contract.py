@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from rekindle.advice import advise
@@ -149,6 +149,13 @@ class Store(ABC):
         CorruptError when the parts don't make up a whole, FileExistsError where another start of the job has taken the
         step, and the store can't keep both.
         """
+
+    def withdraw(self, stamp: Stamp, ranks: Collection[int], keep: int) -> list[int]:
+        """Remove what ``ranks`` have written of unfinished steps that nobody else has begun, and tell the steps.
+
+        The newest ``keep`` of the incarnation of ``stamp`` stay. A store that can't tell who has begun removes nothing.
+        """
+        return []
 
     # -- tidying ------------------------------------------------------------------------------------------------
 

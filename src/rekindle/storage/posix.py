@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -255,6 +255,24 @@ class PosixStore(Store):
         except OSError as error:  # somebody else has taken either name
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
+
+    def withdraw(self, stamp: Stamp, ranks: Collection[int], keep: int) -> list[int]:
+        unfinished = []
+        for path, step, start, kind in self._directories():
+            if kind == "partial" and start == stamp.incarnation.id:
+                with suppress(FileNotFoundError):  # somebody has just finished it
+                    names = os.listdir(path)
+                    parts = [shard_pattern(name.removeprefix(".").removesuffix(".tmp")) for name in names]
+                    if MANIFEST not in names and all(part is None or part[0] in ranks for part in parts):
+                        unfinished.append((step, path))
+        surplus = unfinished[:-keep]
+        for _, path in surplus:
+            for rank in ranks:  # and nothing else: others may just have begun
+                system.unlink(path / receipt_name(rank, stamp.world))
+                system.unlink(path / shard_name(rank, stamp.world))
+            with suppress(OSError):
+                system.rmdir(path)
+        return [step for step, _ in surplus]
 
     # -- tidying ------------------------------------------------------------------------------------------------
 

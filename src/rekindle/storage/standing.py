@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from rekindle.snapshot.lineage import Incarnation, Stamp, elsewhere, live
 from rekindle.snapshot.memory import Trace
@@ -16,14 +17,18 @@ __all__ = [
     "all_deleted",
     "begins_anew",
     "check_written",
+    "lacks",
     "made_anew",
     "newest_on",
+    "overtaken",
     "refuse_elsewhere",
     "rival",
     "trace_of",
     "was_deleted",
 ]
 
+_SOME = 8
+"""Ranks that a message names at most."""
 DELETED = "deleted"
 """What a rank says that sees that all on storage was deleted."""
 
@@ -85,10 +90,37 @@ def rival(root: Root, newest: Stamp, ours: str) -> str:
     )
 
 
-def check_written(store: Store, parts: Sequence[Stamp]) -> None:
-    """Raise FileNotFoundError where parts of a step that have been written are gone, and not because it is durable."""
-    if not all(store.has_shard(stamp) for stamp in parts) and not store.durable(parts[0]):
-        raise FileNotFoundError(errno.ENOENT, f"what was written of step {parts[0].step} is gone", str(store.root))
+def check_written(store: Store, parts: Sequence[Stamp]) -> bool:
+    """Whether parts of a step that have been written are there, or it is durable; False where it was overtaken.
+
+    Raises FileNotFoundError where they are gone.
+    """
+    if all(store.has_shard(stamp) for stamp in parts) or store.durable(parts[0]):
+        return True
+    if overtaken(store, parts[0]):
+        return False
+    raise FileNotFoundError(errno.ENOENT, f"what was written of step {parts[0].step} is gone", str(store.root))
+
+
+def overtaken(store: Store, stamp: Stamp) -> bool:
+    """Whether a step as new is durable, so that whoever noticed has removed what was written of this one."""
+    stands = live([entry.stamp for entry in store.published()])
+    return any(other.key != stamp.key and other.step >= stamp.step for other in stands)
+
+
+def lacks(store: Store, stamp: Stamp) -> str | None:
+    """What to tell of a step that isn't durable though this node has written its part; None where all parts are there.
+
+    Costs a look-up for each rank of the job.
+    """
+    missing = [rank for rank in range(stamp.world) if not store.has_shard(replace(stamp, rank=rank))]
+    if not missing:
+        return None
+    some = ", ".join(map(str, missing[:_SOME])) + (", ..." if len(missing) > _SOME else "")
+    return (
+        f"step {stamp.step} is not on storage as a whole: the part of rank(s) {some} is missing at {store.root}, which "
+        "another node has to bring: see 'rekindle status' there, and that it has the same root mounted"
+    )
 
 
 def refuse_elsewhere(store: Store, stamp: Stamp, noted: int | None, trace: Trace | None = None) -> Stamp | None:

@@ -1,0 +1,145 @@
+"""Two nodes of one job: two memory directories on this host, and one root. Each node's agent drains its own part."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import rekindle
+from rekindle.agent import drain
+from rekindle.agent.drain import Drainer
+from rekindle.operate import stop
+from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.snapshot.memory import Job, JobDir
+from rekindle.snapshot.slots import Slots
+from rekindle.storage.posix import PosixStore
+from rekindle.testing import make_shard
+from tests.conftest import commit
+
+START = Incarnation(1, "a" * 16)
+MISSING = r"step {} is not on storage as a whole: the part of rank\(s\) {} is missing at .*, which another node has to"
+
+
+class Node:
+    """Has one rank."""
+
+    def __init__(self, memory: Path, root: Path, rank: int, stack: ExitStack) -> None:
+        self.job, self.rank = JobDir(memory / f"node-{rank}" / "job"), rank
+        self.job.create()
+        self.job.write_job(Job(str(root), [rank], 2, 2, None, 600.0))
+        self.slots = Slots(self.job, rank, 2, [rank])
+        stack.callback(self.slots.close)
+        self.drainer = Drainer(self.job)
+
+    def save(self, step: int) -> None:
+        receipt, data = make_shard(Stamp(step, self.rank, 2, START), {f"x{self.rank}": b"%d" % step})
+        commit(self.slots, receipt, data)
+
+    def drain(self, step: int) -> bool:
+        self.save(step)
+        return self.drainer.tick()
+
+    def stop(self) -> None:
+        stop(self.job, 1.0, False, lambda progress: None)
+
+
+@pytest.fixture
+def nodes(memory: Path, root: Path) -> Iterator[tuple[Node, Node]]:
+    (memory / "node-0").mkdir(0o700)
+    (memory / "node-1").mkdir(0o700)
+    with ExitStack() as stack:
+        yield Node(memory, root, 0, stack), Node(memory, root, 1, stack)
+
+
+def partial(root: Path) -> list[int]:
+    return sorted(int(path.name[5:15]) for path in root.glob("*.partial"))
+
+
+def test_a_step_of_which_another_node_lacks_its_part_is_not_given_up(nodes: tuple[Node, Node], root: Path) -> None:
+    one, other = nodes
+    assert not one.drain(7) and partial(root) == [7]
+    assert one.drainer.pending() == 7, "the agent stays, and keeps the memory"
+    with pytest.raises(rekindle.NotDurableError, match=MISSING.format(7, 1)):
+        one.stop()
+    assert {stamp.step for stamp, _ in one.job.stamps()} == {7}
+    assert other.drain(7)
+    one.stop()
+    other.stop()
+    assert not one.job.path.exists() and not other.job.path.exists()
+    assert [entry.stamp.step for entry in PosixStore(root).published()] == [7]
+
+
+def test_what_lacks_is_told_after_a_while_and_forgotten_when_it_comes(
+    nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = nodes
+    one.drain(3)
+    one.drainer.tick()
+    assert one.drainer.progress.waits is None, "other nodes may be slower"
+    monkeypatch.setattr(drain, "_OVERDUE", 0.0)
+    one.drainer._ask_at = 0.0
+    one.drainer.tick()
+    assert "the part of rank(s) 1 is missing" in str(one.drainer.progress.waits)
+    other.drain(3)
+    one.drainer._ask_at = 0.0
+    one.drainer.tick()
+    assert one.drainer.progress.waits is None and one.drainer.progress.durable == 3
+
+
+def test_a_part_that_another_node_has_overtaken_is_no_missing_mount(
+    nodes: tuple[Node, Node], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = nodes
+    publish = PosixStore.publish
+
+    def late(store: PosixStore, stamp: Stamp) -> bool:
+        """A newer step becomes durable just before, from another agent of this node, and its clean-up takes this one's
+        part."""
+        monkeypatch.setattr(PosixStore, "publish", publish)
+        one.save(2)
+        other.save(2)
+        assert not other.drainer.tick() and Drainer(one.job).tick() and partial(root) == []
+        return store.publish(stamp)
+
+    monkeypatch.setattr(PosixStore, "publish", late)
+    assert not one.drain(1) and one.drainer.progress.error is None
+    assert not one.drainer.tick() and one.drainer.pending() is None and one.drainer.progress.error is None
+
+
+def test_a_part_that_is_gone_though_nothing_newer_is_durable_is_written_again(
+    nodes: tuple[Node, Node], root: Path
+) -> None:
+    """As when the disk comes back as it was before."""
+    one, other = nodes
+    one.drain(1)
+    shutil.rmtree(root)
+    one.drainer._ask_at = 0.0
+    one.drainer.tick()
+    assert one.drainer.pending() == 1 and partial(root) == [1]
+    assert other.drain(1)
+
+
+def test_parts_that_nobody_completes_stay_within_bounds(nodes: tuple[Node, Node], root: Path) -> None:
+    one, other = nodes
+    for step in range(1, 11):
+        one.drain(step)
+        if step == 4:
+            other.save(4)
+            assert other.drainer.tick() is True, "within the bound it becomes durable"
+    assert partial(root) == [8, 9, 10] and one.drainer.pending() == 10
+    assert other.drain(10) and partial(root) == []
+
+
+def test_a_part_that_another_node_has_begun_is_not_withdrawn(nodes: tuple[Node, Node], root: Path) -> None:
+    one, other = nodes
+    one.drain(1)
+    (root / f"step-0000000001.{START.id}.partial" / ".shard-00001-of-00002.safetensors.tmp").write_bytes(b"half")
+    for step in range(2, 9):
+        one.drain(step)
+    assert partial(root) == [1, 6, 7, 8]
+    assert other.drain(1), "however slow it is"
+    assert partial(root) == [6, 7, 8]
