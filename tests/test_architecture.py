@@ -15,6 +15,7 @@ PACKAGE = Path(rekindle.__file__).parent
 
 LAYERS = {
     "advice": 0,
+    "console": 0,
     "errors": 0,
     "failpoints": 0,
     "patience": 0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rekindle.console import show_warnings as _show_warnings
 from rekindle.errors import (
     AgentError,
     BusyError,
@@ -53,6 +54,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_show_warnings()
 
 _LAZY = {
     "Checkpoint": "rekindle.checkpointer",

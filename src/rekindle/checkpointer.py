@@ -21,7 +21,7 @@ from rekindle.agent.watchdog import floor_of
 from rekindle.cadence import Auto, Cadence, Fixed, Storing, agreement
 from rekindle.errors import MemoryStoreError, NonFiniteLossError, NotDurableError, UsageError
 from rekindle.guarding import Guarding
-from rekindle.leaving import tell_copies
+from rekindle.leaving import Leaving, tell_copies
 from rekindle.listing import Checkpoint, list_checkpoints
 from rekindle.metrics import Metrics
 from rekindle.recovery.group import this_group
@@ -176,6 +176,7 @@ class Checkpointer:
             *(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout, limit),
             *(self._storing.pause, self._incarnation.id),
         )
+        self._leaving = Leaving(self._saves, self._store, self._job, self._meeting.mates, self._group.rank)
         try:
             if self._meeting.no_memory:
                 self._without_memory(self._meeting.no_memory)
@@ -482,7 +483,7 @@ class Checkpointer:
 
     def _let_go(self, saved: bool) -> None:
         if not self._closed:
-            self._closed = True
+            self._closed = self._leaving.said = True
             self._fence.close()
             self._saves.close()
             let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, saved)

@@ -41,6 +41,10 @@ class Guarding:
         return self.group.rank
 
     @property
+    def alone(self) -> bool:
+        return self.group.world == 1
+
+    @property
     def mates(self) -> Sequence[int]:
         return self.meeting.mates
 

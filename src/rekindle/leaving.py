@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
+from weakref import WeakSet
 
 from rekindle.advice import advise
 from rekindle.listing import list_checkpoints
@@ -13,7 +16,7 @@ from rekindle.saves import Saves
 from rekindle.snapshot.memory import JobDir
 from rekindle.storage.contract import Store
 
-__all__ = ["tell_copies"]
+__all__ = ["Leaving", "tell_copies"]
 
 log = logging.getLogger("rekindle")
 
@@ -35,7 +38,7 @@ def _describe(job: JobDir | None, store: Store, mates: Collection[int], reached:
     unknown = ""
     try:
         found = within(_LOOK, store.root, partial(list_checkpoints, job, store, mates))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # from Python 3.12 on an interpreter that is about to end has no threads
         found, unknown = list_checkpoints(job, None, mates), f"storage can't be read now: {advise(error)}"
     newest = max((one.step for one in found), default=None)
     durable = max((one.step for one in found if one.durable), default=None)
@@ -55,3 +58,40 @@ def _in_memory(step: int, job: JobDir | None) -> str:
     agent = job is not None and job.agent() is not None
     then = "the agent carries it to storage" if agent else "the next start on this node finds it there"
     return f"step {step} is in this node's memory, and {then}"
+
+
+@dataclass(eq=False)
+class Leaving:
+    """Says what is safe where when the process ends without ``close()``: by Ctrl-C for one, or for want of a call.
+
+    One rank of each node says it, if it has made a step; nobody does once ``said`` is set, or this object is gone.
+    """
+
+    saves: Saves
+    store: Store
+    job: JobDir | None
+    mates: Sequence[int]
+    """Ranks on this node."""
+    rank: int
+    said: bool = False
+
+    def __post_init__(self) -> None:
+        atexit.unregister(_at_exit)  # once is enough
+        atexit.register(_at_exit)
+        _open.add(self)
+
+    def at_exit(self) -> None:
+        """The process is ending."""
+        saves = self.saves
+        if not self.said and not saves.forked and self.rank == self.mates[0] and saves.reached > saves.restored:
+            saves.see_out(0.0)
+            copies = _describe(self.job, self.store, self.mates, saves.reached, saves.direct.writing)
+            log.warning("ended without close(): %s", copies)
+
+
+_open: WeakSet[Leaving] = WeakSet()
+
+
+def _at_exit() -> None:
+    for leaving in list(_open):
+        leaving.at_exit()

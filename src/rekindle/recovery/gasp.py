@@ -39,6 +39,9 @@ class Gasp:
     """One rank's. ``run`` does all, once; ``end`` tells the agent that the rank has nothing more to do."""
 
     gate: Gate
+    rank: int
+    alone: bool
+    """Whether the job has no other rank, so that what this one secures is the whole step."""
     mates: Callable[[bool], list[Status]]
     """Status pages of this node's other ranks: with False, of those that have ended too."""
     secure: Callable[[int, bool], None]
@@ -63,14 +66,15 @@ class Gasp:
                 self._wait_for_storage(self.secured[-1], end)
         except Exception as error:
             log.error("the state could not be secured: %s: %s", type(error).__name__, error)
-        log.warning("this rank has secured %s, %.3f s after the fault", self._what(), time.monotonic() - fault.noticed)
+        log.warning("%s secured, %.3f s after the fault", self._what(), time.monotonic() - fault.noticed)
 
     def end(self) -> None:
         """The status page tells what came of it; the agent gives the rank half a second to leave."""
         self.gate.stage(SECURED if self.secured else FAILED)
 
     def _what(self) -> str:
-        return "step " + " and ".join(map(str, self.secured)) if self.secured else "nothing"
+        part = "" if self.alone else f"rank {self.rank}'s part of "
+        return f"{part}step {' and '.join(map(str, self.secured))}" if self.secured else f"{part or 'the state '}not"
 
     def _secure(self, end: float, cause: str) -> None:
         if self.gate.phase == DONE:
@@ -81,7 +85,7 @@ class Gasp:
         step = self.gate.seize(min(patience, end - time.monotonic()))
         if step is None:
             what = "a step()" if self.gate.phase == STEPPING else "an update"
-            log.warning("this rank's state is torn by %s that did not end: left out", what)
+            log.warning("rank %d's state is torn by %s that did not end: left out", self.rank, what)
             return
         self._take(step, cause, end)
         while time.monotonic() < end and self._left_behind(step, planned):

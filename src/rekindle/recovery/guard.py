@@ -52,6 +52,10 @@ class Guarded(Protocol):
     @property
     def rank(self) -> int: ...
     @property
+    def alone(self) -> bool:
+        """Whether the job has no other rank."""
+
+    @property
     def mates(self) -> Sequence[int]:
         """Ranks on this node."""
 
@@ -263,7 +267,8 @@ class Guard(ContextDecorator):
         self.hooks.call("on_stop", fault)
         trainer = self.trainer
         waits = trainer.shared_by_all, trainer.durable
-        gasp = Gasp(self._gate, self._mates, trainer.secure, *waits, self.deadline, self.hooks.call)
+        who = trainer.rank, trainer.alone
+        gasp = Gasp(self._gate, *who, self._mates, trainer.secure, *waits, self.deadline, self.hooks.call)
         gasp.run(fault)
         if fault.cause == "hang":
             self._write_down_collectives()
