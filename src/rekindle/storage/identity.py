@@ -39,7 +39,7 @@ def _mount(path: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+        with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as file:
             return next(line for line in file if line.startswith("mnt_id:"))
     except (OSError, StopIteration):  # no Linux, or no /proc
         return str(os.fstat(fd).st_dev)
