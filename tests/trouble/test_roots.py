@@ -51,13 +51,13 @@ def test_an_old_step_that_cant_be_read_is_in_nobodys_way(root: Path, memory: Pat
     first.restore()
     for step in (1, 2, 3):
         weights.fill_(step)
-        first.save(step, wait="durable", timeout=30)
+        first.save(step, wait="durable", timeout=30, pin=False)
     first.close(timeout=30)
     with unreadable(root / step_dir(1) / MANIFEST):
         later, _ = job_of(root, memory / "b", keep=3)
         assert later.restore() == 3
         for step in (4, 5):
-            later.save(step, wait="durable", timeout=30)
+            later.save(step, wait="durable", timeout=30, pin=False)
         wait_for(lambda: [entry.step for entry in later.checkpoints()] == [5, 4, 3])  # it is pruned after that
         later.close(timeout=30)
         for command in ("ls", "verify"):
@@ -72,7 +72,7 @@ def test_nobody_goes_back_behind_a_newer_step_that_cant_be_read(root: Path, memo
     first.restore()
     for step in (1, 2):
         weights.fill_(step)
-        first.save(step, wait="durable", timeout=30)
+        first.save(step, wait="durable", timeout=30, pin=False)
     first.close(timeout=30)
     with unreadable(root / step_dir(2) / MANIFEST):
         later, _ = job_of(root, memory / "b", keep=3)
