@@ -152,7 +152,7 @@ def test_restore_of_an_older_step_leaves_newer_ones_until_the_new_branch_is_dura
     ckpt.restore()
     for step in (1, 2, 3, 4):
         training.update()
-        ckpt.save(step, wait="durable", timeout=30)
+        ckpt.save(step, wait="durable", timeout=30, pin=False)
     ckpt.close()
     wait_for(lambda: not JobDir.of(root, memory_base()).path.exists())
     again = Training()
