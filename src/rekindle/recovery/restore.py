@@ -20,6 +20,7 @@ from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND
 from rekindle.state.fit import mismatch
+from rekindle.state.options import differences, options_of
 from rekindle.storage.catalog import STORAGE, Copy, copies_in, newest_stored, refuse_behind
 from rekindle.storage.contract import Contents, Store
 from rekindle.storage.standing import DELETED, all_deleted, begins_anew, was_deleted
@@ -185,7 +186,10 @@ def restore(
             if not all(v.place for v in verdicts):
                 continue
             _warn_of_resize(group, key[0], worlds[key])
+            code = options_of(state)
             attempt.load()
+            if group.rank == 0:
+                _tell_options(code, options_of(state))
             if parts is not None:
                 _show_rest(group.rank, verdicts)
         verdict = attempt.verdict
@@ -247,6 +251,16 @@ def _show_rest(rank: int, verdicts: list[Verdict]) -> None:
     """One table, and another one from each rank that has something else to tell."""
     if rank == 0 or verdicts[rank].table != verdicts[0].table:
         log.warning("%s%s", f"rank {rank}: " if len(verdicts) > 1 else "", verdicts[rank].table)
+
+
+def _tell_options(code: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
+    changed = differences(code, restored)
+    if changed:
+        log.warning(
+            "options that differ from the code were restored: %s. To go on with those of the code, set them after "
+            "restore()",
+            changed,
+        )
 
 
 def _warn_of_resize(group: Alone | Group, step: int, world: int) -> None:
