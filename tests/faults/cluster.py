@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.recovery.suffer import obey
-from rekindle.snapshot.memory import JobDir
+from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import root_path
 from rekindle.snapshot.status import SECURED, STAGES, read_status
 from tests.faults.harness import _context, digest_state, end_agent, take_away
@@ -137,7 +137,7 @@ def run(cell: Cell, starts: int = 3, timeout: float = 90.0) -> Outcome:
         if all(code == 0 for code in out.codes[-1]):
             break
     for rank in range(cell.world):
-        lines = _lines(cell, rank)
+        lines = lines_of(cell, rank)
         assert lines and lines[-1][1] == "done", f"rank {rank}: {out.codes}\n{cell.log(rank).read_text()[-3000:]}"
         out.digests.append(lines[-1][2])
     _conclude(cell, out)
@@ -171,7 +171,7 @@ def _finish(ranks: list[Any], deadline: float) -> list[int | None]:
     return [p.exitcode for p in ranks]
 
 
-def _lines(cell: Cell, rank: int) -> list[list[str]]:
+def lines_of(cell: Cell, rank: int) -> list[list[str]]:
     """``[time, what, value...]`` as the rank wrote it down."""
     path = cell.trace(rank)
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
@@ -180,18 +180,18 @@ def _lines(cell: Cell, rank: int) -> list[list[str]]:
 def _observe(cell: Cell, out: Outcome) -> None:
     """Look at what the struck start left, before the next one writes over it."""
     now = time.monotonic()
-    struck = [float(line[0]) for r in range(cell.world) for line in _lines(cell, r) if line[1] == "fault"]
+    struck = [float(line[0]) for r in range(cell.world) for line in lines_of(cell, r) if line[1] == "fault"]
     assert struck, "the fault did not strike: " + cell.log(cell.victim).read_text()[-2000:]
     out.gone = now - struck[0]
     if cell.fault == "kill-in-gasp":
-        assert any(line[1] == "gasping" for line in _lines(cell, cell.second)), "nobody was killed in its gasp"
+        assert any(line[1] == "gasping" for line in lines_of(cell, cell.second)), "nobody was killed in its gasp"
     out.logs = [cell.log(rank).read_text()[-8000:] for rank in range(cell.world)]
     with suppress(OSError):
         out.logs.append(cell.job.log.read_text()[-8000:])
     with suppress(OSError, ValueError):
         fault = json.loads(cell.job.fault.read_bytes())
         out.cause, out.what, out.noticed = fault["cause"], fault["what"], fault["noticed"] - struck[0]
-    steps = [[int(line[2]) for line in _lines(cell, r) if line[1] == "step"] for r in range(cell.world)]
+    steps = [[int(line[2]) for line in lines_of(cell, r) if line[1] == "step"] for r in range(cell.world)]
     out.reached = min(max(done, default=0) for done in steps)
     pages = []
     for rank in range(cell.world):
@@ -203,11 +203,11 @@ def _observe(cell: Cell, out: Outcome) -> None:
 
 
 def _conclude(cell: Cell, out: Outcome) -> None:
-    lines = _lines(cell, 0)
+    lines = lines_of(cell, 0)
     restored = [i for i, line in enumerate(lines) if line[1] == "restored"]
     if cell.fault and len(restored) > 1:
         out.resumed = int(lines[restored[1]][2])
-        struck = min(float(line[0]) for r in range(cell.world) for line in _lines(cell, r) if line[1] == "fault")
+        struck = min(float(line[0]) for r in range(cell.world) for line in lines_of(cell, r) if line[1] == "fault")
         again = [float(line[0]) for line in lines[restored[1] :] if line[1] == "step"]
         out.again = again[0] - struck if again else -1.0
 
@@ -389,6 +389,10 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
                 ckpt.step(step)
                 trainer.say("step", step)
                 trainer.at("copying")
+            if cell.evaluate:
+                trainer.say(
+                    "pause", read_status(JobDir.of(cell.root, memory_base(cell.memory)).status_page(rank)).pause
+                )
         ckpt.close(timeout=30)
         plain = {**state, "model": getattr(model, "module", model)}
         if cell.config == "zero":

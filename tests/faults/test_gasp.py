@@ -18,7 +18,7 @@ from rekindle.snapshot.memory import JobDir
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
-from tests.faults.cluster import MOMENTS, Cell, run, start
+from tests.faults.cluster import MOMENTS, Cell, lines_of, run, start
 from tests.faults.matrix import judge, unbroken_run, world_of
 
 CELLS = [("ddp", "kill", moment) for moment in MOMENTS] + [
@@ -93,8 +93,11 @@ def cgroup() -> Iterator[Path]:
 
 def test_whoever_waits_for_a_rank_that_pauses_does_not_hang(root: Path, memory: Path, job: JobDir) -> None:
     """Rank 1 evaluates for longer than a hang takes; rank 0 waits for it in a collective, without having said so."""
-    out = run(Cell(root, memory, "ddp", evaluate=3.0))
+    cell = Cell(root, memory, "ddp", evaluate=3.0)
+    out = run(cell)
     assert out.codes == [[0, 0]] and not job.fault.exists()
+    learned = [float(line[2]) for rank in (0, 1) for line in lines_of(cell, rank) if line[1] == "pause"]
+    assert len(learned) == 2 and max(learned) < 3.0, "what rank 0 waited for is no measure of its own pauses"
 
 
 def test_a_rank_that_the_kernel_kills_for_want_of_memory(
