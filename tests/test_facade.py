@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,10 @@ def test_all_is_complete():
     assert public <= set(rekindle.__all__)
     assert ERRORS.keys() <= set(rekindle.__all__)
     assert {"Checkpoint", "Checkpointer", "Metrics", "Values"} <= set(rekindle.__all__)
+
+
+def test_type_checkers_are_told_that_there_are_types():
+    assert (Path(rekindle.__file__).parent / "py.typed").is_file()  # the wheel takes the whole directory along
 
 
 def test_an_unknown_name_is_an_attribute_error():
