@@ -248,6 +248,14 @@ def test_roots_that_are_not_directories(memory: Path) -> None:
             rekindle.Checkpointer(root, Training().state)
 
 
+def test_a_place_inside_of_a_root_is_no_root(root: Path, memory: Path) -> None:
+    """Else who gives a step's directory, to go on from it, would begin anew in there without a word."""
+    for place in (root / "step-0000000100", root / "step-0000000100" / "checkpoint.json"):
+        with pytest.raises(rekindle.UsageError, match=f"lies inside the root {root}, in its step 100: give that root"):
+            rekindle.Checkpointer(place, {"values": rekindle.Values()})
+    assert not root.exists()
+
+
 def test_state_without_state_dict_is_refused_by_name(root: Path, memory: Path) -> None:
     with pytest.raises(rekindle.UsageError, match="epoch"):
         rekindle.Checkpointer(root, {"epoch": 3})

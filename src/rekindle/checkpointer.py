@@ -32,12 +32,12 @@ from rekindle.recovery.partial import choose_parts
 from rekindle.recovery.restore import restore
 from rekindle.recovery.takeover import GIVE_WAY, occupy
 from rekindle.recovery.verdict import introduce
+from rekindle.roots import root_to_train
 from rekindle.saves import Saves
 from rekindle.settings import check_settings, tell_what_a_node_costs, warn_of_shared_store, what_storage_alone_means
 from rekindle.snapshot.compose import compose
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.names import root_of
 from rekindle.snapshot.slots import Slots
 from rekindle.state.capture import Capture
 from rekindle.state.device import page_lock
@@ -140,7 +140,7 @@ class Checkpointer:
         times = {"fallback_after": fallback_after, "idle_timeout": idle_timeout, "persist_seconds": persist_seconds}
         check_settings(overlap, snapshot_budget, {"snapshot_every": every}, optional, times)
         limit = rate(drain_limit)
-        self.root = root_of(root)
+        self.root = root_to_train(root)
         self.metrics = Metrics()
         self._strict = strict
         self._capture = Capture(state, rng, allow_pickle)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rekindle.errors import UsageError
-from rekindle.snapshot.names import MANIFEST, STEP_DIR, Root
+from rekindle.snapshot.names import MANIFEST, STEP_DIR, Root, root_of
 from rekindle.storage.stores import urls_below
 
-__all__ = ["describe", "refuse_inside"]
+__all__ = ["describe", "refuse_inside", "root_to_train"]
 
 _SHOWN = 10
 """Roots, or names of files, that a message lists at most."""
@@ -72,6 +72,13 @@ def refuse_inside(root: Root) -> None:
     inside = _inside(root)
     if inside is not None:
         raise UsageError(f"{root}: lies inside the root {inside.root}, in its step {inside.step}: give that root")
+
+
+def root_to_train(root: str | os.PathLike[str]) -> Root:
+    """As ``root_of``. Raises UsageError for a place inside of another root, too: a run would begin anew in there."""
+    checked = root_of(root)
+    refuse_inside(checked)
+    return checked
 
 
 def _inside(root: Root) -> _Inside | None:
