@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -35,6 +36,8 @@ from rekindle.snapshot.names import receipt_name, root_path, step_dir
 
 EXAMPLE = Path(__file__).with_name("train_gpt.py")
 RANKS, STEPS = 2, 90
+ROOM = 256 << 20
+"""Bytes of /dev/shm without which its memory is kept elsewhere: Docker gives containers a quarter of that."""
 LIMIT = 180.0
 """Seconds that any one wait may take."""
 
@@ -299,7 +302,8 @@ def demonstrate(directory: Path, console: Console, runs: list[Run]) -> bool:
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are ended then, too
     console, runs, began = Console(), list[Run](), time.monotonic()
-    tmpfs = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    roomy = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > ROOM
+    tmpfs = "/dev/shm" if roomy else None  # else a plain folder does, which is only slower
     with (
         tempfile.TemporaryDirectory(prefix="rekindle-demo-") as directory,
         tempfile.TemporaryDirectory(prefix="rekindle-demo-", dir=tmpfs, ignore_cleanup_errors=True) as memory,

@@ -38,6 +38,7 @@ from rekindle.settings import check_settings, tell_what_a_node_costs, warn_of_sh
 from rekindle.snapshot.compose import compose
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import Job, JobDir, memory_base
+from rekindle.snapshot.room import Room
 from rekindle.snapshot.slots import Slots
 from rekindle.state.capture import Capture
 from rekindle.state.device import page_lock
@@ -83,12 +84,10 @@ class Checkpointer:
         Durable checkpoints that stay: the newest ``keep``, and every multiple of ``keep_every``. With neither, the
         newest two and one of each power-of-two age in steps, eight at most; with ``keep_every`` alone the newest two.
     overlap
-        True copies what only the optimizers in ``state`` change, parameters and their own state, while training goes
-        on, and lets an update wait for what is left. False copies everything inside of ``step()``, which then returns
-        with the snapshot committed. "auto" does that where it costs little: where no rank has a snapshot of more than
-        16 MiB, or a part of it on a device, and ``snapshot_every`` isn't "auto"; ``metrics.committed_in_step`` tells.
-        "verify" is True, compares checksums, and names what is changed by anything else meanwhile; it is slow, and
-        meant for a first try.
+        True copies what only the optimizers in ``state`` change while training goes on; an update waits for what is
+        left. False copies all inside of ``step()``, which returns with the snapshot committed. "auto" is False where no
+        rank's snapshot is over 16 MiB or on a device and ``snapshot_every`` isn't "auto"; ``metrics.committed_in_step``
+        tells. "verify" is True, and names by checksums what anything else changes meanwhile: slow, for a first try.
     rng
         Save the random generators of Python, NumPy, torch and its devices too.
     allow_pickle
@@ -99,9 +98,10 @@ class Checkpointer:
         Raise when a save fails, or when the memory store can't be used, instead of warning and falling back.
     memory
         Directory of the memory store; default $REKINDLE_MEMORY, else /dev/shm.
-    memory_limit
-        Bytes that the job's snapshots may hold on each node. A snapshot needs twice its size, and three times while
-        one is being drained as others are taken; with less, the third is done without.
+    memory_limit, memory_headroom
+        Bytes that the job's snapshots may hold on each node, and bytes that stay free there for others, such as a
+        ``DataLoader``'s workers: of /dev/shm a quarter, at least 64 MiB, elsewhere 0. A snapshot needs twice its size,
+        or saves go straight to storage; and three times while one is being drained, or the third is done without.
     idle_timeout
         Seconds after the last trainer has gone until the agent leaves, everything being durable.
     fallback_after
@@ -131,12 +131,13 @@ class Checkpointer:
         strict: bool = False,
         memory: str | os.PathLike[str] | None = None,
         memory_limit: int | None = None,
+        memory_headroom: int | None = None,
         idle_timeout: float = 900.0,
         fallback_after: float = 10.0,
     ) -> None:
         every = 1 if snapshot_every == "auto" else snapshot_every
         optional = {"persist_every": persist_every, "keep": keep, "keep_every": keep_every}
-        optional["memory_limit"] = memory_limit
+        optional |= {"memory_limit": memory_limit, "memory_headroom": memory_headroom}
         times = {"fallback_after": fallback_after, "idle_timeout": idle_timeout, "persist_seconds": persist_seconds}
         check_settings(overlap, snapshot_budget, {"snapshot_every": every}, optional, times)
         limit = rate(drain_limit)
@@ -160,9 +161,10 @@ class Checkpointer:
         self._group = this_group()
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
         settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap, "persist_seconds": persist_seconds}
-        settings |= {"allow_missing": allow_missing}
+        settings["allow_missing"] = allow_missing
         size = partial(share_out, self._group, self._capture, allow_missing)
-        self._meeting = meet(self._group, self._job, self.root, size, memory_limit, settings)
+        room = Room(memory_limit, memory_headroom)
+        self._meeting = meet(self._group, self._job, self.root, size, room, settings)
         occupy(self._job.path, self._group.rank, self)
         often = snapshot_every == "auto"
         self._overlap, self._in_step = agree_on_overlap(self._group, self._capture, overlap, often=often)
@@ -181,7 +183,7 @@ class Checkpointer:
             if self._meeting.no_memory:
                 self._without_memory(self._meeting.no_memory)
             else:
-                self._with_memory(self._job, info, memory_limit, fallback_after)
+                self._with_memory(self._job, info, room, fallback_after)
         except BaseException:
             self._let_go(False)  # else whoever keeps the traceback would keep the rank's place
             raise
@@ -191,14 +193,13 @@ class Checkpointer:
 
     # -- starting -----------------------------------------------------------------------------------------------
 
-    def _with_memory(self, job: JobDir, info: Job, limit: int | None, fallback_after: float) -> None:
+    def _with_memory(self, job: JobDir, info: Job, room: Room, fallback_after: float) -> None:
         mates, rank, nbytes = self._meeting.mates, self._group.rank, self._meeting.nbytes
         if rank == mates[0]:
             tell_what_a_node_costs(info.persist_seconds)
             self._keeper = AgentKeeper(job, info, fallback_after, self.metrics.agent)
             self._keeper.check()
-        share = None if limit is None else limit // len(mates)
-        slots = Slots(job, rank, self._group.world, mates, share, page_lock)
+        slots = Slots(job, rank, self._group.world, mates, room.share(len(mates)), page_lock, room.headroom(job))
         slots.adopt()
         self._saves.use_memory(slots, self._overlap)
         if not self._meeting.found:  # else after the restore, which would have to share the cores with it
@@ -213,9 +214,8 @@ class Checkpointer:
         if self._strict:
             raise MemoryStoreError(why)
         if self._group.rank == self._meeting.mates[0]:
-            log.warning(
-                "%s. Checkpoints go straight to storage, %s.", why, what_storage_alone_means(self._storing.pause)
-            )
+            means = what_storage_alone_means(self._storing.pause)
+            log.warning("%s. Checkpoints go straight to storage, %s.", why, means)
         if self._meeting.lock is None:
             self._job = None
 

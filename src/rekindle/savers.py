@@ -249,7 +249,7 @@ class MemorySaver:
                 raise flight.error
         plan = self._live.plan(stamp, whole)
         self.mend()
-        slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
+        slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes, gasp=True)
         assert slot.map is not None
         try:
             receipt = self._live.write(stamp, plan, slot.map)

@@ -20,8 +20,11 @@ def check_settings(
     """Raise UsageError for arguments that make no sense, naming the first one."""
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in (counts | given).items():
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 63:
-            raise UsageError(f"{name} is {value!r}: must be a whole number of at least 1, and less than 2 to the 63rd")
+        least = 0 if name == "memory_headroom" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 63:
+            raise UsageError(
+                f"{name} is {value!r}: must be a whole number of at least {least}, and less than 2 to the 63rd"
+            )
     if not (isinstance(overlap, bool) or overlap in ("auto", "verify")):
         raise UsageError(f"overlap is {overlap!r}: must be 'auto', True, False or 'verify'")
     if not isinstance(budget, (int, float)) or not 0 < budget < 1:

@@ -19,6 +19,7 @@ from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import Root
+from rekindle.snapshot.room import Room
 from rekindle.state.capture import Capture
 from rekindle.state.missing import describe_missing
 from rekindle.state.plan import Overlap
@@ -32,9 +33,6 @@ log = logging.getLogger("rekindle")
 
 _SOON, _DYING = 2.0, 30.0
 """Seconds that a restarted rank waits for its dying predecessor, without and with a word of that."""
-
-_SLACK = 1 << 20
-"""Bytes that must be free beside the snapshots, for receipts and the job's small files."""
 
 
 @dataclass
@@ -76,13 +74,13 @@ def meet(
     job: JobDir,
     root: Root,
     size: Callable[[list[int]], int],
-    limit: int | None,
+    room: Room,
     settings: dict[str, Any],
 ) -> Meeting:
     """Some rounds with all ranks. A collective.
 
     ``size``, a collective too, is told the ranks of this node and tells what a snapshot of this one will take;
-    ``limit`` is what all may take on a node, ``settings`` what every rank must have been given alike. Raises BusyError
+    ``room`` is what all may take on a node, ``settings`` what every rank must have been given alike. Raises BusyError
     or UsageError, on all ranks.
     """
     lock, busy, no_memory = take_place(job, group.rank)
@@ -98,7 +96,7 @@ def meet(
                 name = differing[0]
                 raise UsageError(f"{name} is {given[name]!r} on rank {rank} and {first[0][2][name]!r} on rank 0")
         nbytes = size(mates)
-        no_memory = no_memory or no_room(job, nbytes, len(mates), limit)
+        no_memory = no_memory or _lacking(job, nbytes, len(mates), room)
         store = open_store(root)
         sight = look(None if lock is None else job, store, group.rank)
         generation = max((offer.incarnation.generation for offer in sight.offers), default=0)
@@ -110,6 +108,9 @@ def meet(
     no_memory = next((second[rank][0] for rank in mates if second[rank][0]), None)
     if group.rank == 0 and sight.storage_error is None:
         warn_of_weakness(store)
+    if no_memory is None and group.rank == mates[0]:
+        with suppress(OSError):
+            log.info("%s", room.told(job, nbytes, len(mates)))
     incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
     nodes = len({node for node, _, _ in first})
     deleted = all_deleted([entry[4] for entry in second])
@@ -224,16 +225,8 @@ def take_place(job: JobDir, rank: int, *, dying: bool = True) -> tuple[Lock | No
         return None, None, f"memory store {job.path}: {advise(error)}"
 
 
-def no_room(job: JobDir, nbytes: int, ranks: int, limit: int | None) -> str | None:
-    """Why this node's memory can't hold two snapshots of each rank, or None when it can."""
-    need = 2 * nbytes * ranks
-    held, free = job.held_bytes(), job.free_bytes()
-    room = f"{free / 1e6:,.1f} MB are free" + (f" beside {held / 1e6:,.1f} MB of this job" if held else "")
-    if limit is not None and need > limit:
-        room = f"memory_limit is {limit / 1e6:,.1f} MB"
-    elif need <= held + free and free >= _SLACK:
-        return None
-    return (
-        f"memory store {job.path.parent}: two snapshots of about {nbytes / 1e6:,.1f} MB for each of {ranks} rank(s) "
-        f"need {need / 1e6:,.1f} MB, {room}: give it more (a container: --shm-size), or raise memory_limit"
-    )
+def _lacking(job: JobDir, nbytes: int, ranks: int, room: Room) -> str | None:
+    try:
+        return room.lacking(job, nbytes, ranks)
+    except OSError as error:  # somebody has removed it
+        return f"memory store {job.path.parent}: {advise(error)}"

@@ -384,6 +384,11 @@ class JobDir:
                     continue
         return total
 
+    def all_bytes(self) -> int:
+        """Bytes that the file system has, taken or not."""
+        info = os.statvfs(self.path)
+        return info.f_blocks * info.f_frsize
+
     def free_bytes(self) -> int:
         """Bytes of memory that the file system has left."""
         info = os.statvfs(self.path)

@@ -126,6 +126,8 @@ class Slots:
     """Bytes that this rank may hold."""
     prepare: Callable[[mmap.mmap], object] | None = None
     """Called once with each new mapping that is to be written to."""
+    headroom: int = 0
+    """Bytes of the file system that are left to others. Only dying gasps may have them."""
     slots: list[Slot] = field(default_factory=list)
     _reserving: threading.Thread | None = None
     _unneeded: int = 0
@@ -191,11 +193,12 @@ class Slots:
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def acquire(self, step: int, incarnation: Incarnation, nbytes: int) -> Slot:
+    def acquire(self, step: int, incarnation: Incarnation, nbytes: int, *, gasp: bool = False) -> Slot:
         """A locked, mapped slot of ``nbytes`` to write the snapshot of ``step`` into.
 
         One step that every rank of this node has committed always stays, the newest unless that leaves no room; a file
-        that somebody is reading is never touched. Raises MemoryStoreError when no slot is left.
+        that somebody is reading is never touched. Raises MemoryStoreError when no slot is left, or one more would leave
+        less to others than the headroom, which a ``gasp`` may use up.
         """
         self.ready()
         if not self.job.slots.is_dir():
@@ -207,11 +210,16 @@ class Slots:
         for slot in self.slots:
             if slot.stamp and self._abandoned(slot.stamp, step, incarnation):
                 self._uncommit(slot)
-        slot = self._take(nbytes)
+        slot = self._take(nbytes, gasp)
         if slot.stamp is not None:
             self._uncommit(slot)
         reach("save.recycled", step)
         try:
+            if not (gasp or self._spares(nbytes - slot.size)):
+                raise MemoryStoreError(
+                    f"memory store {self.job.path}: a snapshot of {nbytes:,} bytes would leave less than "
+                    f"{self.headroom:,} bytes to others: give it more, or lower memory_headroom"
+                )
             slot.resize(nbytes)
         except MemoryStoreError:
             slot.unlock()
@@ -225,7 +233,11 @@ class Slots:
             return stamp.step == step
         return stamp.step > incarnation.parent_step
 
-    def _take(self, nbytes: int) -> Slot:
+    def _spares(self, more: int) -> bool:
+        """Whether all ranks of this node may take so many bytes more and leave the headroom: they do it all at once."""
+        return more <= 0 or not self.headroom or self.job.free_bytes() - more * len(self.mates) >= self.headroom
+
+    def _take(self, nbytes: int, gasp: bool) -> Slot:
         """A locked slot: a free one, else the oldest that can be spared, else a new one, else any but the last."""
         committed = sorted((s for s in self.slots if s.stamp), key=_step_of)
         complete = self.complete()
@@ -239,7 +251,8 @@ class Slots:
         if locked:
             self._give_back(locked[1:])
             return locked[0]
-        if len(self.slots) < most and (self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit):
+        within = self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit
+        if len(self.slots) < most and within and (gasp or self._spares(nbytes)):
             slot = self._new()
             slot.lock()
             try:

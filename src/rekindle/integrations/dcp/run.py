@@ -19,12 +19,13 @@ from rekindle.integrations.dcp.away import out_of_sight
 from rekindle.integrations.dcp.letters import Letter, open_box, take_box
 from rekindle.integrations.dcp.start import Arrival, Key, Offer, Ruling, Start, agree
 from rekindle.recovery.group import node_id, this_group
-from rekindle.recovery.meet import Meeting, no_room, take_place, warn_of_weakness
+from rekindle.recovery.meet import Meeting, take_place, warn_of_weakness
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.memory import Job, JobDir, Trace, memory_base
 from rekindle.snapshot.names import Root
+from rekindle.snapshot.room import Room
 from rekindle.snapshot.slots import Slots
 from rekindle.state.copy import ShardWriter
 from rekindle.state.device import page_lock
@@ -139,7 +140,7 @@ class Run:
             self._place, busy, no_memory = take_place(self._job_dir, rank, dying=self.world is None)
             if busy:
                 raise BusyError(busy)
-            self._no_memory = no_memory or no_room(self._job_dir, 0, 1, None)
+            self._no_memory = no_memory or Room().lacking(self._job_dir, 0, 1)
             self._rank = rank
 
     # -- agreeing on a save ------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ class Run:
             info = Job(str(self.root), mates, world, *self.settings.retention, _IDLE, limit, start=ours)
             self._keeper = AgentKeeper(self._job_dir, info)
             self._keeper.check()
-        self._slots = Slots(self._job_dir, rank, world, mates, None, page_lock)
+        self._slots = Slots(self._job_dir, rank, world, mates, None, page_lock, Room().headroom(self._job_dir))
         self._slots.adopt()
 
     def _straight_to_storage(self, why: object, aloud: bool) -> None:
