@@ -40,6 +40,10 @@ class Room:
             return 0
         return max(_HEADROOM, job.all_bytes() // _PART)
 
+    def share(self, ranks: int) -> int | None:
+        """Bytes that each rank of a node may hold of the limit, if there is one."""
+        return None if self.limit is None else self.limit // ranks
+
     def lacking(self, job: JobDir, nbytes: int, ranks: int) -> str | None:
         """Why it can't hold two snapshots of ``nbytes`` of each of ``ranks`` ranks; None when it can.
 
@@ -71,9 +75,11 @@ class Room:
         """What two snapshots of each rank take, and what they leave."""
         need, headroom = 2 * nbytes * ranks, self.headroom(job)
         left = max(0, job.free_bytes() + job.held_bytes() - need)
-        text = f"memory store {job.path.parent}: {_mb(need)} for snapshots, and half as much again while one is drained"
-        kept = f"; {_mb(headroom)} stay with others, but for dying gasps" if headroom else ""
-        return f"{text}, where that leaves room; {_mb(left)} are left{kept}"
+        kept = f", of which {_mb(headroom)} stay with others, but for dying gasps" if headroom else ""
+        return (
+            f"memory store {job.path.parent}: snapshots take {_mb(need)}, half as much again while one is drained and "
+            f"there is room; {_mb(left)} are left{kept}"
+        )
 
 
 def _mb(nbytes: int) -> str:

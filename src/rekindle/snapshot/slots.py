@@ -269,7 +269,7 @@ class Slots:
                 return slot
         raise MemoryStoreError(
             f"memory store {self.job.path}: every snapshot is being read and there is no room for one more of "
-            f"{nbytes:,} bytes: give it more, or raise memory_limit"
+            f"{nbytes:,} bytes: give it more, raise memory_limit, or lower memory_headroom"
         )
 
     def _give_back(self, surplus: list[Slot]) -> None:
