@@ -141,7 +141,7 @@ def test_a_real_job_chooses_by_itself(root: Path, memory: Path) -> None:
     [
         *({"snapshot_every": value} for value in ("often", None, 0)),
         *({"snapshot_budget": value} for value in (0, 1, 1.5, "1%", None)),
-        *({"keep": None}, {"memory_limit": "1GB"}, {"memory_limit": -5}, {"drain_limit": "fast"}),
+        *({"keep": 0}, {"memory_limit": "1GB"}, {"memory_limit": -5}, {"memory_headroom": -1}, {"drain_limit": "fast"}),
     ],
 )
 def test_settings_that_make_no_sense(wrong: dict[str, object], root: Path, memory: Path) -> None:
