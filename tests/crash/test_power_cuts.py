@@ -16,10 +16,12 @@ from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.names import step_dir
 from rekindle.storage import system
 from rekindle.storage.posix import PosixStore
+from tests.conftest import make_shard
 from tests.crash.disk import Data, Disk, Effort, Entry, Node, Sync
 from tests.crash.explore import QUICK, Explorer, Step
 from tests.crash.histories import MEETINGS, calls_of, do, explorer_in, scratch, work
-from tests.crash.jobs import OPERATIONS, content_of, race
+from tests.crash.jobs import OPERATIONS, Run, content_of, race
+from tests.crash.judge import Promise
 from tests.crash.recorder import Recorder
 
 PACKAGE = Path(rekindle.__file__).parent
@@ -75,6 +77,26 @@ def test_two_nodes_that_publish_at_once(explorer: Explorer) -> None:
     assert explorer.counts["states"] > 100
     run, _ = explorer.record([("save", None)], race(MEETINGS))
     assert run.recorder.calls == MEETINGS, "else some moment has been left out"
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_no_checkpoint_comes_back_without_its_pin(explorer: Explorer, broken: bool) -> None:
+    def pinned_save(run: Run) -> None:
+        receipt, data = make_shard(Stamp(1, 0, 1, run.incarnation, pinned=True), {"x": b"x" * 5000})
+        run.store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+        assert run.store.publish(Stamp(1, 0, 1, run.incarnation))
+        run.store.settle()
+
+    if broken:
+        explorer.mutate = without("sync", lambda path: path.name.endswith(".partial"))
+    run, first = explorer.record([], pinned_save)
+    published = lacking = 0
+    for tree, *_ in explorer._states(run.recorder, first, Promise(), QUICK):
+        explorer.place.put(tree)
+        for entry in run.store.published():
+            published += 1
+            lacking += not entry.pinned
+    assert published > 5 and (lacking > 0) is broken
 
 
 # -- would it tell? --------------------------------------------------------------------------------------------------
