@@ -233,6 +233,9 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
     exception  the rank raises, before its next update
     oom        the rank takes memory until the kernel kills it
     agent      SIGKILL to the node's agent
+
+    'stop' and 'hang' are noticed by the watchdog: by default after a minute, with guard(watchdog="fast") after a second
+    and three of the longest recent steps.
     """
     job = _job_of(root, memory)
     report = drill(job, fault, rank, timeout, lambda line: None if as_json else click.echo(line))

@@ -168,7 +168,7 @@ def test_nor_one_that_no_snapshot_was_taken_of(play: Play) -> None:
 
 def _slow_storage(trainer: Trainer) -> None:
     ckpt = trainer.begin(drain_limit=1000)
-    with ckpt.guard() as guard:
+    with ckpt.guard(watchdog="fast") as guard:
         assert guard.connected(30)
         trainer.train(ckpt, 5)
         ckpt.save(5, wait="durable")

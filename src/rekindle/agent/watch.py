@@ -249,7 +249,9 @@ class Watch:
             return
         ages = [min(page.age, now - self._paused) for page in pages.values() if page.phase != DONE]
         late = any(age > limit.seconds for age in ages)
-        if self._debugged or late:
+        if not late and not self._debugged:
+            self._doubted = 0.0  # there was progress before all had answered: the next silence is a new question
+        else:
             debugger = self._debugger(now)
             if late and debugger is False:
                 self._hangs(pages, limit)
