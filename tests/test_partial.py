@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rekindle
+from tests.faults.harness import wait_for
 from tests.test_checkpointer import Training
 
 
@@ -92,6 +93,27 @@ def test_a_part_of_which_nothing_is_loaded_is_an_error_before_anything_is(saved:
     with pytest.raises(rekindle.StateMismatchError, match=r"nothing of 'model' .*restore\(step=0\) starts anew"):
         ckpt.restore(partial=True)  # all of its names are there, and none of its shapes
     ckpt.close()
+
+
+@pytest.mark.parametrize("all_loaded", [False, True])
+def test_what_was_loaded_in_part_only_is_not_pruned(saved: Training, root: Path, all_loaded: bool) -> None:
+    again = Training()
+    state: dict[str, object] = {
+        "model": torch.nn.Sequential(again.model, torch.nn.Linear(8, 3), *([torch.nn.Linear(3, 3)] * all_loaded)),
+        "optimizer": again.optimizer,
+    }
+    if all_loaded:
+        state["old"] = rekindle.Values()
+    with rekindle.Checkpointer(root, state, rng=False, keep=1) as ckpt:
+        assert ckpt.restore(partial=True) == 1
+        for step in (2, 3):
+            again.update()
+            ckpt.save(step, wait="durable", pin=False, timeout=60)
+        assert {one.step for one in ckpt.checkpoints() if one.durable} >= ({3} if all_loaded else {1, 3})
+    wait_for(
+        lambda: sorted(int(path.name[5:]) for path in root.iterdir()) == ([3] if all_loaded else [1, 3]),
+        what="retention",
+    )
 
 
 def test_a_table_is_bounded(root: Path, memory: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from rekindle.errors import RekindleError, StateMismatchError, UsageError
 from rekindle.recovery.exchange import Job, exchange
 from rekindle.recovery.group import Alone, Group
-from rekindle.recovery.partial import Counts, table
+from rekindle.recovery.partial import Counts, table, unloaded
 from rekindle.recovery.sources import Source, Sources
 from rekindle.snapshot.boxes import Box, tensors_in
 from rekindle.snapshot.documents import Receipt
@@ -64,6 +64,8 @@ class Verdict:
     """Entries of the checkpoint."""
     table: str = ""
     """What is loaded and what isn't, for people, where not all has to fit."""
+    unloaded: set[str] = field(default_factory=set)
+    """What this rank's part of the checkpoint has, and is not loaded here. Somebody else may load it."""
 
 
 class Attempt:
@@ -123,6 +125,7 @@ class Attempt:
             self.verdict.there = set(entries(self.fit.saved.home.structure))
             if self._parts is not None:
                 self.verdict.table = table(self._key[0], self.fit)
+                self.verdict.unloaded = unloaded(self.fit)
 
     def _find(self) -> bool:
         """Look at more and more shards, until they have all that is wanted, or there are no more."""

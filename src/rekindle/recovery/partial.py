@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from rekindle.advice import advise
 from rekindle.errors import StateMismatchError, UsageError
+from rekindle.patience import within
+from rekindle.snapshot.lineage import Stamp
 from rekindle.state.fit import Fit
 from rekindle.state.rng import RngState
+from rekindle.state.tree import entries
+from rekindle.storage.contract import Store
 
-__all__ = ["Counts", "choose_parts", "refuse_empty", "table"]
+__all__ = ["Counts", "choose_parts", "keep", "refuse_empty", "table", "unloaded"]
+
+log = logging.getLogger("rekindle")
 
 Counts = dict[str, tuple[int, int]]
 """By part of the state: how much of it a checkpoint has, and of how much."""
 
+_PIN = 10.0
+"""Seconds that storage gets to pin a checkpoint."""
 _LINES = 12
 """Lines of a table for what was left, and as many for what was skipped: a model of other names has thousands."""
 
 
 def choose_parts(
-    partial: bool | str | Collection[str], strict: bool | None, state: Mapping[str, Any]
+    wanted: bool | str | Collection[str], strict: bool | None, state: Mapping[str, Any]
 ) -> frozenset[str] | None:
     """Names of the parts of ``state`` to load as far as they fit; None when all of it has to fit.
 
-    ``strict`` is what ``partial`` was called, the other way around. Raises UsageError for a name that the state doesn't
-    have.
+    ``wanted`` is restore()'s ``partial``; ``strict`` is what that was called, the other way around. Raises UsageError
+    for a name that the state doesn't have.
     """
     if strict is not None:
         warnings.warn("restore(strict=False) is now restore(partial=True)", DeprecationWarning, stacklevel=3)
-        partial = partial or not strict
-    if partial is False:
+        wanted = wanted or not strict
+    if wanted is False:
         return None
-    if partial is True:
+    if wanted is True:
         return frozenset(state)
-    names = frozenset([partial] if isinstance(partial, str) else partial)
+    names = frozenset([wanted] if isinstance(wanted, str) else wanted)
     unknown = sorted(names - set(state), key=repr)
     if unknown or not names:
         have = ", ".join(map(repr, state))
-        raise UsageError(f"partial={partial!r}: must be True, False or names of parts of the state, which are {have}")
+        raise UsageError(f"partial={wanted!r}: must be True, False or names of parts of the state, which are {have}")
     return names
 
 
@@ -79,6 +90,28 @@ def table(step: int, fit: Fit) -> str:
     lines += _section("left as it was", sorted([*fit.lacking, *fit.problems]))
     lines += _section("skipped, not in the live state", sorted(fit.surplus))
     return "\n".join(lines)
+
+
+def unloaded(fit: Fit) -> set[str]:
+    """What the checkpoint has, and the live state leaves there."""
+    there = entries(fit.saved.home.structure)
+    return (
+        fit.surplus | set(fit.problems) | {repr(name) for name in fit.state if name in there and not fit.chosen(name)}
+    )
+
+
+def keep(store: Store, stamp: Stamp) -> None:
+    """Pin what was loaded in part only: this run's own checkpoints have none of the rest."""
+    try:
+        within(_PIN, store.root, partial(store.pin, stamp))
+    except OSError as error:
+        why = "only memory has it" if isinstance(error, FileNotFoundError) else advise(error)
+        log.warning("step %d, of which a part was not loaded, is not pinned: %s", stamp.step, why)
+        return
+    log.warning(
+        "step %d stays on storage, as a part of it was not loaded: ckpt.unpin(%d) leaves it to retention again",
+        *(stamp.step, stamp.step),
+    )
 
 
 def _section(title: str, found: list[str]) -> Iterable[str]:

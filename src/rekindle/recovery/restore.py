@@ -14,9 +14,9 @@ from rekindle.patience import within
 from rekindle.recovery.attempt import Attempt, Verdict, half_loaded
 from rekindle.recovery.choose import Choice, Offer, choose
 from rekindle.recovery.group import Alone, Group
-from rekindle.recovery.partial import refuse_empty
+from rekindle.recovery.partial import keep, refuse_empty
 from rekindle.snapshot.documents import parse
-from rekindle.snapshot.lineage import Incarnation
+from rekindle.snapshot.lineage import Incarnation, Stamp
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND
 from rekindle.state.fit import mismatch
@@ -192,6 +192,8 @@ def restore(
                 _tell_options(code, options_of(state))
             if parts is not None:
                 _show_rest(group.rank, verdicts)
+                if group.rank == 0 and set.intersection(*(verdict.unloaded for verdict in verdicts)):
+                    keep(store, Stamp(key[0], 0, worlds[key], key[1]))
         verdict = attempt.verdict
         stored = newest_stored([copy for near in sight.copies.values() for copy in near], key)
         done = Restored(*key, verdict.place or "", verdict.nbytes, verdict.read, time.monotonic() - began, stored)
