@@ -21,6 +21,17 @@ from rekindle.state.codec import decode, encode
 from tests.state.test_codec import hashable, round_trip, same, text
 
 
+def parts(value: Any) -> Any:
+    """What ``same`` compares: it knows not-a-number, and doesn't look into these."""
+    if isinstance(value, (list, collections.deque)):
+        return [type(value).__name__, getattr(value, "maxlen", None), *map(parts, value)]
+    if isinstance(value, complex):
+        return value.real, value.imag
+    if isinstance(value, collections.defaultdict):
+        return value.default_factory, dict(value)
+    return value
+
+
 class Mode(enum.Enum):
     FAST = 1
     SLOW = "slow"
@@ -41,7 +52,8 @@ class Point(NamedTuple):
 
 
 Pair = collections.namedtuple("Pair", "left right")
-zones = st.none() | st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)).map(datetime.timezone)
+minutes = st.integers(-1439, 1439)
+zones = st.none() | minutes.map(lambda count: datetime.timezone(datetime.timedelta(minutes=count)))
 numbers = st.integers() | st.none()
 types = st.one_of(
     st.complex_numbers(),
@@ -62,9 +74,7 @@ types = st.one_of(
 @given(st.recursive(types, lambda inner: st.lists(inner) | st.builds(collections.deque, st.lists(inner)), max_leaves=5))
 def test_values_come_back_with_value_and_type(value):
     back = round_trip(value)
-    assert same(back, value) or repr(back) == repr(value), "nan differs from itself"
-    assert getattr(back, "maxlen", None) == getattr(value, "maxlen", None)
-    assert getattr(back, "default_factory", None) is getattr(value, "default_factory", None)
+    assert same(parts(back), parts(value))
 
 
 CLASSES = {

@@ -210,7 +210,7 @@ class Capture:
         self._paths = description.paths
         first: dict[tuple[Any, ...], str] = {}
         traits: dict[tuple[Any, ...], Trait] = {}
-        """Of tensors outside of modules: those come back in place, and stay what they are."""
+        """Of tensors outside of modules; those of modules come back in place, and stay what they are."""
         taken: set[str] = set()
         lasting = self._fence.lasting() if self._fence is not None else set()
         known = alike(self.state, self._data_parallel(flat))

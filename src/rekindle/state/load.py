@@ -35,7 +35,6 @@ def check_values(receipt: Receipt, allow_pickle: bool, state: Mapping[str, Any])
             f"the checkpoint of step {receipt.stamp.step} holds pickled values; loading those runs code: "
             "restore(allow_pickle=True) allows it"
         )
-
     if next(classes_in(receipt.values), None) is not None:
         known = _classes(state, Contents(dict(state)))
         for path, number in paths_in(receipt.structure):
