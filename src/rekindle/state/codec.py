@@ -13,6 +13,7 @@ import torch
 
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
 from rekindle.snapshot.fields import DEEPEST_VALUE
+from rekindle.state.numbers import Numbers
 from rekindle.state.types import DECODERS, OF_A_CLASS, Again, Foreign, classes_in, form_of, of_a_class
 
 __all__ = ["decode", "encode", "encodes", "has_pickle", "is_plain", "is_typed"]
@@ -56,6 +57,8 @@ def encode(value: Any, allow_pickle: bool = False, room: int = DEEPEST_VALUE - 1
         return {"$bytes": _b64(value)}
     if kind is list:
         return [encode(item, allow_pickle, room - 1) for item in value]
+    if kind is Numbers:
+        return {"$numbers": [value.code, _b64(value.data)]}
     if kind is torch.Size:
         return {"$size": list(value)}
     if kind in (tuple, set, frozenset):
@@ -189,6 +192,7 @@ _DECODERS: dict[str, Callable[[Any, Again], Any]] = {
     "$size": lambda body, _: torch.Size(body),
     "$dtype": _dtype,
     "$device": lambda body, _: torch.device(body),
+    "$numbers": lambda body, _: Numbers(body[0], base64.b64decode(body[1])).items(),
     "$array": _array,
     "$scalar": _scalar,
     **DECODERS,

@@ -9,6 +9,7 @@ import torch
 
 from rekindle.state.flat import Run, flat_modules, is_flat, runs_of, tied
 from rekindle.state.names import Names, canonical, strip
+from rekindle.state.numbers import pack
 from rekindle.state.parts import Sharded
 from rekindle.state.zero import ZeroState, numbered
 
@@ -51,7 +52,7 @@ class Contents:
         saved = entry.state_dict()
         if isinstance(entry, ZeroState) or is_plain_optimizer(entry, saved):
             return self._optimizer(entry, saved)
-        return saved
+        return pack(saved)
 
     def keys(self, module: torch.nn.Module) -> dict[str, str]:
         """The bare model's names, by what the module's own ``load_state_dict()`` is to be given them as.
