@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import rekindle
 from rekindle.cadence import Sparing
 from rekindle.storage.posix import PosixStore
+from tests.faults.harness import Run, restored, train
 
 NOWHERE = "/proc/none"
 """No memory store can be had there."""
@@ -110,3 +111,12 @@ def test_without_a_pause_every_step_is_written(root: Path, memory: Path) -> None
         ckpt.step(step)
     ckpt.close(timeout=60)
     assert ckpt.metrics.direct == 5
+
+
+def test_two_ranks_without_memory_bring_the_last_step_to_storage_together(root: Path, memory: Path) -> None:
+    run = Run(root, Path(NOWHERE), steps=7, world=2, options={"persist_seconds": 30.0})
+    assert train(run) == [0, 0], run.log(0).read_text()
+    there = [entry.stamp.step for entry in PosixStore(root).published()]
+    assert there[-1] == 7 and len(there) < 7, there
+    again = Run(root, Path(NOWHERE), steps=8, world=2, options={"persist_seconds": 30.0})
+    assert train(again) == [0, 0] and [restored(again, rank)[-1] for rank in range(2)] == [7, 7]
