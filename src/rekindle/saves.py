@@ -28,7 +28,7 @@ from rekindle.state.live import Live
 from rekindle.state.plan import Overlap
 from rekindle.storage.catalog import STORAGE
 from rekindle.storage.contract import Store
-from rekindle.storage.pins import pin_when_there
+from rekindle.storage.pins import pin_if_there, pin_when_there
 
 __all__ = ["Saves"]
 
@@ -250,8 +250,13 @@ class Saves:
             except OSError as error:
                 raise NotDurableError(f"step {stamp.step} is on storage, but not pinned: {advise(error)}") from error
             return
-        if self.memory is not None and self.newest is not None and not self.newest.pinned:
-            self.memory.persist(self.newest, pin=self.newest.key == stamp.key)
+        if self.newest is None or not self.newest.pinned:  # else its receipt says so
+            if self.memory is not None and self.newest is not None:
+                self.memory.persist(self.newest, pin=True)
+            with suppress(OSError, NotDurableError):
+                self._finish_direct()
+                if within(_LOOK, self._store.root, partial(pin_if_there, self._store, stamp)):
+                    return
         behind(partial(pin_when_there, self._store, stamp), "rekindle-pin")
 
     def give_up(self) -> None:

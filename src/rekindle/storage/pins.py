@@ -10,7 +10,7 @@ from rekindle.errors import NotFoundError
 from rekindle.snapshot.lineage import Stamp
 from rekindle.storage.contract import Store
 
-__all__ = ["pin_step", "pin_when_there", "unpin_step"]
+__all__ = ["pin_if_there", "pin_step", "pin_when_there", "unpin_step"]
 
 log = logging.getLogger("rekindle")
 
@@ -35,13 +35,20 @@ def unpin_step(store: Store, step: int) -> None:
         store.unpin(entry.stamp)
 
 
+def pin_if_there(store: Store, stamp: Stamp) -> bool:
+    """Pin a checkpoint, should it be on storage by now. Whether it is."""
+    there = store.durable(stamp)
+    if there:
+        store.pin(stamp)
+    return there
+
+
 def pin_when_there(store: Store, stamp: Stamp) -> None:
     """Pin a checkpoint that is on its way to storage, or log that it has not come there. For a thread of its own."""
     deadline, why = time.monotonic() + _COMES_WITHIN, "a newer one has taken its place, or storage is slow"
     while time.monotonic() < deadline:
         try:
-            if store.durable(stamp):
-                store.pin(stamp)
+            if pin_if_there(store, stamp):
                 return
         except OSError as error:
             why = advise(error)
