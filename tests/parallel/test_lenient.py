@@ -22,6 +22,8 @@ def test_what_does_not_fit_is_left_and_named(
         answers = on_ranks(ranks, loading, kind, stores, saved.truth, grouped=kind != "single")
         assert answers[0]["different"] == ["model.surprise: is too much"]
         for answer in answers:
+            assert answer["missing"].startswith(f"rank {ranks - 1}: parameters are" if ranks > 1 else "parameters are")
+            assert "lost.param_groups[0]: float32[3]." in answer["missing"]
             assert answer["strict"].startswith("StateMismatchError") and "model.surprise" in answer["strict"]
             assert answer["step"] == SAVED
             assert answer["surprise"] == [3.0, 3.0, 3.0] and answer["kept"]
@@ -46,8 +48,13 @@ def loading(rank: int, world: int, kind: str, stores: Stores, truth: Path) -> di
     part.bare.surprise = torch.nn.Parameter(torch.full((3,), 3.0))
     before = part.scheduler.state_dict()
     state = {name: entry for name, entry in state_of(part, rank=-1, seen=-1).items() if name != "scheduler"}
+    found: dict[str, Any] = {"strict": "", "missing": "", "said": []}
+    lost = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+    try:  # one rank alone has it, and all ranks say so
+        rekindle.Checkpointer(stores.root, state | {"lost": lost} if rank == world - 1 else state, memory=stores.memory)
+    except rekindle.UsageError as error:
+        found["missing"] = str(error)
     ckpt = rekindle.Checkpointer(stores.root, state, memory=stores.memory)
-    found: dict[str, Any] = {"strict": "", "said": []}
     try:
         ckpt.restore()
     except Exception as error:

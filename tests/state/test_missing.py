@@ -72,6 +72,7 @@ def test_what_is_held_in_any_other_way_is_not_missing() -> None:
     assert not missing(trainer=Trainer(model), optimizer=optimizer), "an object of its own, by copies"
     assert not missing(weights=rekindle.Values(**dict(model.named_parameters())), optimizer=optimizer)
     assert not missing(model=torch.compile(model), optimizer=optimizer)
+    assert not missing(model=model, optimizer=optimizer, values=rekindle.Values(param_groups=[1, 2])), "no optimizer"
     model.requires_grad_(False)
     assert not missing(other=torch.nn.Linear(2, 2), optimizer=optimizer), "frozen, so no update changes it"
 
@@ -82,5 +83,5 @@ def test_tied_frozen_and_moved_parameters_are_not_missing() -> None:
     optimizer = sgd(model)
     model.to(torch.float64)
     model[1].bias.requires_grad_(False)
-    torch.nn.utils.parametrizations.orthogonal(model[0])
+    torch.nn.utils.parametrize.register_parametrization(model[0], "weight", torch.nn.Identity())
     assert not missing(model=model, optimizer=optimizer)

@@ -50,7 +50,8 @@ def describe_missing(state: Mapping[str, Any]) -> str:
 
 
 def _is_optimizer(entry: Any) -> bool:
-    return isinstance(getattr(entry, "param_groups", None), list)
+    groups = getattr(entry, "param_groups", None)
+    return isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
 
 
 def _held(state: Mapping[str, Any], contents: Contents) -> tuple[set[tuple[Any, ...]], set[tuple[int, ...]]]:
