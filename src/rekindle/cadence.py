@@ -121,25 +121,24 @@ Cadence = Fixed | Auto
 
 
 class Storing:
-    """Which steps are asked for on storage, and how often it gets one that nobody has asked for."""
+    """Chooses the steps that go to storage, by their number or by time."""
 
     def __init__(self, every: int | None, seconds: float, nodes: int) -> None:
         self.every = _SEVERAL_NODES_EVERY if every is None and nodes > 1 else every
         self.pause = None if self.every is not None or seconds == 0 else seconds
-        """Seconds; None where it gets only what is asked for."""
+        """Least seconds between two snapshots that storage gets unasked; None if it gets none of them."""
 
     def asks_for(self, n: int) -> bool:
-        """Whether step ``n`` is to be saved and to go to storage."""
+        """True if step ``n`` has to be saved and sent to storage."""
         return self.every is not None and n % self.every == 0
 
     def also_wants(self, n: int) -> bool:
-        """Whether step ``n``, if it is saved, is to go there as soon as storage is free."""
+        """True if step ``n``, once saved, goes to storage as soon as that is free."""
         return self.asks_for(n) or (self.every is None and self.pause is None)
 
 
 class Sparing:
-    """Saves that go straight to storage without having been asked for by name: at most every so many ``seconds``, and
-    for at most a tenth of the time.
+    """Limits the saves that go straight to storage unasked: to one every ``seconds``, and to a tenth of the time.
 
     Several ranks choose alike without talking, so their saves are of one step: each takes multiples of a power of two,
     the smallest that lasts long enough by its own clock. Clocks and disks that differ by less than a factor of two make
@@ -154,7 +153,7 @@ class Sparing:
         self._last: tuple[int, float] | None = None
 
     def due(self, n: int) -> bool:
-        """Whether step ``n`` may be saved. The first one may."""
+        """True if step ``n`` may be saved now. The first step always may."""
         if self._last is None:
             return True
         step, at = self._last
@@ -170,7 +169,7 @@ class Sparing:
         self._last = n, self._clock()
 
     def failed(self) -> None:
-        """That came to nothing. One rank alone tries again at the next step; several keep to the steps they share."""
+        """The newest save failed. A single rank tries again at the next step; several keep to the steps they share."""
         if self._world == 1:
             self._last = None
 

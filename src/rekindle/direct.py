@@ -161,7 +161,7 @@ class DirectSaver:
 
     @property
     def over(self) -> bool:
-        """Whether a save has come to its end, and ``finish`` would not wait to tell of it."""
+        """True if the newest save has ended, so that ``finish`` does not wait."""
         return self._writing is not None and self._writing.done()
 
     @property

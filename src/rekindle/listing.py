@@ -25,7 +25,7 @@ class Checkpoint:
     generation: int
     """Number of the job's start that saved it."""
     pinned: bool = False
-    """Whether it stays on storage whatever retention says."""
+    """True while retention leaves it alone on storage."""
 
     @property
     def durable(self) -> bool:

@@ -82,7 +82,7 @@ class Saves:
         self.restored = 0
         self._stepping = False
         self._sparing: Sparing | None = None
-        """Which saves may go straight to storage without having been asked for by name; None for all."""
+        """Limits the saves that go straight to storage unasked; None for no limit."""
         self._left_out: Stamp | None = None
         """The newest step that was not saved because it was not its turn."""
         self._how_often = ""

@@ -199,7 +199,7 @@ class Drainer:
         return next(ahead, next(iter(complete), None))
 
     def _due(self, info: Job) -> bool:
-        """Whether storage may get a snapshot that nobody has asked for there: the last drain was long enough ago.
+        """True if storage may get a snapshot unasked: the last drain began long enough ago.
 
         That is noted in a file, so a restart of the agent changes nothing. A clock that was set back, as by a new boot
         where memory outlives it, costs one drain too many.

@@ -61,7 +61,7 @@ class Stamp:
     save: str = ""
     """Drawn for this very save, where the ranks agree on one: shards of two saves are never combined."""
     pinned: bool = False
-    """Whether it is to stay there whatever retention says."""
+    """True if retention has to leave the checkpoint alone once it is on storage."""
 
     @property
     def key(self) -> tuple[int, Incarnation]:

@@ -32,7 +32,7 @@ class Copy:
     """Ranks whose shards are there; all of them on storage."""
     persist: bool
     pinned: bool = False
-    """Whether it stays on storage, or is to stay there, whatever retention says."""
+    """True if retention has to leave it alone on storage, or will have to once it is there."""
 
     @property
     def key(self) -> tuple[int, Incarnation]:

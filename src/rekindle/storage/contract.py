@@ -32,7 +32,7 @@ class Published:
     saved_at: float | None = None
     """When it became durable, in seconds since 1970; None where its manifest doesn't say."""
     pinned: bool = False
-    """Whether it stays whatever retention says."""
+    """True while retention has to leave it alone."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def unpin_step(store: Store, step: int) -> None:
 
 
 def pin_if_there(store: Store, stamp: Stamp) -> bool:
-    """Pin a checkpoint, should it be on storage by now. Whether it is."""
+    """Pin a checkpoint if it is on storage by now. True if it is."""
     there = store.durable(stamp)
     if there:
         store.pin(stamp)
