@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 import rekindle
 from rekindle.agent.fault import Fault
 from rekindle.cli import main
-from rekindle.launch import _saved
+from rekindle.launch import _saved, _say_what_is_saved
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.status import StatusPage
 from rekindle.terminal import asks_for_json
@@ -255,21 +255,33 @@ def test_run_ends_with_the_first_fault_and_what_is_saved(tmp_path: Path, memory:
         assert noise not in done.stderr, done.stderr
 
 
-def test_run_tells_each_restart_in_a_line_and_that_nothing_is_saved(tmp_path: Path, memory: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text("1 / 0\n")
-    command = [sys.executable, "-m", "rekindle", "run", "--max-restarts", "2", str(script)]
+def test_run_tells_each_restart_in_a_line_and_why_a_rank_was_killed(tmp_path: Path, memory: Path) -> None:
+    """The first start raises, the second stands still and is killed by the agent."""
+    root, script = tmp_path / "run", tmp_path / "worker.py"
+    script.write_text(
+        "import os\n"
+        "1 / int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "import signal, time, torch, rekindle\n"
+        f"ckpt = rekindle.Checkpointer({str(root)!r}, {{'model': torch.nn.Linear(2, 2)}})\n"
+        "ckpt.restore()\n"
+        "with ckpt.guard(watchdog='fast') as guard:\n"
+        "    assert guard.connected(30)\n"
+        "    for step in range(1, 9):\n"
+        "        time.sleep(0.02)\n"
+        "        ckpt.step(step)\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    command = [sys.executable, "-m", "rekindle", "run", "--max-restarts", "1", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if not line.startswith((" ", "Traceback", "ZeroDivisionError"))]
-    assert lines == [
-        "rekindle: rank 0 ended with exit code 1: all ranks are started again, restart 1 of 2",
-        "rekindle: rank 0 ended with exit code 1: all ranks are started again, restart 2 of 2",
-        "rekindle: rank 0 ended with exit code 1",
-        "rekindle: the job was started 3 times and failed each time: --max-restarts 2 allows no more",
-        "rekindle: nothing is saved: no rank on this node came as far as making a rekindle.Checkpointer",
+    assert lines[:-1] == [
+        "rekindle: rank 0 ended with exit code 1: all ranks are started again, restart 1 of 1",
+        "rekindle: rank 0 was killed by SIGKILL (rank 0 hangs after step 8, before its next update)",
+        "rekindle: the job was started 2 times and failed each time: --max-restarts 1 allows no more",
     ], done.stderr
-    assert done.stderr.count("ZeroDivisionError") == 3
+    assert lines[-1].startswith(f"rekindle: {root}: step 8 is the newest saved, "), done.stderr
+    assert done.stderr.count("ZeroDivisionError") == 1
 
 
 def test_run_that_is_interrupted_says_what_is_saved(tmp_path: Path, memory: Path) -> None:
@@ -310,7 +322,10 @@ def test_run_of_what_is_not_there_starts_nothing(tmp_path: Path, memory: Path, m
         assert done.exit_code == 0 and "Restarts: when a rank ends" in done.stdout, done.output
 
 
-def test_the_newest_saved_step_is_told_with_its_place(crashed: JobDir, root: Path) -> None:
+def test_the_newest_saved_step_is_told_with_its_place(crashed: JobDir, root: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    _say_what_is_saved(tmp_path, lines.append)
+    assert lines == ["nothing is saved: no rank on this node came as far as making a rekindle.Checkpointer"]
     base = crashed.path.parent
     told = _saved(root, base)
     assert told.startswith("step 3 is the newest saved, in this node's memory, and nothing is on storage yet"), told

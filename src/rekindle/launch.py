@@ -12,14 +12,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rekindle.advice import explain
+from rekindle.agent.fault import Fault
 from rekindle.errors import NotFoundError, RekindleError, UsageError
 from rekindle.operate import Listed, look
 from rekindle.recovery.verdict import LAUNCH
-from rekindle.snapshot.memory import memory_base
+from rekindle.snapshot.fields import loads
+from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import Root, root_of
 from rekindle.storage.catalog import MEMORY
 
@@ -43,19 +46,24 @@ _SPEAKERS = ("run", "elastic.agent.server.api", "elastic.multiprocessing.api")
 class _Told(logging.Filter):
     """Replaces torchrun's words about a failure, which it has in three places, by one line for each restart."""
 
-    def __init__(self, most: int, alone: bool, say: Callable[[str], object]) -> None:
+    def __init__(self, most: int, alone: bool, place: Path, say: Callable[[str], object]) -> None:
         super().__init__()
         self.failures = 0
-        self._most, self._rank, self._say = most, "rank" if alone else "local rank", say
+        self.why = ""
+        """What the node's agent knows of the newest failure, where the exit code tells too little."""
+        self._most, self._rank, self._place, self._say = most, "rank" if alone else "local rank", place, say
+        self._since = time.time()
 
     def filter(self, record: logging.LogRecord) -> bool:
         told = str(record.msg)
         if told.startswith(_FAILED) and isinstance(record.args, tuple):
             self.failures += 1
+            code, rank = record.args[:2]
+            self.why = _noticed(self._place, self._since) if code == -signal.SIGKILL else ""
+            self._since = time.time()
             if self.failures <= self._most:
-                code, rank = record.args[:2]
                 self._say(
-                    f"{self._rank} {rank} {_ended(code)}: all ranks are started again, "
+                    f"{self._rank} {rank} {_ended(code)}{self.why}: all ranks are started again, "
                     f"restart {self.failures} of {self._most}"
                 )
             return False
@@ -93,18 +101,18 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     parser.print_help = lambda file=None: print(usage())  # type: ignore[method-assign]
     args = parser.parse_args(arguments)
     _check(args)
-    told = _Told(args.max_restarts, parse_min_max_nnodes(args.nnodes)[1] == 1, say)
-    if "LOGLEVEL" not in os.environ:  # torchrun's own setting: whoever sets it wants to read its log
-        for name in _SPEAKERS:
-            logging.getLogger(f"torch.distributed.{name}").addFilter(told)
     with tempfile.TemporaryDirectory(prefix="rekindle-launch-") as place:
         os.environ[LAUNCH] = place
+        told = _Told(args.max_restarts, parse_min_max_nnodes(args.nnodes)[1] == 1, Path(place), say)
+        if "LOGLEVEL" not in os.environ:  # torchrun's own setting: whoever sets it wants to read its log
+            for name in _SPEAKERS:
+                logging.getLogger(f"torch.distributed.{name}").addFilter(told)
         try:
             # For a scheduler that wants the first error of all in a file of its own.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            say(_first_words(failure.message) or f"rank {rank} {_ended(failure.exitcode)}")
+            say(_first_words(failure.message) or f"rank {rank} {_ended(failure.exitcode)}{told.why}")
             if args.redirects != "0":
                 say(f"its output is in {Path(failure.error_file).parent}")
             say(_tries(told.failures, args.max_restarts))
@@ -149,11 +157,27 @@ def _tries(failures: int, most: int) -> str:
     return f"the job was started {failures} times and failed each time: --max-restarts {most} allows no more"
 
 
-def _say_what_is_saved(place: Path, say: Callable[[str], object]) -> None:
-    """A line for each root that the ranks of this node have told of."""
+def _roots(place: Path) -> list[tuple[Root, Path]]:
+    """Each root that the ranks of this node have told of, and where its job's memory is."""
     found = sorted(json.loads(path.read_text()) for path in place.glob("*.json"))
-    for root, memory in found:
-        say(f"{root}: {_saved(root_of(root), memory_base(memory))}")
+    return [(root_of(root), memory_base(memory)) for root, memory in found]
+
+
+def _noticed(place: Path, since: float) -> str:
+    """In brackets, for a rank that was killed: the hang, or want of memory, that an agent of this node has noticed."""
+    faults = []
+    for root, base in _roots(place):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            faults.append(Fault.from_json(loads(JobDir.of(root, base).fault.read_bytes())))
+    told = [fault for fault in faults if fault.at >= since and fault.cause in ("hang", "oom")]
+    newest = max(told, key=lambda fault: fault.at, default=None)
+    return f" ({newest.what})" if newest is not None else ""
+
+
+def _say_what_is_saved(place: Path, say: Callable[[str], object]) -> None:
+    found = _roots(place)
+    for root, base in found:
+        say(f"{root}: {_saved(root, base)}")
     if not found:
         say("nothing is saved: no rank on this node came as far as making a rekindle.Checkpointer")
 
