@@ -22,13 +22,14 @@ from rekindle.agent.tries import SOON, Tries, pauses
 from rekindle.snapshot.documents import parse
 from rekindle.snapshot.lineage import Incarnation, Stamp
 from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND
+from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, step_dir
 from rekindle.snapshot.status import read_status
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import Disk, make_shard
 from tests.faults.harness import Run, _context, take_away, train, wait_for
+from tests.unreadable import unreadable
 
 Alarms = Callable[[], list[str]]
 
@@ -186,11 +187,15 @@ def outgrow_memory(root: Path, memory: Path, **more: Any) -> None:
 
 
 def test_a_start_that_never_asks_what_there_was_is_refused_where_nobody_can_look(root: Path, memory: Path) -> None:
-    root.write_text("in the way")
-    ckpt, _ = job_in(root, memory)
-    with pytest.raises(rekindle.UsageError, match=r"call restore\(\) before the first step"):
-        ckpt.step(1)
-    ckpt.close()
+    first, _ = job_in(root, memory)
+    first.restore()
+    first.save(1, wait="durable", timeout=30)
+    first.close(timeout=30)
+    with unreadable(root / step_dir(1) / MANIFEST):
+        ckpt, _ = job_in(root, memory / "elsewhere")
+        with pytest.raises(rekindle.UsageError, match=r"call restore\(\) before the first step"):
+            ckpt.step(1)
+        ckpt.close()
 
 
 @pytest.mark.parametrize("how", ["empty", "unreadable"])
@@ -204,9 +209,11 @@ def test_storage_that_is_away_at_the_restart_loses_nothing_that_it_had(
     if how == "unreadable":
         root.write_text("in the way")
     why = r"step 8 was on storage, which .* now.*: see that it is mounted. restore\(step=\d\)"
-    if how == "unreadable" and more:
-        why = "storage can't be read"
     for _ in range(2):  # the first start leaves to the second one what it needs to know
+        if how == "unreadable" and more:
+            with pytest.raises(rekindle.UsageError, match="there is a file where a directory should be"):
+                job_in(root, small, **more)
+            continue
         ckpt, _values = job_in(root, small, **more)
         with pytest.raises(rekindle.NotFoundError, match=why):
             ckpt.restore()

@@ -14,6 +14,7 @@ from rekindle.advice import advise
 from rekindle.errors import BusyError, MemoryStoreError, UsageError
 from rekindle.recovery.group import Alone, Group, node_id
 from rekindle.recovery.restore import look
+from rekindle.recovery.root import Probe, judge, refusal, warn_of_weakness
 from rekindle.recovery.takeover import make_way
 from rekindle.snapshot.lineage import Incarnation
 from rekindle.snapshot.lock import Lock
@@ -80,8 +81,10 @@ def meet(
     """Some rounds with all ranks. A collective.
 
     ``size``, a collective too, is told the ranks of this node and tells what a snapshot of this one will take;
-    ``room`` is what all may take on a node, ``settings`` what every rank must have been given alike. Raises BusyError
-    or UsageError, on all ranks.
+    ``room`` is what all may take on a node, ``settings`` what every rank must have been given alike.
+
+    Raises BusyError or UsageError, on all ranks: also where the root can't be written to, or nodes don't see the same
+    one, unless memory has something to go on from.
     """
     lock, busy, no_memory = take_place(job, group.rank)
     try:
@@ -98,9 +101,14 @@ def meet(
         nbytes = size(mates)
         no_memory = no_memory or _lacking(job, nbytes, len(mates), room)
         store = open_store(root)
-        sight = look(None if lock is None else job, store, group.rank)
-        generation = max((offer.incarnation.generation for offer in sight.offers), default=0)
-        second = group.gather((no_memory, generation, sight.anything, Incarnation.begin(0).id, sight.storage))
+        with Probe(group, store, [node for node, _, _ in first]) as probe:
+            sight = look(None if lock is None else job, store, group.rank)
+            problem = (refusal(store, sight) if group.rank == mates[0] else None) or probe.problem()
+            generation = max((offer.incarnation.generation for offer in sight.offers), default=0)
+            begun = Incarnation.begin(0).id
+            second = group.gather((no_memory, generation, sight.anything, begun, sight.storage, problem, sight.kept))
+        restart = any(entry[6] for entry in second)
+        judge([entry[5] for entry in second], restart=restart, rank=group.rank)
     except BaseException:
         if lock is not None:
             lock.release()
@@ -116,15 +124,6 @@ def meet(
     deleted = all_deleted([entry[4] for entry in second])
     found = not deleted and any(entry[2] for entry in second)
     return Meeting(incarnation, mates, nodes, lock, no_memory, found, deleted, nbytes)
-
-
-def warn_of_weakness(store: Store) -> None:
-    try:
-        weakness = store.weakness()
-    except OSError as error:
-        weakness = f"{store.root}: nothing can be written there: {error.strerror or error}"
-    if weakness:
-        log.warning("%s", weakness)
 
 
 def _refuse_missing(group: Alone | Group, state: Mapping[str, Any]) -> None:

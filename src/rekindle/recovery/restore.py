@@ -21,7 +21,7 @@ from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND
 from rekindle.state.fit import mismatch
 from rekindle.state.options import differences, options_of
-from rekindle.storage.catalog import STORAGE, Copy, copies_in, newest_stored, refuse_behind
+from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in, newest_stored, refuse_behind
 from rekindle.storage.contract import Contents, Store
 from rekindle.storage.standing import DELETED, all_deleted, begins_anew, was_deleted
 
@@ -56,6 +56,8 @@ class Sight:
     offers: list[Offer]
     copies: dict[Key, list[Copy]]
     storage_error: str | None
+    errno: int | None = None
+    """Of the storage error."""
     damaged: list[str] = field(default_factory=list)
     """Directories with a manifest that can't be read."""
     newer: list[tuple[int, str]] = field(default_factory=list)
@@ -77,6 +79,11 @@ class Sight:
         return bool(self.offers or self.damaged or self.noted or self.storage_error)
 
     @property
+    def kept(self) -> bool:
+        """Whether this node's memory has something of an earlier start, which was not deleted."""
+        return not self.deleted and any(copy.place == MEMORY for near in self.copies.values() for copy in near)
+
+    @property
     def storage(self) -> str:
         """In a word, what there is to say of storage: ``DELETED``, "" where there never was anything, or else."""
         if self.deleted:
@@ -92,13 +99,13 @@ def look(job: JobDir | None, store: Store, rank: int) -> Sight:
     """What this rank could restore from. A rank beyond a smaller world's shards reads those from the start again."""
     error, contents, damaged = None, None, list[tuple[int, str, CorruptError | None]]()
     noted = job.durable() if job is not None else None
-    trace, deleted = job.trace() if job is not None else None, False
+    trace, deleted, number = job.trace() if job is not None else None, False, None
     try:
         contents, damaged = within(_LISTING, store.root, lambda: _listed(store))
         if not contents.published:
             deleted = within(_LISTING, store.root, lambda: was_deleted(store, noted, trace))
     except OSError as failure:
-        error = f"{store.root}: {advise(failure)}"
+        error, number = f"{store.root}: {advise(failure)}", failure.errno
     copies = copies_in(job, contents)
     found: dict[Key, list[Copy]] = {}
     for copy in copies:
@@ -111,7 +118,7 @@ def look(job: JobDir | None, store: Store, rank: int) -> Sight:
     stored = max([copy.step for copy in copies if copy.place == STORAGE] + [step for step, _, _ in damaged], default=0)
     unread = contents.unread if contents is not None else []
     places = [place for _, place, _ in damaged]
-    return Sight(offers, found, error, places, newer, noted or 0, stored, deleted, unread)
+    return Sight(offers, found, error, number, places, newer, noted or 0, stored, deleted, unread)
 
 
 def _listed(store: Store) -> tuple[Contents, list[tuple[int, str, CorruptError | None]]]:

@@ -201,6 +201,18 @@ class Store(ABC):
         """Put something else beside the checkpoints, for people: a file of this name, which may have slashes."""
 
     @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is what ``leave`` has put there."""
+
+    @abstractmethod
+    def take_away(self, name: str) -> None:
+        """Remove what ``leave`` has put there, if it is there."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raise OSError where nothing could be written now. Leaves nothing behind."""
+
+    @abstractmethod
     def weakness(self) -> str | None:
         """A promise that this storage turns out not to keep, in words for its user; None when all is well.
 

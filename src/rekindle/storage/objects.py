@@ -329,6 +329,21 @@ class ObjectStore(Store):
     def leave(self, name: str, data: bytes) -> None:
         self.bucket.put(name, data)
 
+    def has(self, name: str) -> bool:
+        try:
+            self.bucket.head(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def take_away(self, name: str) -> None:
+        self.bucket.delete([name])
+
+    def check_writable(self) -> None:
+        name = f".rekindle-{secrets.token_hex(8)}"
+        self.bucket.put(name, b"")
+        self.bucket.delete([name])
+
     def weakness(self) -> str | None:
         name = f".rekindle-{secrets.token_hex(8)}"
         consequence = (

@@ -339,6 +339,22 @@ class PosixStore(Store):
         finally:
             os.close(fd)
 
+    def has(self, name: str) -> bool:
+        return (self.root / name).exists()
+
+    def take_away(self, name: str) -> None:
+        system.unlink(self.root / name)
+
+    def check_writable(self) -> None:
+        """Looks at the root or, before it is made, at where it would be."""
+        path = next(path for path in (self.root, *self.root.parents) if path.exists())
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
     def weakness(self) -> str | None:
         return None
 

@@ -187,7 +187,14 @@ class StoreContract:
         store = self.open()
         _save(store, 1)
         before = self.everything()
+        store.check_writable()
+        assert not store.has("hang-1-step-1/report.txt")
         store.leave("hang-1-step-1/report.txt", b"a report")
+        store.leave("probe", b"")
+        assert store.has("hang-1-step-1/report.txt") and store.has("probe")
+        store.take_away("probe")
+        store.take_away("probe")
+        assert not store.has("probe")
         store.settle()
         assert self.everything() - before and self.steps() == [1] and store.damaged() == []
 

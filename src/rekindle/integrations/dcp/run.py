@@ -19,7 +19,8 @@ from rekindle.integrations.dcp.away import out_of_sight
 from rekindle.integrations.dcp.letters import Letter, open_box, take_box
 from rekindle.integrations.dcp.start import Arrival, Key, Offer, Ruling, Start, agree
 from rekindle.recovery.group import node_id, this_group
-from rekindle.recovery.meet import Meeting, take_place, warn_of_weakness
+from rekindle.recovery.meet import Meeting, take_place
+from rekindle.recovery.root import warn_of_weakness
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.lock import Lock
