@@ -168,6 +168,20 @@ def test_a_root_that_was_deleted_is_begun_anew(root: Path, memory: Path) -> None
     assert on_storage(root) == [1]
 
 
+def test_a_root_that_is_emptied_before_each_save_costs_no_wait(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As code does that has one directory for its newest checkpoint, and torch's own tests of sharding."""
+    monkeypatch.setattr("rekindle.integrations.dcp.run._PATIENCE", 20.0)
+    for step in range(1, 6):
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+        save(root, step, 1, memory=memory)
+        assert load(root, 1, memory) == step
+    RekindleWriter(root, memory=memory).close()
+    assert 5 in on_storage(root)
+
+
 def save_beside(rank: int, root: Path, memory: Path) -> None:
     save(root, 20, 8, memory=memory)
 

@@ -319,7 +319,8 @@ def pour(
     when the file can't be read.
     """
     layout = reader.shard.receipt.layout
-    todo = runs(layout, numbers)
+    pieces = list(runs(layout, numbers))
+    todo = iter(pieces)
     lock, stop = threading.Lock(), threading.Event()
     bad: list[int] = []
 
@@ -342,9 +343,12 @@ def pour(
                 progress(layout.blocks[run[-1]][1] - layout.blocks[run[0]][0])
 
     threads = threads_for(reader.shard.in_memory) if reader.shard.stream is None else _REQUESTS
+    if len(pieces) <= 1:  # a thread would cost more than it reads
+        work()
+        return bad
     with ThreadPoolExecutor(threads, thread_name_prefix="rekindle-read") as pool:
         try:
-            for future in [pool.submit(work) for _ in range(threads)]:
+            for future in [pool.submit(work) for _ in range(min(threads, len(pieces)))]:
                 future.result()
         finally:
             stop.set()

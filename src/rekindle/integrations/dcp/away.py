@@ -7,22 +7,22 @@ from contextlib import suppress
 from rekindle.errors import NotFoundError
 from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import Root
+from rekindle.storage.contract import Contents
 from rekindle.storage.standing import was_deleted
 from rekindle.storage.stores import open_store
 
 __all__ = ["gone", "on_purpose", "out_of_sight", "refuse_deleted"]
 
 
-def out_of_sight(root: Root, job: JobDir) -> int:
-    """The newest step that this node knows to have been on storage, if that shows nothing so new now; else 0."""
+def out_of_sight(job: JobDir, contents: Contents | None) -> int:
+    """The newest step that this node knows to have been on storage, if that shows nothing so new now; else 0.
+
+    ``contents`` is what storage has shown; None where it can't be listed.
+    """
     noted = job.durable() or 0
-    if not noted:
-        return 0
-    try:
-        contents = open_store(root).contents()
+    shown: list[int] = []
+    if contents is not None:
         shown = [entry.stamp.step for entry in contents.published] + [step for step, _ in contents.damaged]
-    except OSError:
-        shown = []
     return noted if max(shown, default=0) < noted else 0
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -41,8 +41,17 @@ __all__ = ["Checkpoint", "Shard", "Stored", "find"]
 
 log = logging.getLogger("rekindle")
 
-_Seen = tuple[list[Copy], list[tuple[int, str]]]
-"""All copies, and what can't be read."""
+
+class _Seen(NamedTuple):
+    """One look at memory and storage."""
+
+    copies: list[Copy]
+    unread: list[tuple[int, str]]
+    """What can't be read."""
+    unseen: int
+    """A step that is known to have been on storage, which shows nothing so new now; else 0."""
+
+
 _Look = Callable[[], _Seen]
 _LOOKS = 3
 """Times that a checkpoint is looked for while files come and go."""
@@ -61,7 +70,7 @@ class Shard:
     def places(self) -> Iterator[tuple[str, Files]]:
         """The copies, and then those that have come, or been given another name, since they were listed."""
         yield from self.copies
-        for copy in self.look()[0]:
+        for copy in self.look().copies:
             here = copy.place, copy.files
             if copy.key == self.receipt.stamp.key and self.rank in copy.ranks and here not in self.copies:
                 yield here
@@ -79,22 +88,20 @@ class Stored:
 # -- finding ---------------------------------------------------------------------------------------------------------
 
 
-def find(root: Root, job: JobDir, step: int | None) -> Checkpoint:
+def find(root: Root, job: JobDir, step: int | None, *, own: bool = False) -> Checkpoint:
     """The newest whole checkpoint that this process can see, or that of ``step``. No tensor is read.
+
+    ``own``: this process saves there itself, so that memory holds what is newer than anything that was deleted.
 
     Raises NotFoundError when there is none, CorruptError when a part of it is missing or damaged.
     """
     job.check()
     look = partial(_survey, root, job)
-    if step is None:
+    if step is None and not own:
         refuse_deleted(root, job)
     for _ in range(_LOOKS):
         try:
-            found = _find(root, look, step)
-            unseen = out_of_sight(root, job) if step is None else 0
-            if found.key[0] < unseen:
-                raise NotFoundError(gone(root, unseen, found.key[0]))
-            return found
+            return _find(root, look, step)
         except _Gone as error:
             missing = error
     raise CorruptError(str(missing))
@@ -106,15 +113,17 @@ class _Gone(CorruptError):
 
 def _find(root: Root, look: _Look, step: int | None) -> Checkpoint:
     found: dict[Key, list[Copy]] = {}
-    copies, unread = look()
-    for copy in live(copies):
+    seen = look()
+    for copy in live(seen.copies):
         found.setdefault(copy.key, []).append(copy)
     whole = {key: parts for key, parts in found.items() if not _lacking(parts)}
     chosen = max((key for key in whole if step in (None, key[0])), default=None)
     if chosen is None:
         raise NotFoundError(_why_none(root, found, step))
     if step is None:
-        refuse_behind(chosen[0], unread, on_purpose(chosen[0]))
+        refuse_behind(chosen[0], seen.unread, on_purpose(chosen[0]))
+        if chosen[0] < seen.unseen:
+            raise NotFoundError(gone(root, seen.unseen, chosen[0]))
     parts = found[chosen]
     try:
         shards = [_shard(chosen, parts, rank, look) for rank in range(parts[0].world)]
@@ -131,14 +140,14 @@ def _find(root: Root, look: _Look, step: int | None) -> Checkpoint:
 def _survey(root: Root, job: JobDir) -> _Seen:
     try:
         contents = open_store(root).contents()
-        return copies_in(job, contents), contents.unread
+        return _Seen(copies_in(job, contents), contents.unread, out_of_sight(job, contents))
     except OSError as error:
         copies = survey(job, None)
         why = f"{root} can't be listed: {error.strerror or error}"
         if not copies:
             raise NotFoundError(f"nothing to load in memory, and {why}") from error
         log.warning("only what is in memory can be loaded: %s", why)
-        return copies, []
+        return _Seen(copies, [], out_of_sight(job, None))
 
 
 def _lacking(parts: list[Copy]) -> list[int]:
@@ -166,7 +175,7 @@ def _shard(key: Key, parts: list[Copy], rank: int, look: _Look) -> Shard:
         if rank not in copy.ranks:
             continue
         try:
-            receipt = _receipt(copy, rank)
+            receipt = _receipt(copy, rank, shard.receipt if shard is not None else None)
         except FileNotFoundError as error:
             gone = True
             problems.append(f"{error.filename} is missing")
@@ -183,9 +192,11 @@ def _shard(key: Key, parts: list[Copy], rank: int, look: _Look) -> Shard:
     return shard
 
 
-def _receipt(copy: Copy, rank: int) -> Receipt:
+def _receipt(copy: Copy, rank: int, known: Receipt | None) -> Receipt:
+    """That of a copy: the one that is ``known`` from another copy, if it is the same."""
     name = receipt_name(rank, copy.world)
-    receipt = Receipt.decode(copy.files.read(name), copy.files.named(name))
+    raw = copy.files.read(name)
+    receipt = known if known is not None and known.raw == raw else Receipt.decode(raw, copy.files.named(name))
     if receipt.stamp.key != copy.key or receipt.stamp.rank != rank:
         raise CorruptError(f"{copy.files.named(name)}: belongs to another checkpoint")
     size = copy.files.shard_size(rank, copy.world)

@@ -16,7 +16,7 @@ from rekindle.errors import CorruptError, RekindleError
 from rekindle.integrations.dcp.checkpoint import Checkpoint, find
 from rekindle.integrations.dcp.fill import Read, fill
 from rekindle.integrations.dcp.names import place_of, step_of
-from rekindle.integrations.dcp.run import note_loaded
+from rekindle.integrations.dcp.run import note_loaded, saves_to
 from rekindle.snapshot.memory import JobDir, memory_base
 
 __all__ = ["RekindleReader"]
@@ -61,7 +61,7 @@ class RekindleReader(StorageReader):
         self._checkpoint = None
         try:
             self._step = None if self._wanted is None else step_of(self._wanted, self._root)
-            self._checkpoint = find(self._root, self._job, self._step)
+            self._checkpoint = find(self._root, self._job, self._step, own=saves_to(self._root))
         except (OSError, RekindleError) as error:
             return _Unreadable(error)
         return self._checkpoint.metadata()

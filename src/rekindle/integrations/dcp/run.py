@@ -35,7 +35,7 @@ from rekindle.storage.catalog import STORAGE, Copy, copies_in
 from rekindle.storage.standing import DELETED, newest_on, refuse_elsewhere, trace_of, was_deleted
 from rekindle.storage.stores import open_store
 
-__all__ = ["Run", "Settings", "note_loaded", "run_of"]
+__all__ = ["Run", "Settings", "note_loaded", "run_of", "saves_to"]
 
 log = logging.getLogger("rekindle")
 
@@ -84,9 +84,14 @@ def run_of(root: Root, settings: Settings) -> Run:
     return run
 
 
+def saves_to(root: Root) -> bool:
+    """Whether this process has begun to save there: what memory holds is then its own."""
+    return root in _runs and _runs[root].begun
+
+
 def note_loaded(root: Root, key: Key, named: bool) -> None:
     """This process has loaded a checkpoint: if all ranks have, the next start of the job goes on from there."""
-    if root not in _runs or not _runs[root].begun:  # later ones are only looked at, as by an evaluation
+    if not saves_to(root):  # later ones are only looked at, as by an evaluation
         loaded = _loaded.setdefault(root, {})
         loaded[key] = named or loaded.get(key, False)
 
@@ -180,16 +185,17 @@ class Run:
     def _arrival(self) -> Arrival:
         """What this rank sees of memory and storage."""
         copies: list[Copy] = []
-        unread: list[tuple[int, str]] = []
-        problem, storage = None, ""
+        contents = problem = None
+        storage = ""
         try:
             contents = self._store.contents()
-            copies, unread = copies_in(self._job, contents), contents.unread
+            copies = copies_in(self._job, contents)
             if was_deleted(self._store, self._noted, self._trace):
                 storage = DELETED
         except OSError as error:
             problem = f"{self.root} can't be listed: {error.strerror or error}"
-        unseen = out_of_sight(self.root, self._job) if self._job is not None else 0
+        unread = contents.unread if contents is not None else []
+        unseen = out_of_sight(self._job, contents) if self._job is not None else 0
         if not storage and (unseen or any(copy.place == STORAGE for copy in copies)):
             storage = "in use"
         place = node_id(self._job_dir.path.parent.parent)
@@ -342,7 +348,8 @@ class Run:
         The agent carries the newest one only: an older one is then safe from being passed over.
         """
         stamp, self.finished = self.finished, None
-        if self.settings.keep is None and stamp is not None:
+        noted = self._noted  # what has been on storage needs no waiting for, should somebody have deleted it since
+        if self.settings.keep is None and stamp is not None and (noted is None or noted < stamp.step):
             self.wait_durable(stamp, _PATIENCE)
 
     def wait_durable(self, stamp: Stamp, timeout: float) -> None:
