@@ -28,7 +28,9 @@ from sizes import MIB, Size
 _TENSORS = 64
 _SETTLE = 4.0
 _LIMIT = 1200.0
-_COLUMNS = ("save", "stall", "until saved", "load")
+_SMALL, _LOADS = MIB, 100
+"""Bytes of a small state, and how often it is loaded: what a load costs by itself."""
+_COLUMNS = ("save", "stall", "until saved", "load", "100 loads of 1 MiB")
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,16 @@ def _contenders(root: Path, memory: Path) -> Iterator[tuple[str, _Ways]]:
     yield "Rekindle", _Ways(lambda s: writer, lambda s: RekindleReader(root / "rekindle"), None, durable)
 
 
-def _state(nbytes: int, world: int) -> dict[str, Any]:
+def _state(nbytes: int, world: int, tensors: int = _TENSORS) -> dict[str, Any]:
     """A float32 state of so many bytes on all ranks together, cut up by rows, with a few small ones."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
     mesh, columns = init_device_mesh("cpu", (world,)), 1024
-    rows = max(1, nbytes // (_TENSORS * columns * 4 * world))
+    rows = max(1, nbytes // (tensors * columns * 4 * world))
     state: dict[str, Any] = {
-        f"layer.{i}": DTensor.from_local(torch.randn(rows, columns), mesh, [Shard(0)]) for i in range(_TENSORS)
+        f"layer.{i}": DTensor.from_local(torch.randn(rows, columns), mesh, [Shard(0)]) for i in range(tensors)
     }
     return state | {"step": 0, "scale": torch.ones(3)}
 
@@ -92,7 +94,7 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
-def _turn(ways: _Ways, state: dict[str, Any], step: int) -> dict[str, float]:
+def _turn(ways: _Ways, state: dict[str, Any], small: dict[str, Any], step: int) -> dict[str, float]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
@@ -120,6 +122,11 @@ def _turn(ways: _Ways, state: dict[str, Any], step: int) -> dict[str, float]:
     settle(_SETTLE)
     dist.barrier()
     found["load"], _ = _timed(lambda: dcp.load(state, storage_reader=ways.reader(step)))
+    step += 1
+    dcp.save(small, storage_writer=ways.writer(step))
+    ways.durable(step)
+    dist.barrier()
+    found[_COLUMNS[-1]], _ = _timed(lambda: [dcp.load(small, storage_reader=ways.reader(step)) for _ in range(_LOADS)])
     dist.barrier()
     return found
 
@@ -133,11 +140,11 @@ def _rank(rank: int, world: int, nbytes: int, rounds: int, target: str, memory: 
     os.environ |= {"REKINDLE_MEMORY": memory, "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    state, samples = _state(nbytes, world), []
+    state, small, samples = _state(nbytes, world), _state(_SMALL, world, 8), []
     ways = dict(_contenders(Path(target), Path(memory)))
     for number in range(rounds + 1):  # the first one warms up, and is told of by itself
         for name in ways:
-            samples.append((number, name, _turn(ways[name], state, 2 * number)))
+            samples.append((number, name, _turn(ways[name], state, small, 3 * number)))
     ways["Rekindle"].writer(0).close()
     pipe.send(samples)
     dist.barrier()

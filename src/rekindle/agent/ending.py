@@ -34,13 +34,19 @@ def wait_durable(
     keeper: AgentKeeper | None,
     seconds: float,
     mates: Collection[int] = (),
+    *,
+    once: bool = False,
 ) -> None:
     """Return when a checkpoint is on storage. Raises NotDurableError after ``seconds``.
 
     And at once when one of ``mates``, the ranks of this node that each save a part of it, won't bring its own any more.
+    ``once``: it is enough that it has been there, should somebody have deleted it since.
     """
     deadline = time.monotonic() + seconds
     while True:
+        noted = job.durable() if once and job is not None else None
+        if noted is not None and noted >= stamp.step:
+            return
         why = "storage is slow, or hangs, or drain_limit is low"
         lost: list[int] | None = []
         try:  # storage that hangs must not keep us for longer

@@ -348,9 +348,8 @@ class Run:
         The agent carries the newest one only: an older one is then safe from being passed over.
         """
         stamp, self.finished = self.finished, None
-        noted = self._noted  # what has been on storage needs no waiting for, should somebody have deleted it since
-        if self.settings.keep is None and stamp is not None and (noted is None or noted < stamp.step):
-            self.wait_durable(stamp, _PATIENCE)
+        if self.settings.keep is None and stamp is not None:
+            wait_durable(stamp, self._store, self._job, self._keeper, _PATIENCE, once=True)
 
     def wait_durable(self, stamp: Stamp, timeout: float) -> None:
         """Return when a checkpoint is on storage. Raises NotDurableError after ``timeout`` seconds."""
