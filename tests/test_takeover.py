@@ -93,7 +93,9 @@ def test_without_memory_the_later_one_finds_what_the_earlier_one_was_writing(roo
 
 def test_a_lock_of_this_process_that_nobody_gives_back_is_called_that(root: Path, memory: Path) -> None:
     lock = JobDir.of(root, memory_base()).lock_rank(0, 1.0)
-    with pytest.raises(rekindle.BusyError, match=f"this process, {os.getpid()}, trains rank 0 of this root already"):
+    with pytest.raises(
+        rekindle.BusyError, match=f"process {os.getpid()}, which is this one, trains rank 0 of this root already"
+    ):
         rekindle.Checkpointer(root, Training().state)
     lock.release()
 

@@ -210,8 +210,8 @@ def take_place(job: JobDir, rank: int, *, dying: bool = True) -> tuple[Lock | No
             return job.lock_rank(rank, _SOON), None, None
         except BusyError as error:
             if Lock.holder(job.rank_lock(rank)) == os.getpid():
-                what = f"this process, {os.getpid()}, trains rank {rank} of this root already: call close() there first"
-                return None, what, None
+                what = f"process {os.getpid()}, which is this one, trains rank {rank} of this root already"
+                return None, f"{what}: call close() there first", None
             if not dying:
                 raise
             log.warning("%s; waiting %.0f s for it to end", error, _DYING)
