@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -151,17 +152,31 @@ def _killed(root: Path, memory: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_run_that_has_saved_nothing_says_where_what_it_restored_is(
-    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_has_saved_nothing_waits_for_what_it_restored(root: Path, memory: Path) -> None:
+    """As a job that is finished, and started again: its last step may be in memory only."""
     before = multiprocessing.get_context("forkserver").Process(target=_killed, args=(root, memory))
     before.start()
     before.join(60)
     assert before.exitcode == -signal.SIGKILL
     ckpt = rekindle.Checkpointer(root, Training().state, persist_every=1000)
     assert ckpt.restore() == 2
-    ckpt.close()
-    assert "closed: step 2 is in memory only; the agent carries it to storage" in caplog.text
+    with pytest.raises(rekindle.NotDurableError, match="step 2 is not on storage"):
+        ckpt.close(timeout=0.1)
+    root.unlink()
+    closed_within(ckpt)
+    assert durable(root) == [2]
+
+
+def test_when_it_returns_nobody_works_on_storage_or_memory_any_more(root: Path, memory: Path) -> None:
+    job = JobDir.of(root, memory_base(memory))
+    for _ in range(6):
+        training = Training()
+        ckpt = rekindle.Checkpointer(root, training.state, persist_every=1, keep=1)
+        assert ckpt.restore() == 0
+        go(ckpt, training, 1, 3)
+        ckpt.close()
+        assert not job.path.exists() and [path.name for path in root.iterdir()] == ["step-0000000003"]
+        shutil.rmtree(root)
 
 
 def _rank(root: Path, memory: Path, rank: int, persist_every: int | None) -> None:

@@ -441,7 +441,7 @@ class Checkpointer:
     # -- ending -------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float = 600.0) -> None:
-        """Wait until the newest save is durable, then give the memory back.
+        """Wait until the newest save, or what was restored, is durable and older ones are pruned; give memory back.
 
         Raises NotDurableError after ``timeout`` seconds. Nothing is lost by that: the snapshot stays in memory, and
         the agent goes on carrying it to storage, which a second call waits for. Does nothing in a forked child: all
@@ -455,13 +455,12 @@ class Checkpointer:
         try:
             self._saves.settle()
             self._saves.catch_up(timeout)
-            if self._saves.newest is not None:
-                self._saves.persist()
-                self._wait_durable(self._saves.newest, timeout)
-                saved = True
-                log.info("closed: step %d is durable; %s", self._saves.newest.step, self.metrics.summary())
-            elif self._base is not None and not self._saves.kept(self._base):
-                log.warning("closed: step %d is in memory only; the agent carries it to storage", self._base.step)
+            newest = self._saves.newest or self._base
+            if newest is not None and not (newest is self._base and self._saves.kept(newest)):
+                self._saves.persist(newest)
+                self._wait_durable(newest, timeout)
+                saved = self._saves.newest is not None
+                log.info("closed: step %d is durable; %s", newest.step, self.metrics.summary())
             self._ended = True
         finally:
             self._let_go(saved)

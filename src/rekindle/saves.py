@@ -229,14 +229,15 @@ class Saves:
         if error is not None and self.newest is not None:
             self._failed(self.newest.step, error)
 
-    def persist(self) -> None:
-        """Send the newest save to storage, whatever the policy said of it. Call ``settle`` first."""
-        if self.memory is None or self.newest is None:
+    def persist(self, stamp: Stamp | None = None) -> None:
+        """Send ``stamp``, or the newest save, to storage, whatever the policy said of it. Call ``settle`` first."""
+        stamp = stamp or self.newest
+        if self.memory is None or stamp is None:
             return
         try:
-            self.memory.persist(self.newest)
+            self.memory.persist(stamp)
         except Exception as error:
-            self._failed(self.newest.step, error)
+            self._failed(stamp.step, error)
 
     def pin(self, stamp: Stamp, there: bool) -> None:
         """See to it that ``stamp`` stays on storage: now if it is ``there``, else once it comes. Call ``settle`` first.

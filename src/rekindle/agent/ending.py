@@ -25,6 +25,9 @@ _LOOK = 1.0
 """Seconds that a look at storage gets, though the time is over."""
 _FINISH = 60.0
 """Seconds for a drain in hand, of something older than what is durable."""
+_LEAVE, _OTHERS = 30.0, 2.0
+"""Seconds for an agent to leave, which takes it 0.1 s after its last drain; and while other ranks are still there."""
+_POLL = 0.005
 
 
 def wait_durable(
@@ -99,6 +102,18 @@ def _ended(job: JobDir, rank: int) -> bool:
     return lock.exists() and Lock.holder(lock) is None  # without its file, as in memory that was removed, nobody knows
 
 
+def _see_out(job: JobDir) -> None:
+    """Wait for the agent, which prunes, and removes the job's directory once the last rank has left: for a while.
+
+    Whoever looks at storage after that, or removes it, meets nobody who still works there.
+    """
+    began = time.monotonic()
+    while job.path.exists() and job.agent() is not None:
+        if time.monotonic() - began > (_OTHERS if job.trainers() else _LEAVE):
+            return
+        time.sleep(_POLL)
+
+
 def let_go(
     job: JobDir | None, keeper: AgentKeeper | None, lock: Lock | None, rank: int, begun: bool, saved: bool
 ) -> None:
@@ -114,5 +129,7 @@ def let_go(
         lock.release()
     if job is None or (not begun and job.durable() is not None):
         return
+    if saved:
+        _see_out(job)
     if job.agent() is None and (saved or not any(job.stamps())):
         job.remove()  # else the agent does it, once the last rank has left
