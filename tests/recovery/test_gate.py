@@ -75,6 +75,17 @@ def test_the_page_tells_and_pauses_do_not_count(tmp_path: Path) -> None:
     assert read_status(tmp_path / "page").phase == DONE
 
 
+def test_steps_that_all_have_a_pause_are_learned_from_without_it(tmp_path: Path) -> None:
+    """A job that waits for storage at each step has a watchdog too."""
+    gate = gate_at(tmp_path, 0)
+    for step in (1, 2):
+        time.sleep(0.02)
+        with gate.pause("storage"), gate.pause("more of it"):
+            time.sleep(0.5)
+        gate.stable(step, step)
+    assert 0.02 <= read_status(tmp_path / "page").longest < 0.5
+
+
 def test_the_end_of_a_pause_within_a_pause_is_not_the_end(tmp_path: Path) -> None:
     gate = gate_at(tmp_path)
     with gate.pause("evaluation"):

@@ -80,14 +80,16 @@ class Gate:
     def pause(self, what: str) -> Iterator[None]:
         """The watchdog waits meanwhile, and the time counts for no step."""
         with self._changed:
-            before = self._page.note, self._page.paused
+            before, began = (self._page.note, self._page.paused), time.monotonic()
             self._page.note, self._page.paused = what.encode()[:64], True
             self._show()
         try:
             yield
         finally:
             with self._changed:
-                (self._page.note, self._page.paused), self._since = before, None
+                self._page.note, self._page.paused = before
+                if self._since is not None and not self._page.paused:
+                    self._since += time.monotonic() - began
                 self._show()
 
     def learn_nothing(self) -> None:
