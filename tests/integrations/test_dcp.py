@@ -160,6 +160,33 @@ def test_metadata_describes_tensors_and_values(memory: Path, root: Path) -> None
     assert [(chunk.offsets, chunk.sizes) for chunk in found["a"].chunks] == [((0, 0), (3, 4))]
 
 
+class Told(DefaultSavePlanner):
+    """Keeps what planners are told of the storage."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.told = storage_meta
+
+
+def test_storage_meta_tells_saves_and_loads_apart(memory: Path, root: Path) -> None:
+    writer, told = RekindleWriter(root), []
+    for step in (3, None):
+        planner = Told()
+        found = dcp.save({"n": 1}, checkpoint_id=step, storage_writer=writer, planner=planner)
+        assert found.storage_meta.checkpoint_id == str(root / step_dir(step or 4))
+        assert planner.told.checkpoint_id == str(root / step_dir(3) if step else root)
+        assert found.storage_meta.save_id == planner.told.save_id
+        told.append(planner.told.save_id)
+    reader = RekindleReader(root)
+    loads = []
+    for step in (3, 4):
+        reader.reset(step)
+        meta = reader.read_metadata().storage_meta
+        assert meta.checkpoint_id == reader.checkpoint_id == str(root / step_dir(step))
+        loads.append((meta.save_id, meta.load_id))
+    assert len(set(told)) == 2 and len({id for pair in loads for id in pair}) == 4
+
+
 def test_tensors_of_several_blocks_and_other_dtypes_are_converted(memory: Path, root: Path) -> None:
     state = {"big": torch.randn(5 << 20), "n": torch.arange(10)}
     dcp.save(state, storage_writer=RekindleWriter(root))
@@ -258,7 +285,9 @@ def test_a_path_names_the_root_and_perhaps_a_step(root: Path) -> None:
     assert place_of(root) == (root, None) and place_of(root / "step-12") == (root, 12)
     assert step_of(str(root), root) is None
     assert RekindleWriter.validate_checkpoint_id(str(root / "step-12"))
+    assert RekindleReader.validate_checkpoint_id(root), "as DCP asks before it makes a writer or reader of a path"
     assert not RekindleReader.validate_checkpoint_id("http://bucket/step-12")
+    assert not RekindleWriter.validate_checkpoint_id("abc://abc.abc")
 
 
 def test_steps_are_counted_or_named(memory: Path, root: Path) -> None:

@@ -6,9 +6,9 @@ import os
 import re
 
 from rekindle.errors import UsageError
-from rekindle.snapshot.names import Root, root_of
+from rekindle.snapshot.names import Root, root_of, step_dir
 
-__all__ = ["place_of", "step_of"]
+__all__ = ["is_place", "name_of", "place_of", "step_of"]
 
 _STEP_OF_ROOT = re.compile(r"step[-_]?(\d{1,10})")
 """A directory's name that can't be a root's."""
@@ -38,3 +38,21 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int, root: Root) -> int | No
     if parent and root_of(parent) != root:
         raise UsageError(f"checkpoint_id {text!r} lies outside of {root}, the root of this writer or reader")
     return int(match[1])
+
+
+def is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether it can be the path of a root, or of a checkpoint in one."""
+    try:
+        place_of(checkpoint_id)
+    except (UsageError, TypeError):
+        return False
+    return True
+
+
+def name_of(checkpoint_id: str | os.PathLike[str] | int | None, root: Root) -> str:
+    """What DCP's logs and ``StorageMeta`` call a checkpoint: its path, or that of the root where no step is named."""
+    try:
+        step = None if checkpoint_id is None else step_of(checkpoint_id, root)
+    except UsageError:
+        return str(checkpoint_id)
+    return str(root) if step is None else f"{root}/{step_dir(step)}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -15,7 +16,7 @@ from torch.futures import Future
 from rekindle.errors import CorruptError, RekindleError
 from rekindle.integrations.dcp.checkpoint import Checkpoint, find
 from rekindle.integrations.dcp.fill import Read, fill
-from rekindle.integrations.dcp.names import place_of, step_of
+from rekindle.integrations.dcp.names import is_place, name_of, place_of, step_of
 from rekindle.integrations.dcp.run import note_loaded, saves_to
 from rekindle.snapshot.memory import JobDir, memory_base
 
@@ -47,10 +48,11 @@ class RekindleReader(StorageReader):
         self._job = JobDir.of(self._root, memory_base(memory))
         self._checkpoint: Checkpoint | None = None
         self._rank = 0
+        self._load_id = secrets.token_hex(16)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """From now on load the step that ``checkpoint_id`` names."""
-        self._wanted = checkpoint_id
+        self._wanted, self._load_id = checkpoint_id, secrets.token_hex(16)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Find the checkpoint and describe it. What is wrong with it is raised by the first look at the result.
@@ -64,7 +66,11 @@ class RekindleReader(StorageReader):
             self._checkpoint = find(self._root, self._job, self._step, own=saves_to(self._root))
         except (OSError, RekindleError) as error:
             return _Unreadable(error)
-        return self._checkpoint.metadata()
+        metadata = self._checkpoint.metadata()
+        save = self._checkpoint.shards[0].receipt.stamp.save or None
+        path = name_of(self._checkpoint.key[0], self._root)
+        metadata.storage_meta = StorageMeta(checkpoint_id=path, save_id=save, load_id=self._load_id)
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise what ``read_metadata`` has found to be wrong."""
@@ -111,13 +117,15 @@ class RekindleReader(StorageReader):
         done.set_result(None)
         return done
 
+    @property
+    def checkpoint_id(self) -> str:
+        """Path of the checkpoint that is asked for; that of the root, where it is the newest one."""
+        return name_of(self._wanted, self._root)
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is the path of a checkpoint, ``ROOT/step-N``."""
-        try:
-            return place_of(checkpoint_id)[1] is not None
-        except RekindleError:
-            return False
+        """Whether it can be a root, or ``ROOT/step-N``."""
+        return is_place(checkpoint_id)
 
 
 class _Unreadable(Metadata):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 from typing import Any, NamedTuple, NoReturn
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -15,7 +16,7 @@ from torch.futures import Future
 from rekindle.errors import UsageError
 from rekindle.integrations.dcp.items import plan_shard
 from rekindle.integrations.dcp.letters import Letter
-from rekindle.integrations.dcp.names import place_of, step_of
+from rekindle.integrations.dcp.names import is_place, name_of, place_of, step_of
 from rekindle.integrations.dcp.run import Settings, run_of
 from rekindle.integrations.dcp.stager import RekindleStager
 from rekindle.settings import check_settings
@@ -75,12 +76,13 @@ class RekindleWriter(StorageWriter, AsyncStager):
         self._stager = RekindleStager()
         self._offer: Letter | None = None
         self._stamp: Stamp | None = None
+        self._save_id = secrets.token_hex(16)
 
     # -- a save, in the order of DCP's calls -----------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The next save is of the step that ``checkpoint_id`` names."""
-        self._wanted = checkpoint_id
+        self._wanted, self._save_id = checkpoint_id, secrets.token_hex(16)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Prepare this rank's offer to the coordinator. Raises UsageError, BusyError."""
@@ -117,16 +119,24 @@ class RekindleWriter(StorageWriter, AsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """All ranks have written their parts. On the coordinator."""
         assert self._stamp is not None
+        metadata.storage_meta = StorageMeta(name_of(self._stamp.step, self._run.root), self._save_id)
+        self._save_id = secrets.token_hex(16)
         written = {result.storage_data for rank in results for result in rank}
         self._run.finish(self._stamp, all(entry.in_memory for entry in written))
 
+    def storage_meta(self) -> StorageMeta:
+        """What planners are told of the next save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Path of the checkpoint that is saved next; that of the root where its step is not given."""
+        return name_of(self._wanted, self._run.root)
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it could be one: of which root, only a writer knows."""
-        try:
-            return place_of(checkpoint_id)[1] is not None
-        except UsageError:
-            return False
+        """Whether it can be a root, or ``ROOT/step-N``."""
+        return is_place(checkpoint_id)
 
     # -- the stager of dcp.async_save ------------------------------------------------------------------------------
 
