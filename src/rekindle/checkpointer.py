@@ -196,7 +196,7 @@ class Checkpointer:
     def _with_memory(self, job: JobDir, info: Job, room: Room, fallback_after: float) -> None:
         mates, rank, nbytes = self._meeting.mates, self._group.rank, self._meeting.nbytes
         if rank == mates[0]:
-            tell_what_a_node_costs(info.persist_seconds)
+            tell_what_a_node_costs(self._storing.pause, self._storing.every)
             self._keeper = AgentKeeper(job, info, fallback_after, self.metrics.agent)
             self._keeper.check()
         slots = Slots(job, rank, self._group.world, mates, room.share(len(mates)), page_lock, room.headroom(job))

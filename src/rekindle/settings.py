@@ -38,9 +38,19 @@ def check_settings(
             )
 
 
-def tell_what_a_node_costs(seconds: float | None) -> None:
-    """Log what the loss of this node would lose, where storage gets a checkpoint at most every so many ``seconds``."""
-    if seconds is not None:
+def tell_what_a_node_costs(seconds: float | None, every: int | None) -> None:
+    """Log the training that the loss of this node would lose.
+
+    Storage gets a checkpoint at most every so many ``seconds``, or those of ``every`` so many steps; with neither the
+    newest one as soon as it is free, of which there is nothing to tell.
+    """
+    if every is not None:
+        log.info(
+            "storage gets every step that is a multiple of %d: if this node is lost, up to %d steps are lost, and those "
+            "made while the last of them was written (persist_every)",
+            *(every, every),
+        )
+    elif seconds is not None:
         log.info(
             "storage gets a checkpoint at most every %g s, and is written to for at most a tenth of the time: if this "
             "node is lost, up to %g s of training are lost, and more if writing a checkpoint takes over %g s "

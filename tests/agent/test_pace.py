@@ -137,6 +137,13 @@ def test_training_fast_writes_seldom_and_the_end_loses_nothing(
     assert steps(root)[-1] == 300
 
 
+def test_where_steps_decide_they_are_told(root: Path, memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rekindle")
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(x=0)}, persist_every=70)
+    assert caplog.text.count("if this node is lost, up to 70 steps are lost") == 1
+    ckpt.close()
+
+
 @pytest.mark.parametrize("value", [-1, True, "30", float("inf"), float("nan")])
 def test_a_pause_that_is_no_time_is_refused(root: Path, memory: Path, value: object) -> None:
     with pytest.raises(rekindle.UsageError, match="persist_seconds"):
