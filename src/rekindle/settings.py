@@ -46,8 +46,8 @@ def tell_what_a_node_costs(seconds: float | None, every: int | None) -> None:
     """
     if every is not None:
         log.info(
-            "storage gets every step that is a multiple of %d: if this node is lost, up to %d steps are lost, and those "
-            "made while the last of them was written (persist_every)",
+            "storage gets every step that is a multiple of %d: if this node is lost, up to %d steps are lost, and "
+            "those made while the last of them was written (persist_every)",
             *(every, every),
         )
     elif seconds is not None:
