@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 
-from rekindle.errors import CorruptError
+from rekindle.errors import CorruptError, UsageError
 from rekindle.integrations.dcp import RekindleReader, RekindleWriter
 from rekindle.snapshot.documents import Receipt, checksum
 from rekindle.snapshot.layout import Chunk, Layout
@@ -192,6 +192,17 @@ def test_what_is_loaded_is_of_one_save_whoever_saves_and_whoever_fails(memory: P
     assert sorted(map(sorted, (found["alone"][1] for found in results))) == [[], ["BusyError"], ["BusyError"]]
     on_storage = [entry.stamp.step for entry in PosixStore(tmp_path / "first").published()]
     assert on_storage == [2, 4, 5], "the number of a save that has failed is not used again"
+
+
+def test_a_rank_is_that_of_the_save_and_not_of_the_moment_when_a_writer_was_made(memory: Path, root: Path) -> None:
+    job, writer = JobDir.of(root, memory_base(memory)), RekindleWriter(root)
+    assert list(job.trainers()) == [0], "without a process group there is no other rank"
+    writer.set_up_storage_writer(False, rank=1)
+    assert list(job.trainers()) == [1]
+    writer.set_up_storage_writer(True, rank=0)
+    dcp.save(state(0, 1.0), storage_writer=writer)
+    with pytest.raises(UsageError, match="has saved there as rank 0"):
+        writer.set_up_storage_writer(False, rank=1)
 
 
 # -- shards of two saves ---------------------------------------------------------------------------------------------

@@ -136,6 +136,12 @@ class Run:
 
     def join(self, rank: int) -> None:
         """Become that rank of the job, in this process alone. Raises BusyError when another process is it."""
+        if (
+            self._rank not in (None, rank) and not self.begun
+        ):  # made before the process group was, or a save that failed
+            if self._place is not None:
+                self._place.release()
+            self._place = self._rank = None
         if self._rank not in (None, rank):
             raise UsageError(
                 f"{self.root}: this process has saved there as rank {self._rank}, and is rank {rank} of this save: all "
