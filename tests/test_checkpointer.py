@@ -115,8 +115,8 @@ def test_a_checkpoint_that_cannot_become_durable_is_not_reported_saved(root: Pat
 
 
 def test_storage_that_cannot_be_read_does_not_pass_for_an_empty_one(root: Path, memory: Path) -> None:
-    root.write_text("a file where the directory should be")
     ckpt = rekindle.Checkpointer(root, Training().state)
+    root.write_text("a file where the directory should be")  # later: at the start it is refused
     with pytest.raises(rekindle.NotFoundError, match="storage can't be read"):
         ckpt.restore()
 
