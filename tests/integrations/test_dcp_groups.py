@@ -125,6 +125,13 @@ def some(rank: int, root: Path, group: Any, members: list[int]) -> list[set[floa
     return seen
 
 
+def nothing_and_nowhere(rank: int, root: Path) -> bool:
+    """Rank 1 has nothing to save, and no memory: neither store could show the whole while it is on its way."""
+    writer = RekindleWriter(root, memory="/dev/null/none" if rank == 1 else None)
+    dcp.save({} if rank == 1 else {f"own{rank}": torch.ones(3)}, storage_writer=writer)
+    return PosixStore(root).find(1) is not None
+
+
 def each_alone(rank: int, root: Path) -> tuple[set[float], set[str]]:
     """Each rank to a root of its own; then all of them to one, which only one of them can have."""
     own = root.with_name(f"alone-{rank}")
@@ -165,6 +172,7 @@ def together(rank: int, place: Path) -> dict[str, Any]:
         "pair": some(rank, place / "pair", pair, [1, 2]),
         "last": some(rank, place / "last", last, [2]),
     }
+    found["nowhere"] = nothing_and_nowhere(rank, place / "nowhere")
     dist.barrier()
     found["alone"] = each_alone(rank, place / "alone")
     dist.barrier()
@@ -180,6 +188,7 @@ def test_what_is_loaded_is_of_one_save_whoever_saves_and_whoever_fails(memory: P
         assert found["first"] == [set(), {2.0}, {2.0}, {4.0}, {5.0}]
         assert found["data"] == found["caching"] == [{1.0}, {1.0}, {3.0}]
         assert found["named"] == [{0.0}, {0.0}, {0.0}, {3.0}] and found["background"] == [{2.0}]
+        assert found["nowhere"]
         assert "UsageError" in found["crowd"] <= {"UsageError", "BusyError"}
         differing, nameless, apart, kept = found["refused"]
         assert differing[0] == {"UsageError"} and "rank 0 saves step 10, and rank 1 step 11" in differing[1]

@@ -7,7 +7,7 @@ import os
 import secrets
 from typing import Any, NamedTuple, NoReturn
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -111,7 +111,7 @@ class RekindleWriter(StorageWriter, AsyncStager):
         shard, values = plan_shard(plan, planner)
         written = _Written(self._run.write(stamp, shard, values))
         sizes = {(chunk.name, chunk.offsets): chunk.nbytes for chunk in shard.layout.chunks}
-        items = [item.index for item in plan.items]
+        items = [item.index for item in plan.items] or [MetadataIndex("")]  # who has nothing tells where that is, too
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(i, sizes.get((i.fqn, tuple(i.offset or ())), 0), written) for i in items])
         return done
