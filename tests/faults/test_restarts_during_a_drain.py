@@ -10,8 +10,8 @@ import rekindle
 from rekindle.snapshot.memory import JobDir
 from tests.faults.harness import Run, build, finish, kill, restored, start, traced, wait_for
 
-SLOW = {"drain_limit": "30kB/s", "idle_timeout": 600.0}
-"""A few seconds for each of the harness's checkpoints of this width."""
+SLOW = {"drain_limit": "15kB/s", "idle_timeout": 600.0}
+"""Over ten seconds for each of the harness's checkpoints of this width."""
 WIDTH = 128
 
 
@@ -38,7 +38,7 @@ def test_a_restart_with_fewer_ranks_keeps_the_newest_step(root: Path, memory: Pa
     options: dict[str, Any] = {**SLOW, "snapshot_every": 10_000}  # as if its first step took long
     again = Run(root, memory, steps=5000, width=WIDTH, pause=0.01, options=options)
     processes = start(again)
-    durable = wait_for(job.durable, what="the end of the older drain")
+    durable = wait_for(job.durable, timeout=90, what="the end of the older drain")
     assert durable < newest
     kill(job.trainers()[0])
     assert finish(processes) == [-signal.SIGKILL]
@@ -60,7 +60,7 @@ def test_a_restart_that_saves_the_step_that_is_being_drained_is_no_other_job(
     ckpt = rekindle.Checkpointer(root, build(WIDTH), memory=memory)
     try:
         assert ckpt.restore() == 8
-        ckpt.save(8, wait="durable", timeout=60)
+        ckpt.save(8, wait="durable", timeout=90)
         assert "another start" not in job.drain_error()
         newest = ckpt.latest()
         assert newest is not None and (newest.step, newest.generation) == (8, 2)
