@@ -130,7 +130,7 @@ def save_four(rank: int, root: Path, memory: Path, keep: int | None, named: bool
     """A new start that goes on from step 3: by name, or as the newest there is."""
     assert load(root, 1, memory, **({"checkpoint_id": 3} if named else {})) == 3.0
     try:
-        save(root, 4, 1, memory=memory, keep=keep).close(2.0)
+        save(root, 4, 1, memory=memory, keep=keep).close(60.0 if named else 2.0)
     except CheckpointException as error:
         return str(failure(error))
     except NotDurableError as error:
