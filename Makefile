@@ -12,6 +12,7 @@ help:
 	@echo 'make drill   let faults strike real training, at chosen moments; ARGS="--full" for all of them'
 	@echo 'make soak    train under random faults; MINUTES=30 for longer'
 	@echo 'make test    run the tests; ARGS="-k memory" runs some of them'
+	@echo 'make test-all    the same with the slow ones, which show more of what others show'
 	@echo 'make check   check style, types and import rules'
 	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
 	@echo 'make clean   remove the virtual environment and all caches'
@@ -36,6 +37,9 @@ soak: .venv/ready
 test: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-all: .venv/ready
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
+
 check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +53,4 @@ clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo drill soak test check bench clean
+.PHONY: help demo drill soak test test-all check bench clean

@@ -62,7 +62,14 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str, i
     return find
 
 
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+MORE = {("ddp", "kill", "backward"), ("ddp", "kill", "update-first"), ("ddp", "kill", "before-step")}
+MORE |= {("bare", "kill", "forward"), ("ddp", "exception", "update-second")}
+"""Cells that show little beside the others."""
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, id="-".join(c), marks=[pytest.mark.slow] * (c in MORE)) for c in CELLS]
+)
 def test_fault(
     cell: tuple[str, str, str], root: Path, memory: Path, job: JobDir, unbroken: Callable[[Path, str, int], list[str]]
 ) -> None:

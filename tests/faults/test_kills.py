@@ -21,7 +21,6 @@ KILLS = int(os.environ.get("REKINDLE_TEST_KILLS", "4"))
 TRAINER = Path(__file__).with_name("launched.py")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_random_kills_lose_no_completed_step(
     root: Path, memory: Path, job: JobDir, unbroken: Callable[[Run], list[str]]
