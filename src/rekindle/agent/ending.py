@@ -26,7 +26,7 @@ _LOOK = 1.0
 _FINISH = 60.0
 """Seconds for a drain in hand, of something older than what is durable."""
 _LEAVE, _OTHERS = 30.0, 2.0
-"""Seconds for an agent to leave, which takes it 0.1 s after its last drain; and while other ranks are still there."""
+"""Seconds for an agent to leave, which takes it 0.1 s after its last drain; and where it may have reason to stay."""
 _POLL = 0.005
 
 
@@ -109,7 +109,8 @@ def _see_out(job: JobDir) -> None:
     """
     began = time.monotonic()
     while job.path.exists() and job.agent() is not None:
-        if time.monotonic() - began > (_OTHERS if job.trainers() else _LEAVE):
+        stays = job.trainers() or any(job.stamps())  # for other ranks, or for what one of them has not seen saved
+        if time.monotonic() - began > (_OTHERS if stays else _LEAVE):
             return
         time.sleep(_POLL)
 
