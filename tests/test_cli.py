@@ -347,10 +347,14 @@ def test_an_interrupt_is_one_line_and_130(memory: Path) -> None:
         wait_for(at_work)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     thread = threading.Thread(target=interrupt)
     thread.start()
-    done = run("status", "--watch")
-    thread.join()
+    try:
+        done = run("status", "--watch")
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
     assert done.exit_code == 130 and done.stderr == "Error: interrupted\n"
 
 

@@ -26,6 +26,8 @@ class TimedOut:
     def durable(self, stamp: Stamp) -> bool:
         raise OSError(errno.ETIMEDOUT, "Connection timed out", "/mnt/x")
 
+    has_shard = durable
+
 
 def test_work_that_hangs_is_given_up_by_name() -> None:
     free = threading.Event()
