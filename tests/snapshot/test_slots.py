@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -644,3 +644,37 @@ def test_a_directory_that_went_away_is_an_error_that_names_it(job):
     job.slots.rmdir()
     with pytest.raises(MemoryStoreError, match=str(job.path)):
         slots.acquire(1, FIRST, FILE)
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_recovery_that_ctrl_c_breaks_off_closes_no_file_of_others_and_costs_no_memory(job, monkeypatch, again, at):
+    slots = alone(job)
+    for step in (1, 2):
+        save(slots, step)
+    close, calls = Slot.close, []
+
+    def interrupted(slot: Slot) -> None:
+        close(slot)
+        calls.append(slot)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Slot, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            slots.recover()
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(at)]  # under the numbers that have become free
+    try:
+        if again:
+            slots.recover()
+        save(slots, 3)
+        assert all(os.path.samestat(os.fstat(fd), os.stat(os.devnull)) for fd in others)
+    finally:
+        for fd in others:
+            with suppress(OSError):
+                os.close(fd)
+    assert steps(job)[-1] == 3
+    assert len(files(job)) == 2
+    slots.close()
+    slots.close()

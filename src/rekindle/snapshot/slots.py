@@ -40,6 +40,7 @@ class Slot:
 
     path: Path
     fd: int
+    """-1 once it is closed."""
     stamp: Stamp | None = None
     map: mmap.mmap | None = None
     cache: object = None
@@ -62,7 +63,8 @@ class Slot:
             raise MemoryStoreError(f"memory store {self.path}: {advise(error)}") from error
 
     def unlock(self) -> None:
-        with suppress(OSError):  # locked files are not drained, and used for the next save
+        # Locked files are not drained, and used for the next save. A closed one is locked no more.
+        with suppress(OSError, ValueError):
             fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def resize(self, nbytes: int) -> None:
@@ -105,8 +107,11 @@ class Slot:
         self.map = None
 
     def close(self) -> None:
+        """Let go of the file. Again does nothing: by then its descriptor's number may be that of another file."""
         self._unmap()
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _step_of(slot: Slot) -> int:
@@ -204,6 +209,8 @@ class Slots:
         if not self.job.slots.is_dir():
             raise MemoryStoreError(f"memory store {self.job.path}: has been removed by somebody")
         try:
+            if any(slot.fd < 0 for slot in self.slots):  # Ctrl-C has broken off a recovery
+                self.recover()
             self.job.write_job_again()  # before the snapshot: nobody drains one of an unknown job
         except OSError as error:
             raise MemoryStoreError(f"memory store {self.job.path}: {advise(error)}") from error
@@ -387,7 +394,7 @@ class Slots:
                 self._uncommit(slot)
 
     def close(self) -> None:
-        """Let go of all slots. Their files stay."""
+        """Let go of all slots. Their files stay. Broken off by a signal handler, it may be called again."""
         self.ready()
         for slot in self.slots:
             slot.close()
