@@ -64,6 +64,37 @@ class Trainer:
         self.model.load_state_dict(state["weights"])  # type: ignore[arg-type]
 
 
+class Arrays(Trainer):
+    """Gives NumPy arrays."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {key: value.numpy().copy() for key, value in self.model.state_dict().items()}
+
+
+class Vector(Trainer):
+    """Gives all parameters as one vector."""
+
+    def state_dict(self) -> dict[str, object]:
+        vector = torch.nn.utils.parameters_to_vector(self.model.parameters()).detach()
+        return {"vector": vector, "generator": torch.get_rng_state()}
+
+
+class VectorArray(Vector):
+    """Gives all parameters as one vector of NumPy's."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {key: value.numpy() for key, value in super().state_dict().items()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [Arrays, Vector, VectorArray])
+def test_copies_as_arrays_and_vectors_hold_what_they_have_room_for(kind: type[Trainer]) -> None:
+    model, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+    assert not missing(trainer=kind(model), optimizer=sgd(model))
+    assert not missing(trainer=kind(model), head=head, optimizer=sgd(model, head))
+    found = missing(trainer=kind(model), optimizer=sgd(model, head))
+    assert "optimizer.param_groups[1]: float32[3, 4], float32[3]" in found, "no room for both"
+
+
 def test_what_is_held_in_any_other_way_is_not_missing() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = sgd(model)

@@ -16,7 +16,7 @@ from rekindle.snapshot.fields import DEEPEST_VALUE
 from rekindle.state.numbers import Numbers
 from rekindle.state.types import DECODERS, OF_A_CLASS, Again, Foreign, classes_in, form_of, of_a_class
 
-__all__ = ["decode", "encode", "encodes", "has_pickle", "is_plain", "is_typed"]
+__all__ = ["decode", "encode", "encodes", "has_pickle", "is_numpy", "is_plain", "is_typed"]
 
 _EXACT = 1 << 53
 """JSON readers other than Python's hold integers as doubles; beyond this they are written as text."""
@@ -87,10 +87,17 @@ def encode(value: Any, allow_pickle: bool = False, room: int = DEEPEST_VALUE - 1
     )
 
 
-def _encode_numpy(value: Any) -> Any:
+def is_numpy(value: Any) -> bool:
+    """Whether it is an array or a number of NumPy's."""
     numpy = sys.modules.get("numpy")  # a value can't be numpy's before numpy was imported
-    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def _encode_numpy(value: Any) -> Any:
+    if not is_numpy(value):
         return None
+    import numpy  # noqa: PLC0415  it is there already
+
     dtype = value.dtype
     if dtype.kind not in _NUMPY_KINDS or type(value) not in (numpy.ndarray, dtype.type):
         return None

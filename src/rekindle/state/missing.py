@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from rekindle.state.codec import is_numpy
 from rekindle.state.content import Contents
 from rekindle.state.parts import Sharded, dtype_name, memory
 from rekindle.state.plain import Values
@@ -23,7 +25,8 @@ def describe_missing(state: Mapping[str, Any]) -> str:
 
     Frozen parameters are passed over: no update changes them. What is in a module of the state, or shares memory with
     any tensor of it, is held. An entry with a ``state_dict()`` of its own may keep copies, so it is taken to hold
-    whatever has the shape of a tensor in it: a false error would be worse than one that is missed.
+    whatever has the shape of a tensor or NumPy array in it, and everything if such entries have as many elements, as
+    flat vectors do: a false error would be worse than one that is missed.
     """
     optimizers = {name: entry for name, entry in state.items() if _is_optimizer(entry)}
     modules = [entry for entry in state.values() if isinstance(entry, torch.nn.Module)]
@@ -40,10 +43,15 @@ def describe_missing(state: Mapping[str, Any]) -> str:
     }
     if not any(left.values()):
         return ""
-    places, shapes = _held(state, contents)
+    places, copies = _held(state, contents)
+    shapes = {tuple(copy.shape) for copy in copies}
+    left = {name: [(n, p) for n, p in found if _storage(memory(p)) not in places] for name, found in left.items()}
+    wanted = {id(p): p.numel() for found in left.values() for _, p in found}
+    if sum(wanted.values()) <= sum(math.prod(copy.shape) for copy in copies if _is_float(copy)):
+        return ""
     problems = []
     for name, found in left.items():
-        lost = [(n, p) for n, p in found if _storage(memory(p)) not in places and tuple(p.shape) not in shapes]
+        lost = [(n, p) for n, p in found if tuple(p.shape) not in shapes]
         for number in dict.fromkeys(number for number, _ in lost):
             problems.append(f"{name}.param_groups[{number}]: {_listed([p for n, p in lost if n == number])}")
     return "; ".join(problems)
@@ -54,9 +62,9 @@ def _is_optimizer(entry: Any) -> bool:
     return isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
 
 
-def _held(state: Mapping[str, Any], contents: Contents) -> tuple[set[tuple[Any, ...]], set[tuple[int, ...]]]:
-    """Memory of all tensors outside of optimizers, and the shapes of those that may be copies of parameters."""
-    places, shapes = set(), set()
+def _held(state: Mapping[str, Any], contents: Contents) -> tuple[set[tuple[Any, ...]], list[Any]]:
+    """Memory of all tensors outside of optimizers, and those tensors and arrays that may be copies of parameters."""
+    places, copies = set(), []
     for entry in state.values():
         if _is_optimizer(entry):
             continue
@@ -64,8 +72,16 @@ def _held(state: Mapping[str, Any], contents: Contents) -> tuple[set[tuple[Any, 
         flatten(contents.of(entry), flat)
         places |= {_storage(memory(leaf)) for leaf in flat.tensors}
         if not isinstance(entry, (torch.nn.Module, Values)):
-            shapes |= {tuple(leaf.shape) for leaf in flat.tensors if not isinstance(leaf, Sharded)}
-    return places, shapes
+            copies += [leaf for leaf in flat.tensors if not isinstance(leaf, Sharded)]
+            copies += [value for value in flat.values if is_numpy(value)]
+    return places, copies
+
+
+def _is_float(copy: Any) -> bool:
+    """Tell weights from counters, and from a generator's bytes."""
+    if isinstance(copy, torch.Tensor):
+        return copy.is_floating_point() or copy.is_complex()
+    return copy.dtype.kind in "fc"
 
 
 def _storage(tensor: torch.Tensor) -> tuple[Any, ...]:
