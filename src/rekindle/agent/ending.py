@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection
 from concurrent.futures import wait
@@ -108,7 +109,7 @@ def _see_out(job: JobDir) -> None:
     Whoever looks at storage after that, or removes it, meets nobody who still works there.
     """
     began = time.monotonic()
-    while job.path.exists() and job.agent() is not None:
+    while job.path.exists() and job.agent() not in (None, os.getpid()):
         stays = job.trainers() or any(job.stamps())  # for other ranks, or for what one of them has not seen saved
         if time.monotonic() - began > (_OTHERS if stays else _LEAVE):
             return
