@@ -220,3 +220,30 @@ def test_a_rank_does_not_wait_for_a_part_that_another_one_failed_to_save(
     assert "step 2 is not on storage, and nobody carries it there: rank 1 has no part" in found[0]
     assert found[1] == "durable"
     assert durable(root) == [1]
+
+
+def _killed_when_durable(root: Path, memory: Path, steps: int) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, memory=memory, persist_every=1000)
+    ckpt.restore()
+    go(ckpt, training, 1, steps - 1)
+    ckpt.save(steps - 1, wait="durable")
+    go(ckpt, training, steps, steps)
+    ckpt.save(steps, wait="durable")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_was_restored_and_is_durable_stays_in_memory_no_longer(root: Path, memory: Path) -> None:
+    before = multiprocessing.get_context("forkserver").Process(target=_killed_when_durable, args=(root, memory, 5))
+    before.start()
+    before.join(60)
+    assert before.exitcode == -signal.SIGKILL
+    job = JobDir.of(root, memory_base(memory))
+    ckpt = rekindle.Checkpointer(root, Training().state, persist_every=1000)
+    assert ckpt.restore(step=4) == 4
+    closed_within(ckpt)
+    assert max(stamp.step for stamp, _ in job.stamps()) == 5, "what was not gone on from is left to the next start"
+    ckpt = rekindle.Checkpointer(root, Training().state, persist_every=1000)
+    assert ckpt.restore() == 5 and ckpt.metrics.restored_from == "memory"
+    closed_within(ckpt)
+    assert not job.path.exists() and durable(root) == [4, 5]

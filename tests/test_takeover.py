@@ -44,6 +44,18 @@ def test_a_cell_that_runs_again_goes_on_where_it_was(root: Path, memory: Path) -
     assert hooks == [0, 0]
 
 
+def test_one_that_took_over_and_saved_nothing_gives_memory_back(root: Path, memory: Path) -> None:
+    training = Training()
+    first = rekindle.Checkpointer(root, training.state)
+    first.restore()
+    go(first, training, 1, 5)
+    ckpt = rekindle.Checkpointer(root, Training().state)
+    assert ckpt.restore() == 5
+    ckpt.close()
+    assert (root / "step-0000000005").exists()
+    assert not JobDir.of(root, memory_base()).path.exists()
+
+
 def test_after_an_exception_the_next_one_just_works(root: Path, memory: Path) -> None:
     kept = []
     for number in (1, 2, 3):

@@ -46,6 +46,7 @@ from rekindle.state.fence import Fence
 from rekindle.state.plan import Overlap
 from rekindle.state.updates import Updates
 from rekindle.steps import check_step
+from rekindle.storage.catalog import STORAGE
 from rekindle.storage.pace import rate
 from rekindle.storage.pins import unpin_step
 from rekindle.storage.standing import begins_anew
@@ -185,7 +186,7 @@ class Checkpointer:
             else:
                 self._with_memory(self._job, info, room, fallback_after)
         except BaseException:
-            self._let_go(False)  # else whoever keeps the traceback would keep the rank's place
+            self._let_go(None)  # else whoever keeps the traceback would keep the rank's place
             raise
         self._saves.direct.job = self._job
         self._cadence: Cadence = Auto(snapshot_budget, agreement(self._group.world)) if often else Fixed(every)
@@ -243,7 +244,6 @@ class Checkpointer:
         StateMismatchError when the checkpoint doesn't fit the live state, or has nothing of a part to be loaded.
         """
         parts = choose_parts(partial, strict, self._capture.state)
-        self._saves.refuse_child()
         self._check_open()
         if self._saves.newest is not None:
             raise UsageError("restore() comes before the first save of a run")
@@ -374,7 +374,6 @@ class Checkpointer:
         An exception of the guarded part is raised again; a rank that ends because of another one's fault has exit code
         75, one that a signal told to go 128 and the signal's number.
         """
-        self._saves.refuse_child()
         self._check_open()
         trainer = Guarding(self._saves, self._store, self._stamp, self._job, self._group, self._meeting, fence)
         hooks = Hooks(on_stop, on_clean, on_gasp, on_exit)
@@ -451,19 +450,20 @@ class Checkpointer:
             return
         if self._successor:
             raise UsageError(self._successor)
-        saved = False
+        durable: Stamp | None = None
         try:
             self._saves.settle()
             self._saves.catch_up(timeout)
             newest = self._saves.newest or self._base
-            if newest is not None and not (newest is self._base and self._saves.kept(newest)):
+            kept = self._saves.kept(newest)
+            if newest is not None and not kept:
                 self._saves.persist(newest)
                 self._wait_durable(newest, timeout)
-                saved = self._saves.newest is not None
                 log.info("closed: step %d is durable; %s", newest.step, self.metrics.summary())
+            durable = newest if not kept or (kept == STORAGE and self._saves.memory is not None) else None
             self._ended = True
         finally:
-            self._let_go(saved)
+            self._let_go(durable)
 
     def give_way(self) -> str | None:
         """Let go for good, to another Checkpointer of this root and process. Gives a reason if that can't be now."""
@@ -472,20 +472,21 @@ class Checkpointer:
         if self._saves.busy:
             return "an earlier Checkpointer of this process is inside of guard() or step() at this root: end that first"
         self._saves.see_out(GIVE_WAY)
-        self._let_go(False)
+        self._let_go(None)
         self._successor = f"a later Checkpointer of this process has taken over {self.root}"
         return None
 
     def _check_open(self) -> None:
+        self._saves.refuse_child()
         if self._closed:
             raise UsageError(self._successor or "the checkpointer is closed")
 
-    def _let_go(self, saved: bool) -> None:
+    def _let_go(self, durable: Stamp | None) -> None:
         if not self._closed:
             self._closed = self._leaving.said = True
             self._fence.close()
             self._saves.close()
-            let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, saved)
+            let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, durable)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -495,5 +496,5 @@ class Checkpointer:
             self.close()
         elif not (self._closed or self._saves.forked):
             self._saves.see_out(0.0)
-            self._let_go(False)
+            self._let_go(None)
             tell_copies(error, self._job, self._store, self._meeting.mates, self._saves)

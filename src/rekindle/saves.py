@@ -26,7 +26,7 @@ from rekindle.snapshot.status import STABLE
 from rekindle.state.capture import Capture
 from rekindle.state.live import Live
 from rekindle.state.plan import Overlap
-from rekindle.storage.catalog import STORAGE
+from rekindle.storage.catalog import MEMORY, STORAGE
 from rekindle.storage.contract import Store
 from rekindle.storage.pins import pin_if_there, pin_when_there
 
@@ -266,14 +266,19 @@ class Saves:
             with suppress(MemoryStoreError):  # the first save will say so
                 self.memory.slots.give_up()
 
-    def kept(self, base: Stamp) -> bool:
-        """Whether storage has what was restored; where it doesn't say, whether the agent will see to that."""
+    def kept(self, base: Stamp | None) -> str:
+        """STORAGE if it has what was restored; MEMORY if it doesn't say, and the agent will see to that; "" if neither.
+
+        "" also once something has been saved.
+        """
+        if base is None or self.newest is not None:
+            return ""
         if self._metrics.restored_from == STORAGE:
-            return True
+            return STORAGE
         with suppress(OSError):
-            return within(_LOOK, self._store.root, lambda: self._store.durable(base))
+            return STORAGE if within(_LOOK, self._store.root, lambda: self._store.durable(base)) else ""
         stamps = self.memory.slots.job.stamps() if self.memory is not None else ()
-        return any(stamp.key == base.key and stamp.persist for stamp, _ in stamps)
+        return MEMORY if any(stamp.key == base.key and stamp.persist for stamp, _ in stamps) else ""
 
     def hold(self) -> None:
         """Wait until the newest save has what an update will change. For the thread that updates."""

@@ -117,14 +117,13 @@ def _see_out(job: JobDir) -> None:
 
 
 def let_go(
-    job: JobDir | None, keeper: AgentKeeper | None, lock: Lock | None, rank: int, begun: bool, saved: bool
+    job: JobDir | None, keeper: AgentKeeper | None, lock: Lock | None, rank: int, begun: bool, durable: Stamp | None
 ) -> None:
-    """Leave the job, and give this rank's memory back if what it holds has been ``saved``.
+    """Leave the job, and give this rank's memory back if storage has what is ``durable``, and memory nothing beyond it.
 
     A start that has not ``begun``, because storage didn't show what was there, leaves the note of it to the next one.
     """
-    if job is not None and saved:
-        job.remove_snapshots(rank)
+    saved = durable is not None and (job is None or job.give_back(rank, durable.key))
     if keeper is not None:
         keeper.close(_FINISH if saved else _LOOK)
     if lock is not None:

@@ -28,7 +28,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -415,6 +415,18 @@ class JobDir:
                 directory.rmdir()
             except OSError:
                 continue
+
+    def give_back(self, rank: int, durable: tuple[int, Incarnation]) -> bool:
+        """Remove a rank's snapshots, and those of ranks that have gone, if what is ``durable`` makes them superfluous.
+
+        False if it doesn't: a rank that has gone back to an older step may leave a newer one that only memory has.
+        """
+        if not all(_superfluous(stamp, *durable) for stamp, _ in self.stamps() if stamp.rank == rank):
+            return False
+        with suppress(BusyError, FormatError):
+            self.remove_strangers(durable)
+        self.remove_snapshots(rank)
+        return True
 
     def remove_strangers(self, durable: tuple[int, Incarnation]) -> None:
         """Give back the memory of ranks that this node no longer has: the job came back with fewer.

@@ -374,18 +374,18 @@ class Run:
         """
         if _runs.get(self.root) is self:
             del _runs[self.root]
-        saved = False
+        durable: Stamp | None = None
         try:
             with self._lock:
                 if self._newest is not None and not self._unfinished(self._newest):
                     self.wait_durable(self._newest, timeout)
-                    saved = True
+                    durable = self._newest
         finally:
-            self.leave(saved)
+            self.leave(durable)
 
-    def leave(self, saved: bool = False) -> None:
-        """Let go of everything, and of the memory too if what it holds has been ``saved``."""
+    def leave(self, durable: Stamp | None = None) -> None:
+        """Let go of everything, and of the memory too if storage has what is ``durable``, and memory nothing beyond."""
         self._copier.close()
         if self._slots is not None:
             self._slots.close()
-        let_go(self._job, self._keeper, self._place, self._rank or 0, self.begun, saved)
+        let_go(self._job, self._keeper, self._place, self._rank or 0, self.begun, durable)
