@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import rekindle
 from tests.test_checkpointer import Training, go
 
-RIGHT = r"for step in range\(start \+ 1, total \+ 1\)"
+RIGHT_LOOP = "for step in range(start + 1, total + 1)"
+RIGHT = re.escape(RIGHT_LOOP)
 
 
 class Unannounced:
@@ -78,17 +80,65 @@ def test_the_restored_step_may_be_told_and_saved_as_long_as_there_is_no_update(r
     ckpt.close()
 
 
-@pytest.mark.parametrize("announced", [True, False])
-def test_updates_without_hooks_are_seen(announced: bool, root: Path, memory: Path) -> None:
+def test_updates_without_hooks_are_seen(root: Path, memory: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = Unannounced(model)
     ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer})
     ckpt.restore()
-    if announced:
-        with ckpt.updating():
-            optimizer.step()
-    else:
+    optimizer.step()  # no more than a write: it may be of weights that are loaded by hand
+    ckpt.step(0)
+    assert len(warnings(caplog)) == 1
+    with ckpt.updating():
         optimizer.step()
+    with pytest.raises(rekindle.UsageError, match=RIGHT):
+        ckpt.step(0)
+    ckpt.step(1)
+    ckpt.close()
+    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer})
+    assert ckpt.restore() == 1
+    optimizer.step()
+    with pytest.raises(rekindle.UsageError, match=RIGHT):
+        ckpt.step(1)
+    ckpt.close()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for r in caplog.records if RIGHT_LOOP in (message := r.getMessage()) and r.levelname == "WARNING"]
+
+
+def test_weights_loaded_by_hand_are_saved_as_step_0_with_a_warning(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    ckpt = rekindle.Checkpointer(root, {"model": model})
+    ckpt.restore()
+    model.load_state_dict(torch.nn.Linear(4, 4).state_dict())
+    ckpt.save(0, wait="memory")
+    ckpt.step(0)
+    assert len(warnings(caplog)) == 1
+    assert "no update of training" in warnings(caplog)[0]
+    ckpt.close()
+
+
+def test_an_update_with_learning_rate_zero_is_no_step(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer})
+    ckpt.restore()
+
+    def update(lr: float) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+
+    update(0.0)  # it makes the optimizer's state
+    ckpt.save(0, wait="memory")
+    assert len(warnings(caplog)) == 1
+    update(0.0)
+    update(0.1)
     with pytest.raises(rekindle.UsageError, match=RIGHT):
         ckpt.step(0)
     ckpt.step(1)

@@ -29,6 +29,8 @@ class Fence:
         self._by_hand = self._changed = False
         self.updates = 0
         """Updates that were announced."""
+        self.steps = 0
+        """Those of them that may have trained: one with a learning rate of zero only makes an optimizer's state."""
         self._hooks: dict[int, RemovableHandle] = {}
         for entry in state.values():
             optimizer = _optimizer(entry)
@@ -43,6 +45,7 @@ class Fence:
             self._captured(optimizer)
             return
         self.updates += 1
+        self.steps += any(map(_trains, optimizer.param_groups))
         wait = self._wait()
         if wait is not None:
             wait()
@@ -60,6 +63,7 @@ class Fence:
     def by_hand(self) -> None:
         """``updating()`` is used: from now on it stands before every update that no hook announces."""
         self.updates += 1
+        self.steps += 1
         self._changed |= not self._by_hand
         self._by_hand = True
 
@@ -94,6 +98,11 @@ class Fence:
 
 def _optimizer(entry: Any) -> Any:
     return entry.optimizer if isinstance(entry, ZeroState) else entry
+
+
+def _trains(group: dict[str, Any]) -> bool:
+    lr = group.get("lr")
+    return isinstance(lr, torch.Tensor) or lr != 0  # a look into a tensor would wait for the GPU
 
 
 def _tensors(node: Any) -> Iterator[torch.Tensor]:

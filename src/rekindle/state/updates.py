@@ -21,11 +21,15 @@ class Updates:
 
     def begin(self) -> None:
         """Take the state as it is now for that of a complete step."""
-        self._seen = self._look()
+        self._seen, self._steps = self._look(), self._fence.steps
 
     def made(self) -> bool:
         """Whether an update was made, or begun, since ``begin``. Writes that torch doesn't count stay unseen."""
         return self._look() != self._seen
+
+    def surely(self) -> bool:
+        """Whether one of them was announced, with a learning rate: not a mere write, such as loading weights is."""
+        return self._fence.steps != self._steps
 
     def _look(self) -> list[int]:
         if self._fence.hooked:
