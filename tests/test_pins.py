@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,29 @@ def test_what_a_script_waited_for_or_pinned_stays(root: Path, memory: Path) -> N
     again.save(10, wait="durable", timeout=60)
     wait_for(lambda: steps(root) == [1, 5, 8, 9, 10], what="retention after a restart")
     again.close(timeout=60)
+
+
+def test_pinned_saves_that_nobody_waits_for_all_stay(root: Path, memory: Path) -> None:
+    values = rekindle.Values(x=0)
+    ckpt = rekindle.Checkpointer(root, {"values": values}, keep=1)
+    ckpt.save(1, wait="durable", timeout=60, pin=False)
+    agent = JobDir.of(root, memory_base()).agent()
+    assert agent is not None
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        ckpt.save(2, pin=True)
+        with pytest.raises(rekindle.NotDurableError, match=r"step 3 is saved, but .* step 2.* not on storage"):
+            ckpt.save(3, pin=True, timeout=0.0)
+        for step in range(4, 9):  # training goes on, and step 2 stays in memory
+            ckpt.save(step)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    for step in range(9, 13):
+        ckpt.save(step, pin=True, timeout=60)
+    for step in range(13, 19):
+        ckpt.step(step)
+    ckpt.close(timeout=60)
+    assert pinned(root) == [2, 9, 10, 11, 12] and steps(root) == [2, 9, 10, 11, 12, 18]
 
 
 def test_without_memory_pins_are_the_same(root: Path, memory: Path) -> None:

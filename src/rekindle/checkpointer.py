@@ -308,8 +308,8 @@ class Checkpointer:
 
         ``wait="memory"`` returns when it is in memory, where it survives this process; ``wait="durable"`` when it is on
         storage. Raises NotDurableError when the save failed, or after ``timeout`` seconds; in the latter case the
-        checkpoint is still on its way. With ``pin`` it stays there until ``unpin(n)``, whatever ``keep`` says; None
-        pins with ``wait="durable"``.
+        checkpoint is still on its way. With ``pin`` it stays there until ``unpin(n)``, whatever ``keep`` says, and this
+        waits, as long, until what was pinned before is on storage; None pins with ``wait="durable"``.
         """
         pin = wait == "durable" if pin is None else pin
         if wait not in (None, "memory", "durable"):
@@ -327,7 +327,7 @@ class Checkpointer:
         if wait == "durable" and stamp is not None:
             self._wait_durable(stamp, timeout)
         if pin and stamp is not None and stamp.step == n:
-            self._saves.pin(stamp, wait == "durable")
+            self._saves.pin(stamp, wait == "durable", self._keeper, timeout)
 
     def unpin(self, n: int) -> None:
         """Let ``keep`` decide on step ``n`` again. One rank is enough. Raises NotFoundError when storage lacks it."""

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 
 from rekindle.advice import advise
+from rekindle.agent.ending import wait_durable
+from rekindle.agent.spawn import AgentKeeper
 from rekindle.agent.tries import Tries
 from rekindle.cadence import Sparing
 from rekindle.direct import DirectSaver
@@ -239,10 +241,11 @@ class Saves:
         except Exception as error:
             self._failed(stamp.step, error)
 
-    def pin(self, stamp: Stamp, there: bool) -> None:
+    def pin(self, stamp: Stamp, there: bool, keeper: AgentKeeper | None, timeout: float) -> None:
         """See to it that ``stamp`` stays on storage: now if it is ``there``, else once it comes. Call ``settle`` first.
 
-        Raises NotDurableError when that can't be done now.
+        Raises NotDurableError when that can't be done now, or one that was to be pinned before isn't on storage within
+        ``timeout`` seconds.
         """
         if there:
             try:
@@ -251,6 +254,7 @@ class Saves:
             except OSError as error:
                 raise NotDurableError(f"step {stamp.step} is on storage, but not pinned: {advise(error)}") from error
             return
+        self._see_pins(stamp, keeper, timeout)
         if self.newest is None or not self.newest.pinned:  # else its receipt says so
             if self.memory is not None and self.newest is not None:
                 self.memory.persist(self.newest, pin=True)
@@ -259,6 +263,31 @@ class Saves:
                 if within(_LOOK, self._store.root, partial(pin_if_there, self._store, stamp)):
                     return
         behind(partial(pin_when_there, self._store, stamp), "rekindle-pin")
+
+    def _see_pins(self, stamp: Stamp, keeper: AgentKeeper | None, timeout: float) -> None:
+        """Return when what was to be pinned before ``stamp`` is on storage: memory keeps one such snapshot, not more.
+
+        After the save of ``stamp``, which takes no older one's place, so that its state is safe meanwhile.
+        """
+        if self.memory is None:
+            return
+        slots, deadline = self.memory.slots, time.monotonic() + timeout
+        for older in slots.to_pin(stamp):
+            with self.pause("waiting for storage"):
+                try:
+                    seconds = max(0.0, deadline - time.monotonic())
+                    wait_durable(older, self._store, slots.job, keeper, seconds, once=True)
+                except NotDurableError as error:
+                    raise NotDurableError(
+                        f"step {stamp.step} is saved, but will not stay if later saves come before storage has "
+                        f"step {older.step}, which was pinned before: {error}"
+                    ) from error
+                with suppress(OSError):
+                    if not within(_LOOK, self._store.root, partial(self._store.durable, older)):
+                        log.warning(
+                            "step %d was to be pinned, and has not come to storage: a newer one has taken its place",
+                            older.step,
+                        )
 
     def give_up(self) -> None:
         """Free what memory has of a run that was deleted, before the note of it goes: it would be drained."""

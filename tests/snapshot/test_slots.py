@@ -474,6 +474,29 @@ def test_a_snapshot_on_its_way_to_storage_is_not_the_first_to_go(job):
     assert 2 not in steps(job)
 
 
+def test_the_oldest_snapshot_that_is_to_be_pinned_stays_until_storage_has_it(job):
+    slots, newest = alone(job), Stamp(9, 0, 1, FIRST)
+
+    def pin(step: int) -> None:
+        stamp = Stamp(step, 0, 1, FIRST, True, pinned=True)
+        slots.commit(begin(slots, step), stamp, make_shard(stamp, {"x": content(step)})[0].raw)
+
+    for step in (1, 2):
+        pin(step)
+    assert [stamp.step for stamp in slots.to_pin(newest)] == [1, 2]
+    for step in (3, 4, 5, 6):
+        save(slots, step)
+    assert steps(job)[0] == 1 and 2 not in steps(job) and len(files(job)) <= 4
+    assert slots.to_pin(Stamp(1, 0, 1, FIRST)) == [], "older ones only"
+    assert slots.to_pin(Stamp(9, 0, 1, Incarnation(2, "b" * 16, parent="a" * 16, parent_step=0))) == [], "abandoned"
+    job.write_durable(1)
+    assert slots.to_pin(newest) == []
+    pin(7)
+    for step in (8, 9, 10):
+        save(slots, step)
+    assert 1 not in steps(job) and 7 in steps(job)
+
+
 # -- several ranks on one node ---------------------------------------------------------------------------------------
 
 

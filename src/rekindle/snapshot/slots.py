@@ -302,11 +302,24 @@ class Slots:
         return sorted(key for key, have in ranks.items() if have.issuperset(self.mates))
 
     def _pending(self, committed: list[Slot]) -> list[Slot]:
-        """The newest snapshots that are to go to storage, and to be pinned there, and are not there yet."""
+        """The newest snapshot that is to go to storage, and the oldest that is to be pinned, if they aren't there yet.
+
+        Who pins waits for the older one, so that there is one at a time.
+        """
+        lacking = self._lacking(committed)
+        return lacking[-1:] + [s for s in lacking if s.stamp and s.stamp.pinned][:1]
+
+    def to_pin(self, newest: Stamp) -> list[Stamp]:
+        """What is older than ``newest``, is to be pinned on storage, and isn't there yet; oldest first."""
+        at, start = newest.step, newest.incarnation
+        committed = sorted((s for s in self.slots if s.stamp and s.stamp.step < at), key=_step_of)
+        pins = [s.stamp for s in self._lacking(committed) if s.stamp and s.stamp.pinned]
+        return [stamp for stamp in pins if not self._abandoned(stamp, at, start)]
+
+    def _lacking(self, committed: list[Slot]) -> list[Slot]:
+        """Those that are to go to storage, and are not there yet."""
         durable = self.job.durable()
-        flagged = [s for s in committed if s.stamp and s.stamp.persist][-1:]
-        flagged += [s for s in committed if s.stamp and s.stamp.pinned][-1:]
-        return [s for s in flagged if s.stamp and (durable is None or s.stamp.step > durable)]
+        return [s for s in committed if s.stamp and s.stamp.persist and (durable is None or s.stamp.step > durable)]
 
     def _uncommit(self, slot: Slot) -> None:
         """Make a snapshot's file a free one. Whoever has it open reads on; nobody finds it any more."""
