@@ -194,6 +194,8 @@ def _saved(root: Root, base: Path) -> str:
         if listed[0].condition != "incomplete" or time.monotonic() > until:
             break
         time.sleep(0.1)
+    if isinstance(trouble, RekindleError):
+        return str(trouble)  # memory has steps that the next start doesn't go on from
     if trouble is not None:
         return f"{_newest(listed)}; of storage nothing is known: {explain(trouble)}"
     return _newest(listed)

@@ -41,6 +41,8 @@ _SHOWN = 10
 """Steps that a message lists at most."""
 _SILENT = 10.0
 """Seconds without a sign of life after which storage hangs, and is not slow."""
+_LOOK = 3.0
+"""Seconds that storage gets to say whether a root was deleted: it may be one of many."""
 _COMPOSING = 5.0
 """Seconds that an agent gets to put dead ranks' snapshots together, for which it takes the place of their trainers."""
 
@@ -75,21 +77,23 @@ class Listed:
         }
 
 
-def look(root: Root, base: Path, seconds: float) -> tuple[list[Listed], OSError | None]:
-    """As ``copies_of``; where storage can't say what it has within ``seconds``, what memory holds, and why.
+def look(root: Root, base: Path, seconds: float) -> tuple[list[Listed], OSError | RekindleError | None]:
+    """As ``copies_of``, and what is wrong: the root was deleted, or storage can't say what it has within ``seconds``.
 
-    Raises that when memory holds nothing.
+    In the second case it gives what memory holds; raises what is wrong when memory holds nothing.
     """
+    job = JobDir.of(root, base)
 
     def everywhere() -> list[Listed]:
-        job = JobDir.of(root, base)
         noted = job.durable()
         if noted is not None:
             newest_on(open_store(root), noted, (), job.trace())  # else it is not mounted
         return copies_of(root, base)
 
     try:
-        return within(seconds, root, everywhere), None
+        listed = within(seconds, root, everywhere)
+        why = None if job.trainers() else _deleted(job, seconds)
+        return listed, None if why is None else NotFoundError(f"{root}: {why}")
     except RekindleError:
         raise
     except OSError as error:
@@ -268,9 +272,12 @@ def job_status(job: JobDir) -> dict[str, Any]:
         status["problem"] = status["drain"]["error"]
     elif status["drain"]:
         status["problem"] = status["drain"].get("waits") or status["drain"].get("given_up")
-    problem = unknown(job) or status["problem"]
+    deleted = None if trainers else _deleted(job, _LOOK)
+    if deleted is not None:
+        status["durable_step"] = None
+    problem = deleted or unknown(job) or status["problem"]
     status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
-    if status["durable_step"] is None and status["drain"]:
+    if status["durable_step"] is None and status["drain"] and deleted is None:
         status["durable_step"] = status["drain"]["durable"]  # that of an earlier start of the job
     return status
 
@@ -339,18 +346,28 @@ def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[st
 
 def _refuse_deleted(job: JobDir, deadline: float) -> None:
     """Raise NotDurableError where the root was deleted: it must be said what is to become of memory's snapshots."""
-    info, steps = job.read_job(), sorted({stamp.step for stamp, _ in job.stamps()})
-    if info is None or not steps:
-        return
-    deleted = False
-    with suppress(OSError):  # storage that doesn't answer is waited for
-        seconds = max(1.0, min(_SILENT, deadline - time.monotonic()))
-        deleted = within(seconds, info.root, lambda: was_deleted(open_store(info.root), job.durable(), job.trace()))
-    if deleted:
-        raise NotDurableError(
-            f"{info.root}: was deleted, and memory still has steps {steps} of it: 'rekindle stop --discard ROOT' gives "
-            f"them up; a start of the job with restore(step={steps[-1]}) goes on from there"
-        )
+    why = _deleted(job, max(1.0, min(_SILENT, deadline - time.monotonic())))
+    if why is not None:
+        info = job.read_job()
+        raise NotDurableError(f"{info.root if info is not None else job.path}: {why}")
+
+
+def _deleted(job: JobDir, seconds: float) -> str | None:
+    """What to tell of a job that isn't trained, and whose root was deleted, while memory still has some of it.
+
+    None where that isn't so, and where storage doesn't say within ``seconds``.
+    """
+    info, steps, trace = info_of(job), sorted({stamp.step for stamp, _ in job.stamps()}), job.trace()
+    if info is None or not steps or trace is None:
+        return None
+    root = info.root
+    with suppress(OSError):
+        if within(seconds, root, lambda: was_deleted(open_store(root), job.durable(), trace)):
+            return (
+                f"was deleted, and memory still has steps {steps} of it: the next start gives them up, as 'rekindle stop "
+                f"--discard ROOT' does; a start with restore(step={steps[-1]}) goes on from there"
+            )
+    return None
 
 
 def _end_agent(

@@ -18,6 +18,7 @@ import torch
 
 import rekindle
 from rekindle.agent.drain import Drainer
+from rekindle.operate import job_status, look
 from rekindle.snapshot.documents import _PREFIX, checksum
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import MANIFEST, step_dir
@@ -327,6 +328,11 @@ def test_nobody_writes_a_deleted_run_anew_while_it_is_not_trained(
 ) -> None:
     job = killed(root, memory)
     delete(root, job)
+    status = job_status(job)
+    assert status["durable_step"] is None and "was deleted, and memory still has steps [" in str(status["problem"])
+    assert "next start gives them up" in status["problem"] and "restore(step=6)" in status["problem"]
+    listed, trouble = look(root, memory_base(memory), 30.0)
+    assert max(one.copy.step for one in listed) == 6 and str(status["problem"]) in str(trouble)
     end_agent(job)
     drainer = Drainer(job)
     assert not drainer.tick() and "was deleted" in str(drainer.progress.given_up)
