@@ -364,8 +364,8 @@ def _deleted(job: JobDir, seconds: float) -> str | None:
     with suppress(OSError):
         if within(seconds, root, lambda: was_deleted(open_store(root), job.durable(), trace)):
             return (
-                f"was deleted, and memory still has steps {steps} of it: the next start gives them up, as 'rekindle stop "
-                f"--discard ROOT' does; a start with restore(step={steps[-1]}) goes on from there"
+                f"was deleted, and memory still has steps {steps} of it: the next start gives them up, as 'rekindle "
+                f"stop --discard ROOT' does; a start with restore(step={steps[-1]}) goes on from there"
             )
     return None
 
