@@ -33,7 +33,7 @@ def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
     assert report.lost == 0 and report.resumed is not None and report.resumed >= report.step >= 5
     assert report.again is not None and report.again > (report.back or 0) > report.noticed
     assert len(outcomes[0].codes) == 2 and outcomes[0].codes[1] == [0, 0]
-    assert len(lines) >= 4
+    assert len(lines) >= 4 and lines[1].startswith("waiting 60 s at most") and "such as 'rekindle run'" in lines[1]
     if fault == "hang":
         assert "in obey" in cell.log(1).read_text(), "where the rank stood is not in its log"
 
