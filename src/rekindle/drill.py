@@ -82,7 +82,8 @@ def drill(job: JobDir, fault: str, rank: int | None, timeout: float, tell: Calla
         _watch_agent(job, report, began, began + timeout, tell)
         return report
     tell(
-        f"waiting {timeout:.0f} s at most for the job to come back: a launcher, such as 'rekindle run', has to start it again"
+        f"waiting {timeout:.0f} s at most for the job to come back: a launcher, such as 'rekindle run', "
+        "has to start it again"
     )
     _Watcher(job, report, began, before, tell).run(began + timeout)
     return report
