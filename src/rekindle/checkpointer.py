@@ -253,13 +253,12 @@ class Checkpointer:
         self._incarnation = replace(self._incarnation, generation=max(self._incarnation.generation, 1 + seen))
         if self._saves.memory is not None and not self._begun and self._meeting.found:
             self._saves.memory.slots.reserve(self._capture.estimate())
-        self._begun = True
-        anyway = done is None or step is not None
-        if done is None and self._meeting.deleted:
+        self._begun, chosen = True, step is not None
+        if self._meeting.deleted if done is None else done.back:
             self._saves.give_up()
-        self._meeting.go_on(self._job, self._store, self._group.rank, None if done is None else done.stored, anyway)
-        at, parent, self._base = 0, "", None  # an earlier restore() counts no more
-        place, seconds = "", 0.0
+        self._meeting.note_anew(self._job, self._group.rank, self._incarnation, done, chosen)
+        self._meeting.go_on(self._job, self._store, self._group.rank, done.stored if done else None, chosen or not done)
+        at, parent, place, seconds, self._base = 0, "", "", 0.0, None  # an earlier restore() counts no more
         if done is not None:
             at, parent, place, seconds = done.step, done.incarnation.id, done.place, done.seconds
             self._base = Stamp(at, self._group.rank, self._group.world, done.incarnation)
@@ -418,6 +417,7 @@ class Checkpointer:
                 if self._group.rank == 0:
                     log.warning("%s", begins_anew(self.root))
                 self._saves.give_up()
+            self._meeting.note_anew(self._job, self._group.rank, self._incarnation, None, chosen=False)
             self._meeting.go_on(self._job, self._store, self._group.rank, None, anyway=True)
 
     def _wait_durable(self, stamp: Stamp, timeout: float) -> None:

@@ -19,6 +19,7 @@ from rekindle.snapshot.lineage import Stamp
 from rekindle.snapshot.memory import JobDir, Trace
 from rekindle.state.live import Live
 from rekindle.state.plan import Plan
+from rekindle.storage.back import prune_chosen
 from rekindle.storage.contract import Store
 from rekindle.storage.pace import step_back
 from rekindle.storage.standing import check_written, made_anew, newest_on, refuse_elsewhere, trace_of, was_deleted
@@ -143,7 +144,7 @@ class DirectSaver:
         if self.job is not None:
             with suppress(OSError):  # there is no memory any more
                 self.job.write_durable(self._noted, self._trace)
-        self._store.prune(*self._keep)
+        prune_chosen(self._store, self.job, receipt.stamp.incarnation.generation, *self._keep)
         self._store.settle()
 
     def _known(self) -> tuple[int | None, Trace | None]:

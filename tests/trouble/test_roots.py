@@ -379,3 +379,72 @@ def test_steps_deleted_from_a_root_that_stays_are_a_deleted_run_too(root: Path, 
             shutil.rmtree(path, ignore_errors=True)
     assert train(root, memory, 1) == 0
     assert newest(root) == 1 and (root / "notes.txt").exists()
+
+
+# -- deleted, and back again -----------------------------------------------------------------------------------------
+
+
+def _begin_anew_until_killed(root: Path, memory: Path) -> None:
+    """Memory has step 5 of a run that began where another one was moved away; storage has nothing of it."""
+    ckpt, weights = job_of(root, memory, persist_every=1000, persist_seconds=1000)
+    assert ckpt.restore() == 0
+    weights.fill_(5)
+    ckpt.step(5)
+    ckpt._saves.secure(20)
+    end_agent(JobDir.of(root, memory_base(memory)))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def back(root: Path, memory: Path) -> Path:
+    """A root whose checkpoints were moved away, so that the job began anew and was killed, and then moved back."""
+    job = killed(root, memory)
+    wait_for(lambda: job.durable() == 6)
+    moved = root.rename(root.with_name("moved"))
+    process = multiprocessing.get_context("forkserver").Process(target=_begin_anew_until_killed, args=(root, memory))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    shutil.rmtree(root, ignore_errors=True)
+    return moved.rename(root)
+
+
+def test_a_run_that_is_back_is_not_left_behind_unasked(back: Path, memory: Path) -> None:
+    before = sound(back)
+    ckpt, _ = job_of(back, memory)
+    both = r"restore\(step=6\) goes on from .* restore\(step=5\) from"
+    for _ in range(2):
+        with pytest.raises(rekindle.NotFoundError, match=both):
+            ckpt.restore()
+    ckpt.close(timeout=30)
+    wait_for(lambda: 5 in sound(back), what="the agent to carry what the killed run has left")
+    assert set(before) <= set(sound(back)), "nothing is removed before somebody has chosen"
+    with pytest.raises(rekindle.NotFoundError, match=both):
+        train(back, memory, 7)
+
+
+@pytest.mark.parametrize("step", [6, 5])
+def test_either_run_is_gone_on_from_on_purpose(step: int, back: Path, memory: Path) -> None:
+    ckpt, _ = job_of(back, memory)
+    assert ckpt.restore(step=step) == step
+    assert torch.all(ckpt._capture.state["values"].weights == step)
+    ckpt.close(timeout=30)
+    assert train(back, memory, 8) == step, "what was chosen stays chosen"
+    assert newest(back) == 8
+
+
+def test_a_run_that_comes_back_while_the_job_runs_is_not_pruned(root: Path, memory: Path) -> None:
+    job = killed(root, memory)
+    wait_for(lambda: job.durable() == 6)
+    moved = root.rename(root.with_name("moved"))
+    ckpt, weights = job_of(root, memory)
+    assert ckpt.restore() == 0
+    ckpt.save(1, wait="durable", timeout=30, pin=False)
+    there = set(sound(moved))
+    for path in moved.glob("step-*"):
+        path.rename(root / path.name)
+    for step in (2, 3):
+        weights.fill_(step)
+        ckpt.save(step, wait="durable", timeout=30, pin=False)
+    ckpt.close(timeout=30)
+    assert there <= set(sound(root)) and 3 in sound(root)

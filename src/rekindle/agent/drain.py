@@ -13,6 +13,7 @@ from rekindle.errors import CorruptError
 from rekindle.snapshot.lineage import Incarnation, Stamp, elsewhere, live
 from rekindle.snapshot.memory import Job, JobDir, Trace
 from rekindle.snapshot.shard import OpenShard
+from rekindle.storage.back import prune_chosen
 from rekindle.storage.catalog import Copy, survey
 from rekindle.storage.contract import Store
 from rekindle.storage.pace import Budget, rest
@@ -347,7 +348,7 @@ class Drainer:
         self.progress.durable, self.progress.error, self.progress.waits = key[0], None, None
         self._settle(key)
         self.job.remove_strangers(key)
-        removed = store.prune(info.keep, info.keep_every)
+        removed = prune_chosen(store, self.job, key[1].generation, info.keep, info.keep_every)
         store.settle()
         if removed:
             log.debug("removed surplus checkpoints of steps %s", removed)

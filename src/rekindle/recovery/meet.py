@@ -13,7 +13,7 @@ from typing import Any
 from rekindle.advice import advise
 from rekindle.errors import BusyError, MemoryStoreError, UsageError
 from rekindle.recovery.group import Alone, Group, node_id
-from rekindle.recovery.restore import look
+from rekindle.recovery.restore import Restored, look
 from rekindle.recovery.root import Probe, judge, refusal, warn_of_weakness
 from rekindle.recovery.takeover import make_way
 from rekindle.snapshot.lineage import Incarnation
@@ -68,6 +68,18 @@ class Meeting:
                 job.write_durable(stored, trace_of(store, stored))
             elif anyway:
                 job.forget_durable()
+
+    def note_anew(self, job: JobDir | None, rank: int, ours: Incarnation, done: Restored | None, chosen: bool) -> None:
+        """Note that the start ``ours`` begins anew only because all was deleted; or which run was ``chosen`` since."""
+        if job is None or rank != self.mates[0]:
+            return
+        with suppress(OSError):
+            anew = job.anew()
+            if done is None and not chosen and self.deleted:
+                job.write_anew(ours.generation)
+            elif anew is not None and (chosen or done is None or done.back):
+                counts = ours if done is None or done.back else done.incarnation
+                job.write_anew(anew[0], counts.generation)
 
 
 def meet(

@@ -21,6 +21,7 @@ from rekindle.snapshot.memory import JobDir
 from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND
 from rekindle.state.fit import mismatch
 from rekindle.state.options import differences, options_of
+from rekindle.storage.back import Anew, refuse_unchosen
 from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in, newest_stored, refuse_behind
 from rekindle.storage.contract import Contents, Store
 from rekindle.storage.standing import DELETED, all_deleted, begins_anew, was_deleted
@@ -47,6 +48,8 @@ class Restored:
     seconds: float
     stored: int | None
     """The newest step, this one or one before it, that storage has."""
+    back: bool
+    """Whether it is of a run that was deleted and is back: what memory has of the one begun since counts no more."""
 
 
 @dataclass
@@ -72,6 +75,8 @@ class Sight:
     """Steps whose manifests can't be read at the moment, and why."""
     half_loaded: bool = False
     """Whether an earlier restore has left this rank's live state half overwritten."""
+    anew: Anew | None = None
+    """What this node knows of a start that began anew because all on storage was deleted."""
 
     @property
     def anything(self) -> bool:
@@ -157,9 +162,10 @@ def restore(
     """
     sight = look(job, store, group.rank)
     sight.half_loaded = half_loaded(state)
+    sight.anew = job.anew() if job is not None else None
     sights = group.gather(sight)
     if len({s.stored for s in sights}) > 1:  # a step became durable between two ranks' looks, or one of them sees none
-        sight = replace(look(job, store, group.rank), half_loaded=sight.half_loaded)
+        sight = replace(look(job, store, group.rank), half_loaded=sight.half_loaded, anew=sight.anew)
         sights = group.gather(sight)
     spoilt = any(s.half_loaded for s in sights)
     generation = max((offer.incarnation.generation for s in sights for offer in s.offers), default=0)
@@ -169,7 +175,8 @@ def restore(
         if group.rank == 0:
             log.warning("%s", begins_anew(store.root))
         return None, generation
-    choice = choose([s.offers for s in sights], step)
+    anew = max((s.anew for s in sights if s.anew is not None), default=None)
+    choice = choose(_of_the_run(step, sights, anew), step)
     if step is None:
         _refuse_newer(choice, sights)
     worlds = {(o.step, o.incarnation): o.world for s in sights for o in s.offers}
@@ -203,13 +210,30 @@ def restore(
                     keep(store, Stamp(key[0], 0, worlds[key], key[1]))
         verdict = attempt.verdict
         stored = newest_stored([copy for near in sight.copies.values() for copy in near], key)
-        done = Restored(*key, verdict.place or "", verdict.nbytes, verdict.read, time.monotonic() - began, stored)
+        back = anew is not None and key[1].generation < anew[0]
+        done = Restored(*key, verdict.place or "", verdict.nbytes, verdict.read, time.monotonic() - began, stored, back)
         _report(group.rank, done, verdicts, sights)
         if step is None and group.rank == 0:
             _warn_of_gone(key[0], sights)
         return done, generation
     _nothing(group.rank, store, choice, step, sights, spoilt)
     return None, generation
+
+
+def _of_the_run(step: int | None, sights: list[Sight], anew: Anew | None) -> list[list[Offer]]:
+    """All ranks' offers. Of a run that is back, though another one has begun since, those alone if ``step`` is of it.
+
+    Raises NotFoundError, on all ranks, where there are both, and nobody says which one counts.
+    """
+    offers = [sight.offers for sight in sights]
+    if anew is None:
+        return offers
+    if step is None:
+        refuse_unchosen(((o.step, o.incarnation.generation, o.places) for rank in offers for o in rank), anew)
+        return offers
+    if any(o.step == step and o.incarnation.generation >= anew[0] for rank in offers for o in rank):
+        return offers
+    return [[o for o in rank if o.incarnation.generation < anew[0]] for rank in offers]
 
 
 def _refuse_newer(choice: Choice, sights: list[Sight]) -> None:

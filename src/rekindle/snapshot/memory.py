@@ -6,6 +6,7 @@
       <job>/                             derived from the root, so a restarted job finds it
         job.json                         what the agent needs to know
         durable  root.json               the newest step on storage; the file system that it was seen on
+        anew                             the start that began anew, since all on storage was deleted
         agent.lock  agent.sock  agent.log  agent.json
         rank-00000.lock                  held by that rank's trainer while it lives
         rank-00000.status                what it is doing
@@ -42,6 +43,10 @@ from rekindle.snapshot.lock import Lock
 from rekindle.snapshot.names import STEP_DIR, Root, job_name, shard_pattern
 
 __all__ = ["Entry", "Job", "JobDir", "Known", "Trace", "matching", "memory_base"]
+
+
+_NO_GENERATION = 1 << 62
+"""Above all that starts can count up to."""
 
 
 def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
@@ -321,6 +326,24 @@ class JobDir:
         """A new start may have gone back to before that step."""
         (self.path / "durable").unlink(missing_ok=True)
         (self.path / "root.json").unlink(missing_ok=True)
+
+    def write_anew(self, since: int, until: int = _NO_GENERATION) -> None:
+        """Note that the job began anew with generation ``since``, only because all on storage was deleted.
+
+        From generation ``until`` on, it goes on from what somebody has chosen, should the deleted run be back."""
+        self._note("anew", b"%020d %020d" % (since, until))
+
+    def anew(self) -> tuple[int, int] | None:
+        """That note; None where there is none."""
+        try:
+            since, until = map(int, read(self.path / "anew").split())
+        except (OSError, ValueError):
+            return None
+        return since, until
+
+    def forget_anew(self) -> None:
+        """What was chosen is on storage."""
+        (self.path / "anew").unlink(missing_ok=True)
 
     def drain_error(self) -> str:
         """What the drain suffers from, in its own words; empty when it says nothing."""
