@@ -282,7 +282,8 @@ def test_a_restore_without_storage_says_so(root: Path, memory: Path, alarms: Ala
     assert ckpt.restore() == 1
     [line] = [line for line in alarms() if line.startswith("restored")]
     assert line.startswith(f"restored step 1 without storage, which may have a newer one: {root}")
-    ckpt.close()
+    with pytest.raises(rekindle.NotDurableError):
+        ckpt.close(1.0)
 
 
 def test_an_agent_that_can_not_be_had_and_then_can(
