@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import rekindle
+from rekindle.listing import list_checkpoints
 from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.storage.posix import PosixStore
 from tests.faults.harness import wait_for
 
 
@@ -135,15 +137,17 @@ def test_waiting_for_a_save_that_failed_is_an_error(root: Path, memory: Path) ->
 
 
 def test_a_look_at_a_job_takes_nothing_from_its_memory(root: Path, memory: Path) -> None:
-    """A run that restores, saves nothing and closes must not drop what only memory holds."""
+    """A run that restores, saves nothing and closes must not drop what only memory holds: it sees it to storage."""
     from tests.faults.harness import Run, train
 
     dying = Run(root, memory, width=8, points={0: "save.committed@3"}, executable="/bin/false")
     assert train(Run(**{**vars(dying), "options": {"persist_every": 1000}})) == [-9]
     job = JobDir.of(root, memory_base(memory))
     looking = Run(root, memory, width=8, steps=3, options={"persist_every": 1000}, executable="/bin/false")
+    assert list_checkpoints(job, PosixStore(root), [0])[0].places == ("memory",)
     assert train(looking) == [0]
-    assert {stamp.step for stamp, _ in job.stamps()} == {2, 3}
+    [kept] = list_checkpoints(job, PosixStore(root), [0])
+    assert kept.step == 3 and kept.durable and not any(job.stamps())
 
 
 def test_restore_of_an_older_step_leaves_newer_ones_until_the_new_branch_is_durable(root: Path, memory: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ import rekindle
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import wait_for
+from tests.forks import context
 from tests.test_checkpointer import Training, go
 
 LONG = 300.0
@@ -154,7 +154,7 @@ def _killed(root: Path, memory: Path) -> None:
 
 def test_a_run_that_has_saved_nothing_waits_for_what_it_restored(root: Path, memory: Path) -> None:
     """As a job that is finished, and started again: its last step may be in memory only."""
-    before = multiprocessing.get_context("forkserver").Process(target=_killed, args=(root, memory))
+    before = context.Process(target=_killed, args=(root, memory))
     before.start()
     before.join(60)
     assert before.exitcode == -signal.SIGKILL
@@ -206,7 +206,6 @@ def _rank(root: Path, memory: Path, rank: int, persist_every: int | None) -> Non
 def test_a_rank_does_not_wait_for_a_part_that_another_one_failed_to_save(
     persist_every: int | None, root: Path, memory: Path
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=_rank, args=(root, memory, r, persist_every)) for r in range(2)]
     for process in ranks:
         process.start()
@@ -234,7 +233,7 @@ def _killed_when_durable(root: Path, memory: Path, steps: int) -> None:
 
 
 def test_what_was_restored_and_is_durable_stays_in_memory_no_longer(root: Path, memory: Path) -> None:
-    before = multiprocessing.get_context("forkserver").Process(target=_killed_when_durable, args=(root, memory, 5))
+    before = context.Process(target=_killed_when_durable, args=(root, memory, 5))
     before.start()
     before.join(60)
     assert before.exitcode == -signal.SIGKILL

@@ -20,11 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.snapshot.memory import JobDir
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "rekindle.checkpointer", "tests.faults.harness", "tests.integrations.preload"]
-)
+from tests.forks import context as _context
 
 
 @dataclass(frozen=True)

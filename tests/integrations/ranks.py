@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -12,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.faults.harness import finish  # its forkserver has torch loaded
-
-_context = multiprocessing.get_context("forkserver")
+from tests.faults.harness import finish
+from tests.forks import context as _context
 
 
 def ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:

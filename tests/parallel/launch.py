@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import tempfile
 import time
@@ -15,20 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Answer", "on_ranks"]
+from tests.forks import context as _context
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
-        *("torch.distributed.optim", "rekindle.checkpointer", "tests.faults.harness", "tests.parallel.jobs"),
-        *(
-            "torch._dynamo",
-            "tests.parallel.kinds",
-            "tests.parallel.truth",
-        ),  # the first optimizer imports that for 0.5 s
-    ]
-)
+__all__ = ["Answer", "on_ranks"]
 
 _GRACE = 5.0
 """Seconds that the others get once a rank has failed: all of them should fail alike."""

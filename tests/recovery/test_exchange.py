@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.forks import context as _context
 
 from rekindle.snapshot.documents import Receipt
 from rekindle.snapshot.lineage import Incarnation, Stamp
@@ -20,8 +20,6 @@ from rekindle.storage.posix import PosixStore
 
 WIDTH = 1 << 20  # elements: 4 MiB a tensor
 FIRST = Incarnation(1, "a" * 16)
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "rekindle.checkpointer"])
 
 
 def build(seed: int, rank: int) -> dict[str, Any]:

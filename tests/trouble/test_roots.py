@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from rekindle.snapshot.documents import _PREFIX, checksum
 from rekindle.snapshot.memory import JobDir, memory_base
 from rekindle.snapshot.names import MANIFEST, step_dir
 from tests.faults.harness import end_agent, wait_for
+from tests.forks import context
 from tests.trouble.test_fall_back import Alarms, newest, sound
 from tests.unreadable import unreadable
 
@@ -276,7 +276,7 @@ def _train_until_killed(root: Path, memory: Path) -> None:
 
 
 def killed(root: Path, memory: Path) -> JobDir:
-    process = multiprocessing.get_context("forkserver").Process(target=_train_until_killed, args=(root, memory))
+    process = context.Process(target=_train_until_killed, args=(root, memory))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -401,7 +401,7 @@ def back(root: Path, memory: Path) -> Path:
     job = killed(root, memory)
     wait_for(lambda: job.durable() == 6)
     moved = root.rename(root.with_name("moved"))
-    process = multiprocessing.get_context("forkserver").Process(target=_begin_anew_until_killed, args=(root, memory))
+    process = context.Process(target=_begin_anew_until_killed, args=(root, memory))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
