@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -33,8 +34,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="rekindle-test-", dir=parent))
     monkeypatch.setenv("REKINDLE_MEMORY", str(path))
     yield path
-    for directory in path.glob("rekindle-*/*"):
-        end_agent(JobDir(directory))
+    with suppress(FileNotFoundError):  # an agent gives memory back as we look
+        for directory in path.glob("rekindle-*/*"):
+            end_agent(JobDir(directory))
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -252,7 +252,8 @@ def test_a_restore_from_storage_notes_what_storage_has(disk: Disk, small_tmpfs: 
     outgrow_memory(root, small)
     ckpt, _ = job_in(root, small)
     assert ckpt.restore() == 8
-    ckpt.close()
+    del ckpt
+    gc.collect()
     disk.unmount()
     ckpt, _ = job_in(root, small)
     with pytest.raises(rekindle.NotFoundError, match="step 8 was on storage"):

@@ -446,7 +446,7 @@ class JobDir:
         """
         if not all(_superfluous(stamp, *durable) for stamp, _ in self.stamps() if stamp.rank == rank):
             return False
-        with suppress(BusyError, FormatError):
+        with suppress(BusyError, FormatError, FileNotFoundError):  # somebody may have removed all of it
             self.remove_strangers(durable)
         self.remove_snapshots(rank)
         return True
