@@ -100,9 +100,9 @@ def fenced(place: Path, code: bool = False) -> Iterator[None]:
     if not _installed:
         tempfile.gettempdir()  # tries out directories when it is first asked
         sys.addaudithook(_hook)
+        _installed.append(True)
     _others.clear()
     _others.update(thread.ident for thread in threading.enumerate() if thread is not threading.current_thread())
-        _installed.append(True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     limits = resource.getrlimit(resource.RLIMIT_AS)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
