@@ -138,7 +138,7 @@ def run_ranks(task: Task, tell: Tell) -> None:
 def run_history(task: Task, tell: Tell) -> None:
     """``count`` saves of a small state, each of which becomes durable and stays, before the next one."""
     flat, root = Flat(64, task.size), Path(task.target)
-    checkpointer = flat.checkpointer(root, keep=task.count + 1)
+    checkpointer = flat.checkpointer(root, keep=task.count + 1, persist_seconds=0)
     checkpointer.restore()
     samples = []
     for step in range(1, task.count + 1):
