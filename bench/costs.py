@@ -23,8 +23,8 @@ from rich.table import Table
 
 import rekindle
 from rekindle.agent.process import Process
-from rekindle.recovery.gate import Gate
-from rekindle.snapshot.status import StatusPage
+from rekindle.memory.status import StatusPage
+from rekindle.save.gate import Gate
 
 _SHM = "/dev/shm"
 _GB = 10**9

@@ -49,8 +49,8 @@ def _contenders(root: Path, memory: Path) -> Iterator[tuple[str, _Ways]]:
     from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+    from rekindle.format.names import MANIFEST, step_dir
     from rekindle.integrations.dcp import RekindleReader, RekindleWriter
-    from rekindle.snapshot.names import MANIFEST, step_dir
 
     def stock(base: Path, stager: Any) -> _Ways:
         paths = {}  # a directory for each step, as torch writes over what is there

@@ -79,7 +79,7 @@ def _room(nbytes: int) -> memoryview:
 
 def _rekindle_up(url: str, job: str, options: tuple[int, int]) -> Turn:
     from rekindle.agent.drain import Drainer
-    from rekindle.snapshot.memory import JobDir
+    from rekindle.memory.job_dir import JobDir
 
     drainer = Drainer(JobDir(Path(job)))
     drainer.job.forget_durable()  # the turn before was removed by us, not lost
@@ -92,8 +92,8 @@ def _rekindle_up(url: str, job: str, options: tuple[int, int]) -> Turn:
 
 
 def _rekindle_down(url: str, job: str, options: tuple[int, int]) -> Turn:
-    from rekindle.snapshot.pieces import Nowhere, Reader, pour
-    from rekindle.storage.stores import open_store
+    from rekindle.format.reader import Nowhere, Reader, pour
+    from rekindle.storage.open import open_store
     from rekindle.storage.verify import check_manifest
 
     class Into(Nowhere):
@@ -205,12 +205,12 @@ def _turn(name: str, url: str, path: str, options: tuple[int, int] = (16, 8)) ->
 @contextlib.contextmanager
 def _snapshot(url: str, nbytes: int, memory: Path) -> Iterator[tuple[str, str]]:
     """The job's directory, with one snapshot in memory, and the file of its shard."""
-    from rekindle.snapshot.documents import Receipt, checksum
-    from rekindle.snapshot.layout import Chunk, Layout
-    from rekindle.snapshot.lineage import Incarnation, Stamp
-    from rekindle.snapshot.memory import Job, JobDir, memory_base
-    from rekindle.snapshot.names import shard_name, step_dir
-    from rekindle.snapshot.slots import Slots
+    from rekindle.format.layout import Chunk, Layout
+    from rekindle.format.lineage import Incarnation, Stamp
+    from rekindle.format.names import shard_name, step_dir
+    from rekindle.format.receipt import Receipt, checksum
+    from rekindle.memory.job_dir import Job, JobDir, memory_base
+    from rekindle.memory.slots import Slots
 
     sizes = [min(_TENSOR, nbytes - at) for at in range(0, nbytes, _TENSOR)]
     layout = Layout.build(Chunk(f"v.{n:04d}", "uint8", (s,), (0,), (s,)) for n, s in enumerate(sizes))

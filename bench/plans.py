@@ -18,7 +18,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from rekindle.state.reshard import Box, Have, Want, plan
+from rekindle.restore.reshard import Box, Have, Want, plan
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 _TENSORS = 6

@@ -18,7 +18,7 @@ from typing import Any
 
 from worker import Task
 
-from rekindle.snapshot.memory import JobDir
+from rekindle.memory.job_dir import JobDir
 
 __all__ = ["Failed", "Scratch", "scratch"]
 

@@ -29,10 +29,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.numpy import load_file
 
-from rekindle.operate import values_of
-from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.memory import JobDir, memory_base
-from rekindle.snapshot.names import receipt_name, root_path, step_dir
+from rekindle.format.names import receipt_name, root_path, step_dir
+from rekindle.format.receipt import Receipt
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.storage.listing import values_of
 
 EXAMPLE = Path(__file__).with_name("train_gpt.py")
 RANKS, STEPS = 2, 90

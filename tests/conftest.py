@@ -6,17 +6,18 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.slots import Slots
+from rekindle.format.receipt import Receipt
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.faults.harness import end_agent
@@ -109,3 +110,18 @@ def commit(slots: Slots, receipt: Receipt, data: bytes) -> None:
 def shard_of() -> ShardOf:
     """``make_shard``, for tests of parts that never hold torch."""
     return make_shard
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def make(state: Mapping[str, Any], **options: Any) -> Any:
+        from tests.pipeline import Pipeline  # with torch, which tests of other parts do without
+
+        made.append(Pipeline(state, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.writer.close()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.names import step_dir
-from rekindle.snapshot.slots import Slots
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import step_dir
+from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.conftest import commit

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.listing import list_checkpoints
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.storage.catalog import list_checkpoints
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import wait_for
 
@@ -268,8 +268,8 @@ def test_state_without_state_dict_is_refused_by_name(root: Path, memory: Path) -
 def test_a_second_trainer_of_the_same_rank_is_refused(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rekindle.recovery.meet._SOON", 0.0)
-    monkeypatch.setattr("rekindle.recovery.meet._DYING", 0.2)
+    monkeypatch.setattr("rekindle.session.rendezvous._SOON", 0.0)
+    monkeypatch.setattr("rekindle.session.rendezvous._DYING", 0.2)
     code = (
         "import sys, torch, rekindle\n"
         "ckpt = rekindle.Checkpointer(sys.argv[1], {'model': torch.nn.Linear(2, 2)})\n"
@@ -429,7 +429,7 @@ def test_saving_the_step_that_was_restored_waits_for_no_storage(
 
     with monkeypatch.context() as patch:
         patch.setattr("rekindle.storage.posix.PosixStore.durable", durable)
-        patch.setattr("rekindle.saves._LOOK", 0.2)
+        patch.setattr("rekindle.save.saver._LOOK", 0.2)
         began = time.monotonic()
         ckpt.save(3)
         assert time.monotonic() - began < 10

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rekindle
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.memory.job_dir import JobDir, memory_base
 from tests.faults.harness import wait_for
 from tests.test_checkpointer import Training, go
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rekindle.console import show_warnings as _show_warnings
+from rekindle.common.console import show_warnings as _show_warnings
 from rekindle.errors import (
     AgentError,
     BusyError,
@@ -25,10 +25,10 @@ from rekindle.errors import (
 )
 
 if TYPE_CHECKING:
-    from rekindle.agent.fault import Fault
     from rekindle.checkpointer import Checkpoint, Checkpointer, Metrics
-    from rekindle.state.plain import Values
+    from rekindle.memory.fault import Fault
     from rekindle.state.replicas import ReplicaGroup, replica_groups
+    from rekindle.state.values import Values
 
 __all__ = [
     "AgentError",
@@ -60,10 +60,10 @@ _show_warnings()
 _LAZY = {
     "Checkpoint": "rekindle.checkpointer",
     "Checkpointer": "rekindle.checkpointer",
-    "Fault": "rekindle.agent.fault",
+    "Fault": "rekindle.memory.fault",
     "Metrics": "rekindle.checkpointer",
     "ReplicaGroup": "rekindle.state.replicas",
-    "Values": "rekindle.state.plain",
+    "Values": "rekindle.state.values",
     "replica_groups": "rekindle.state.replicas",
 }
 

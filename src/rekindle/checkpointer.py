@@ -14,43 +14,43 @@ from typing import Any, Literal
 
 import torch
 
-from rekindle.agent.ending import let_go, wait_durable
-from rekindle.agent.fault import Fault
-from rekindle.agent.spawn import AgentKeeper
 from rekindle.agent.watchdog import floor_of
-from rekindle.cadence import Auto, Cadence, Fixed, Storing, agreement
 from rekindle.errors import MemoryStoreError, NonFiniteLossError, NotDurableError, UsageError
-from rekindle.guarding import Guarding
-from rekindle.leaving import Leaving, tell_copies
-from rekindle.listing import Checkpoint, list_checkpoints
-from rekindle.metrics import Metrics
-from rekindle.recovery.group import this_group
-from rekindle.recovery.guard import Guard, Hooks
-from rekindle.recovery.meet import agree_on_overlap, meet, share_out
-from rekindle.recovery.notice import Notice
-from rekindle.recovery.partial import choose_parts
-from rekindle.recovery.restore import restore
-from rekindle.recovery.takeover import GIVE_WAY, occupy
-from rekindle.recovery.verdict import introduce
-from rekindle.roots import root_to_train
-from rekindle.saves import Saves
+from rekindle.faults.guard import Guard, Hooks
+from rekindle.faults.guarding import Guarding
+from rekindle.faults.notices import Notice
+from rekindle.faults.torchelastic import introduce
+from rekindle.format.lineage import Stamp
+from rekindle.memory.fault import Fault
+from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.rebuild import compose
+from rekindle.memory.room import Room
+from rekindle.memory.slots import Slots
+from rekindle.restore.partial import choose_parts
+from rekindle.restore.restore import restore
+from rekindle.save.agree import agree_on_overlap, share_out
+from rekindle.save.cadence import Auto, Cadence, Fixed, Storing, agreement
+from rekindle.save.capture import Capture
+from rekindle.save.fence import Fence
+from rekindle.save.leaving import Leaving, tell_copies
+from rekindle.save.metrics import Metrics
+from rekindle.save.plan import Overlap
+from rekindle.save.saver import Saves
+from rekindle.save.steps import check_step
+from rekindle.save.updates import Updates
+from rekindle.session.agent_keeper import AgentKeeper
+from rekindle.session.finish import let_go, wait_durable
+from rekindle.session.group import this_group
+from rekindle.session.rendezvous import meet
+from rekindle.session.takeover import GIVE_WAY, occupy
 from rekindle.settings import check_settings, tell_what_a_node_costs, warn_of_shared_store, what_storage_alone_means
-from rekindle.snapshot.compose import compose
-from rekindle.snapshot.lineage import Stamp
-from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.room import Room
-from rekindle.snapshot.slots import Slots
-from rekindle.state.capture import Capture
 from rekindle.state.device import page_lock
-from rekindle.state.fence import Fence
-from rekindle.state.plan import Overlap
-from rekindle.state.updates import Updates
-from rekindle.steps import check_step
-from rekindle.storage.catalog import STORAGE
-from rekindle.storage.pace import rate
+from rekindle.storage.catalog import STORAGE, Checkpoint, list_checkpoints
+from rekindle.storage.checks import begins_anew
+from rekindle.storage.open import open_store
 from rekindle.storage.pins import unpin_step
-from rekindle.storage.standing import begins_anew
-from rekindle.storage.stores import open_store
+from rekindle.storage.roots import root_to_train
+from rekindle.storage.throttle import rate
 
 __all__ = ["Checkpoint", "Checkpointer", "Metrics"]
 
@@ -155,14 +155,13 @@ class Checkpointer:
         self._fence = Fence(self._capture.state, self._saves.hold)
         self._capture.overlap(self._fence)
         self._updates = Updates(self._capture.state, self._fence)
-        self._base: Stamp | None = None
-        """What this run went on from."""
+        self._base: Stamp | None = None  # what this run went on from
         self._begun = self._closed = self._ended = False
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
         settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
         settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap, "persist_seconds": persist_seconds}
-        settings["allow_missing"] = allow_missing
+        settings |= {"allow_missing": allow_missing}
         size = partial(share_out, self._group, self._capture, allow_missing)
         room = Room(memory_limit, memory_headroom)
         self._meeting = meet(self._group, self._job, self.root, size, room, settings)
@@ -256,7 +255,8 @@ class Checkpointer:
         self._begun, chosen = True, step is not None
         if self._meeting.deleted if done is None else done.back:
             self._saves.give_up()
-        self._meeting.note_anew(self._job, self._group.rank, self._incarnation, done, chosen)
+        base, back = (None, False) if done is None else (done.incarnation, done.back)
+        self._meeting.note_anew(self._job, self._group.rank, self._incarnation, base, back=back, chosen=chosen)
         self._meeting.go_on(self._job, self._store, self._group.rank, done.stored if done else None, chosen or not done)
         at, parent, place, seconds, self._base = 0, "", "", 0.0, None  # an earlier restore() counts no more
         if done is not None:
@@ -417,7 +417,7 @@ class Checkpointer:
                 if self._group.rank == 0:
                     log.warning("%s", begins_anew(self.root))
                 self._saves.give_up()
-            self._meeting.note_anew(self._job, self._group.rank, self._incarnation, None, chosen=False)
+            self._meeting.note_anew(self._job, self._group.rank, self._incarnation, None, back=False, chosen=False)
             self._meeting.go_on(self._job, self._store, self._group.rank, None, anyway=True)
 
     def _wait_durable(self, stamp: Stamp, timeout: float) -> None:

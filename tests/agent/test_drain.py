@@ -20,11 +20,11 @@ import pytest
 import rekindle
 from rekindle.agent.drain import Drainer
 from rekindle.agent.http import ask
-from rekindle.agent.spawn import AgentKeeper, spawn
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.names import step_dir
-from rekindle.snapshot.slots import Slots
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import step_dir
+from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.slots import Slots
+from rekindle.session.agent_keeper import AgentKeeper, spawn
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify

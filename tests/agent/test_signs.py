@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.agent import spawn
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.session import agent_keeper
 from tests.trouble.test_fall_back import newest
 
 REPOSITORY = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).parents[2]
 def test_an_agent_that_is_stopped_is_replaced(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(spawn, "_SIGN_WITHIN", 2.0)
+    monkeypatch.setattr(agent_keeper, "_SIGN_WITHIN", 2.0)
     weights = torch.zeros(1000)
     ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(weights=weights)}, memory=memory, persist_seconds=0)
     ckpt.restore()
@@ -55,7 +55,7 @@ def test_an_agent_that_is_stopped_is_replaced(
 HOLDS = """
 import sys, time
 from pathlib import Path
-from rekindle.snapshot.lock import Lock
+from rekindle.memory.lock import Lock
 lock = Lock(Path(sys.argv[1]))
 assert lock.acquire(5)
 print("has it", flush=True)
@@ -67,7 +67,7 @@ def test_a_process_that_drains_in_an_agents_place_is_let_live(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """'rekindle stop' is such a one, and gives no signs."""
-    monkeypatch.setattr(spawn, "_SIGN_WITHIN", 0.5)
+    monkeypatch.setattr(agent_keeper, "_SIGN_WITHIN", 0.5)
     ckpt = rekindle.Checkpointer(
         root, {"values": rekindle.Values(weights=torch.zeros(10))}, memory=memory, persist_seconds=0
     )
@@ -111,7 +111,7 @@ BEGIN = """
 import os, resource, signal, sys, threading, time
 from pathlib import Path
 import torch, rekindle
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.memory.job_dir import JobDir, memory_base
 place = Path(sys.argv[1])
 warm = rekindle.Checkpointer(place / "warm", {"values": rekindle.Values(w=torch.zeros(2))}, memory=place / "m")
 warm.restore()

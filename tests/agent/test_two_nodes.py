@@ -12,10 +12,10 @@ import pytest
 import rekindle
 from rekindle.agent import drain
 from rekindle.agent.drain import Drainer
-from rekindle.operate import stop
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import Job, JobDir
-from rekindle.snapshot.slots import Slots
+from rekindle.cli.operations import stop
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.memory.job_dir import Job, JobDir
+from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.conftest import commit

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from rekindle.agent.http import ask
-from rekindle.agent.spawn import spawn
 from rekindle.errors import AgentError
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.slots import Slots
-from rekindle.snapshot.status import StatusPage
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.slots import Slots
+from rekindle.memory.status import StatusPage
+from rekindle.session.agent_keeper import spawn
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify

@@ -10,7 +10,7 @@ import pytest
 
 from rekindle.agent.watchdog import FAST, PATIENT, floor_of, limit_of
 from rekindle.errors import UsageError
-from rekindle.snapshot.status import STABLE, TRAINING, Status
+from rekindle.memory.status import STABLE, TRAINING, Status
 
 PAGE = Status(1, 1, STABLE, TRAINING, 0, 3, 3, -1, 0.0, 0, "", 0.0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from rekindle.snapshot.documents import checksum
+from rekindle.format.receipt import checksum
 from tests.crash.disk import Effort, Mark, Op, Tree
 from tests.crash.jobs import OPERATIONS, Place, Run, reports
 from tests.crash.judge import Promise, come_back, drained_again, judge

@@ -13,11 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 from rekindle.agent.drain import Drainer
-from rekindle.direct import DirectSaver
-from rekindle.snapshot.lineage import Incarnation, Stamp, retired
-from rekindle.snapshot.memory import Job as Info
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import receipt_name, shard_name, step_dir
+from rekindle.format.lineage import Incarnation, Stamp, retired
+from rekindle.format.names import receipt_name, shard_name, step_dir
+from rekindle.memory.job_dir import Job as Info
+from rekindle.memory.job_dir import JobDir
+from rekindle.save.to_storage import DirectSaver
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from tests.conftest import make_shard
@@ -277,7 +277,7 @@ def _discard(run: Run) -> None:
 
 def _export(form: str) -> Callable[[Run], None]:
     def export_it(run: Run) -> None:
-        from rekindle.transfer.export import export
+        from rekindle.transfer.exporting import export
         from rekindle.transfer.progress import Progress
 
         newest = newest_of(run.store.published())
@@ -292,7 +292,7 @@ def _export(form: str) -> Callable[[Run], None]:
 
 def _import(run: Run) -> None:
     """Of a file that lies elsewhere."""
-    from rekindle.transfer.adopt import adopt
+    from rekindle.transfer.importing import adopt
     from rekindle.transfer.progress import Progress
 
     source = run.place.path / "source.safetensors"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rekindle.agent.drain import Drainer
 from rekindle.errors import UsageError
-from rekindle.snapshot.lineage import Incarnation, Stamp, retired
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import MANIFEST, receipt_name, shard_name, step_dir
+from rekindle.format.lineage import Incarnation, Stamp, retired
+from rekindle.format.names import MANIFEST, receipt_name, shard_name, step_dir
+from rekindle.memory.job_dir import JobDir
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
@@ -132,7 +132,7 @@ def _exports(place: Place, promise: Promise, exports: Mapping[str, Tree]) -> Ite
 
 def _export_again(place: Place) -> Iterator[str]:
     """Another export by the same name works, or is refused where the first one got there; nothing else stays."""
-    from rekindle.transfer.export import export
+    from rekindle.transfer.exporting import export
     from rekindle.transfer.progress import Progress
 
     names = {path.name.removesuffix(".tmp").lstrip(".") for path in place.world.iterdir()} - {"jobs"}

@@ -1,4 +1,4 @@
-"""Writes down what is asked of the disk, in the table ``rekindle.storage.system``. The real calls are made too.
+"""Writes down what is asked of the disk, in the table ``rekindle.storage.disk``. The real calls are made too.
 
 It also lets the process that makes them die at a chosen call, or lets another one run just before it.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rekindle.storage import system
+from rekindle.storage import disk as calls
 from tests.crash.disk import Data, Disk, Entry, Mark, Node, Op, Sync
 
 __all__ = ["Killed", "Recorder"]
@@ -25,7 +25,7 @@ class Recorder:
     """A context manager. All that lies under ``world`` when it is entered is on the disk; what lies elsewhere is not
     recorded. ``log`` has what was asked for since."""
 
-    CALLS = tuple(name for name in system.__all__ if name != "make")  # which is made of others
+    CALLS = tuple(name for name in calls.__all__ if name != "make")  # which is made of others
 
     def __init__(self, world: Path) -> None:
         self.world = world
@@ -45,13 +45,13 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         for name in self.CALLS:
-            self._real[name] = getattr(system, name)
-            setattr(system, name, self._wrapped(name))
+            self._real[name] = getattr(calls, name)
+            setattr(calls, name, self._wrapped(name))
         return self
 
     def __exit__(self, *exc: object) -> None:
         for name, real in self._real.items():
-            setattr(system, name, real)
+            setattr(calls, name, real)
 
     def tell(self, what: object, text: str) -> None:
         """Somebody is told something."""

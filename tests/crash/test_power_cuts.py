@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import rekindle
-from rekindle.snapshot.lineage import Stamp
-from rekindle.snapshot.names import step_dir
-from rekindle.storage import system
+from rekindle.format.lineage import Stamp
+from rekindle.format.names import step_dir
+from rekindle.storage import disk as calls
 from rekindle.storage.posix import PosixStore
 from tests.conftest import make_shard
 from tests.crash.disk import Data, Disk, Effort, Entry, Node, Sync
@@ -108,14 +108,14 @@ def without(call: str, such: Callable[[Path], bool] = lambda path: True) -> Muta
     """The product without some of its syncs: they are not made, and the disk never hears of them."""
 
     def mutate(recorder: Recorder) -> None:
-        made = getattr(system, call)
+        made = getattr(calls, call)
 
         def skip(what: object) -> None:
             path = what if isinstance(what, Path) else Path(os.readlink(f"/proc/self/fd/{what}"))
             if not such(path):
                 made(what)
 
-        setattr(system, call, skip)
+        setattr(calls, call, skip)
 
     return mutate
 
@@ -175,7 +175,7 @@ def test_a_manifest_before_its_shards_is_found(place: Path) -> None:
     """The renames come in another order: the manifest's first, the shards' last."""
 
     def mutate(recorder: Recorder) -> None:
-        made, waiting = system.rename, list[tuple[Path, Path]]()
+        made, waiting = calls.rename, list[tuple[Path, Path]]()
 
         def rename(path: Path, to: Path) -> None:
             if is_shard(to):
@@ -184,7 +184,7 @@ def test_a_manifest_before_its_shards_is_found(place: Path) -> None:
                 return
             if to.name == "checkpoint.json":
                 made(path, to)
-                system.sync(to.parent)
+                calls.sync(to.parent)
                 while waiting:
                     shard, name = waiting.pop()
                     name.unlink()
@@ -192,7 +192,7 @@ def test_a_manifest_before_its_shards_is_found(place: Path) -> None:
                 return
             made(path, to)
 
-        system.rename = rename
+        calls.rename = rename
 
     explorer = Explorer(place, mutate=mutate)
     explorer.explore([("save", None)])
@@ -289,12 +289,12 @@ def test_nothing_that_changes_a_disk_goes_past_the_table() -> None:
     """But for files without a name, the memory store's, and what torch writes by itself."""
     forbidden = {"rename", "replace", "unlink", "remove", "rmdir", "mkdir", "makedirs", "fsync", "pwrite", "truncate"}
     forbidden |= {"write_bytes", "write_text", "rmtree", "link", "symlink", "touch", "posix_fallocate", "ftruncate"}
-    storage = [PACKAGE / "storage" / name for name in ("posix.py", "uncached.py", "copy.py")]
+    storage = [PACKAGE / "storage" / name for name in ("posix.py", "direct_io.py", "copy.py")]
     for path in [*storage, *PACKAGE.glob("transfer/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in forbidden:
                 owner = node.func.value
-                by_table = isinstance(owner, ast.Name) and owner.id == "system"
+                by_table = isinstance(owner, ast.Name) and owner.id == "disk"
                 is_text = node.func.attr == "replace" and not (isinstance(owner, ast.Name) and owner.id == "os")
                 assert by_table or is_text, f"{path.name}:{node.lineno} {node.func.attr}"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":

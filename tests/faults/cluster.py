@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle.recovery.suffer import obey
-from rekindle.snapshot.memory import JobDir, memory_base
-from rekindle.snapshot.names import root_path
-from rekindle.snapshot.status import SECURED, STAGES, read_status
+from rekindle.faults.inject import obey
+from rekindle.format.names import root_path
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.status import SECURED, STAGES, read_status
 from tests.faults.harness import _context, digest_state, end_agent, take_away
 
 FAULTS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.memory.job_dir import JobDir, memory_base
 from tests.faults.harness import Run, digest_of, kill, train, wait_for
 
 

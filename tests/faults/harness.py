@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle.snapshot.memory import JobDir
+from rekindle.memory.job_dir import JobDir
 from tests.forks import context as _context
 
 
@@ -201,7 +201,7 @@ def _train(run: Run, rank: int, rendezvous: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     import rekindle
-    from rekindle import failpoints
+    from rekindle.common import failpoints
 
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, filename=run.log(rank), force=True, format="%(levelname)s %(message)s")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.drill import drill
+from rekindle.cli.drill import drill
+from rekindle.cli.operations import pages
 from rekindle.errors import NotFoundError
-from rekindle.operate import pages
-from rekindle.snapshot.memory import JobDir
+from rekindle.memory.job_dir import JobDir
 from tests.faults.cluster import Cell, Outcome, run
 from tests.faults.harness import wait_for
 

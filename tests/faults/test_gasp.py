@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.listing import list_checkpoints
-from rekindle.snapshot.memory import JobDir
-from rekindle.storage.catalog import survey
+from rekindle.memory.job_dir import JobDir
+from rekindle.storage.catalog import list_checkpoints, survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.faults.cluster import MOMENTS, Cell, lines_of, run, start
@@ -140,7 +139,7 @@ def test_a_hang_leaves_a_report_of_where_every_rank_stood(root: Path, memory: Pa
     head, first, second = report.read_text().split("== rank ")
     assert "ranks 0, 1 hang after step 8, before its next update" in head and f"will be in {report}" in head
     assert "rank 0: after step 8" in head and "rank 1: after step 8" in head
-    assert "rekindle/recovery" not in first + second, "threads that wait for work say nothing"
+    assert "rekindle/faults" not in first + second, "threads that wait for work say nothing"
     assert "in backward" in first and "last of default_pg: gloo:all_reduce number" in first
     assert "in strike" in second and "last of default_pg: gloo:barrier number" in second
     recorded = pickle.loads((report.parent / "rank_1").read_bytes())

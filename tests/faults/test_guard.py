@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import rekindle
-from rekindle.snapshot.memory import JobDir
+from rekindle.memory.job_dir import JobDir
 from tests.faults.cluster import Cell, run, start
 from tests.faults.harness import _context
 from tests.faults.matrix import judge, unbroken_run

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.snapshot.memory import JobDir
+from rekindle.memory.job_dir import JobDir
 from tests.faults.harness import Run, digest_of, finish, kill, leftovers, restored, start, traced, train, wait_for
 
 KILLS = int(os.environ.get("REKINDLE_TEST_KILLS", "4"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.snapshot.memory import JobDir
+from rekindle.memory.job_dir import JobDir
 from tests.faults.harness import _context, kill, wait_for
 
 TENSORS, NUMBERS = 24, 1 << 18
@@ -39,7 +39,7 @@ def make() -> dict[str, Any]:
 
 
 def train(root: Path, memory: Path, trace: Path, point: str) -> None:
-    from rekindle import failpoints
+    from rekindle.common import failpoints
 
     torch.set_num_threads(1)
     failpoints.arm(point)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import rekindle
-from rekindle.snapshot.memory import JobDir
+from rekindle.memory.job_dir import JobDir
 from tests.faults.harness import Run, build, finish, kill, restored, start, traced, wait_for
 
 SLOW = {"drain_limit": "15kB/s", "idle_timeout": 600.0}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from rekindle.cli import main
-from rekindle.failpoints import POINTS
-from rekindle.snapshot.memory import JobDir
+from rekindle.cli.main import main
+from rekindle.common.failpoints import POINTS
+from rekindle.memory.job_dir import JobDir
 from tests.faults.harness import Run, digest_of, finish, leftovers, restored, start, train, wait_for
 
 KILLED = -9

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.saves import _BEHIND, _IN_STEP
-from rekindle.snapshot.memory import JobDir
-from rekindle.state.plan import IN_STEP
+from rekindle.memory.job_dir import JobDir
+from rekindle.save.plan import IN_STEP
+from rekindle.save.saver import _BEHIND, _IN_STEP
 from tests.faults.harness import _context, finish
 
 SMALL, LARGE = 100, 1500

@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 import rekindle
-from rekindle.cli import main
-from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.cli.main import main
+from rekindle.format.receipt import Receipt
+from rekindle.memory.job_dir import JobDir, memory_base
 from tests.faults.harness import Run, build, digest_of, finish, leftovers, restored, start, traced, train, wait_for
 
 Mount = Callable[..., Path]

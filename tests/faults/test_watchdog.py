@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.status import read_status
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.status import read_status
 from tests.faults.harness import wait_for
 from tests.faults.test_guard import Play, Trainer
 from tests.faults.test_guard import play as play  # a fixture

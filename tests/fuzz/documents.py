@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.errors import RekindleError
-from rekindle.operate import values_of
-from rekindle.snapshot.boxes import Box, lacking, uncovered
-from rekindle.snapshot.documents import Receipt, read_stamp
-from rekindle.snapshot.names import STEP_DIR, job_name, root_of, root_path, shard_pattern
-from rekindle.snapshot.status import DOES, PHASES, STAGES, StatusPage, read_status
+from rekindle.format.boxes import Box, lacking, uncovered
+from rekindle.format.names import STEP_DIR, job_name, root_of, root_path, shard_pattern
+from rekindle.format.receipt import Receipt, read_stamp
+from rekindle.memory.status import DOES, PHASES, STAGES, StatusPage, read_status
+from rekindle.restore.reshard import Have, Want, plan
+from rekindle.restore.saved import Saved
 from rekindle.state.codec import decode, encode, has_pickle
-from rekindle.state.merge import leaves, merge, part
-from rekindle.state.reshard import Have, Want, plan
-from rekindle.state.saved import Saved
 from rekindle.state.tree import assemble, entries
-from rekindle.storage.pace import amount, rate
+from rekindle.storage.listing import values_of
+from rekindle.storage.throttle import amount, rate
+from rekindle.transfer.merge import leaves, merge, part
 from tests.fuzz.choices import Case, Choices, apply, edits, text
 from tests.fuzz.fence import preparing
 from tests.fuzz.seeds import fields_of, scratch_directory, sealed, sharded

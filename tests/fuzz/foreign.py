@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rekindle.snapshot.names import STEP_DIR
+from rekindle.format.names import STEP_DIR
 from tests.fuzz.choices import Case, Choices, apply, edits, text
 from tests.fuzz.documents import document, garble
 from tests.fuzz.fence import preparing

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from rekindle import Values
-from rekindle.snapshot.documents import Receipt, checksum
-from rekindle.snapshot.layout import Chunk, Layout
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.names import job_name, receipt_name
-from rekindle.state.capture import Capture
-from rekindle.state.copy import ShardWriter
+from rekindle.format.layout import Chunk, Layout
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import job_name, receipt_name
+from rekindle.format.receipt import Receipt, checksum
+from rekindle.save.capture import Capture
+from rekindle.save.copy import ShardWriter
 from rekindle.storage.posix import PosixStore
 
 __all__ = ["FIRST", "fields_of", "live_state", "scratch_directory", "sealed", "sharded", "single", "two_ranks"]

@@ -16,21 +16,20 @@ from click.testing import CliRunner
 
 from rekindle import Values
 from rekindle.agent.drain import Drainer
-from rekindle.cli import main
+from rekindle.cli.main import main
+from rekindle.cli.operations import job_status
 from rekindle.errors import RekindleError
-from rekindle.operate import job_status
-from rekindle.recovery.group import Alone
-from rekindle.recovery.restore import restore
-from rekindle.snapshot.compose import compose_for_the_dead
-from rekindle.snapshot.documents import checksum
-from rekindle.snapshot.layout import DTYPES, Chunk, Layout
-from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.names import MANIFEST, job_name, receipt_name, shard_name, step_dir
-from rekindle.snapshot.slots import Slots
-from rekindle.snapshot.small import Smalls, padded
-from rekindle.snapshot.status import StatusPage
-from rekindle.state.capture import RNG
-from rekindle.state.rng import RngState
+from rekindle.format.layout import DTYPES, Chunk, Layout
+from rekindle.format.names import MANIFEST, job_name, receipt_name, shard_name, step_dir
+from rekindle.format.receipt import checksum
+from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.local_state import Smalls, padded
+from rekindle.memory.rebuild import compose_for_the_dead
+from rekindle.memory.slots import Slots
+from rekindle.memory.status import StatusPage
+from rekindle.restore.restore import restore
+from rekindle.session.group import Alone
+from rekindle.state.rng import RNG, RngState
 from rekindle.storage.posix import PosixStore
 from tests.conftest import commit
 from tests.fuzz.choices import Case, Choices, apply, edits, text

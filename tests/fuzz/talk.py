@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rekindle.agent.fault import Fault
 from rekindle.agent.http import ask, serve
 from rekindle.agent.watch import Watch
 from rekindle.errors import RekindleError
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.status import StatusPage
+from rekindle.memory.fault import Fault
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.status import StatusPage
 from tests.fuzz.choices import Case, Choices, apply, edits, text
 
 __all__ = ["answer", "http", "watch"]

@@ -1,6 +1,6 @@
 """Writes a checkpoint and a memory store to be held: later code has to restore both.
 
-``python -m tests.held.make NAME.tar.gz`` trains two ranks with the Rekindle that is installed, kills them and their agent
+``python -m tests.held.make NAME.tar.gz`` trains two ranks with this Rekindle, kills them and their agent
 once step 2 is on storage and step 3 in memory alone, and packs ``run`` and ``memory``. A held file is never made again:
 it stands for what that version has left on people's disks.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import rekindle
-from rekindle.snapshot.lock import Lock
+from rekindle.memory.lock import Lock
 from tests.faults.harness import wait_for
 from tests.forks import context
 

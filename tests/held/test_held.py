@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.snapshot.memory import memory_base
-from rekindle.snapshot.names import job_name, root_of
-from rekindle.storage.stores import open_store
+from rekindle.format.names import job_name, root_of
+from rekindle.memory.job_dir import memory_base
+from rekindle.storage.open import open_store
 from tests.held.make import DURABLE, IN_MEMORY, WORLD, state_of
 from tests.parallel.launch import on_ranks
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.snapshot.names import MANIFEST, step_dir
-from rekindle.storage import stores
+from rekindle.format.names import MANIFEST, step_dir
+from rekindle.storage import open as stores
 from rekindle.testing import StoreContract
 from tests.objects.proxy import Proxy
 from tests.objects.servers import Server

@@ -22,18 +22,18 @@ import torch
 from click.testing import CliRunner, Result
 
 import rekindle
-from rekindle.advice import explain
 from rekindle.agent.drain import Drainer
-from rekindle.cli import main
+from rekindle.cli.main import main
+from rekindle.common.os_errors import explain
 from rekindle.errors import UsageError
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.names import root_of
-from rekindle.snapshot.slots import Slots
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import root_of
+from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.slots import Slots
 from rekindle.storage import bucket as bucket_module
 from rekindle.storage.catalog import survey
 from rekindle.storage.objects import ObjectStore
-from rekindle.storage.stores import open_store
+from rekindle.storage.open import open_store
 from rekindle.storage.verify import verify
 from rekindle.testing import make_shard
 from tests.conftest import commit
@@ -397,9 +397,9 @@ def test_a_url_that_a_path_has_taken_a_slash_from_is_no_directory(tmp_path: Path
 
 
 def test_only_who_uses_an_object_store_needs_obstore(tmp_path: Path) -> None:
-    without = "import sys; sys.modules['obstore'] = None; from rekindle.storage.stores import open_store; "
-    path = f"import rekindle.agent.loop; open_store({str(tmp_path)!r}).published()"
+    without = "import sys; sys.modules['obstore'] = None; from rekindle.storage.open import open_store; "
+    path = f"import rekindle.agent.main; open_store({str(tmp_path)!r}).published()"
     assert subprocess.run([sys.executable, "-c", without + path], check=False).returncode == 0
-    code = "from rekindle.cli import main; sys.argv = ['rekindle', 'ls', 's3://b/x']; main()"
+    code = "from rekindle.cli.main import main; sys.argv = ['rekindle', 'ls', 's3://b/x']; main()"
     done = subprocess.run([sys.executable, "-c", without + code], capture_output=True, text=True, check=False)
     assert done.returncode == UsageError.exit_code and "pip install" in done.stderr

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rekindle.snapshot.documents import checksum, seal
-from rekindle.snapshot.lineage import Stamp
-from rekindle.snapshot.names import MANIFEST, receipt_name, shard_name
+from rekindle.format.lineage import Stamp
+from rekindle.format.names import MANIFEST, receipt_name, shard_name
+from rekindle.format.receipt import checksum, seal
 
 __all__ = ["FORGERIES", "Place"]
 

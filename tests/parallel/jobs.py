@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import root_path
+from rekindle.format.names import root_path
+from rekindle.memory.job_dir import JobDir
 from tests.faults.harness import end_agent
 from tests.parallel.launch import Answer, on_ranks
 

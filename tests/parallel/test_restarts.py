@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import rekindle
-from rekindle.operate import stop
+from rekindle.cli.operations import stop
 from tests.parallel.cells import TOLERANCE
 from tests.parallel.jobs import Stores, state_of
 from tests.parallel.launch import on_ranks

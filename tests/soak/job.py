@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle.snapshot.memory import JobDir, memory_base
-from rekindle.snapshot.names import root_path
+from rekindle.format.names import root_path
+from rekindle.memory.job_dir import JobDir, memory_base
 from tests.faults.harness import _context, digest_state
 
 __all__ = ["Line", "Spec", "Start"]
@@ -129,7 +129,7 @@ def _train(spec: Spec, rank: int, meeting: str, point: str, agent_point: str) ->
     import torch
     import torch.distributed as dist
 
-    from rekindle import failpoints
+    from rekindle.common import failpoints
 
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_WORLD_SIZE": str(spec.world), "REKINDLE_FAILPOINT": agent_point}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from rekindle.failpoints import POINTS
+from rekindle.common.failpoints import POINTS
 from tests.soak.job import Spec, Start
 
 __all__ = ["AGENT_POINTS", "FAULTS", "RANK_POINTS", "Places", "flip", "mounted"]

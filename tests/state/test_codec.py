@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 import rekindle
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
-from rekindle.snapshot.fields import check_values
+from rekindle.format.fields import check_values
 from rekindle.state.codec import decode, encode
 
 
@@ -296,7 +296,7 @@ def test_a_pickle_that_is_not_allowed_changes_nothing(pipeline):
 
 @given(st.dictionaries(st.text(min_size=1), values, max_size=4))
 def test_a_state_of_values_goes_through_a_receipt(value):
-    from tests.state.conftest import Pipeline
+    from tests.pipeline import Pipeline
 
     line = Pipeline({"v": rekindle.Values(content=value)})
     line.save()

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.snapshot.documents import Receipt
-from rekindle.state.saved import Saved
-from tests.state.test_capture import assert_same_state
+from rekindle.format.receipt import Receipt
+from rekindle.restore.saved import Saved
+from tests.save.test_capture import assert_same_state
 
 FUSED = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),

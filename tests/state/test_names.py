@@ -7,7 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import rekindle
-from rekindle.state.capture import Capture
+from rekindle.save.capture import Capture
 
 
 def net() -> torch.nn.Module:

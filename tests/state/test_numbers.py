@@ -12,8 +12,8 @@ import pytest
 
 import rekindle
 from rekindle.errors import FormatError
-from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.format.receipt import Receipt
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.state.codec import decode, encode
 from rekindle.state.numbers import Numbers
 

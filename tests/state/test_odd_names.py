@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rekindle
-from rekindle.snapshot.layout import Chunk, Layout
-from rekindle.state.capture import Capture
+from rekindle.format.layout import Chunk, Layout
+from rekindle.save.capture import Capture
 
 MARKS = [
     *["$tensor", "$value", "$dict", "$ordered", "$tuple", "$pickle", "$", "~", "a~", "a", "a#0", "a#1", "#0"],

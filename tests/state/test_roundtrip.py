@@ -11,8 +11,8 @@ import torch
 from torch.optim import lr_scheduler
 
 import rekindle
-from rekindle.snapshot.layout import DTYPES
-from tests.state.test_capture import assert_same_state, model_and_optimizer, update
+from rekindle.format.layout import DTYPES
+from tests.save.test_capture import assert_same_state, model_and_optimizer, update
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import rekindle
 from rekindle.errors import UnsupportedValueError
-from tests.state.test_capture import flat
+from tests.save.test_capture import flat
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 State = dict[str, Any]

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import CorruptError
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.names import shard_name
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import shard_name
 from rekindle.storage.catalog import survey
 from rekindle.storage.copy import copy_shard
-from rekindle.storage.pace import Budget
+from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.posix import PosixStore
-from rekindle.storage.uncached import UncachedFile
+from rekindle.storage.throttle import Budget
 from rekindle.storage.verify import verify
 from tests.conftest import make_shard
 

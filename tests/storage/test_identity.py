@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.snapshot.memory import JobDir, Trace
+from rekindle.memory.job_dir import JobDir, Trace
+from rekindle.storage.checks import trace_of
 from rekindle.storage.identity import trace, was_deleted
 from rekindle.storage.posix import PosixStore
-from rekindle.storage.standing import trace_of
 
 
 def umount(path: Path) -> None:

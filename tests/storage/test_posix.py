@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from rekindle.common.failpoints import POINTS
 from rekindle.errors import CorruptError
-from rekindle.failpoints import POINTS
-from rekindle.snapshot.documents import parse
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name, step_dir
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name, step_dir
+from rekindle.format.receipt import parse
 from rekindle.storage.catalog import STORAGE, survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.snapshot.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, Stamp
 from rekindle.storage.retention import MOST, surviving
 
 START = Incarnation(1, "a" * 16)

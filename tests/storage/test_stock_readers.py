@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import rekindle
-from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.names import shard_name, step_dir
-from rekindle.state.capture import Capture
-from rekindle.state.copy import ShardWriter
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import shard_name, step_dir
+from rekindle.format.receipt import Receipt
+from rekindle.save.capture import Capture
+from rekindle.save.copy import ShardWriter
 from rekindle.storage.posix import PosixStore
 
 

@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 import rekindle
-from rekindle.cli import main
-from rekindle.recovery.group import Alone
-from rekindle.recovery.restore import restore
-from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import JobDir, memory_base
-from rekindle.snapshot.names import MANIFEST, receipt_name, shard_name, step_dir
-from rekindle.snapshot.slots import Slots
+from rekindle.cli.main import main
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import MANIFEST, receipt_name, shard_name, step_dir
+from rekindle.format.receipt import Receipt
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.slots import Slots
+from rekindle.restore.restore import restore
+from rekindle.session.group import Alone
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify

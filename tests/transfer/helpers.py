@@ -13,11 +13,11 @@ import torch
 from click.testing import CliRunner, Result
 
 import rekindle
-from rekindle.cli import main
-from rekindle.snapshot.documents import Receipt, checksum, seal
-from rekindle.snapshot.layout import Chunk, Layout
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
+from rekindle.cli.main import main
+from rekindle.format.layout import Chunk, Layout
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
+from rekindle.format.receipt import Receipt, checksum, seal
 from rekindle.storage.posix import PosixStore
 
 FORMATS = ["safetensors", "torch", "dcp"]

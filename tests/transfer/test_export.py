@@ -19,11 +19,11 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.cli import main
-from rekindle.snapshot.names import receipt_name, shard_name
+from rekindle.cli.main import main
+from rekindle.format.names import receipt_name, shard_name
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
-from rekindle.transfer.export import export
+from rekindle.transfer.exporting import export
 from rekindle.transfer.progress import Progress
 from tests.transfer.helpers import FORMATS, Piece, Rank, all_of, box_of, done, named, run, taken_in, write
 
@@ -240,7 +240,7 @@ def test_the_commands_tell_what_they_have_done(halves: Path, root: Path, tmp_pat
 
 
 def test_other_commands_need_no_torch() -> None:
-    code = "import sys, rekindle.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, rekindle.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
     assert {"export", "import"} <= main.commands.keys()
 
@@ -249,8 +249,8 @@ _MEASURED = """
 import sys, threading, time
 from pathlib import Path
 from click.testing import CliRunner
-import torch.distributed.checkpoint, rekindle.transfer.export, rekindle.transfer.adopt
-from rekindle.cli import main
+import torch.distributed.checkpoint, rekindle.transfer.exporting, rekindle.transfer.importing
+from rekindle.cli.main import main
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import rekindle
-from rekindle.snapshot.memory import JobDir, memory_base
-from rekindle.transfer.adopt import adopt
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.transfer.importing import adopt
 from tests.transfer.helpers import FORMATS, Rank, all_of, assert_same, done, named, restored, run, same, taken_in, write
 from tests.transfer.test_export import Counted, refused
 from tests.unreadable import unreadable

@@ -152,8 +152,8 @@ class _Job:
 
         import rekindle
         from rekindle.agent.drain import Drainer
-        from rekindle.snapshot.lock import Lock
-        from rekindle.snapshot.memory import JobDir, memory_base
+        from rekindle.memory.job_dir import JobDir, memory_base
+        from rekindle.memory.lock import Lock
 
         self.root, self.base = place / "run", memory_base(place / "memory")
         self.job = JobDir.of(self.root, self.base)
@@ -253,7 +253,7 @@ def _play(cell: Cell, control: Control, place: Path) -> Outcome:
 
 
 def _advises(alarm: str) -> bool:
-    from rekindle.advice import _ADVICE
+    from rekindle.common.os_errors import _ADVICE
 
     return any(what in alarm for what in (*_ADVICE.values(), "see that it can be read", "free some of it"))
 

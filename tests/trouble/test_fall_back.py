@@ -18,12 +18,12 @@ import torch
 
 import rekindle
 from rekindle.agent.process import Process
-from rekindle.agent.tries import SOON, Tries, pauses
-from rekindle.snapshot.documents import parse
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, step_dir
-from rekindle.snapshot.status import read_status
+from rekindle.common.backoff import SOON, Tries, pauses
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import MANIFEST, MANIFEST_KIND, step_dir
+from rekindle.format.receipt import parse
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.status import read_status
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify

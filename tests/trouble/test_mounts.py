@@ -18,13 +18,13 @@ import torch
 
 import rekindle
 from rekindle.agent.drain import Drainer
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import Job, JobDir, memory_base
-from rekindle.snapshot.slots import Slots
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.conftest import Disk, commit
-from tests.integrations.ranks import attempt, ranks, wait_until
+from tests.integrations.dcp.ranks import attempt, ranks, wait_until
 
 START = Incarnation(1, "a" * 16)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import MemoryStoreError
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.room import Room
-from rekindle.snapshot.slots import Slots
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.room import Room
+from rekindle.memory.slots import Slots
 from rekindle.testing.shards import make_shard
 
 MIB = 1 << 20

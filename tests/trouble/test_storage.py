@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
@@ -127,9 +127,9 @@ def test_with_storage_hanging_and_no_memory_a_job_still_ends(
     troubled: Troubled, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = f"""
-import os, signal, time, torch, rekindle, rekindle.direct, logging
+import os, signal, time, torch, rekindle, rekindle.save.to_storage, logging
 logging.basicConfig()
-rekindle.direct._WRITE_TIMEOUT = 2.0
+rekindle.save.to_storage._WRITE_TIMEOUT = 2.0
 weights = torch.zeros(1000)
 state = {{"v": rekindle.Values(w=weights)}}
 ckpt = rekindle.Checkpointer({str(troubled.path / "run")!r}, state, memory_limit=1, persist_seconds=0)

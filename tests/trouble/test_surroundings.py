@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.failpoints import POINTS
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.common.failpoints import POINTS
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify

@@ -6,9 +6,9 @@ import logging
 import sys
 from pathlib import Path
 
-from rekindle.agent.loop import run
+from rekindle.agent.main import run
 from rekindle.errors import RekindleError
-from rekindle.snapshot.memory import JobDir
+from rekindle.memory.job_dir import JobDir
 
 
 def main() -> int:

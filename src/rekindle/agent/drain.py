@@ -8,21 +8,24 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from rekindle.advice import advise
+from rekindle.common.os_errors import advise
 from rekindle.errors import CorruptError
-from rekindle.snapshot.lineage import Incarnation, Stamp, elsewhere, live
-from rekindle.snapshot.memory import Job, JobDir, Trace
-from rekindle.snapshot.shard import OpenShard
+from rekindle.format.lineage import Incarnation, Stamp, elsewhere, live
+from rekindle.format.shard import OpenShard
+from rekindle.memory.job_dir import Job, JobDir, Trace
 from rekindle.storage.back import prune_chosen
 from rekindle.storage.catalog import Copy, survey
-from rekindle.storage.contract import Store
-from rekindle.storage.pace import Budget, rest
-from rekindle.storage.standing import check_written, lacks, newest_on, overtaken, rival, trace_of, was_deleted
-from rekindle.storage.stores import open_store
+from rekindle.storage.checks import check_written, lacks, newest_on, overtaken, rival, trace_of, was_deleted
+from rekindle.storage.open import open_store
+from rekindle.storage.store import Store
+from rekindle.storage.throttle import Budget, rest
 
-__all__ = ["Drainer", "Progress"]
+__all__ = ["TICK", "Drainer", "Progress"]
 
 log = logging.getLogger("rekindle.agent")
+
+TICK = 0.05
+"""Seconds between two looks for something to drain."""
 
 _RETRY_FIRST, _RETRY_LONGEST = 0.5, 30.0
 """Seconds between attempts while storage refuses, doubled each time."""

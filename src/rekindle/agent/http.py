@@ -12,7 +12,7 @@ from aiohttp import web
 
 from rekindle.agent.address import address
 from rekindle.errors import AgentError
-from rekindle.snapshot.fields import loads
+from rekindle.format.fields import loads
 
 __all__ = ["ask", "serve"]
 

@@ -7,10 +7,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rekindle.agent.fault import Fault
 from rekindle.errors import RekindleError
-from rekindle.snapshot.memory import JobDir
-from rekindle.storage.stores import open_store
+from rekindle.memory.fault import Fault
+from rekindle.memory.job_dir import JobDir
+from rekindle.storage.open import open_store
 
 __all__ = ["main_stack", "report_name", "write_report"]
 

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rekindle.agent.address import address
-from rekindle.agent.fault import Fault
 from rekindle.agent.process import Child, Process, children, describe, oom_kills
 from rekindle.agent.report import report_name, write_report
 from rekindle.agent.watchdog import Limit, limit_of, traced
 from rekindle.errors import FormatError
-from rekindle.snapshot.documents import write_atomic
-from rekindle.snapshot.fields import loads, number, seconds
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import MOST_RANKS
-from rekindle.snapshot.status import DOES, DONE, SECURING, Reader, Status
+from rekindle.format.fields import loads, number, seconds
+from rekindle.format.names import MOST_RANKS
+from rekindle.format.receipt import write_atomic
+from rekindle.memory.fault import Fault
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.status import DOES, DONE, SECURING, Reader, Status
 
 __all__ = ["Watch"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle.errors import UsageError
-from rekindle.snapshot.status import Status
+from rekindle.memory.status import Status
 
 __all__ = ["FAST", "PATIENT", "Limit", "floor_of", "limit_of", "traced"]
 

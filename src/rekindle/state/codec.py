@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
-from rekindle.snapshot.fields import DEEPEST_VALUE
+from rekindle.format.fields import DEEPEST_VALUE
 from rekindle.state.numbers import Numbers
 from rekindle.state.types import DECODERS, OF_A_CLASS, Again, Foreign, classes_in, form_of, of_a_class
 

@@ -12,8 +12,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from rekindle.errors import UnsupportedValueError
-from rekindle.snapshot.layout import DTYPES
-from rekindle.state.reshard import Box
+from rekindle.format.boxes import Box
+from rekindle.format.layout import DTYPES
 
 __all__ = ["Held", "Leaf", "Sharded", "boxes_of", "dtype_name", "hold", "is_dtensor", "is_leaf", "memory", "replicated"]
 

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["RngState"]
+__all__ = ["RNG", "RngState"]
+
+RNG = "rng"
+"""Name of the generators among the entries of a state."""
 
 
 class RngState:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rekindle.snapshot.layout import NEGATIVE, Chunk
+from rekindle.format.layout import NEGATIVE, Chunk
 
 __all__ = ["SAME_SIZE", "empty", "is_negated", "order_of", "reorder"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import Parameter
 
-from rekindle.snapshot.layout import Chunk
+from rekindle.format.layout import Chunk
 from rekindle.state.parts import Leaf
 
 __all__ = ["Trait", "again", "trait_of"]

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from rekindle.errors import NotFoundError
-from rekindle.snapshot.memory import JobDir
+from rekindle.memory.job_dir import JobDir
 from rekindle.storage.catalog import STORAGE
-from rekindle.storage.contract import Store
+from rekindle.storage.store import Store
 
 __all__ = ["Anew", "prune_chosen", "refuse_unchosen"]
 

@@ -7,12 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle.errors import NotFoundError
-from rekindle.snapshot.files import Directory, Files
-from rekindle.snapshot.lineage import Incarnation, Stamp, live
-from rekindle.snapshot.memory import JobDir
-from rekindle.storage.contract import Contents, Store
+from rekindle.format.files import Directory, Files
+from rekindle.format.lineage import Incarnation, Stamp, live
+from rekindle.memory.job_dir import JobDir
+from rekindle.storage.store import Contents, Store
 
-__all__ = ["MEMORY", "STORAGE", "Copy", "copies_in", "newest_stored", "refuse_behind", "survey"]
+__all__ = [
+    "MEMORY",
+    "STORAGE",
+    "Checkpoint",
+    "Copy",
+    "copies_in",
+    "list_checkpoints",
+    "newest_stored",
+    "refuse_behind",
+    "survey",
+]
 
 MEMORY = "memory"
 STORAGE = "storage"
@@ -93,3 +103,34 @@ def _in_memory(stamps: Iterable[tuple[Stamp, Path]]) -> list[Copy]:
         persist, pinned = all(stamp.persist for stamp, _ in parts), any(stamp.pinned for stamp, _ in parts)
         copies.append(Copy(step, incarnation, parts[0][0].world, MEMORY, directory, ranks, persist, pinned))
     return copies
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint that exists."""
+
+    step: int
+    places: tuple[str, ...]
+    """``memory`` (of this node), ``storage``, or both."""
+    world: int
+    """Ranks that saved it."""
+    generation: int
+    """Number of the job's start that saved it."""
+    pinned: bool = False
+    """True while retention leaves it alone on storage."""
+
+    @property
+    def durable(self) -> bool:
+        return STORAGE in self.places
+
+
+def list_checkpoints(job: JobDir | None, store: Store | None, mates: Collection[int]) -> list[Checkpoint]:
+    """All complete ones that this node, of ranks ``mates``, can see, newest first; abandoned ones are left out."""
+    found: dict[tuple[int, Incarnation], Checkpoint] = {}
+    for copy in live(survey(job, store)):
+        if copy.place == STORAGE or copy.ranks.issuperset(mates):
+            known = found.get(copy.key)
+            places = (*known.places, copy.place) if known else (copy.place,)
+            pinned = copy.pinned or (known is not None and known.pinned)
+            found[copy.key] = Checkpoint(copy.step, places, copy.world, copy.incarnation.generation, pinned)
+    return list(found.values())

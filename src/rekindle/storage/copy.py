@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import xxhash
 
+from rekindle.common.failpoints import reach
 from rekindle.errors import CorruptError
-from rekindle.failpoints import reach
-from rekindle.snapshot.documents import Receipt
-from rekindle.storage.pace import Budget
-from rekindle.storage.uncached import UncachedFile
+from rekindle.format.receipt import Receipt
+from rekindle.storage.direct_io import UncachedFile
+from rekindle.storage.throttle import Budget
 
 __all__ = ["copy_shard", "verified"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rekindle.snapshot.memory import Entry, Trace
+from rekindle.memory.job_dir import Entry, Trace
 
 __all__ = ["was_deleted", "trace"]
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rekindle.errors import CorruptError, FormatError
-from rekindle.snapshot.boxes import lacking
-from rekindle.snapshot.documents import Receipt, checksum, parse, seal
-from rekindle.snapshot.lineage import Stamp
-from rekindle.snapshot.names import MANIFEST_KIND, receipt_name, shard_name
+from rekindle.format.boxes import lacking
+from rekindle.format.lineage import Stamp
+from rekindle.format.names import MANIFEST_KIND, receipt_name, shard_name
+from rekindle.format.receipt import Receipt, checksum, parse, seal
 
 __all__ = ["Head", "head_of", "manifest"]
 

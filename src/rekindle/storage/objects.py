@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from rekindle.common.failpoints import reach
 from rekindle.errors import CorruptError, FormatError
-from rekindle.failpoints import reach
-from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.files import Files
-from rekindle.snapshot.lineage import Stamp, live
-from rekindle.snapshot.memory import Trace
-from rekindle.snapshot.names import MANIFEST, PINNED, receipt_name, shard_name, shard_pattern, step_dir
-from rekindle.snapshot.shard import OpenShard
+from rekindle.format.files import Files
+from rekindle.format.lineage import Stamp, live
+from rekindle.format.names import MANIFEST, PINNED, receipt_name, shard_name, shard_pattern, step_dir
+from rekindle.format.receipt import Receipt
+from rekindle.format.shard import OpenShard
+from rekindle.memory.job_dir import Trace
 from rekindle.storage.bucket import Bucket, Object
-from rekindle.storage.contract import Contents, Published, Store, unread
 from rekindle.storage.copy import verified
 from rekindle.storage.manifest import Head, head_of, manifest
-from rekindle.storage.pace import Budget
+from rekindle.storage.store import Contents, Published, Store, unread
+from rekindle.storage.throttle import Budget
 from rekindle.storage.uploads import abort, unfinished
 
 __all__ = ["ObjectStore"]

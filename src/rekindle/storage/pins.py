@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 
-from rekindle.advice import advise
+from rekindle.common.os_errors import advise
 from rekindle.errors import NotFoundError
-from rekindle.snapshot.lineage import Stamp
-from rekindle.storage.contract import Store
+from rekindle.format.lineage import Stamp
+from rekindle.storage.store import Store
 
 __all__ = ["pin_if_there", "pin_step", "pin_when_there", "unpin_step"]
 

@@ -15,20 +15,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from rekindle.common.failpoints import reach
 from rekindle.errors import FormatError
-from rekindle.failpoints import reach
-from rekindle.snapshot.documents import Receipt, read
-from rekindle.snapshot.files import Directory
-from rekindle.snapshot.lineage import Stamp, live
-from rekindle.snapshot.memory import Trace
-from rekindle.snapshot.names import MANIFEST, PINNED, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
-from rekindle.storage import identity, system
-from rekindle.storage.contract import Contents, Published, Store, unread
+from rekindle.format.files import Directory
+from rekindle.format.lineage import Stamp, live
+from rekindle.format.names import MANIFEST, PINNED, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
+from rekindle.format.receipt import Receipt, read
+from rekindle.memory.job_dir import Trace
+from rekindle.storage import disk, identity
 from rekindle.storage.copy import copy_shard
+from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.manifest import Head, head_of, manifest
-from rekindle.storage.pace import Budget
 from rekindle.storage.retention import MOST
-from rekindle.storage.uncached import UncachedFile
+from rekindle.storage.store import Contents, Published, Store, unread
+from rekindle.storage.throttle import Budget
 
 __all__ = ["PosixStore"]
 
@@ -141,9 +141,9 @@ class PosixStore(Store):
         stamp = receipt.stamp
         directory = self.partial(stamp)
         self._stamp(self.root / step_dir(stamp.step))  # what can't be read there would refuse its name in the end
-        system.make(self.root)
-        system.mkdir(directory)
-        system.sync(self.root)
+        disk.make(self.root)
+        disk.mkdir(directory)
+        disk.sync(self.root)
         reach("drain.started", stamp.step)
         path = directory / shard_name(stamp.rank, stamp.world)
         with _synced_file(path) as fd, UncachedFile(fd, receipt.file_bytes) as file:
@@ -151,10 +151,10 @@ class PosixStore(Store):
             reach("drain.written", stamp.step)
             file.sync()
         reach("drain.shard", stamp.step)
-        system.sync(directory)  # else a power cut could leave the receipt and not the shard
+        disk.sync(directory)  # else a power cut could leave the receipt and not the shard
         with _synced_file(directory / receipt_name(stamp.rank, stamp.world)) as fd:
             _write(fd, receipt.raw)
-        system.sync(directory)
+        disk.sync(directory)
         reach("drain.receipt", stamp.step)
 
     def discard(self, stamp: Stamp) -> None:
@@ -172,13 +172,13 @@ class PosixStore(Store):
             document = manifest(receipts, stamp)
             if any(receipt.stamp.pinned for receipt in receipts):
                 _mark(directory)
-            system.sync(directory)  # other writers' receipts may have been found before they were synced
+            disk.sync(directory)  # other writers' receipts may have been found before they were synced
             # Outside of the directory, which another publisher may rename under us, and each publisher its own: a rank
             # that found no room in memory and its node's agent may be two of them.
             temporary = self.root / f".{directory.name}.{stamp.rank}.{os.getpid()}.tmp"
             with _synced_file(directory / MANIFEST, temporary) as fd:
                 _write(fd, document)
-            system.sync(directory)
+            disk.sync(directory)
         except FileNotFoundError:
             return self._secure(stamp)
         reach("drain.manifest", stamp.step)
@@ -194,7 +194,7 @@ class PosixStore(Store):
             found = self._stamp(path)
             if found is not None and found.key == stamp.key:
                 try:
-                    system.sync(path)
+                    disk.sync(path)
                     return True
                 except FileNotFoundError:
                     continue
@@ -217,7 +217,7 @@ class PosixStore(Store):
         final = self.root / step_dir(stamp.step)
         while True:
             try:
-                system.rename(directory, final)
+                disk.rename(directory, final)
                 break
             except FileNotFoundError:  # another publisher was first
                 break
@@ -231,7 +231,7 @@ class PosixStore(Store):
                 return
             self._move_aside(final, stamp.step, other)
             reach("drain.aside", stamp.step)
-        system.sync(self.root)
+        disk.sync(self.root)
         reach("drain.published", stamp.step)
 
     def _move_aside(self, path: Path, step: int, seen: Stamp | None) -> None:
@@ -245,9 +245,9 @@ class PosixStore(Store):
         if aside.exists():  # another publisher was first, so something else may be in its place by now
             aside = self.root / f"{step_dir(step)}.{secrets.token_hex(8)}.retired"
         try:
-            system.rename(path, aside)
+            disk.rename(path, aside)
             if self._stamp(aside) != seen:
-                system.rename(aside, path)
+                disk.rename(aside, path)
             elif not (aside / MANIFEST).exists():
                 _remove(aside)
         except FileNotFoundError:  # somebody else has freed it
@@ -268,10 +268,10 @@ class PosixStore(Store):
         surplus = unfinished[:-keep]
         for _, path in surplus:
             for rank in ranks:  # and nothing else: others may just have begun
-                system.unlink(path / receipt_name(rank, stamp.world))
-                system.unlink(path / shard_name(rank, stamp.world))
+                disk.unlink(path / receipt_name(rank, stamp.world))
+                disk.unlink(path / shard_name(rank, stamp.world))
             with suppress(OSError):
-                system.rmdir(path)
+                disk.rmdir(path)
         return [step for step, _ in surplus]
 
     # -- tidying ------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class PosixStore(Store):
                 _remove(path)
         for path in self.root.glob(".step-*.partial.*.tmp"):
             if not (self.root / f"{path.name[1:].rpartition('.partial.')[0]}.partial").exists():
-                system.unlink(path)
+                disk.unlink(path)
 
     def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
         surplus = self.surplus(keep, keep_every)
@@ -303,7 +303,7 @@ class PosixStore(Store):
         try:
             for entry in durable:
                 if entry.stamp in newest and entry.stamp not in goes:
-                    system.sync(entry.path)  # another publisher's manifest may be seen before it is synced
+                    disk.sync(entry.path)  # another publisher's manifest may be seen before it is synced
         except FileNotFoundError:
             return []  # it is just getting its proper name; the next time will do
         removed = [entry for entry in durable if entry.stamp in goes and not entry.pinned]
@@ -324,16 +324,16 @@ class PosixStore(Store):
     def unpin(self, stamp: Stamp) -> None:
         entry = self._durable(stamp)
         if entry is not None and entry.pinned:
-            system.unlink(entry.path / PINNED)
-            system.sync(entry.path)
+            disk.unlink(entry.path / PINNED)
+            disk.sync(entry.path)
 
     def _durable(self, stamp: Stamp) -> _Durable | None:
         return next((entry for entry in self._look().durable if entry.stamp.key == stamp.key), None)
 
     def leave(self, name: str, data: bytes) -> None:
         path = self.root / name
-        system.make(path.parent)
-        fd = system.create(path)
+        disk.make(path.parent)
+        fd = disk.create(path)
         try:
             _write(fd, data)
         finally:
@@ -343,7 +343,7 @@ class PosixStore(Store):
         return (self.root / name).exists()
 
     def take_away(self, name: str) -> None:
-        system.unlink(self.root / name)
+        disk.unlink(self.root / name)
 
     def check_writable(self) -> None:
         """Looks at the root or, before it is made, at where it would be."""
@@ -366,13 +366,13 @@ def _synced_file(path: Path, temporary: Path | None = None) -> Iterator[int]:
     The temporary name is the same each time, so a killed writer's leftover is written over by its successor.
     """
     temporary = temporary or path.with_name(f".{path.name}.tmp")
-    fd = system.create(temporary)
+    fd = disk.create(temporary)
     try:
         yield fd
-        system.fsync(fd)
-        system.rename(temporary, path)
+        disk.fsync(fd)
+        disk.rename(temporary, path)
     except BaseException:
-        system.unlink(temporary)
+        disk.unlink(temporary)
         raise
     finally:
         os.close(fd)
@@ -381,12 +381,12 @@ def _synced_file(path: Path, temporary: Path | None = None) -> Iterator[int]:
 def _mark(directory: Path) -> None:
     """Pin the checkpoint in ``directory``. There to stay when this returns."""
     if not _pinned(directory):  # else it may be a link, and what that leads to is not ours
-        fd = system.create(directory / PINNED)
+        fd = disk.create(directory / PINNED)
         try:
-            system.fsync(fd)
+            disk.fsync(fd)
         finally:
             os.close(fd)
-    system.sync(directory)
+    disk.sync(directory)
 
 
 def _pinned(directory: Path) -> bool:
@@ -400,23 +400,23 @@ def _pinned(directory: Path) -> bool:
 def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[system.write(fd, view) :]
+        view = view[disk.write(fd, view) :]
 
 
 def _remove(directory: Path, step: int = -1) -> None:
     """Remove a checkpoint, manifest first, so that no moment shows a damaged one. Foreign files are left alone."""
     if directory.is_symlink():
-        system.unlink(directory)  # what it leads to is not ours
+        disk.unlink(directory)  # what it leads to is not ours
         return
     try:
-        system.unlink(directory / MANIFEST)
-        system.sync(directory)
+        disk.unlink(directory / MANIFEST)
+        disk.sync(directory)
         reach("drain.prune", step)
         for path in directory.iterdir():
             name = path.name.removeprefix(".")
             if shard_pattern(name) or name.endswith(".tmp") or name == PINNED:
-                system.unlink(path)
-        system.rmdir(directory)
+                disk.unlink(path)
+        disk.rmdir(directory)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rekindle.snapshot.lineage import Stamp
+from rekindle.format.lineage import Stamp
 
 __all__ = ["MOST", "surviving"]
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from rekindle.errors import CorruptError, FormatError
-from rekindle.snapshot.boxes import lacking
-from rekindle.snapshot.documents import checksum, parse
-from rekindle.snapshot.fields import texts
-from rekindle.snapshot.files import Files
-from rekindle.snapshot.lineage import Stamp
-from rekindle.snapshot.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
-from rekindle.snapshot.pieces import Nowhere, Reader, pour
-from rekindle.snapshot.shard import OpenShard
+from rekindle.format.boxes import lacking
+from rekindle.format.fields import texts
+from rekindle.format.files import Files
+from rekindle.format.lineage import Stamp
+from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
+from rekindle.format.reader import Nowhere, Reader, pour
+from rekindle.format.receipt import checksum, parse
+from rekindle.format.shard import OpenShard
 from rekindle.storage.catalog import STORAGE, Copy
 
 __all__ = ["check_manifest", "read_manifest", "verify", "verify_shard"]

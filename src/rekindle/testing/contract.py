@@ -1,4 +1,4 @@
-"""The promises of ``rekindle.storage.contract.Store``, as tests that any store can be put to.
+"""The promises of ``rekindle.storage.store.Store``, as tests that any store can be put to.
 
 ```python
 class TestMine(StoreContract):
@@ -25,15 +25,15 @@ from functools import partial
 from threading import Barrier
 from unittest import SkipTest
 
+from rekindle.common.failpoints import POINTS
 from rekindle.errors import CorruptError
-from rekindle.failpoints import POINTS
-from rekindle.snapshot.lineage import Incarnation, Stamp
-from rekindle.snapshot.names import step_dir
-from rekindle.snapshot.pieces import Reader, Sink, pour
+from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.names import step_dir
+from rekindle.format.reader import Reader, Sink, pour
 from rekindle.storage.catalog import Copy, survey
-from rekindle.storage.contract import Store
-from rekindle.storage.pace import Budget
-from rekindle.storage.stores import open_store
+from rekindle.storage.open import open_store
+from rekindle.storage.store import Store
+from rekindle.storage.throttle import Budget
 from rekindle.storage.verify import verify
 from rekindle.testing.shards import make_shard
 

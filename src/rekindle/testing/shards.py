@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rekindle.snapshot.documents import Receipt, checksum
-from rekindle.snapshot.layout import Chunk, Layout
-from rekindle.snapshot.lineage import Stamp
+from rekindle.format.layout import Chunk, Layout
+from rekindle.format.lineage import Stamp
+from rekindle.format.receipt import Receipt, checksum
 
 __all__ = ["make_shard"]
 

@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rekindle.errors import CorruptError, UnsupportedValueError, UsageError
-from rekindle.snapshot.fields import number, numbers
-from rekindle.snapshot.layout import DTYPES, MOST_DIMENSIONS
+from rekindle.format.fields import number, numbers
+from rekindle.format.layout import DTYPES, MOST_DIMENSIONS
 from rekindle.state.codec import encode, is_plain
 from rekindle.state.tree import assemble
-from rekindle.transfer.note import NOTE, Note
 from rekindle.transfer.progress import Progress
 from rekindle.transfer.shards import Shards
+from rekindle.transfer.sidecar import NOTE, Note
 from rekindle.transfer.staging import os_error, scratch, spread, view
 
 __all__ = ["Source", "is_dcp", "write"]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from rekindle.errors import CorruptError, FormatError, NotFoundError, UnsupportedValueError, UsageError
-from rekindle.snapshot.fields import LARGEST, loads, numbers, texts
-from rekindle.snapshot.layout import DTYPES, MOST_DIMENSIONS, Chunk, Layout
-from rekindle.transfer.note import NOTE, Note
+from rekindle.format.fields import LARGEST, loads, numbers, texts
+from rekindle.format.layout import DTYPES, MOST_DIMENSIONS, Chunk, Layout
 from rekindle.transfer.progress import Progress
 from rekindle.transfer.shards import Item, Shards, nbytes
+from rekindle.transfer.sidecar import NOTE, Note
 from rekindle.transfer.staging import mapped, put, view
 
 __all__ = ["is_safetensors", "read", "write"]

@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from rekindle.errors import CorruptError, NotFoundError
-from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.layout import DTYPES, Chunk, blocks
-from rekindle.snapshot.pieces import Nowhere, Reader, pour
-from rekindle.snapshot.shard import OpenShard
-from rekindle.state.merge import Merged, Whole, leaves, merge, part
-from rekindle.state.reshard import Box, Have, Want, plan, runs
+from rekindle.format.boxes import Box
+from rekindle.format.layout import DTYPES, Chunk, blocks
+from rekindle.format.reader import Nowhere, Reader, pour
+from rekindle.format.receipt import Receipt
+from rekindle.format.shard import OpenShard
+from rekindle.restore.reshard import Have, Want, plan, runs
 from rekindle.state.strides import SAME_SIZE
 from rekindle.state.tree import entries
 from rekindle.storage.catalog import STORAGE, Copy
 from rekindle.storage.verify import check_manifest
+from rekindle.transfer.merge import Merged, Whole, leaves, merge, part
 from rekindle.transfer.staging import scratch, spread, view
 
 __all__ = ["Item", "Shards", "nbytes"]

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from rekindle.errors import BusyError, NotFoundError, UsageError
-from rekindle.storage import system
+from rekindle.storage import disk
 
 __all__ = ["mapped", "os_error", "publish", "put", "scratch", "spread", "staging", "view"]
 
@@ -38,7 +38,7 @@ def staging(out: Path) -> Iterator[Path]:
     path = out.parent / f".{out.name}.tmp"
     if not path.is_dir():  # what a killed one has left goes, though it had given ``out`` its name already
         _check(out)
-    system.mkdir(path)
+    disk.mkdir(path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -52,7 +52,7 @@ def staging(out: Path) -> Iterator[Path]:
         finally:
             with suppress(OSError):  # NFS keeps a file of no name as one with a strange name, while it is mapped
                 _empty(path)
-                system.rmdir(path)
+                disk.rmdir(path)
     finally:
         os.close(fd)
 
@@ -68,9 +68,9 @@ def _empty(directory: Path) -> None:
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             _empty(path)
-            system.rmdir(path)
+            disk.rmdir(path)
         else:
-            system.unlink(path)
+            disk.unlink(path)
 
 
 def publish(temporary: Path, out: Path) -> None:
@@ -79,11 +79,11 @@ def publish(temporary: Path, out: Path) -> None:
     Raises UsageError when something has that name by now.
     """
     for path in sorted(temporary.iterdir()) if temporary.is_dir() else ():
-        system.sync(path)
-    system.sync(temporary)
+        disk.sync(path)
+    disk.sync(temporary)
     _check(out)
-    system.rename(temporary, out)
-    system.sync(out.parent)
+    disk.rename(temporary, out)
+    disk.sync(out.parent)
 
 
 def os_error(error: BaseException | None) -> OSError | None:
@@ -95,23 +95,23 @@ def os_error(error: BaseException | None) -> OSError | None:
 
 def put(path: Path, data: bytes) -> None:
     """A new file of these bytes. Raises OSError when there is no room."""
-    fd = system.create(path)
+    fd = disk.create(path)
     try:
         view = memoryview(data)
         while view:
-            view = view[system.write(fd, view) :]
+            view = view[disk.write(fd, view) :]
     finally:
         os.close(fd)
 
 
 def _allocated(fd: int, nbytes: int) -> memoryview:
-    system.reserve(fd, nbytes)
+    disk.reserve(fd, nbytes)
     return memoryview(mmap.mmap(fd, nbytes))
 
 
 def mapped(path: Path, nbytes: int) -> memoryview:
     """A new file of ``nbytes``, at least one, to be written through memory. Raises OSError when there is no room."""
-    fd = system.create(path)
+    fd = disk.create(path)
     try:
         return _allocated(fd, nbytes)
     finally:

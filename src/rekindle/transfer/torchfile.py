@@ -16,7 +16,7 @@ from rekindle.errors import CorruptError, UnsupportedValueError, UsageError
 from rekindle.state.codec import decode, encode, has_pickle, is_plain, is_typed
 from rekindle.state.strides import reorder
 from rekindle.state.tree import assemble
-from rekindle.storage import system
+from rekindle.storage import disk
 from rekindle.transfer.progress import Progress
 from rekindle.transfer.shards import Shards
 from rekindle.transfer.staging import os_error
@@ -38,7 +38,7 @@ class _File(io.RawIOBase):
     def write(self, data: Any) -> int:
         whole = rest = memoryview(data).cast("B")
         while rest:
-            done = system.write(self._fd, rest[:_PIECE])
+            done = disk.write(self._fd, rest[:_PIECE])
             self._progress(done)
             rest = rest[done:]
         return len(whole)
@@ -59,7 +59,7 @@ def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> N
     for item in shards.items:
         tensors[item.name] = reorder(tensors[item.name], item.whole.order)
     tree = assemble(structure, values, tensors.__getitem__, False)
-    fd = system.create(path)
+    fd = disk.create(path)
     try:
         torch.save(tree if only is None else tree[only], cast("IO[bytes]", _File(fd, progress.advance)))
     except RuntimeError as error:

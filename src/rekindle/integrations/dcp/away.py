@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 from rekindle.errors import NotFoundError
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import Root
-from rekindle.storage.contract import Contents
-from rekindle.storage.standing import was_deleted
-from rekindle.storage.stores import open_store
+from rekindle.format.names import Root
+from rekindle.memory.job_dir import JobDir
+from rekindle.storage.checks import was_deleted
+from rekindle.storage.open import open_store
+from rekindle.storage.store import Contents
 
 __all__ = ["gone", "on_purpose", "out_of_sight", "refuse_deleted"]
 

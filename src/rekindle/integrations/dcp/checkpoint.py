@@ -21,20 +21,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rekindle.errors import CorruptError, FormatError, NotFoundError
+from rekindle.format.boxes import Box, lacking
+from rekindle.format.files import Files
+from rekindle.format.layout import Chunk
+from rekindle.format.lineage import live
+from rekindle.format.names import MANIFEST, Root, receipt_name, shard_name
+from rekindle.format.receipt import Receipt
+from rekindle.integrations.dcp.agree import Key
 from rekindle.integrations.dcp.away import gone, on_purpose, out_of_sight, refuse_deleted
 from rekindle.integrations.dcp.items import Path as Way
-from rekindle.integrations.dcp.start import Key
-from rekindle.snapshot.boxes import Box, lacking
-from rekindle.snapshot.documents import Receipt
-from rekindle.snapshot.files import Files
-from rekindle.snapshot.layout import Chunk
-from rekindle.snapshot.lineage import live
-from rekindle.snapshot.memory import JobDir
-from rekindle.snapshot.names import MANIFEST, Root, receipt_name, shard_name
+from rekindle.memory.job_dir import JobDir
 from rekindle.state.codec import decode
 from rekindle.state.tree import assemble, entries
 from rekindle.storage.catalog import STORAGE, Copy, copies_in, refuse_behind, survey
-from rekindle.storage.stores import open_store
+from rekindle.storage.open import open_store
 from rekindle.storage.verify import check_manifest
 
 __all__ = ["Checkpoint", "Shard", "Stored", "find"]

@@ -9,12 +9,12 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from rekindle.errors import CorruptError, NotFoundError, StateMismatchError
+from rekindle.format.boxes import Box
+from rekindle.format.layout import Chunk
+from rekindle.format.reader import Reader, pour
 from rekindle.integrations.dcp.checkpoint import Shard
 from rekindle.integrations.dcp.items import copyable, settled
-from rekindle.snapshot.boxes import Box
-from rekindle.snapshot.layout import Chunk
-from rekindle.snapshot.pieces import Reader, pour
-from rekindle.state.fill import Filling, Sides
+from rekindle.restore.fill import Filling, Sides
 
 __all__ = ["Read", "fill"]
 

@@ -11,9 +11,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from rekindle.errors import UnsupportedValueError
-from rekindle.snapshot.layout import DTYPES, Chunk, Layout
+from rekindle.format.layout import DTYPES, Chunk, Layout
+from rekindle.save.plan import Piece, Plan, batches
 from rekindle.state.codec import encode
-from rekindle.state.plan import Piece, Plan, batches
 
 __all__ = ["Path", "copyable", "plan_shard", "settled"]
 

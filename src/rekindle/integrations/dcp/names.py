@@ -6,7 +6,7 @@ import os
 import re
 
 from rekindle.errors import UsageError
-from rekindle.snapshot.names import Root, root_of, step_dir
+from rekindle.format.names import Root, root_of, step_dir
 
 __all__ = ["is_place", "name_of", "place_of", "step_of"]
 

@@ -17,8 +17,8 @@ from rekindle.errors import CorruptError, RekindleError
 from rekindle.integrations.dcp.checkpoint import Checkpoint, find
 from rekindle.integrations.dcp.fill import Read, fill
 from rekindle.integrations.dcp.names import is_place, name_of, place_of, step_of
-from rekindle.integrations.dcp.run import note_loaded, saves_to
-from rekindle.snapshot.memory import JobDir, memory_base
+from rekindle.integrations.dcp.session import note_loaded, saves_to
+from rekindle.memory.job_dir import JobDir, memory_base
 
 __all__ = ["RekindleReader"]
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rekindle.errors import RekindleError
+from rekindle.format.reader import threads_for
 from rekindle.integrations.dcp.items import copyable, settled
-from rekindle.snapshot.pieces import threads_for
 from rekindle.state.device import Lanes, page_lock, reached
 
 __all__ = ["RekindleStager"]

@@ -14,15 +14,15 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from rekindle.errors import UsageError
+from rekindle.format.lineage import Stamp
+from rekindle.format.names import root_path
 from rekindle.integrations.dcp.items import plan_shard
 from rekindle.integrations.dcp.letters import Letter
 from rekindle.integrations.dcp.names import is_place, name_of, place_of, step_of
-from rekindle.integrations.dcp.run import Settings, run_of
+from rekindle.integrations.dcp.session import Settings, run_of
 from rekindle.integrations.dcp.stager import RekindleStager
 from rekindle.settings import check_settings
-from rekindle.snapshot.lineage import Stamp
-from rekindle.snapshot.names import root_path
-from rekindle.storage.pace import rate
+from rekindle.storage.throttle import rate
 
 __all__ = ["RekindleWriter"]
 

@@ -1,0 +1,88 @@
+"""The commands ``pin``, ``unpin`` and ``prune``: which checkpoints stay on storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+
+from rekindle.cli.terminal import JSON, PATIENCE, ROOT, print_json
+from rekindle.common.timeouts import within
+from rekindle.errors import NotFoundError
+from rekindle.format.names import Root
+from rekindle.storage.open import open_store
+from rekindle.storage.pins import pin_step, unpin_step
+from rekindle.storage.roots import describe
+from rekindle.storage.store import Store
+
+__all__ = ["pin_command", "prune_command", "unpin_command"]
+
+_REMOVING = 3600.0
+"""Seconds that storage gets to remove checkpoints, of which there may be many and large ones."""
+_AT_LEAST_1 = click.IntRange(min=1)
+_STEP = click.argument("step", type=click.IntRange(min=0))
+
+
+@click.command("pin", short_help="Keep a step on storage, whatever is pruned.")
+@ROOT
+@_STEP
+def pin_command(root: Root, step: int) -> None:
+    """Keep STEP of ROOT on storage, whatever is pruned, until it is unpinned."""
+    _on_storage(root, lambda: pin_step(open_store(root), step))
+    click.echo(f"step {step} is pinned")
+
+
+@click.command("unpin", short_help="Let retention decide on a step again.")
+@ROOT
+@_STEP
+def unpin_command(root: Root, step: int) -> None:
+    """Let the job, or 'rekindle prune', remove STEP of ROOT again."""
+    _on_storage(root, lambda: unpin_step(open_store(root), step))
+    click.echo(f"step {step} is not pinned")
+
+
+@click.command("prune", short_help="Remove surplus checkpoints from storage.")
+@ROOT
+@click.option("--keep", type=_AT_LEAST_1, help="The newest so many stay.")
+@click.option("--keep-every", type=_AT_LEAST_1, help="Steps that are a multiple of this stay.")
+@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@JSON
+def prune_command(root: Root, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
+    """Remove checkpoints of ROOT from storage that are neither pinned nor to be kept.
+
+    With neither --keep nor --keep-every the newest two stay, and some of all ages: eight at most. The job itself prunes
+    by its own settings, after each checkpoint that reaches storage.
+    """
+    store = open_store(root)
+    _on_storage(root, lambda: _refuse_empty(store))
+    if dry_run:
+        gone = [entry.stamp.step for entry in within(PATIENCE, root, lambda: store.surplus(keep, keep_every))]
+    else:
+        gone = within(_REMOVING, root, lambda: store.prune(keep, keep_every))
+    stays = [entry.stamp.step for entry in within(PATIENCE, root, store.published)]
+    left = [step for step in stays if step not in gone] if dry_run else stays
+    if as_json:
+        print_json({"removed": gone, "left": left})
+    elif gone:
+        click.echo(f"{'would remove' if dry_run else 'removed'}: {_listed(gone)}; left: {_listed(left)}")
+    else:
+        click.echo(f"nothing to remove; left: {_listed(left)}")
+
+
+def _refuse_empty(store: Store) -> None:
+    if not store.published():
+        raise NotFoundError(f"{store.root}: no checkpoint on storage")
+
+
+def _on_storage(root: Root, work: Callable[[], object]) -> None:
+    """Does ``work`` in bounded time. Where there is nothing to do it to, the error tells what ``root`` is instead."""
+    try:
+        within(PATIENCE, root, work)
+    except (NotFoundError, NotADirectoryError) as error:
+        text = str(error) if isinstance(error, NotFoundError) else f"{root}: no checkpoint on storage"
+        what = within(PATIENCE, root, lambda: describe(root))
+        raise NotFoundError(f"{text}: {what}" if what else text) from error
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps))

@@ -1,0 +1,293 @@
+"""The operator's wiring: the commands of ``rekindle``, but for those in ``cli_*.py``.
+
+Exit code 0 only when all is well; otherwise the code of the error, as in rekindle.errors.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from rich.filesize import decimal
+from rich.progress import Progress
+from rich.table import Table
+
+from rekindle.agent.main import run as run_agent
+from rekindle.cli.drill import FAULTS, drill
+from rekindle.cli.keep import pin_command, prune_command, unpin_command
+from rekindle.cli.operations import stop
+from rekindle.cli.run import run_command
+from rekindle.cli.status import ended_job, status_command
+from rekindle.cli.terminal import (
+    JSON,
+    MEMORY,
+    PATIENCE,
+    ROOT,
+    STEP,
+    Waits,
+    asks_for_json,
+    bar_of,
+    directories,
+    local_time,
+    print_json,
+    show,
+    table_of,
+    to_root,
+)
+from rekindle.cli.transfer import export_command, import_command
+from rekindle.common.os_errors import explain
+from rekindle.common.timeouts import within
+from rekindle.errors import CorruptError, RekindleError, UsageError
+from rekindle.format.boxes import Box
+from rekindle.format.names import Root
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.storage.listing import Listed, copies_of, info_of, job_of, jobs, list_copies, receipts, values_of
+from rekindle.storage.verify import verify
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130
+"""Exit code of what Ctrl-C has ended: 128 and the signal's number, as in a shell."""
+
+
+class _Group(click.Group):
+    """Turns errors into one line on stderr, JSON for who asked for it, and into their exit code."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.obj = asks_for_json(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # paths and names need not be text that it can encode
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            return super().invoke(ctx)
+        except RekindleError as error:
+            self._fail(ctx, type(error).__name__, str(error), error.exit_code)
+        except KeyboardInterrupt:
+            self._fail(ctx, KeyboardInterrupt.__name__, "interrupted", _INTERRUPTED)
+        except BrokenPipeError:  # whoever read has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(0)
+        except OSError as error:  # for one, a live job has recycled what was being looked at
+            self._fail(ctx, type(error).__name__, explain(error), RekindleError.exit_code)
+        except click.UsageError as error:
+            if not ctx.obj:
+                raise
+            self._fail(ctx, UsageError.__name__, error.format_message(), UsageError.exit_code)
+
+    @staticmethod
+    def _fail(ctx: click.Context, kind: str, message: str, exit_code: int) -> NoReturn:
+        error = {"type": kind, "message": message, "exit_code": exit_code}
+        click.echo(json.dumps({"error": error}) if ctx.obj else f"Error: {message}", err=True)
+        ctx.exit(exit_code)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rekindle", message="rekindle %(version)s")
+def main() -> None:
+    """Keep large PyTorch training jobs alive through faults."""
+
+
+for _command in (pin_command, unpin_command, prune_command):
+    main.add_command(_command)
+main.add_command(export_command)
+main.add_command(import_command)
+main.add_command(run_command)
+main.add_command(status_command)
+
+
+def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list[Listed]:
+    return within(PATIENCE, root, lambda: copies_of(root, memory_base(memory), step))
+
+
+@main.command("ls", short_help="List checkpoints, on storage and in this node's memory.")
+@ROOT
+@JSON
+@MEMORY
+def ls(root: Root, as_json: bool, memory: Path | None) -> None:
+    """List the checkpoints of ROOT: on storage, and in this node's memory."""
+    listed, trouble = list_copies(root, memory_base(memory), PATIENCE)
+    if as_json:
+        print_json([entry.to_json() for entry in listed])
+    else:
+        show(_copies_table(listed))
+    if trouble is not None:
+        raise trouble
+
+
+def _copies_table(listed: list[Listed]) -> Table:
+    table = table_of("step", "saved", "where", "condition", "ranks", "size", "start", may_fold=("condition", "start"))
+    for entry in listed:
+        copy = entry.copy
+        parent = f"step {copy.incarnation.parent_step}" if copy.incarnation.parent else "scratch"
+        table.add_row(
+            str(copy.step),
+            local_time(entry.saved_at),
+            copy.place,
+            f"{entry.condition}, pinned" if copy.pinned else entry.condition,
+            f"{len(copy.ranks)} of {copy.world}",
+            decimal(entry.nbytes),
+            f"{copy.incarnation.generation}, from {parent}",
+        )
+    return table
+
+
+@main.command("inspect", short_help="Show the tensors and values of a checkpoint.")
+@ROOT
+@STEP
+@JSON
+@MEMORY
+def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) -> None:
+    """Show the tensors and values of a checkpoint of ROOT: of STEP, or the newest complete one."""
+    listed = _copies_of(root, memory, step)
+    entry = next((e for e in listed if e.condition == "complete"), listed[0])
+    found = list(receipts(entry.copy))
+    if as_json:
+        shards = [
+            {
+                "rank": receipt.stamp.rank,
+                "tensors": [chunk.to_json() for chunk in receipt.layout.chunks],
+                "values": dict(values_of(receipt)),
+            }
+            for receipt in found
+        ]
+        print_json({**entry.to_json(), "shards": shards})
+        return
+    click.echo(f"step {entry.copy.step} from {entry.copy.place}, {entry.condition}: {entry.copy.files}\n")
+    tensors = table_of("rank", "tensor", "dtype", "shape", "of which", "bytes")
+    values = table_of("rank", "value", "")
+    for receipt in found:
+        rank = str(receipt.stamp.rank)
+        for chunk in receipt.layout.chunks:
+            box = "" if chunk.sizes == chunk.global_shape else str(Box(chunk.offsets, chunk.sizes))
+            row = (rank, chunk.name, chunk.dtype, str(list(chunk.global_shape)), box, f"{chunk.nbytes:,}")
+            tensors.add_row(*row)
+        for path, value in values_of(receipt):
+            text = json.dumps(value)
+            values.add_row(rank, path, text if len(text) <= 60 else f"{text[:57]}...")
+    show(tensors)
+    click.echo()
+    show(values)
+
+
+@main.command("verify", short_help="Read every byte and compare it with its checksum.")
+@ROOT
+@STEP
+@JSON
+@MEMORY
+def verify_command(root: Root, step: int | None, as_json: bool, memory: Path | None) -> None:
+    """Read every byte of the checkpoints of ROOT, or of one STEP, and compare it with its checksum."""
+    results: list[dict[str, Any]] = []
+    with bar_of(as_json) as bar:
+        for entry in _copies_of(root, memory, step):
+            results.append(_verify_one(entry, bar))
+    if as_json:
+        print_json(results)
+    else:
+        table = table_of("step", "where", "condition", "verdict")
+        for result in results:
+            table.add_row(str(result["step"]), result["place"], result["condition"], result["verdict"])
+        show(table)
+        for problem in (problem for result in results for problem in result["problems"]):
+            click.echo(problem, err=True)
+    damaged = [r for r in results if r["problems"]]
+    if damaged:
+        raise CorruptError(f"{len(damaged)} of {len(results)} copies are damaged")
+
+
+def _verify_one(entry: Listed, bar: Progress) -> dict[str, Any]:
+    task = bar.add_task(f"step {entry.copy.step} in {entry.copy.place}", total=entry.nbytes)
+    try:
+        problems = verify(entry.copy, lambda nbytes: bar.advance(task, nbytes))
+        verdict = "damaged" if problems else "sound"
+    except FileNotFoundError:
+        problems, verdict = [], "gone: a newer step has taken its place"
+    return {**entry.to_json(), "verdict": verdict, "problems": [str(problem) for problem in problems]}
+
+
+def _job_of(root: Root, memory: Path | None) -> JobDir:
+    return within(PATIENCE, root, lambda: job_of(root, memory_base(memory)))
+
+
+@main.command("drill", short_help="Let a real fault befall a job, and tell what it cost.")
+@ROOT
+@click.argument("fault", type=click.Choice(list(FAULTS)))
+@click.option("--rank", type=click.IntRange(min=0), help="Whom it befalls; the highest rank of this node if unset.")
+@click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for the first new step.")
+@JSON
+@MEMORY
+def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_json: bool, memory: Path | None) -> None:
+    """Let a real fault befall the running job of ROOT, and tell what was noticed, secured, lost, and when.
+
+    \b
+    kill       SIGKILL to the rank
+    term       SIGTERM to the rank
+    stop       SIGSTOP to the rank
+    hang       the rank does nothing more, before its next update
+    exception  the rank raises, before its next update
+    oom        the rank takes memory until the kernel kills it
+    agent      SIGKILL to the node's agent
+
+    'stop' and 'hang' are noticed by the watchdog: by default after a minute, with guard(watchdog="fast") after a second
+    and three of the longest recent steps.
+    """
+    job = _job_of(root, memory)
+    report = drill(job, fault, rank, timeout, lambda line: None if as_json else click.echo(line))
+    if as_json:
+        print_json(report.to_json())
+    elif report.again is not None:
+        more = "" if fault == "agent" else ", and the step under way"
+        click.echo(f"lost: {report.lost} of {report.step} completed steps{more}")
+    if report.again is None:
+        raise RekindleError(f"no new step within {timeout:.0f} s: is there a launcher that starts the ranks again?")
+
+
+@main.command("stop", short_help="Carry what only memory holds to storage, and give it back.")
+@click.argument("root", required=False, callback=to_root, shell_complete=directories)
+@click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
+@click.option("--discard", is_flag=True, help="Give memory back at once; what only memory holds is lost.")
+@click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")
+@MEMORY
+def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, memory: Path | None) -> None:
+    """End the job of ROOT on this node: carry what only memory holds to storage, then give the memory back."""
+    if (root is None) == (not stale):
+        raise click.UsageError("give either ROOT or --stale")
+    base = memory_base(memory)
+    if root is not None:
+        wanted = [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
+        if not wanted:
+            click.echo(f"{root}: has ended, and its step {ended_job(root, base)['durable_step']} is on storage")
+    else:
+        wanted = [job for job in jobs(base) if not job.trainers() and job.agent() is None]
+    failures: list[RekindleError] = []
+    with bar_of(False) as bar:
+        for job in wanted:
+            held, info = job.held_bytes(), info_of(job)
+            try:
+                stop(job, timeout, discard, Waits(bar, info.root if info is not None else str(job.path), timeout, info))
+                click.echo(f"{job.path}: ended, {decimal(held)} given back")
+            except RekindleError as error:
+                failures.append(error)
+    for extra in failures[:-1]:
+        click.echo(f"Error: {extra}", err=True)
+    if failures:
+        raise failures[-1]
+    if stale and not wanted:
+        click.echo("nothing is stale")
+
+
+@main.command("agent", short_help="Serve a job's memory on this node, in the foreground.")
+@ROOT
+@MEMORY
+def agent(root: Root, memory: Path | None) -> None:
+    """Serve ROOT's memory on this node in the foreground. Trainers start their agents themselves."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    job = _job_of(root, memory)
+    sys.exit(run_agent(job))

@@ -1,0 +1,256 @@
+"""What an operator can learn of jobs and do to them, without a word on how it is shown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rekindle.agent.drain import TICK, Drainer
+from rekindle.agent.http import ask
+from rekindle.agent.main import unknown
+from rekindle.common.os_errors import explain
+from rekindle.common.timeouts import behind
+from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError
+from rekindle.format.fields import loads
+from rekindle.format.names import Root
+from rekindle.format.receipt import read
+from rekindle.memory.fault import Fault
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.lock import Lock
+from rekindle.memory.status import DOES, PHASES, STAGES, Status, read_status
+from rekindle.storage.catalog import survey
+from rekindle.storage.listing import describe_deleted, hint, info_of
+from rekindle.storage.open import open_store
+
+__all__ = ["ended", "job_status", "pages", "stop"]
+
+
+_SHOWN = 10
+"""Steps that a message lists at most."""
+_SILENT = 10.0
+"""Seconds without a sign of life after which storage hangs, and is not slow."""
+_LOOK = 3.0
+"""Seconds that storage gets to say whether a root was deleted: it may be one of many."""
+_COMPOSING = 5.0
+"""Seconds that an agent gets to put dead ranks' snapshots together, for which it takes the place of their trainers."""
+
+
+def pages(job: JobDir) -> dict[int, Status]:
+    """Status pages of the node's live ranks that train inside of ``guard()``."""
+    found = {}
+    for rank, pid in job.trainers().items():
+        with suppress(OSError, FormatError):
+            page = read_status(job.status_page(rank))
+            if page.pid == pid:
+                found[rank] = page
+    return found
+
+
+def job_status(job: JobDir) -> dict[str, Any]:
+    """What is known of one job; ``problem`` is None when all is well."""
+    info, agent, trainers = job.read_job(), job.agent(), job.trainers()
+    memory = survey(job, None)
+    status: dict[str, Any] = {
+        "root": info.root if info else None,
+        "directory": str(job.path),
+        "trainers": trainers,
+        "ranks": {rank: _described(page) for rank, page in pages(job).items()},
+        "fault": _last_fault(job),
+        "agent": agent,
+        "memory_bytes": job.held_bytes(),
+        "memory_steps": sorted({copy.step for copy in memory}, reverse=True),
+        "durable_step": job.durable(),
+        "problem": None,
+        "drain": None,
+    }
+    try:
+        if agent is not None:
+            status["drain"] = ask(job.socket, "GET", "/status")
+    except AgentError as error:
+        # A trainer that could get no agent drains in a thread, holds the agent's lock and answers no questions.
+        status["problem"] = None if agent in trainers.values() else str(error)
+    if agent is None and trainers:
+        status["problem"] = "no agent: nothing is being carried to storage"
+    elif agent is None and memory and (status["durable_step"] is None or memory[0].step > status["durable_step"]):
+        status["problem"] = f"step {memory[0].step} is only in memory, and nobody is there: run 'rekindle stop ROOT'"
+    elif status["drain"] and status["drain"]["error"]:
+        status["problem"] = status["drain"]["error"]
+    elif status["drain"]:
+        status["problem"] = status["drain"].get("waits") or status["drain"].get("given_up")
+    deleted = None if trainers else describe_deleted(job, _LOOK)
+    if deleted is not None:
+        status["durable_step"] = None
+    problem = deleted or unknown(job) or status["problem"]
+    status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
+    if status["durable_step"] is None and status["drain"] and deleted is None:
+        status["durable_step"] = status["drain"]["durable"]  # that of an earlier start of the job
+    return status
+
+
+def ended(root: Root, base: Path) -> dict[str, Any]:
+    """The status of a job that has ended here, which has nothing in memory any more.
+
+    Raises NotFoundError when storage has nothing of it either.
+    """
+    try:
+        published = open_store(root).published()
+    except NotADirectoryError:
+        published = []
+    if not published:
+        instead = hint(root, base)
+        raise NotFoundError(f"{root}: has nothing in memory on this node, and no checkpoint on storage{instead}")
+    return {
+        **{"root": str(root), "directory": None, "trainers": {}, "ranks": {}, "fault": None, "agent": None},
+        **{"memory_bytes": 0, "memory_steps": [], "durable_step": published[-1].stamp.step},
+        **{"problem": None, "drain": None},
+    }
+
+
+def _described(page: Status) -> dict[str, Any]:
+    return {
+        "phase": "paused" if page.paused else STAGES[page.stage] if page.stage else PHASES[page.phase],
+        "does": "pauses" if page.paused else STAGES[page.stage] if page.stage else DOES[page.phase],
+        "step": page.step,
+        "in_memory": page.snapshot if page.snapshot >= 0 else None,
+        "age": round(page.age, 3),
+        "longest_step": round(page.longest, 3),
+        "note": page.note,
+    }
+
+
+def _last_fault(job: JobDir) -> dict[str, Any] | None:
+    try:
+        return Fault.from_json(loads(read(job.fault))).to_json()
+    except (OSError, ValueError):
+        return None
+
+
+def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
+    """End a job for good: what only memory holds goes to storage, then the memory is given back.
+
+    With ``discard`` it is given back at once, and what only it held is lost. Raises BusyError while trainers live,
+    NotDurableError when storage didn't take everything in ``timeout`` seconds: the memory then stays.
+    """
+    deadline = time.monotonic() + timeout
+    patience = time.monotonic() + _COMPOSING
+    while set(job.trainers().values()) == {job.agent()} and time.monotonic() < patience:
+        time.sleep(TICK)
+    if job.trainers():
+        raise BusyError(f"{job.path}: is being trained by processes {sorted(job.trainers().values())}")
+    why = unknown(job)
+    if why is not None and not discard:
+        raise NotDurableError(f"{job.path}: {why}")
+    if not discard and job.path.exists():
+        _refuse_deleted(job, deadline)
+    agent = job.agent()
+    if agent is not None:
+        _end_agent(job, agent, deadline, discard, progress)
+    if job.path.exists():
+        _end_here(job, deadline, discard, progress)
+
+
+def _refuse_deleted(job: JobDir, deadline: float) -> None:
+    """Raise NotDurableError where the root was deleted: it must be said what is to become of memory's snapshots."""
+    why = describe_deleted(job, max(1.0, min(_SILENT, deadline - time.monotonic())))
+    if why is not None:
+        info = job.read_job()
+        raise NotDurableError(f"{info.root if info is not None else job.path}: {why}")
+
+
+def _end_agent(
+    job: JobDir, agent: int, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]
+) -> None:
+    if discard and agent > 0:  # 0: it has not written down its process id yet
+        os.kill(agent, signal.SIGTERM)  # it leaves after the drain in hand, and leaves the memory to us
+    elif not discard:
+        ask(job.socket, "POST", "/stop")
+    while job.agent() == agent:
+        if time.monotonic() > deadline:
+            raise NotDurableError(f"{job.path}: agent {agent} is still at it: {_error(job)}")
+        try:
+            progress(ask(job.socket, "GET", "/status", timeout=2.0))
+        except AgentError:
+            pass  # it is just leaving
+        time.sleep(TICK)
+
+
+def _error(job: JobDir) -> str:
+    try:
+        progress = ask(job.socket, "GET", "/status", timeout=2.0)
+    except AgentError as failure:
+        return str(failure)
+    return progress["error"] or progress.get("waits") or _so_far(progress)
+
+
+def _so_far(progress: Mapping[str, Any]) -> str:
+    if progress["step"] is None:
+        return "storage is slow, or other nodes have not finished"
+    done, total = progress["done"], progress["total"]
+    return f"storage has {done:,} of {total:,} bytes of step {progress['step']} so far: give it more time (--timeout)"
+
+
+def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
+    lock = Lock(job.agent_lock)
+    if not lock.acquire(5.0):
+        raise BusyError(f"{job.path}: process {job.agent()} has become its agent")
+    try:
+        drainer = Drainer(job)
+        while not discard:
+            # At least once: it also gives a killed drain's checkpoint its proper name.
+            busy = _in_time(deadline, job, drainer, drainer.tick, progress)
+            if not _in_time(deadline, job, drainer, lambda: _pending(drainer), progress):
+                break
+            if time.monotonic() > deadline:
+                raise _not_in_time(job, drainer)
+            if not busy:
+                time.sleep(TICK)
+        if not job.remove():
+            raise BusyError(f"{job.path}: a trainer has come back")
+    finally:
+        lock.release()
+
+
+def _in_time(
+    deadline: float,
+    job: JobDir,
+    drainer: Drainer,
+    work: Callable[[], bool],
+    progress: Callable[[dict[str, Any]], object],
+) -> bool:
+    """What ``work`` gives, which storage that is slow, or hangs, keeps from ending; ``progress`` is told meanwhile.
+
+    Raises NotDurableError.
+    """
+    answer = behind(work, "rekindle-stop")
+    last = max(deadline, time.monotonic() + 1.0)
+    while not wait([answer], TICK).done:
+        progress(vars(drainer.progress))
+        if time.monotonic() > last:
+            raise _not_in_time(job, drainer)
+    progress(vars(drainer.progress))
+    return answer.result()
+
+
+def _not_in_time(job: JobDir, drainer: Drainer) -> NotDurableError:
+    done = drainer.progress
+    silent = 0.0 if done.moved is None else time.monotonic() - done.moved
+    why = done.error or done.waits or _so_far(vars(done))
+    if silent > _SILENT:
+        info = info_of(job)
+        where = info.root if info is not None else job.path
+        why = f"{where}: does not answer, for {silent:.0f} s now: its file system hangs, see that the server is there"
+    return NotDurableError(f"{job.path}: what memory holds is not on storage: {why}")
+
+
+def _pending(drainer: Drainer) -> bool:
+    try:
+        return drainer.pending() is not None
+    except OSError as error:
+        drainer.progress.error = explain(error)
+        return True

@@ -1,0 +1,64 @@
+"""The command ``rekindle run``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+from click.shell_completion import CompletionItem
+
+from rekindle.launch.torchrun import launch
+
+__all__ = ["run_command"]
+
+_OPTIONS = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+
+
+@click.command(
+    "run",
+    context_settings=_OPTIONS,
+    options_metavar="[OPTIONS]",
+    short_help="Train: torchrun, set up so that ranks are started again.",
+)
+@click.argument(
+    "arguments",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="SCRIPT [ARGUMENTS]...",
+    shell_complete=lambda _ctx, _param, incomplete: [CompletionItem(incomplete, type="file")],
+)
+@click.pass_context
+def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
+    """Train: start SCRIPT once for each rank, and all ranks again when one fails.
+
+    \b
+      rekindle run --nproc-per-node 8 train.py --lr 1e-3
+      rekindle run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d \\
+          --rdzv-endpoint HOST:29400 --rdzv-id JOB train.py
+
+    This is torchrun, set up so that restarts work, and less talkative. All options are torchrun's, and so is what it
+    does with them. Those that are used most:
+
+    \b
+      --nproc-per-node N    ranks on each node; 1 if unset
+      --nnodes N            nodes; 1 if unset
+      --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id JOB
+                            where nodes find each other
+      --max-restarts N      failures after which the job is given up; 20 if
+                            unset (torchrun: 0)
+      -m                    SCRIPT is a module's name
+
+    'python -m torch.distributed.run --help' lists all of them.
+
+    Restarts: when a rank ends with an exit code other than 0, or is killed, the others are told to go (SIGTERM, SIGKILL
+    30 s later) and all are started again. A script that calls ckpt.restore() then goes on from the newest step that
+    all ranks have. Failures are counted over the life of the job and never forgotten. A script that can't be opened
+    is an error at once.
+
+    Set where they aren't: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and, as by torchrun, OMP_NUM_THREADS=1 for several ranks
+    on a node. LOGLEVEL=INFO or WARNING shows torchrun's own log.
+
+    Exit code 0 when all ranks have ended with 0, 1 when no restarts are left, 2 when there is nothing to run, 128 and
+    the number of the signal that told it to go (130 for Ctrl-C).
+    """
+    sys.exit(launch(list(arguments), ctx.get_help, lambda line: click.echo(f"rekindle: {line}", err=True)))

@@ -1,0 +1,134 @@
+"""The command ``status``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+
+from rekindle.cli.operations import ended, job_status
+from rekindle.cli.terminal import (
+    JSON,
+    MEMORY,
+    PATIENCE,
+    directories,
+    facts_of,
+    local_time,
+    plain,
+    print_json,
+    show,
+    table_of,
+    to_root,
+)
+from rekindle.common.timeouts import within
+from rekindle.errors import RekindleError
+from rekindle.format.names import Root
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.storage.listing import jobs
+
+__all__ = ["ended_job", "status_command"]
+
+_WATCH_EVERY = 0.5
+_INDENT = (0, 0, 0, 2)
+
+
+@click.command("status", short_help="Show jobs: who is alive, what is in memory, what is on storage.")
+@click.argument("root", required=False, callback=to_root, shell_complete=directories)
+@click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
+@JSON
+@MEMORY
+def status_command(root: Root | None, watch: bool, as_json: bool, memory: Path | None) -> None:
+    """Show this node's jobs, or that of ROOT: who is alive and does what, what is in memory, what is on storage."""
+    base = memory_base(memory)
+    if watch and as_json:
+        raise click.UsageError("give either --watch or --json")
+    if watch:
+        _watch(root, base)
+        return
+    found = _statuses(root, base)
+    if as_json:
+        print_json(found)
+    elif not found:
+        click.echo(f"no jobs have memory on this node, in {base}")
+    else:
+        show(_view(found))
+    problems = _problems(found)
+    if problems:
+        raise RekindleError("; ".join(problems))
+
+
+def ended_job(root: Root, base: Path) -> dict[str, Any]:
+    """The status of a job that has nothing in memory here. Raises TimeoutError where storage doesn't answer."""
+    return within(PATIENCE, root, lambda: ended(root, base))
+
+
+def _statuses(root: Root | None, base: Path) -> list[dict[str, Any]]:
+    wanted = jobs(base) if root is None else [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
+    if root is not None and not wanted:
+        return [ended_job(root, base)]
+    return [job_status(job) for job in wanted]
+
+
+def _watch(root: Root | None, base: Path) -> None:
+    with Live(console=Console(), auto_refresh=False) as live:
+        while True:
+            found = _statuses(root, base)
+            live.update(Group(_view(found), *map(plain, _problems(found))), refresh=True)
+            time.sleep(_WATCH_EVERY)
+
+
+def _name(one: dict[str, Any]) -> str:
+    return str(one["root"] or one["directory"])
+
+
+def _problems(found: list[dict[str, Any]]) -> list[str]:
+    return [f"{_name(one)}: {one['problem']}" for one in found if one["problem"]]
+
+
+def _view(found: list[dict[str, Any]]) -> Group:
+    """Each job below its own name: a table with a column for names of any length would leave no room for the rest."""
+
+    def lines() -> Iterator[RenderableType]:
+        for number, one in enumerate(found):
+            if number:
+                yield ""
+            yield plain(_name(one))
+            yield Padding(facts_of(_facts(one)), _INDENT, expand=False)
+            if one["ranks"]:
+                yield Padding(_ranks_table(one["ranks"]), _INDENT, expand=False)
+
+    return Group(*lines())
+
+
+def _facts(one: dict[str, Any]) -> dict[str, str]:
+    drain, fault, durable = one["drain"] or {}, one["fault"], one["durable_step"]
+    facts = {
+        "trainers": " ".join(f"{rank}:{pid}" for rank, pid in one["trainers"].items()) or "none",
+        "agent": str(one["agent"] or "none"),
+        "in memory": f"{' '.join(map(str, one['memory_steps'])) or '-'} ({decimal(one['memory_bytes'])})",
+        "durable": "-" if durable is None else str(durable),
+    }
+    if drain.get("step") is not None:
+        facts["draining"] = f"{drain['step']}: {100 * drain['done'] // max(drain['total'], 1)} %"
+    if fault:
+        facts["last fault"] = f"{local_time(fault['at'])} {fault['what']}"
+    return facts
+
+
+def _ranks_table(ranks: dict[int, dict[str, Any]]) -> Table:
+    table = table_of("rank", "does", "step", "in memory", "for", "longest step", may_fold=["does"])
+    for rank, page in ranks.items():
+        longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
+        step = "-" if page["step"] < 0 else str(page["step"])
+        kept = "-" if page["in_memory"] is None else str(page["in_memory"])
+        does = f"{page['does']}: {page['note']}" if page["note"] else page["does"]
+        table.add_row(str(rank), does, step, kept, f"{page['age']:.2f} s", longest)
+    return table

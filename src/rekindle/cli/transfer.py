@@ -1,0 +1,158 @@
+"""The commands ``export`` and ``import``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.filesize import decimal
+from rich.progress import Progress as Bar
+
+from rekindle.cli.terminal import JSON, MEMORY, ROOT, bar_of, directories, print_json
+from rekindle.errors import CorruptError, NotFoundError
+from rekindle.format.names import LAST_STEP, Root, root_of
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.storage.catalog import STORAGE, Copy
+from rekindle.storage.listing import copies_of
+from rekindle.storage.roots import refuse_inside
+from rekindle.storage.throttle import amount
+from rekindle.transfer.progress import Progress
+
+if TYPE_CHECKING:
+    from rekindle.transfer.exporting import Form
+
+__all__ = ["export_command", "import_command"]
+
+_SHARD = 5_000_000_000
+"""Bytes of tensors in a file, as Hugging Face has it."""
+_TRIES = 10
+"""Times that a job which trains may take away what is just to be exported from its memory."""
+
+
+def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    if value is None:
+        return None
+    nbytes = amount(value)
+    if not 1 <= nbytes < 1 << 63:
+        raise click.BadParameter(f"{value!r} is not a size: say bytes, or a text like '5GB' or '500MiB'")
+    return int(nbytes)
+
+
+def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> tuple[Root, int | None, Path]:
+    root, *step, out = value if len(value) in (2, 3) else ("", "", "")
+    if not root:
+        raise click.BadParameter("give ROOT OUT, or ROOT STEP OUT")
+    if not step and out.isdecimal():
+        raise click.BadParameter(f"is {out} a step? Then OUT is missing; as the name of the export, write ./{out}")
+    if step and not (step[0].isdecimal() and len(step[0]) <= len(str(LAST_STEP))):
+        raise click.BadParameter(f"{step[0]!r} is not a step")
+    return root_of(root), int(step[0]) if step else None, Path(out).absolute()
+
+
+@click.command("export", short_help="Write a checkpoint for other programs.")
+@click.argument("places", nargs=-1, metavar="ROOT [STEP] OUT", callback=_places, shell_complete=directories)
+@click.option("--format", "form", type=click.Choice(["safetensors", "torch", "dcp"]), required=True)
+@click.option("--only", metavar="ENTRY", help="Only this entry of the state, its tensors by their own names.")
+@click.option(
+    "--max-shard-size", metavar="SIZE", callback=_amount, help="Bytes of tensors in a safetensors file; 5GB if unset."
+)
+@JSON
+@MEMORY
+def export_command(
+    places: tuple[Root, int | None, Path],
+    form: Form,
+    only: str | None,
+    max_shard_size: int | None,
+    as_json: bool,
+    memory: Path | None,
+) -> None:
+    """Write a checkpoint of ROOT, of STEP or the newest complete one, to OUT for other programs.
+
+    \b
+    safetensors  a directory in Hugging Face's layout
+    torch        one file for torch.load(weights_only=True)
+    dcp          a directory for torch.distributed.checkpoint
+    """
+    if max_shard_size is not None and form != "safetensors":
+        raise click.UsageError("--max-shard-size is for --format safetensors")
+    root, step, out = places
+    from rekindle.transfer.exporting import export  # noqa: PLC0415  the other commands need no torch
+
+    with bar_of(as_json) as bar:
+        for left in reversed(range(_TRIES)):
+            copy = _copy(root, step, memory_base(memory))
+            progress = _OnBar(bar, f"exporting step {copy.step}")
+            try:
+                done = export(copy, out, form, only, max_shard_size or _SHARD, progress)
+                break
+            except NotFoundError:
+                if copy.place == STORAGE or not left:
+                    raise
+                progress.drop()
+    if as_json:
+        print_json(done.to_json())
+        return
+    files = f"{len(done.files)} files" if len(done.files) > 1 else "one file"
+    size = decimal(done.nbytes)
+    click.echo(f"step {done.step} from {done.place}: {done.tensors} tensors, {size}, {files}: {done.path}")
+
+
+def _copy(root: Root, step: int | None, base: Path) -> Copy:
+    """What to export: the newest complete checkpoint; of a given step an abandoned one too, if it is all there is."""
+    listed = copies_of(root, base, step)
+    fit = [e for e in listed if e.condition == "complete" or (step is not None and e.condition == "abandoned")]
+    whole = [e for e in fit if len(e.copy.ranks) == e.copy.world]
+    if not whole:
+        conditions = ", ".join(sorted({e.condition if e not in fit else "without all ranks" for e in listed}))
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        error = CorruptError if all(e.condition == "damaged" for e in listed) else NotFoundError
+        raise error(f"{root}: has no whole {wanted} that this node can read; what there is is {conditions}")
+    # A copy in memory is pinned while it is read, which the job's next saves would feel.
+    best = max(whole, key=lambda e: (e.condition == "complete", *e.copy.key, e.copy.place == STORAGE))
+    return best.copy
+
+
+@click.command("import", short_help="Make a checkpoint of what other programs wrote.")
+@click.argument("source", type=click.Path(path_type=Path))
+@ROOT
+@click.argument("step", type=click.IntRange(0, LAST_STEP))
+@click.option("--as", "entry", metavar="ENTRY", help="All of it becomes this entry of the state.")
+@click.option("--allow-pickle", is_flag=True, help="Let SOURCE run code: DCP is made of pickles.")
+@JSON
+@MEMORY
+def import_command(
+    source: Path, root: Root, step: int, entry: str | None, allow_pickle: bool, as_json: bool, memory: Path | None
+) -> None:
+    """Make SOURCE the checkpoint of STEP of ROOT.
+
+    SOURCE is what 'rekindle export' makes, or others have made: a safetensors file, a directory of such, a file of
+    torch.save, or a directory of torch.distributed.checkpoint. Of nested dictionaries each becomes an entry of the
+    state; what is flat becomes its entry "model", if --as doesn't say otherwise.
+    """
+    refuse_inside(root)
+    from rekindle.transfer.importing import adopt  # noqa: PLC0415
+
+    job = JobDir.of(root, memory_base(memory))
+    with bar_of(as_json) as bar:
+        done = adopt(source, job, root, step, entry, allow_pickle, _OnBar(bar, f"importing step {step}"))
+    if as_json:
+        print_json(done.to_json())
+        return
+    entries = ", ".join(done.entries)
+    click.echo(f"step {done.step} of {done.root}: {done.tensors} tensors, {decimal(done.nbytes)}, as {entries}")
+
+
+class _OnBar(Progress):
+    def __init__(self, bar: Bar, description: str) -> None:
+        self._bar, self._task = bar, bar.add_task(description, total=None)
+
+    def begin(self, total: int) -> None:
+        self._bar.update(self._task, total=total)
+
+    def advance(self, nbytes: int) -> None:
+        self._bar.advance(self._task, nbytes)
+
+    def drop(self) -> None:
+        """Nothing more comes: another one begins anew."""
+        self._bar.remove_task(self._task)

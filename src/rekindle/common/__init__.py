@@ -1,0 +1,1 @@
+"""Holds helpers that know nothing of checkpoints."""

@@ -1,0 +1,1 @@
+"""Notices faults, secures the newest step, and tells of it."""

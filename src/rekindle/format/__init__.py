@@ -1,0 +1,1 @@
+"""Reads and writes the bytes that docs/format.md describes."""

@@ -1,0 +1,248 @@
+"""Where each tensor's bytes lie in a shard, and the safetensors header that says so."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from rekindle.errors import FormatError
+from rekindle.format.fields import LARGEST, number, numbers, texts
+
+__all__ = ["BLOCK", "DTYPES", "MOST_DIMENSIONS", "NEGATIVE", "PAGE", "Chunk", "Layout", "blocks", "order_in"]
+
+PAGE = 4096
+"""Data starts at a multiple of this many bytes, so direct I/O and page-locking need no copy."""
+
+BLOCK = 16 << 20
+"""Bytes of a tensor under one checksum: large enough to hash at full speed, small enough to overlap with copying."""
+
+MOST_DIMENSIONS = 64
+"""Of a tensor, as torch and NumPy have it."""
+
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    # No safetensors code that every reader knows: stored as bytes with one more dimension; the receipt has the dtype.
+    "complex64": ("U8", 8),
+    "complex128": ("U8", 16),
+    "float8_e4m3fnuz": ("U8", 1),
+    "float8_e5m2fnuz": ("U8", 1),
+    "float8_e8m0fnu": ("U8", 1),
+    "float4_e2m1fn_x2": ("U8", 1),
+    "complex32": ("U8", 4),
+    "bits8": ("U8", 1),
+    "bits16": ("U8", 2),
+    "bits1x8": ("U8", 1),
+    "bits2x4": ("U8", 1),
+    "bits4x2": ("U8", 1),
+}
+"""torch's name of a dtype: (code in the safetensors header, bytes per element)."""
+
+_METADATA = "__metadata__"
+"""What safetensors takes for itself in a header, so that no tensor can be called by it."""
+
+_COMPLEX = ("complex32", "complex64", "complex128")
+
+NEGATIVE = ("float16", "float32", "float64", "complex64", "complex128")
+"""Dtypes of which torch can make a view that negates, as the imaginary part of a conjugated view is one."""
+
+_MARKS = ("own", "conj", "neg", "parameter", "requires_grad")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One box of a named global tensor. All lengths count elements; the byte range is filled in by the layout."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int = 0
+    """First byte, counted from the start of the shard's data."""
+    own: bool = False
+    """Whether other ranks may have other bytes by the same name: so a rank that comes back takes its own, if it can."""
+    order: tuple[int, ...] = ()
+    """Dimensions as they lay in memory, the outermost first; empty for row-major, as the stored bytes always are."""
+    conj: bool = False
+    neg: bool = False
+    """Whether the tensor was a view that conjugates, or negates; the stored bytes are what it shows."""
+    parameter: bool = False
+    requires_grad: bool = False
+    """Whether it was a parameter outside of modules, and whether gradients of it were wanted there."""
+    nbytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Worked out once: a plan asks for it eight times. Zero for a dtype that is refused a moment later.
+        object.__setattr__(self, "nbytes", math.prod(self.sizes) * DTYPES.get(self.dtype, ("", 0))[1])
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
+    def _inside(self) -> bool:
+        """Whether the box lies inside of the tensor."""
+        if not len(self.global_shape) == len(self.offsets) == len(self.sizes) or self.start < 0:
+            return False
+        spans = zip(self.offsets, self.sizes, self.global_shape, strict=True)
+        return math.prod(max(n, 1) for n in self.global_shape) <= LARGEST and all(
+            at >= 0 and size >= 0 and at + size <= whole for at, size, whole in spans
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {
+            "name": self.name,
+            "dtype": self.dtype,
+            "global_shape": list(self.global_shape),
+            "offsets": list(self.offsets),
+            "sizes": list(self.sizes),
+            "range": [self.start, self.stop],
+        }
+        order = {"order": list(self.order)} if self.order else {}
+        return fields | {key: True for key in _MARKS if getattr(self, key)} | order
+
+    @staticmethod
+    def from_json(value: Any) -> Chunk:
+        try:
+            chunk = Chunk(
+                name=texts([value["name"]])[0],
+                dtype=texts([value["dtype"]])[0],
+                global_shape=numbers(value["global_shape"], MOST_DIMENSIONS),
+                offsets=numbers(value["offsets"], MOST_DIMENSIONS),
+                sizes=numbers(value["sizes"], MOST_DIMENSIONS),
+                start=number(value["range"][0]),
+                own=bool(value.get("own")),
+                order=order_in(value),
+                conj=bool(value.get("conj")),
+                neg=bool(value.get("neg")),
+                parameter=bool(value.get("parameter")),
+                requires_grad=bool(value.get("requires_grad")),
+            )
+            if (chunk.conj and chunk.dtype not in _COMPLEX) or (chunk.neg and chunk.dtype not in NEGATIVE):
+                raise FormatError(f"tensor {chunk.name!r}: torch has no such view of a {chunk.dtype}")
+            if chunk.requires_grad and "float" not in chunk.dtype and chunk.dtype not in _COMPLEX:
+                raise FormatError(f"tensor {chunk.name!r}: a {chunk.dtype} has no gradients")
+            if chunk.order and len(chunk.order) != len(chunk.global_shape):
+                raise FormatError(f"tensor {chunk.name!r}: has {len(chunk.global_shape)} dimensions, and not its order")
+            if chunk.dtype not in DTYPES or chunk.stop != number(value["range"][1]) or not chunk._inside():
+                raise FormatError(f"tensor {chunk.name!r}: dtype, shape, sizes and byte range do not agree")
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            if isinstance(error, FormatError):
+                raise
+            name = value.get("name") if isinstance(value, dict) else None
+            what = f"tensor {name[:200]!r}" if isinstance(name, str) else "tensor table"
+            raise FormatError(f"{what} is not readable: {error!r}") from error
+        return chunk
+
+
+def order_in(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """The field ``order`` of a tensor's description, which old ones lack. Raises ValueError for what is no order."""
+    order = numbers(fields.get("order", []), MOST_DIMENSIONS)
+    if sorted(order) != list(range(len(order))):
+        raise ValueError(f"{list(order)} is no order of dimensions")
+    return order
+
+
+def blocks(chunk: Chunk) -> list[tuple[int, int]]:
+    """Byte ranges of the chunk's checksums; none for an empty tensor."""
+    return [(at, min(at + BLOCK, chunk.stop)) for at in range(chunk.start, chunk.stop, BLOCK)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Chunks in the order of their bytes, without gaps.
+
+    safetensors allows no padding between tensors, so wide elements come first: then each tensor is aligned to its own
+    element size and can be viewed in place.
+    """
+
+    chunks: tuple[Chunk, ...]
+    nbytes: int = field(init=False)
+    """Bytes of data, the header not counted."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", self.chunks[-1].stop if self.chunks else 0)
+
+    @staticmethod
+    def build(chunks: Iterable[Chunk]) -> Layout:
+        placed, at = [], 0
+        for chunk in sorted(chunks, key=lambda c: (-DTYPES[c.dtype][1], c.name, c.offsets)):
+            placed.append(replace(chunk, start=at))
+            at = placed[-1].stop
+        return Layout(tuple(placed))
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """What each chunk is called in the safetensors header, which takes a name once.
+
+        Of a tensor of which the shard has several boxes none gets the tensor's name: a reader that knows nothing of
+        boxes would take the last one for the whole.
+        """
+        count = Counter(chunk.name for chunk in self.chunks)
+        seen: Counter[str] = Counter()
+        keys = {_METADATA: None}  # in order, and quick to look up
+        for chunk in self.chunks:
+            key = chunk.name if count[chunk.name] == 1 else f"{chunk.name}#{seen[chunk.name]}"
+            while key in keys:
+                key += "~"
+            keys[key] = None
+            seen[chunk.name] += 1
+        return list(keys)[1:]
+
+    @cached_property
+    def header(self) -> bytes:
+        """The safetensors header, length prefix included, padded so that data starts on a page."""
+        sharding: dict[str, Any] = {}
+        table: dict[str, Any] = {}
+        for key, chunk in zip(self.keys, self.chunks, strict=True):
+            code, itemsize = DTYPES[chunk.dtype]
+            shape, offsets = list(chunk.sizes), list(chunk.offsets)
+            if code == "U8" and chunk.dtype != "uint8":
+                shape.append(itemsize)
+                offsets.append(0)
+            sharding[key] = {"saved_offsets": offsets}
+            table[key] = {"dtype": code, "shape": shape, "data_offsets": [chunk.start, chunk.stop]}
+        table[_METADATA] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
+        text = json.dumps(table, separators=(",", ":")).encode()
+        length = -(-(8 + len(text)) // PAGE) * PAGE
+        return (length - 8).to_bytes(8, "little") + text.ljust(length - 8)
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.header) + self.nbytes
+
+    @property
+    def count(self) -> int:
+        """Number of all checksums."""
+        return sum(-(-chunk.nbytes // BLOCK) for chunk in self.chunks)
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Byte ranges of all checksums, in the order in which receipts list them."""
+        return [block for chunk in self.chunks for block in blocks(chunk)]
+
+    def at(self, block: int) -> str:
+        """Name of the tensor that checksum number ``block`` belongs to."""
+        for chunk in self.chunks:
+            block -= len(blocks(chunk))
+            if block < 0:
+                return chunk.name
+        raise IndexError(block)

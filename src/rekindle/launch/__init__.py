@@ -1,0 +1,1 @@
+"""Runs training under torchrun's launcher."""

@@ -1,0 +1,1 @@
+"""Keeps the node's memory store."""

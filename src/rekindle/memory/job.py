@@ -1,0 +1,65 @@
+"""What a job is, for its agent: ``job.json``."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rekindle.format.fields import number, numbers, texts
+from rekindle.format.names import MOST_RANKS, root_of
+
+__all__ = ["Job"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a trainer tells its agent, through ``job.json``."""
+
+    root: str
+    ranks: list[int]
+    """Ranks on this node."""
+    world: int
+    keep: int | None
+    """Newest checkpoints that stay on storage; None, without ``keep_every`` too, for retention by age."""
+    keep_every: int | None
+    idle_timeout: float
+    """Seconds without a trainer after which the agent leaves, everything being durable."""
+    drain_limit: int | None = None
+    """Bytes per second that the drain of all ranks of this node may write; None for what storage takes."""
+
+    persist_seconds: float | None = None
+    """Snapshots that nobody asked for on storage go there too, at most so often; None where none does."""
+    start: str = ""
+    """Id of the incarnation that trains now; empty where an earlier Rekindle does."""
+
+    def to_json(self) -> dict[str, Any]:
+        """``keep`` stays a number in it: an agent of an older version, which may still serve the job, wants one."""
+        by_age = self.keep is None and self.keep_every is None
+        return {**asdict(self), "keep": 2 if self.keep is None else self.keep, "keep_by_age": by_age}
+
+    @staticmethod
+    def from_json(value: Any) -> Job:
+        """Raises ValueError, TypeError or KeyError when it makes no sense."""
+        world = number(value["world"], 1, MOST_RANKS)
+        every, limit, idle = value["keep_every"], value.get("drain_limit"), value["idle_timeout"]
+        rest = value.get("persist_seconds")
+        if any(
+            type(time) not in (int, float) or not 0 <= time < math.inf for time in (idle, 0 if rest is None else rest)
+        ):
+            raise ValueError("its idle_timeout or persist_seconds is no time")
+        (root,) = texts([value["root"]])
+        if (not root.startswith(os.sep) and not isinstance(root_of(root), str)) or b"\0" in os.fsencode(root):
+            raise ValueError("its root is neither an absolute path nor a URL")
+        return Job(
+            root=root,
+            ranks=list(numbers(value["ranks"], MOST_RANKS, world - 1)),
+            world=world,
+            keep=None if value.get("keep_by_age") else number(value["keep"]),
+            keep_every=None if every is None else number(every),
+            idle_timeout=idle,
+            drain_limit=None if limit is None else number(limit, 1),
+            persist_seconds=rest,
+            start=texts([value.get("start", "")])[0],
+        )

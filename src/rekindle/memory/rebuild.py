@@ -1,0 +1,152 @@
+"""A dead rank's snapshot, made of its own small state, where others' snapshots of the step have the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rekindle.errors import FormatError, RekindleError
+from rekindle.format.boxes import Box, uncovered
+from rekindle.format.layout import Chunk, Layout, blocks
+from rekindle.format.lineage import Stamp
+from rekindle.format.names import receipt_name, step_dir
+from rekindle.format.receipt import Receipt, checksum
+from rekindle.format.shard import OpenShard
+from rekindle.memory.infer import infer
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.local_state import Half, SmallPlan, padded, read_plan, read_smalls
+from rekindle.memory.slots import Slot, Slots
+
+__all__ = ["compose", "compose_for_the_dead"]
+
+log = logging.getLogger("rekindle")
+
+
+def compose(job: JobDir, slots: Slots) -> list[int]:
+    """Put together what can be of the rank's newest steps. Steps that have a snapshot now and had none.
+
+    For whoever holds the rank's lock. A step that can't be had is left out, with a line in the log.
+    """
+    rank, made = slots.rank, []
+    try:
+        plan = read_plan(job, rank)
+    except FormatError as error:
+        log.warning("%s", error)
+        return []
+    if plan is None:
+        return []
+    own = {stamp.key for stamp, _ in job.stamps() if stamp.rank == rank}
+    halves = [half for half in read_smalls(job, rank)[::-1] if plan.fits(half)]
+    inferred = infer(job, plan, rank)
+    if inferred is not None and all(half.stamp.key != inferred.stamp.key for half in halves):
+        halves.append(inferred)
+    for half in halves:
+        if half.stamp.key in own:
+            continue
+        try:
+            if _compose(job, slots, plan, half):
+                made.append(half.stamp.step)
+        except (OSError, RekindleError) as error:
+            log.warning("step %d of rank %d can't be put together: %s", half.stamp.step, rank, error)
+    return made
+
+
+def compose_for_the_dead(job: JobDir) -> None:
+    """``compose`` for all ranks of this node, whose trainers have gone: so that storage gets what they had secured.
+
+    A restarted rank would do it too; the node may be gone before there is one. Takes no memory but what the ranks'
+    files have already.
+    """
+    try:
+        info = job.read_job()
+    except FormatError as error:
+        log.warning("what its dead ranks left is not put together: %s", error)
+        return
+    for rank in info.ranks if info is not None else []:
+        assert info is not None
+        if not job.small_plan(rank).exists():
+            continue
+        slots = Slots(job, rank, info.world, info.ranks, limit=0)
+        try:
+            lock = job.lock_rank(rank, 0.0)
+            try:
+                slots.adopt()
+                compose(job, slots)
+            finally:
+                slots.close()
+                lock.release()
+        except (OSError, RekindleError) as error:  # a BusyError, too: the rank has come back
+            log.warning("rank %d: its newest steps are left as they are: %s", rank, error)
+
+
+def _compose(job: JobDir, slots: Slots, plan: SmallPlan, half: Half) -> bool:
+    kept = set(plan.blocks)
+    ours: list[tuple[Chunk, int]] = []
+    wanted: list[Chunk] = []
+    block = 0
+    for chunk in plan.layout.chunks:
+        if block in kept or not chunk.nbytes:
+            ours.append((chunk, block))
+        else:
+            wanted.append(chunk)
+        block += len(blocks(chunk))
+    if not _others_have(job, half.stamp, wanted, plan):
+        return False
+    layout = Layout.build(chunk for chunk, _ in ours)
+    slot = slots.acquire(half.stamp.step, half.stamp.incarnation, layout.file_bytes)
+    try:
+        receipt = _fill(slot, layout, plan, half, {(chunk.name, chunk.offsets): block for chunk, block in ours})
+    except BaseException:
+        slot.unlock()
+        raise
+    slots.commit(slot, half.stamp, receipt)
+    log.info("rank %d: step %d was put together from its small state and its replicas", slots.rank, half.stamp.step)
+    return True
+
+
+def _others_have(job: JobDir, stamp: Stamp, wanted: Sequence[Chunk], plan: SmallPlan) -> bool:
+    """Whether all of ``wanted`` is in snapshots that other ranks of this node have of the step."""
+    there: dict[str, list[Chunk]] = {}
+    for rank in sorted({rank for chunk in wanted for rank in plan.replicas.get(chunk.name, [])} - {stamp.rank}):
+        for chunk in _chunks(job, stamp, rank):
+            there.setdefault(chunk.name, []).append(chunk)
+    return all(
+        not uncovered(
+            Box(chunk.offsets, chunk.sizes),
+            [
+                Box(other.offsets, other.sizes)
+                for other in there.get(chunk.name, [])
+                if not other.own and (other.dtype, other.global_shape) == (chunk.dtype, chunk.global_shape)
+            ],
+        )
+        for chunk in wanted
+    )
+
+
+def _chunks(job: JobDir, stamp: Stamp, rank: int) -> tuple[Chunk, ...]:
+    try:
+        path = job.path / step_dir(stamp.step) / receipt_name(rank, stamp.world)
+        with OpenShard.open(path, in_memory=True) as shard:
+            return shard.receipt.layout.chunks if shard.receipt.stamp.key == stamp.key else ()
+    except (FileNotFoundError, RekindleError):
+        return ()
+
+
+def _fill(slot: Slot, layout: Layout, plan: SmallPlan, half: Half, numbers: dict[tuple[str, Any], int]) -> bytes:
+    assert slot.map is not None
+    base = len(layout.header)
+    data = memoryview(slot.map)[base:]
+    slot.map[:base] = layout.header
+    places, at = {}, 0
+    for number in plan.blocks:
+        start, stop = plan.layout.blocks[number]
+        places[number] = half.tensors[at : at + stop - start]
+        at += padded(stop - start)
+    sums = []
+    for chunk in layout.chunks:
+        if chunk.nbytes:
+            piece = places[numbers[chunk.name, chunk.offsets]]
+            data[chunk.start : chunk.stop] = piece
+            sums.append(checksum(piece))
+    return Receipt.encode(half.stamp, Receipt.static_part(layout, plan.structure), sums, half.values)

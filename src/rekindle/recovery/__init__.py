@@ -1,1 +1,0 @@
-"""Coming back after a fault: who is there, and which checkpoint to continue from."""

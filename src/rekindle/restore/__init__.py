@@ -1,0 +1,1 @@
+"""Carries a checkpoint from stores into a live state."""

@@ -1,0 +1,200 @@
+"""Bytes that all ranks want, as those of replicas, are read from storage by one of them and sent to the others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from rekindle.format.layout import BLOCK
+from rekindle.format.reader import Nowhere, Reader, Sink, move, runs
+from rekindle.format.receipt import checksum
+from rekindle.session.group import Group
+
+__all__ = ["Job", "exchange"]
+
+_PARCEL = 4 << 20
+"""Bytes that are sent in one go; a block of 16 MiB goes as it is."""
+_AHEAD = 3
+"""Parcels that a rank has read, and parcels that are on their way, at a time. With the ranks' other buffers this bounds
+the memory that an exchange takes: some 6 parcels of at most 16 MiB."""
+_WORTH = 16 << 20
+"""Common bytes from which on it pays to talk about them."""
+
+Key = tuple[int, str]
+"""Length and checksum of a block: two blocks that agree in both hold the same bytes."""
+_Spot = tuple[int, int]
+"""Number of a job, and of a block in it."""
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    owner: int
+    keys: list[Key]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for nbytes, _ in self.keys)
+
+
+@dataclass
+class Job:
+    """Blocks of one shard that this rank wants, and where they go."""
+
+    reader: Reader
+    sink: Sink
+    left: list[int]
+    """Numbers of those that are still to be read, ascending."""
+    damaged: list[int] = field(default_factory=list)
+    """Of those that this rank has read: which differ from their checksums."""
+
+
+def exchange(group: Group, jobs: Sequence[Job]) -> None:
+    """Fill what all ranks want; each of the ``jobs`` is left with what it doesn't bring.
+
+    A collective, in which every rank reads about an equal part. What a rank receives it verifies, so a rank whose copy
+    is damaged or can't be read sends what it has all the same: the others then find those blocks among what is left,
+    and only the rank itself learns that its copy is damaged. Raises RuntimeError when a rank doesn't answer in time.
+    """
+    here: dict[Key, list[_Spot]] = {}
+    for number, job in enumerate(jobs):
+        receipt = job.reader.shard.receipt
+        for block in job.left:
+            start, stop = receipt.layout.blocks[block]
+            here.setdefault((stop - start, receipt.checksums[block]), []).append((number, block))
+    parcels = _share_out(_common(group, here), group.world)
+    if sum(parcel.nbytes for parcel in parcels) < _WORTH:
+        return
+    mail = _Mail(group, jobs, here)
+    mail.carry(parcels)
+    filled = {spot for parcel in parcels for key in parcel.keys for spot in here[key]} - mail.again
+    for number, job in enumerate(jobs):
+        job.left = [block for block in job.left if (number, block) not in filled]
+        job.damaged = sorted(block for at, block in mail.damaged if at == number)
+
+
+def _common(group: Group, here: dict[Key, list[_Spot]]) -> list[Key]:
+    """What all ranks want, in the order in which rank 0 has it. A byte a block and rank is exchanged for that."""
+    offered: list[Key] = group.gather(list(here) if group.rank == 0 else None)[0]
+    wanted = group.gather(bytes(key in here for key in offered))
+    return [key for number, key in enumerate(offered) if all(ranks[number] for ranks in wanted)]
+
+
+def _share_out(keys: Sequence[Key], world: int) -> list[_Parcel]:
+    """Parcels of neighbouring blocks; each goes to the rank that has the fewest bytes to read so far."""
+    parcels: list[_Parcel] = []
+    load = [0] * world
+    batch: list[Key] = []
+    for number, key in enumerate(keys):
+        batch.append(key)
+        nbytes = sum(size for size, _ in batch)
+        if number + 1 == len(keys) or nbytes + keys[number + 1][0] > _PARCEL:
+            owner = load.index(min(load))
+            load[owner] += nbytes
+            parcels.append(_Parcel(owner, batch))
+            batch = []
+    return parcels
+
+
+class _Into(Nowhere):
+    """A sink that is a parcel."""
+
+    def __init__(self, data: memoryview, places: dict[int, tuple[int, int]]) -> None:
+        self._data, self._places = data, places
+
+    def place(self, block: int) -> memoryview:
+        start, stop = self._places[block]
+        return self._data[start:stop]
+
+
+class _Mail:
+    """One rank's part of an exchange."""
+
+    def __init__(self, group: Group, jobs: Sequence[Job], here: dict[Key, list[_Spot]]) -> None:
+        self._group, self._jobs, self._here = group, jobs, here
+        self._free: list[torch.Tensor] = []
+        self.again: set[_Spot] = set()
+        """Blocks that came damaged."""
+        self.damaged: set[_Spot] = set()
+        """Blocks that this rank was to send, and that its own copy has damaged."""
+
+    def carry(self, parcels: list[_Parcel]) -> None:
+        """Send and receive all parcels, in this order on all ranks; reading goes on ahead, and hashing behind."""
+        mine = deque(number for number, parcel in enumerate(parcels) if parcel.owner == self._group.rank)
+        reads: dict[int, Future[torch.Tensor]] = {}
+        arriving: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(2 * _AHEAD, thread_name_prefix="rekindle-exchange") as pool:
+            try:
+                for number, parcel in enumerate(parcels):
+                    while mine and len(reads) < _AHEAD:
+                        ahead = mine.popleft()
+                        reads[ahead] = pool.submit(self._read, parcels[ahead])
+                    ours = number in reads
+                    buffer = reads.pop(number).result() if ours else self._buffer()
+                    done = self._group.broadcast(buffer[: parcel.nbytes], parcel.owner)
+                    arriving.append(pool.submit(self._arrive, parcel, buffer, done, ours))
+                    while len(arriving) >= _AHEAD:
+                        arriving.popleft().result()
+                while arriving:
+                    arriving.popleft().result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _buffer(self) -> torch.Tensor:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return torch.empty(max(BLOCK, _PARCEL), dtype=torch.uint8)
+
+    def _read(self, parcel: _Parcel) -> torch.Tensor:
+        """A parcel from this rank's own file, put in place here too."""
+        buffer = self._buffer()
+        data = _view(buffer)
+        places: dict[int, dict[int, tuple[int, int]]] = {}
+        at = 0
+        for key in parcel.keys:
+            number, block = self._here[key][0]
+            places.setdefault(number, {})[block] = (at, at + key[0])
+            at += key[0]
+        bad: set[_Spot] = set()
+        for number, blocks in places.items():
+            reader = self._jobs[number].reader
+            for run in runs(reader.shard.receipt.layout, sorted(blocks)):
+                try:
+                    found = reader.read(run, _Into(data, blocks))
+                except OSError:
+                    found = run
+                bad.update((number, block) for block in found)
+        self.damaged |= bad
+        for key in parcel.keys:
+            number, block = self._here[key][0]
+            if (number, block) not in bad:
+                self._put(key, buffer, places[number][block][0])
+        return buffer
+
+    def _arrive(self, parcel: _Parcel, buffer: torch.Tensor, done: Callable[[], object], ours: bool) -> None:
+        done()
+        at = 0
+        for key in parcel.keys if not ours else ():
+            if checksum(_view(buffer)[at : at + key[0]]) == key[1]:
+                self._put(key, buffer, at)
+            else:
+                self.again.update(self._here[key])
+            at += key[0]
+        self._free.append(buffer)
+
+    def _put(self, key: Key, buffer: torch.Tensor, at: int) -> None:
+        for number, block in self._here[key]:
+            sink = self._jobs[number].sink
+            place = sink.place(block)
+            if place is None:
+                sink.take(block, 0, _view(buffer)[at : at + key[0]])
+            else:
+                move(place, buffer.data_ptr() + at)
+
+
+def _view(buffer: torch.Tensor) -> memoryview:
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]

@@ -1,0 +1,51 @@
+"""Which checkpoint to continue from: one pure function over what every rank can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rekindle.format.lineage import Incarnation, retired
+from rekindle.session.inventory import Offer
+
+__all__ = ["Choice", "choose"]
+
+
+@dataclass
+class Choice:
+    """Checkpoints that every rank can read, best first, and why each newer one is not among them."""
+
+    candidates: list[tuple[int, Incarnation]] = field(default_factory=list)
+    rejected: dict[tuple[int, Incarnation], str] = field(default_factory=dict)
+
+
+def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice:
+    """Order what all ranks can read. ``offers`` has one list per rank; ``step`` restricts the choice to one step.
+
+    Shards of different incarnations never make up a checkpoint together. What a later incarnation abandoned is out.
+    """
+    keys = {(offer.step, offer.incarnation) for rank in offers for offer in rank}
+    seen = {incarnation for _, incarnation in keys}
+    readable = [{(o.step, o.incarnation) for o in rank if o.places} for rank in offers]
+    choice = Choice()
+    for key in sorted(keys, reverse=True):
+        if step is not None and key[0] != step:
+            continue
+        without = [rank for rank, have in enumerate(readable) if key not in have]
+        successor = retired(*key, seen)
+        if successor is not None:
+            choice.rejected[key] = (
+                f"abandoned: the job went on from step {successor.parent_step} as generation {successor.generation}"
+            )
+        elif without:
+            choice.rejected[key] = f"incomplete: {_some(without, len(offers))} no shard of it"
+        else:
+            choice.candidates.append(key)
+    return choice
+
+
+def _some(ranks: list[int], world: int) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} of {world} has"
+    names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"ranks {names} of {world} have"

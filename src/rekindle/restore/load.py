@@ -1,0 +1,186 @@
+"""From filled tensors back into live objects."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from rekindle.errors import StateMismatchError, UsageError
+from rekindle.format.receipt import Receipt
+from rekindle.restore.match import Fit
+from rekindle.restore.saved import Node
+from rekindle.state.codec import has_pickle
+from rekindle.state.content import Contents, with_extra_state
+from rekindle.state.flat import is_flat
+from rekindle.state.rng import RngState
+from rekindle.state.traits import again
+from rekindle.state.tree import assemble, entries, paths_in
+from rekindle.state.types import classes_in, classes_of
+from rekindle.state.zero import numbered
+
+__all__ = ["build", "check_values", "load"]
+
+
+def check_values(receipt: Receipt, allow_pickle: bool, state: Mapping[str, Any]) -> None:
+    """Raise UsageError when a receipt holds pickles, or values of classes that the live state has none of, and
+    ``allow_pickle`` doesn't say that code may run."""
+    if allow_pickle:
+        return
+    if has_pickle(receipt.values):
+        raise UsageError(
+            f"the checkpoint of step {receipt.stamp.step} holds pickled values; loading those runs code: "
+            "restore(allow_pickle=True) allows it"
+        )
+    if next(classes_in(receipt.values), None) is not None:
+        known = _classes(state, Contents(dict(state)))
+        for path, number in paths_in(receipt.structure):
+            for name in classes_in(receipt.values[number]):
+                if name not in known:
+                    raise UsageError(
+                        f"{path}: is of the class {name.replace(':', '.')}, and loading imports none: let the live "
+                        "state have a value of it before restore(), or restore(allow_pickle=True) imports it"
+                    )
+
+
+def _classes(state: Mapping[str, Any], contents: Contents) -> dict[str, type]:
+    """By name: the classes of values that the live state has, where loading needs them."""
+    return classes_of(contents.of(entry) for entry in state.values())
+
+
+def build(state: Mapping[str, Any], fit: Fit, allow_pickle: bool) -> dict[str, Any]:
+    """What each entry's ``load_state_dict()`` is to be given. Changes nothing live."""
+    loading = _Loading(fit, allow_pickle)
+    wanted = [name for name in state if fit.chosen(name) and fit.saved.entry(name) is not None]
+    return {name: loading.tree(name, state[name]) for name in wanted}
+
+
+def load(state: Mapping[str, Any], fit: Fit, trees: Mapping[str, Any]) -> None:
+    """Give the live objects what has been put, verified, into the targets of ``fit``, and all values: ``trees``.
+
+    Each entry's ``load_state_dict()`` is called, so that hooks and classes with a mind of their own work as ever. It is
+    given live tensors where those have been filled in place: torch sees that there is nothing left to copy. Random
+    generators come last, so nothing that runs while loading draws from them.
+    """
+    for name in sorted(trees, key=lambda name: isinstance(state[name], RngState)):
+        entry, tree = state[name], trees[name]
+        try:
+            if is_flat(entry):
+                _put(entry, fit.contents.of(entry), tree)
+            elif isinstance(entry, torch.nn.Module) and fit.parts is not None:
+                entry.load_state_dict(tree, strict=False)
+            else:
+                entry.load_state_dict(tree)
+        except Exception as error:
+            raise StateMismatchError(f"{name}: load_state_dict() refused the checkpoint: {error}") from error
+        if isinstance(entry, torch.optim.Optimizer):
+            _keep_dtypes(entry, tree)
+
+
+def _put(module: torch.nn.Module, live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+    """In place of a ``load_state_dict()`` that would gather parameters, which have been filled where they are."""
+    with torch.no_grad():
+        for key, leaf in live.items():
+            if isinstance(leaf, torch.Tensor) and key in tree and tree[key] is not leaf:
+                leaf.copy_(tree[key])
+    for key, part in with_extra_state(module):
+        if key in tree:
+            part.set_extra_state(tree[key])
+
+
+class _Loading:
+    """What each entry's ``load_state_dict()`` is to be given."""
+
+    def __init__(self, fit: Fit, allow_pickle: bool) -> None:
+        self._fit, self._allow_pickle = fit, allow_pickle
+        needed = any(next(classes_in(receipt.values), None) is not None for receipt in fit.saved.receipts)
+        self._classes = _classes(fit.state, fit.contents) if needed else {}
+        self._again: dict[tuple[str, str], torch.Tensor] = {}
+        """By entry and name: a tensor outside of modules, as what it was to autograd."""
+
+    def tree(self, name: str, entry: Any) -> Any:
+        saved = self._fit.saved.entry(name)
+        assert saved is not None
+        if isinstance(entry, torch.nn.Module):
+            return self._module(name, entry)
+        if name in self._fit.kept:
+            return self._optimizer(name, entry, saved)
+        return self._build(name, saved)
+
+    def _build(self, entry: str, node: Node) -> Any:
+        tensor = partial(self._tensor, entry)
+        return assemble(node.body, node.receipt.values, tensor, self._allow_pickle, self._classes)
+
+    def _tensor(self, entry: str, name: str) -> torch.Tensor:
+        found = self._fit.tensor(entry, name)
+        chunk = self._fit.saved.chunk(name)
+        if chunk is None or isinstance(self._fit.state[entry], torch.nn.Module):
+            return found
+        return self._again.setdefault((entry, name), again(found, chunk))
+
+    def _module(self, name: str, module: torch.nn.Module) -> Any:
+        tree: OrderedDict[str, Any] = OrderedDict()
+        for key, canonical in self._fit.contents.keys(module).items():
+            node = self._fit.saved.child(name, canonical)
+            if node is not None and self._fit.has(name, node):
+                tree[key] = self._build(name, node)
+        if not is_flat(module):
+            # Versions of the modules' own formats; torch keeps them in an attribute, and we require the same ones.
+            live = module.state_dict(keep_vars=True)
+            setattr(tree, "_metadata", getattr(live, "_metadata", None))  # noqa: B010
+        return tree
+
+    def _optimizer(self, name: str, entry: Any, saved: Node) -> dict[str, Any]:
+        numbers = {id(p): number for number, p in numbered(entry.param_groups).items()}
+        state = {
+            number: self._build(name, kept)
+            if isinstance(kept, Node)
+            else {key: self._build(name, value) if isinstance(value, Node) else value for key, value in kept.items()}
+            for number, kept in self._fit.kept[name].items()
+        }
+        _untie(state)
+        names = self._fit.names[name]
+        groups = []
+        for number, group in enumerate(entry.param_groups):
+            own = [key for parameter in group["params"] for key in names[id(parameter)]]
+            node = self._fit.saved.group_of(name, own[0]) if own else self._fit.saved.group(name, number)
+            options = {key: child for key, child in entries(node.body).items() if key != "params"} if node else {}
+            built = {key: self._build(name, Node(child, node.receipt)) for key, child in options.items() if node}
+            groups.append({**({} if node else group), **built, "params": [numbers[id(p)] for p in group["params"]]})
+        rest = {key: child for key, child in entries(saved.body).items() if key not in ("state", "param_groups")}
+        more = {key: self._build(name, Node(child, saved.receipt)) for key, child in rest.items()}
+        return {**more, "state": state, "param_groups": groups}
+
+
+def _untie(state: Mapping[Any, Any]) -> None:
+    """Each parameter gets tensors of its own: flattened ones had a counter together, which would now count for each."""
+    seen: set[int] = set()
+    for kept in state.values():
+        for key, value in kept.items() if isinstance(kept, dict) else ():
+            if isinstance(value, torch.Tensor):
+                kept[key] = value.clone() if id(value) in seen else value
+                seen.add(id(kept[key]))
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
+    """Undo a cast: torch gives optimizer state the parameter's dtype, which loses bits of float32 state of bfloat16."""
+    if "state" not in tree or "param_groups" not in tree:
+        return
+    for live, saved in zip(optimizer.param_groups, tree["param_groups"], strict=True):
+        for parameter, number in zip(live["params"], saved["params"], strict=True):
+            if number in tree["state"]:
+                optimizer.state[parameter] = _uncast(optimizer.state[parameter], tree["state"][number])
+
+
+def _uncast(live: Any, saved: Any) -> Any:
+    """``live``, with each tensor of another dtype than the saved one replaced by that, on the live one's device."""
+    if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return live if live.dtype == saved.dtype else saved.to(live.device)
+    if isinstance(live, dict):
+        return {key: _uncast(value, saved.get(key)) for key, value in live.items()}
+    if type(live) in (list, tuple):
+        return type(live)(_uncast(value, other) for value, other in zip(live, saved, strict=True))
+    return live

@@ -1,0 +1,427 @@
+"""What the live state wants of a checkpoint: which boxes of which tensors, and where they go. Changes nothing live."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rekindle.errors import CorruptError, StateMismatchError
+from rekindle.format.boxes import Box
+from rekindle.format.layout import Chunk
+from rekindle.restore.reshard import Want
+from rekindle.restore.saved import Node, Saved
+from rekindle.state.content import Contents, is_plain_optimizer
+from rekindle.state.flat import is_flat
+from rekindle.state.names import canonical
+from rekindle.state.parts import Leaf, Sharded, dtype_name, hold, is_dtensor, is_leaf, memory, replicated
+from rekindle.state.rng import RNG, RngState
+from rekindle.state.strides import empty, order_of
+from rekindle.state.tree import entries
+from rekindle.state.zero import ZeroState, numbered
+
+__all__ = ["Fit", "Target", "mismatch"]
+
+
+@dataclass
+class Target:
+    """A tensor that is to be filled, as far as this process holds it."""
+
+    name: str
+    """What the checkpoint calls it."""
+    entry: str
+    leaf: Leaf
+    pieces: list[tuple[Box, torch.Tensor]]
+    live: bool
+    """Whether it is the live state's own, which shows from the first byte on."""
+
+
+@dataclass
+class Fit:
+    """The live ``state`` beside the receipts in ``saved``."""
+
+    state: Mapping[str, Any]
+    saved: Saved
+    parts: frozenset[str] | None = None
+    """Entries of the state to look for; None for all of them."""
+    targets: dict[tuple[str, str], Target] = field(default_factory=dict)
+    """By entry of the state and name in the checkpoint."""
+    names: dict[str, dict[int, list[Any]]] = field(default_factory=dict)
+    """By optimizer and id of the parameter: what the checkpoint calls it."""
+    kept: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    """By optimizer and number of the parameter: what it is to keep of it, tensors and nodes of values; what it keeps
+    beside parameters by its own key."""
+    problems: list[str] = field(default_factory=list)
+    """What doesn't fit."""
+    lacking: list[str] = field(default_factory=list)
+    """What the live state has, and none of the receipts speaks of."""
+    absent: list[str] = field(default_factory=list)
+    """Tensors that receipts speak of, and of which none has even a part."""
+    unsure: bool = False
+    """Whether receipts that haven't been read may have more that is wanted."""
+    surplus: set[str] = field(default_factory=set)
+    """What this rank had when it was saved, and has no place for now."""
+    parameters: set[str] = field(default_factory=set)
+    """Names, in the checkpoint, of parameters and of what optimizers keep of them."""
+
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By entry: how many of its tensors, parameters or values fit the checkpoint's, and of how many."""
+
+    def __post_init__(self) -> None:
+        self.contents = Contents(dict(self.state))
+        self._claims = Claims()
+        self._stored: dict[int, str] = {}
+        """By id of a live parameter: what the checkpoint calls it."""
+        self._resizing: dict[str, set[str]] = {}
+        """By module: its tensors whose shape depends on data, so that loading sets it."""
+        self._misfits: set[int] = set()
+        """Ids of parameters of which the checkpoint has others by that name."""
+        there = entries(self.saved.home.structure)
+        self.surplus |= {repr(name) for name in there if name not in self.state and name != RNG}
+        modules_first = sorted(self.state.items(), key=lambda item: not isinstance(item[1], torch.nn.Module))
+        for name, entry in modules_first:
+            if not self.chosen(name):
+                continue
+            saved = self.saved.entry(name)
+            if saved is None:
+                if not isinstance(entry, RngState):  # else a job that began without it
+                    self.lacking.append(repr(name))
+                    self.counts[name] = 0, 1
+            elif isinstance(entry, torch.nn.Module):
+                self._module(name, entry)
+            elif isinstance(entry, ZeroState) or is_plain_optimizer(entry, entry.state_dict()):
+                self._optimizer(name, entry)
+            else:
+                self._other(saved.body, entry.state_dict())
+                self.counts[name] = 1, 1
+
+    def chosen(self, name: str) -> bool:
+        """Whether an entry of the state is to be loaded."""
+        return self.parts is None or name in self.parts
+
+    @property
+    def wants(self) -> list[tuple[Target, Want, torch.Tensor]]:
+        return [
+            (target, Want(target.name, box), tensor)
+            for target in self.targets.values()
+            for box, tensor in target.pieces
+            if box.volume
+        ]
+
+    def has(self, entry: str, node: Node) -> bool:
+        """Whether a child of an entry has, if it is a tensor, a target."""
+        stored = node.body.get("$tensor") if isinstance(node.body, dict) else None
+        return stored is None or (entry, stored) in self.targets
+
+    def tensor(self, entry: str, name: str) -> torch.Tensor:
+        """What has been filled with what the checkpoint calls ``name``."""
+        target = self.targets.get((entry, name)) or self.targets["", name]
+        assert isinstance(target.leaf, torch.Tensor)
+        return target.leaf
+
+    def _target(self, entry: str, name: str, leaf: Leaf, live: bool) -> None:
+        if (entry, name) not in self.targets:
+            held = hold(leaf, name)
+            self.targets[entry, name] = Target(name, entry, leaf, held.pieces, live)
+
+    def new(self, entry: str, name: str, like: Leaf | None = None) -> Leaf:
+        """A tensor made for what the checkpoint calls ``name``; sharded as ``like`` is, if that has its shape.
+
+        Else it is whole on each rank of ``like``'s mesh: as sums over rows are that an optimizer keeps of a sharded
+        parameter. Counters are plain tensors whatever the parameter is.
+        """
+        if (entry, name) in self.targets:
+            return self.targets[entry, name].leaf
+        chunk = self.saved.chunk(name)
+        if chunk is None:
+            self.absent.append(name)
+            return torch.empty(0)
+        shape = chunk.global_shape
+        leaf: Leaf
+        try:
+            if is_dtensor(like) and tuple(like.shape) == shape:
+                leaf = torch.empty_like(like.detach(), dtype=getattr(torch, chunk.dtype))
+            elif is_dtensor(like) and shape and not self.saved.own(name):
+                leaf = replicated(empty(chunk, chunk.order, memory(like).device), like)
+            else:
+                leaf = empty(chunk, self._order(chunk, like))
+        except (RuntimeError, TypeError) as error:
+            raise CorruptError(f"{name}: there is no room for a {chunk.dtype}{list(shape)}") from error
+        self._target(entry, name, leaf, False)
+        return leaf
+
+    def _order(self, chunk: Chunk, like: Leaf | None) -> tuple[int, ...]:
+        """In memory: the saved one; but what lay as its parameter did lies as the parameter does now.
+
+        Kernels that walk through memory, as those of fused optimizers, would else pair wrong elements.
+        """
+        if isinstance(like, torch.Tensor) and like.shape == chunk.global_shape:
+            parameter = self.saved.chunk(self._stored.get(id(like), ""))
+            if parameter is not None and parameter.order == chunk.order:
+                return order_of(like)
+        return chunk.order
+
+    # -- modules ------------------------------------------------------------------------------------------------
+
+    def _module(self, name: str, module: torch.nn.Module) -> None:
+        live = self.contents.of(module)
+        owned = {key for key, _ in module.named_parameters()}
+        names = canonical(module)
+        self._resizing[name] = {names[key] for key in _resizing(module) if key in names}
+        before = len(self.lacking) + len(self.problems)
+        for key, leaf in live.items():
+            node = self.saved.child(name, key)
+            if node is None:
+                self.lacking.append(f"{name}.{key}")
+            elif is_leaf(leaf):
+                self._module_tensor(name, key, leaf, node, key in owned)
+            else:
+                self._other(node.body, leaf)
+        misses = len(self.lacking) + len(self.problems) - before
+        self.counts[name] = len(live) - misses, len(live)
+        self.surplus |= {f"{name}.{key}" for key in self.saved.children(name) if key not in live}
+
+    def _module_tensor(self, name: str, key: str, leaf: Leaf, node: Node, parameter: bool) -> None:
+        stored = node.body.get("$tensor") if isinstance(node.body, dict) else None
+        if stored is None:
+            self.problems.append(f"{name}.{key}: a tensor in the live state, none in the checkpoint")
+            return
+        if parameter:
+            self.parameters.add(stored)
+            self._stored[id(leaf)] = stored
+        self._into(name, f"{name}.{key}", stored, leaf)
+
+    def _into(self, entry: str, path: str, stored: str, leaf: Leaf) -> None:
+        """Aim the checkpoint's ``stored`` at a live tensor."""
+        kind = self.saved.kind(stored)
+        if kind is None:
+            self.absent.append(stored)
+            return
+        ours = (dtype_name(memory(leaf)), tuple(leaf.shape))
+        resized = ours[0] == kind[0] and path.removeprefix(f"{entry}.") in self._resizing[entry]
+        if ours != kind and (resized or self._widens(entry, leaf, kind)):
+            self.new(entry, stored)
+        elif ours != kind:
+            self._misfits.add(id(leaf.counter if isinstance(leaf, Sharded) else leaf))
+            self.problems.append(f"{path}: live {ours[0]}{list(ours[1])}, saved {kind[0]}{list(kind[1])}")
+        elif (entry, stored) not in self.targets:
+            if self._claims.add(leaf):
+                self._target(entry, stored, leaf, True)
+            else:
+                self.new(entry, stored)  # load_state_dict() will know how to copy it
+
+    def _widens(self, entry: str, leaf: Leaf, kind: tuple[str, tuple[int, ...]]) -> bool:
+        """Whether it is a buffer that FullyShardedDataParallel will cast, at its first use, to what was saved."""
+        if not is_flat(self.state[entry]) or isinstance(leaf, (Sharded, torch.nn.Parameter)):
+            return False
+        saved = getattr(torch, kind[0])
+        return tuple(leaf.shape) == kind[1] and torch.promote_types(leaf.dtype, saved) == leaf.dtype
+
+    # -- optimizers ---------------------------------------------------------------------------------------------
+
+    def _optimizer(self, name: str, entry: Any) -> None:
+        every = numbered(entry.param_groups)
+        names = self.names[name] = self._names(name, entry)
+        owned = entry.owned if isinstance(entry, ZeroState) else set(names)
+        self.kept[name] = {}
+        for number, parameter in every.items():
+            if id(parameter) not in owned:
+                continue
+            kept: dict[str, Any] = {}
+            runs = self.contents.runs(parameter)
+            for at, own_name in enumerate(names[id(parameter)]):
+                node = self.saved.kept(name, own_name)
+                if node is None:
+                    self.unsure = self.unsure or parameter.requires_grad
+                    continue
+                if id(parameter) in self._misfits:
+                    self.surplus.add(f"{name}: what it kept of {own_name!r}")
+                    continue
+                if not entries(node.body):  # not a dictionary, or an empty one
+                    self._nested(node.body, parameter)
+                    self.kept[name][number] = node
+                    continue
+                live = entry.state.get(parameter, {})
+                for key, child in entries(node.body).items():
+                    run = runs[at] if runs is not None else None
+                    found = live.get(key) if isinstance(live, dict) else None
+                    self._kept(name, parameter, run, found, kept, key, Node(child, node.receipt))
+            if kept:
+                self.kept[name][number] = kept
+        self._groups(name, entry, names)
+        live = {key for own in names.values() for key in own}
+        fitting = [key for at, own in names.items() for key in own if at not in self._misfits]
+        self.counts[name] = sum(self.saved.group_of(name, key) is not None for key in fitting), len(live)
+        for key, node in self.saved.beside(name):
+            self._other(node.body, None)
+            self.kept[name][key] = node
+        self.surplus |= {f"{name}: parameter {key!r}" for key in set(self.saved.parameters(name)) - live}
+        home = self.saved.entry(name)
+        for key, child in entries(home.body).items() if home is not None else ():
+            if key not in ("state", "param_groups"):
+                self._other(child, None)
+
+    def _names(self, name: str, entry: Any) -> dict[int, list[Any]]:
+        """What the checkpoint calls an optimizer's parameters, by their ids.
+
+        By number where it has nothing but those, as what was imported from others may. By its place one that had a
+        name, and has none now, or the other way round: a module has replaced it.
+        """
+        names = self.contents.names(entry)
+        saved = self.saved.parameters(name)
+        every = numbered(entry.param_groups)
+        if not saved or any(map(self.contents.runs, every.values())):
+            return names
+        if all(type(key) is int for key in saved):
+            return {id(p): [n] for n, p in every.items()}
+        live = {key for own in names.values() for key in own}
+        for number, parameter in every.items() if len(saved) == len(every) else ():
+            (own,), there = names[id(parameter)], saved[number]
+            if own not in saved and there not in live and int in (type(own), type(there)):
+                names[id(parameter)] = [there]
+        return names
+
+    def _kept(
+        self, name: str, parameter: torch.Tensor, run: Any, live: Any, kept: dict[str, Any], key: str, node: Node
+    ) -> None:
+        stored = node.body.get("$tensor") if isinstance(node.body, dict) else None
+        if stored is None:
+            self._nested(node.body, parameter)
+            kept[key] = node
+            return
+        self.parameters.add(stored)
+        kind = self.saved.kind(stored)
+        if kind is None:
+            self.absent.append(stored)
+            return
+        if run is not None and kind[1] == run.shape and run.shape:
+            flat = kept.get(key)
+            if flat is None:
+                fits = isinstance(live, torch.Tensor) and live.shape == parameter.shape and dtype_name(live) == kind[0]
+                device, dtype = parameter.device, getattr(torch, kind[0])
+                flat = kept[key] = live if fits else torch.zeros(parameter.shape, dtype=dtype, device=device)
+            self._target(name, stored, run.of(flat, flat), flat is live)
+            return
+        fits = isinstance(live, torch.Tensor) and (dtype_name(memory(live)), tuple(live.shape)) == kind
+        if fits and (name, stored) not in self.targets and self._claims.add(live):
+            self._target(name, stored, live, True)
+        kept[key] = self.new(name, stored, parameter)
+
+    def _nested(self, body: Any, parameter: torch.Tensor) -> None:
+        for stored, _ in _pairs(body, None):
+            self.new("", stored, parameter)
+
+    def _groups(self, name: str, entry: Any, names: dict[int, list[Any]]) -> None:
+        for number, group in enumerate(entry.param_groups):
+            own = [key for parameter in group["params"] for key in names[id(parameter)]]
+            found = {key: self.saved.group_of(name, key) for key in own}
+            self.lacking += [f"{name}: parameter {key!r}" for key, node in found.items() if node is None]
+            nodes = [node for node in found.values() if node is not None]
+            options = [_options(node) for node in nodes]
+            for node in nodes[:1]:
+                self._other(node.body, group)
+                there, here = set(entries(node.body)), set(group)
+                if there - here and here - there:  # newer versions of torch have more, and never both
+                    self.problems.append(
+                        f"{name}: is another kind of optimizer: group {number} has {_some(here - there)}, "
+                        f"and had {_some(there - here)}"
+                    )
+            if any(other != options[0] for other in options[1:]):
+                self.problems.append(f"{name}: parameters of group {number} were in groups of different options")
+
+    # -- anything else ------------------------------------------------------------------------------------------
+
+    def _other(self, body: Any, live: Any) -> None:
+        """Entries that don't copy what they are given get it once: what was one tensor in several of them still is."""
+        for stored, leaf in _pairs(body, live):
+            self.new("", stored, leaf)
+
+
+def _resizing(module: torch.nn.Module) -> Iterator[str]:
+    """Tensors of parts that load them in a way of their own, as the observers of quantization do.
+
+    torch's layers do that too, and only to read what older versions of themselves have written.
+    """
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        if not type(part)._load_from_state_dict.__module__.startswith("torch.nn."):
+            yield from (f"{prefix}.{key}" if prefix else key for key in [*part._parameters, *part._buffers])
+
+
+class Claims:
+    """Memory that is spoken for: two saved tensors must never be written into the same bytes at a time."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[torch.device, list[tuple[int, int]]] = {}
+
+    def add(self, leaf: Leaf) -> bool:
+        """False, and nothing claimed, where bytes can't be put into the tensor's own memory, or a part is taken."""
+        tensor = memory(leaf)
+        if isinstance(leaf, Sharded):
+            start = tensor.data_ptr() + leaf.start * tensor.element_size()
+            return self._claim(tensor.device, start, start + (leaf.last - leaf.first) * tensor.element_size())
+        if not _can_be_filled(tensor):
+            return not tensor.numel() and is_dtensor(leaf)  # an empty part
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        return self._claim(tensor.device, tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size())
+
+    def _claim(self, device: torch.device, start: int, stop: int) -> bool:
+        ranges = self._ranges.setdefault(device, [])
+        at = bisect.bisect(ranges, (start, stop))
+        if (at and ranges[at - 1][1] > start) or (at < len(ranges) and ranges[at][0] < stop):
+            return False
+        if start < stop:
+            ranges.insert(at, (start, stop))
+        return True
+
+
+def _can_be_filled(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and not (tensor.is_meta or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and tensor.data_ptr() != 0
+        and all(stride > 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    )
+
+
+def _some(keys: set[Any]) -> str:
+    return ", ".join(sorted(map(str, keys))[:4])
+
+
+def _options(node: Node) -> dict[str, Any]:
+    """A group's options, as they are saved."""
+    return {key: _values(body, node) for key, body in entries(node.body).items() if key != "params"}
+
+
+def _values(body: Any, node: Node) -> Any:
+    if isinstance(body, dict) and "$value" in body:
+        return node.receipt.values[body["$value"]]
+    if isinstance(body, dict):
+        return {key: _values(child, node) for key, child in body.items()}
+    return [_values(child, node) for child in body] if isinstance(body, list) else body
+
+
+def _pairs(body: Any, live: Any) -> Iterator[tuple[str, Any]]:
+    """Every tensor of a structure, and what the live state has at its place."""
+    if isinstance(body, list):
+        items = live if isinstance(live, (list, tuple)) else ()
+        for number, child in enumerate(body):
+            yield from _pairs(child, items[number] if number < len(items) else None)
+    elif isinstance(body, dict):
+        if isinstance(body.get("$tensor"), str):
+            yield body["$tensor"], live
+        elif "$tuple" in body:
+            yield from _pairs(body["$tuple"], live)
+        else:
+            for key, child in entries(body).items():
+                yield from _pairs(child, live.get(key) if isinstance(live, Mapping) else None)
+
+
+def mismatch(problems: list[str]) -> StateMismatchError:
+    more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+    hint = "; restore(partial=True) loads what fits"
+    return StateMismatchError("; ".join(sorted(problems)[:5]) + more + hint)

@@ -1,0 +1,127 @@
+"""Loading a part of a checkpoint on purpose: how little is too little, and the table of what came of it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rekindle.common.os_errors import advise
+from rekindle.common.timeouts import within
+from rekindle.errors import StateMismatchError, UsageError
+from rekindle.format.lineage import Stamp
+from rekindle.restore.match import Fit
+from rekindle.state.rng import RngState
+from rekindle.state.tree import entries
+from rekindle.storage.store import Store
+
+__all__ = ["Counts", "choose_parts", "keep", "refuse_empty", "table", "unloaded"]
+
+log = logging.getLogger("rekindle")
+
+Counts = dict[str, tuple[int, int]]
+"""By part of the state: how much of it a checkpoint has, and of how much."""
+
+_PIN = 10.0
+"""Seconds that storage gets to pin a checkpoint."""
+_LINES = 12
+"""Lines of a table for what was left, and as many for what was skipped: a model of other names has thousands."""
+
+
+def choose_parts(
+    wanted: bool | str | Collection[str], strict: bool | None, state: Mapping[str, Any]
+) -> frozenset[str] | None:
+    """Names of the parts of ``state`` to load as far as they fit; None when all of it has to fit.
+
+    ``wanted`` is restore()'s ``partial``; ``strict`` is what that was called, the other way around. Raises UsageError
+    for a name that the state doesn't have.
+    """
+    if strict is not None:
+        warnings.warn("restore(strict=False) is now restore(partial=True)", DeprecationWarning, stacklevel=3)
+        wanted = wanted or not strict
+    if wanted is False:
+        return None
+    if wanted is True:
+        return frozenset(state)
+    names = frozenset([wanted] if isinstance(wanted, str) else wanted)
+    unknown = sorted(names - set(state), key=repr)
+    if unknown or not names:
+        have = ", ".join(map(repr, state))
+        raise UsageError(f"partial={wanted!r}: must be True, False or names of parts of the state, which are {have}")
+    return names
+
+
+def refuse_empty(step: int, counts: Sequence[Counts], there: Collection[str], parts: frozenset[str]) -> None:
+    """Raise StateMismatchError unless something of each part fits on some rank, whose ``counts`` these are.
+
+    ``there`` are the parts of the checkpoint. A run that goes on from nothing would pass for one that was restored,
+    and its own checkpoints would replace the good ones.
+    """
+    wanted, found = set[str](), set[str]()
+    for one in counts:
+        wanted |= {name for name, (_, of) in one.items() if of}
+        found |= {name for name, (fits, _) in one.items() if fits}
+    empty = sorted(wanted - found)
+    if not empty:
+        return
+    rest = sorted(parts & found)
+    hint = f"restore(partial={rest!r}) loads these parts and leaves the others as they are" if rest else ""
+    hint = hint or "restore(step=0) starts anew"
+    raise StateMismatchError(
+        f"nothing of {_names(empty)} can be loaded from the checkpoint of step {step}, which has {_names(there)}: "
+        f"{hint}"
+    )
+
+
+def table(step: int, fit: Fit) -> str:
+    """What was loaded of each part, what stays as it was, and what of the checkpoint has no place."""
+    width = max(map(len, fit.state), default=0)
+    lines = [f"step {step} was restored in part:"]
+    for name, entry in fit.state.items():
+        fits, of = fit.counts.get(name, (0, 0))
+        what = f"{fits} of {of} loaded"
+        if not fit.chosen(name):
+            what = "left as it was, because partial= doesn't name it"
+        elif name not in fit.counts:
+            what = "left as it was: not in the checkpoint" if isinstance(entry, RngState) else "empty"
+        lines.append(f"  {name:<{width}}  {what}")
+    lines += _section("left as it was", sorted([*fit.lacking, *fit.problems]))
+    lines += _section("skipped, not in the live state", sorted(fit.surplus))
+    return "\n".join(lines)
+
+
+def unloaded(fit: Fit) -> set[str]:
+    """What the checkpoint has, and the live state leaves there."""
+    there = entries(fit.saved.home.structure)
+    return (
+        fit.surplus | set(fit.problems) | {repr(name) for name in fit.state if name in there and not fit.chosen(name)}
+    )
+
+
+def keep(store: Store, stamp: Stamp) -> None:
+    """Pin what was loaded in part only: this run's own checkpoints have none of the rest."""
+    try:
+        within(_PIN, store.root, partial(store.pin, stamp))
+    except OSError as error:
+        why = "only memory has it" if isinstance(error, FileNotFoundError) else advise(error)
+        log.warning("step %d, of which a part was not loaded, is not pinned: %s", stamp.step, why)
+        return
+    log.warning(
+        "step %d stays on storage, as a part of it was not loaded: ckpt.unpin(%d) leaves it to retention again",
+        *(stamp.step, stamp.step),
+    )
+
+
+def _section(title: str, found: list[str]) -> Iterable[str]:
+    if found:
+        yield f"  {title} ({len(found)}):"
+        yield from (f"    {one}" for one in found[:_LINES])
+        if len(found) > _LINES:
+            yield f"    and {len(found) - _LINES} more"
+
+
+def _names(names: Collection[str]) -> str:
+    some = sorted(names, key=repr)[:_LINES]
+    return ", ".join(map(repr, some)) + (f" and {len(names) - len(some)} more" if len(names) > len(some) else "")

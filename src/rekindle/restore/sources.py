@@ -1,0 +1,125 @@
+"""The shards of one checkpoint that a rank can read: its own, those in its node's memory, those on storage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rekindle.errors import CorruptError
+from rekindle.format.files import Files
+from rekindle.format.lineage import Incarnation
+from rekindle.format.names import receipt_name
+from rekindle.format.reader import Reader
+from rekindle.format.receipt import checksum
+from rekindle.storage.catalog import MEMORY, Copy
+from rekindle.storage.verify import read_manifest
+
+__all__ = ["Source", "Sources"]
+
+log = logging.getLogger("rekindle")
+
+
+@dataclass(eq=False)
+class Source:
+    """One shard, open; in memory pinned."""
+
+    rank: int
+    place: str
+    reader: Reader
+    cost: int
+    """What is to be had from several is read from the cheapest."""
+
+    def close(self) -> None:
+        self.reader.close()
+        self.reader.shard.close()
+
+
+class Sources:
+    """Opens shards as they are needed: this rank's own, then those in memory, then those on storage, more and more."""
+
+    def __init__(self, key: tuple[int, Incarnation], copies: Sequence[Copy], home: int) -> None:
+        self._key, self._home, self._world = key, home, copies[0].world if copies else 0
+        self.opened: list[Source] = []
+        self.reasons: list[str] = []
+        """Why copies were passed over."""
+        self._manifests: dict[Files, dict[str, str]] = {}
+        order = [
+            (place, (rank - home) % copy.world, rank, copy)
+            for place, copy in enumerate(copies)
+            for rank in sorted(copy.ranks)
+        ]
+        order.sort(key=lambda entry: entry[:2])
+        self._own = [entry for entry in order if entry[2] == home]
+        self._others = [entry for entry in order if entry[2] != home]
+        self._batch = 1
+
+    @property
+    def home(self) -> Source | None:
+        """This rank's own shard, the nearest copy that can be opened; None when there is none."""
+        for source in self.opened:
+            if source.rank == self._home:
+                return source
+        while self._own:
+            place, _, rank, copy = self._own.pop(0)
+            if self._open(place, rank, copy):
+                return self.opened[-1]
+        return None
+
+    @property
+    def unseen(self) -> list[int]:
+        """Ranks of which no shard is open."""
+        return sorted(set(range(self._world)) - {source.rank for source in self.opened})
+
+    def more(self) -> list[Source]:
+        """Some of those that haven't been opened; nothing when there are no more."""
+        count = len(self.opened)
+        while len(self.opened) == count and (self._others or self._own):
+            if self._others and self._others[0][3].place == MEMORY:
+                batch = [entry for entry in self._others if entry[3].place == MEMORY]
+            else:
+                if not self._others:
+                    self._others, self._own = self._own, []
+                batch = self._others[: self._batch]
+                self._batch *= 2
+            self._others = self._others[len(batch) :]
+            for place, _, rank, copy in batch:
+                self._open(place, rank, copy)
+        return self.opened[count:]
+
+    def drop(self, source: Source, why: object) -> None:
+        """Never read it again."""
+        self.reasons.append(f"{source.place}: {why}")
+        self.opened.remove(source)
+        source.close()
+
+    def close(self) -> None:
+        for source in self.opened:
+            source.close()
+        self.opened.clear()
+
+    def _open(self, place: int, rank: int, copy: Copy) -> bool:
+        name = receipt_name(rank, copy.world)
+        try:
+            expected = None if copy.place == MEMORY else self._manifest(copy.files).get(name)
+            shard = copy.files.shard(rank, copy.world)
+        except (OSError, CorruptError) as error:
+            self.reasons.append(f"{copy.place}: {error}")
+            return False
+        reader = Reader(shard)
+        source = Source(rank, copy.place, reader, 2 * place + (rank != self._home))
+        self.opened.append(source)
+        stamp = shard.receipt.stamp
+        if stamp.key != self._key or stamp.rank != rank:
+            self.drop(source, f"{copy.files.named(name)}: belongs to another checkpoint")
+        elif expected is not None and checksum(shard.receipt.raw) != expected:
+            self.drop(source, f"{copy.files.named(name)}: is not the receipt that the manifest names")
+        elif not reader.header_is_sound():
+            self.drop(source, shard.complain(-1))
+        return source in self.opened
+
+    def _manifest(self, files: Files) -> dict[str, str]:
+        if files not in self._manifests:
+            entries = read_manifest(files)["shards"]
+            self._manifests[files] = {entry["receipt"]: entry["receipt_checksum"] for entry in entries}
+        return self._manifests[files]

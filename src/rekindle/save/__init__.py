@@ -1,0 +1,1 @@
+"""Carries a live state into a snapshot, in memory or on storage."""

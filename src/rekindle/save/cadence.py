@@ -1,0 +1,202 @@
+"""How often to take a snapshot: every so many steps, or as often as a budget allows."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rekindle.storage.throttle import rest
+
+__all__ = ["Auto", "Cadence", "Fixed", "Sparing", "Storing", "agreement"]
+
+log = logging.getLogger("rekindle")
+
+_WARM_UP = 3
+"""Steps that tell nothing: compilation, first allocations, optimizer state that appears."""
+_FIRST_LOOK = 24
+"""Steps after which the first interval is chosen. Until then every other step has a snapshot."""
+_LOOK_EVERY = 100
+_LISTEN_AFTER = 3
+"""Steps between asking the other ranks and acting on what they say, so that nobody waits for the answer."""
+_PROBE = 32
+"""With a snapshot at every step, each so many-th is left out to see what a step takes without one."""
+_FEWEST = 3
+"""Samples of each kind without which nothing is changed."""
+_STICKY = 0.75
+"""A longer interval is kept until a shorter one, of at most this share of it, would do."""
+_AGREE_WITHIN = timedelta(seconds=30)
+
+_SEVERAL_NODES_EVERY = 100
+"""Steps between those that several nodes send to storage, unless they are told: they must choose the same ones."""
+
+Agreement = Callable[[float], Callable[[], float]]
+"""Takes this rank's number; what it returns gives, later, the largest of all ranks' numbers."""
+
+
+class Fixed:
+    """Every ``every`` steps."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def due(self, n: int, stall: float | None) -> bool:
+        """Whether step ``n`` is to have a snapshot. Called once a step, in order.
+
+        ``stall`` is what the snapshot of the step before has held training up for; None if it had none.
+        """
+        return n % self.every == 0
+
+
+class Auto:
+    """The smallest interval at which snapshots slow training by at most ``budget`` (0.01 is 1 %).
+
+    What a snapshot costs is the median time of a step that has one to hide behind it, less that of a step that has not,
+    and at least what training was seen to stand still for. All ranks choose alike, because ``agree`` tells each the
+    largest cost of all.
+    """
+
+    def __init__(self, budget: float, agree: Agreement, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.every = 1
+        self._budget, self._agree, self._clock = budget, agree, clock
+        self._with: deque[float] = deque(maxlen=16)
+        self._without: deque[float] = deque(maxlen=64)
+        self._stalls: deque[float] = deque(maxlen=16)
+        self._steps = 0
+        self._began: float | None = None
+        self._answer: Callable[[], float] | None = None
+        self._answer_at = 0
+
+    def due(self, n: int, stall: float | None) -> bool:
+        self._measure(stall)
+        self._steps += 1
+        if self._steps == _FIRST_LOOK or self._steps % _LOOK_EVERY == 0:
+            self._answer, self._answer_at = self._agree(self._share()), self._steps + _LISTEN_AFTER
+        if self._answer is not None and self._steps >= self._answer_at:
+            self._decide(self._answer())
+            self._answer = None
+        if self._steps <= _FIRST_LOOK:
+            return self._steps % 2 == 0
+        return n % self.every == 0 and not (self.every == 1 and self._steps % _PROBE == 0)
+
+    def _measure(self, stall: float | None) -> None:
+        """File the time since the last step began under what that step had to carry."""
+        now = self._clock()
+        if self._began is not None and self._steps > _WARM_UP:
+            (self._without if stall is None else self._with).append(now - self._began)
+            if stall is not None:
+                self._stalls.append(stall)
+        self._began = now
+
+    def _share(self) -> float:
+        """What a snapshot costs, in steps. Infinite: not known yet."""
+        if min(len(self._with), len(self._without)) < _FEWEST:
+            return math.inf
+        base = statistics.median(self._without)
+        cost = max(statistics.median(self._with) - base, statistics.median(self._stalls))
+        return cost / max(base, 1e-9)
+
+    def _decide(self, share: float) -> None:
+        if math.isnan(share):
+            every, why = 1, "the ranks can't agree on what a snapshot costs"
+        elif math.isinf(share):
+            return
+        else:
+            every = max(1, math.ceil(share / self._budget - 1e-9))
+            why = f"a snapshot costs {100 * share:.2g} % of a step, the budget is {100 * self._budget:.2g} %"
+        if every > self.every or every <= _STICKY * self.every or math.isnan(share):
+            if every != self.every:
+                log.info("snapshots every %d step(s) from now on, was %d: %s", every, self.every, why)
+            self.every = every
+
+
+Cadence = Fixed | Auto
+
+
+class Storing:
+    """Chooses the steps that go to storage, by their number or by time."""
+
+    def __init__(self, every: int | None, seconds: float, nodes: int) -> None:
+        self.every = _SEVERAL_NODES_EVERY if every is None and nodes > 1 else every
+        self.pause = None if self.every is not None or seconds == 0 else seconds
+        """Least seconds between two snapshots that storage gets unasked; None if it gets none of them."""
+
+    def asks_for(self, n: int) -> bool:
+        """True if step ``n`` has to be saved and sent to storage."""
+        return self.every is not None and n % self.every == 0
+
+    def also_wants(self, n: int) -> bool:
+        """True if step ``n``, once saved, goes to storage as soon as that is free."""
+        return self.asks_for(n) or (self.every is None and self.pause is None)
+
+
+class Sparing:
+    """Limits the saves that go straight to storage unasked: to one every ``seconds``, and to a tenth of the time.
+
+    Several ranks choose alike without talking, so their saves are of one step: each takes multiples of a power of two,
+    the smallest that lasts long enough by its own clock. Clocks and disks that differ by less than a factor of two make
+    powers that are neighbours, which have every second multiple in common.
+    """
+
+    def __init__(
+        self, seconds: float, world: int, took: Callable[[], float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``took`` gives the seconds that the newest write has taken so far."""
+        self._seconds, self._world, self._took, self._clock = seconds, world, took, clock
+        self._last: tuple[int, float] | None = None
+
+    def due(self, n: int) -> bool:
+        """True if step ``n`` may be saved now. The first step always may."""
+        if self._last is None:
+            return True
+        step, at = self._last
+        passed, wanted = self._clock() - at, rest(self._seconds, self._took())
+        if self._world == 1 or n <= step:
+            return passed >= wanted
+        pace = max(passed, 1e-9) / (n - step)
+        every = 1 << max(0, math.ceil(math.log2(max(wanted / pace, 1))))
+        return n % every == 0 and passed >= wanted / 2
+
+    def saved(self, n: int) -> None:
+        """Step ``n`` is being written from now on."""
+        self._last = n, self._clock()
+
+    def failed(self) -> None:
+        """The newest save failed. A single rank tries again at the next step; several keep to the steps they share."""
+        if self._world == 1:
+            self._last = None
+
+
+def agreement(world: int) -> Agreement:
+    """The largest of all ranks' numbers, over a group of its own. A collective, as is each use of it.
+
+    A number that can't be had, a rank being gone, is NaN.
+    """
+    if world == 1:
+        return lambda number: lambda: number
+    group = dist.new_group(backend="gloo", timeout=_AGREE_WITHIN)
+
+    def ask(number: float) -> Callable[[], float]:
+        value = torch.tensor([number], dtype=torch.float64)
+        try:
+            work = dist.all_reduce(value, dist.ReduceOp.MAX, group=group, async_op=True)
+        except RuntimeError:
+            return lambda: math.nan
+
+        def answer() -> float:
+            try:
+                work.wait()
+            except RuntimeError:
+                return math.nan
+            return value.item()
+
+        return answer
+
+    return ask

@@ -1,0 +1,330 @@
+"""From live state to the layout of a snapshot, and the re-check that it still holds.
+
+The layout is worked out once. Each save walks the state again (``watch``) and compares every tensor's identity,
+address, shape, strides and dtype with what the layout was made from. Skipping that would save old weights after a
+parameter was replaced.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from rekindle.errors import UnsupportedValueError, UsageError
+from rekindle.format.layout import DTYPES, PAGE, Chunk, Layout
+from rekindle.format.receipt import checksum
+from rekindle.save.fence import Fence
+from rekindle.save.partition import Item, share
+from rekindle.save.plan import IN_STEP, Overlap, Piece, Plan, batches
+from rekindle.save.unchanged import Watch
+from rekindle.state.codec import encode
+from rekindle.state.content import Contents
+from rekindle.state.parts import Held, hold, memory
+from rekindle.state.replicas import alike, data_parallel
+from rekindle.state.rng import RNG, RngState
+from rekindle.state.strides import is_negated, order_of
+from rekindle.state.traits import Trait, trait_of
+from rekindle.state.tree import Flat, describe, flatten
+from rekindle.state.zero import ZeroState, is_zero
+
+__all__ = ["Capture", "unwrap"]
+
+
+_OPTIMIZERS = (torch.optim.Optimizer, ZeroState)
+
+_NAMES = 1024
+"""Bytes of the header for what an optimizer keeps of one parameter: ample."""
+
+
+def unwrap(module: Any) -> Any:
+    """The module inside DistributedDataParallel or torch.compile, so that names don't depend on the wrapping."""
+    if is_zero(module):
+        return ZeroState(module)
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif _is_compiled(module):
+            module = module._orig_mod
+        else:
+            return module
+
+
+def _is_compiled(module: Any) -> bool:
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # else it can't be; to import it takes seconds
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+class Capture:
+    """The training state of this process, as ``state`` names it. Not thread-safe."""
+
+    def __init__(self, state: Mapping[str, Any], rng: bool = True, allow_pickle: bool = False) -> None:
+        if not isinstance(state, Mapping):
+            raise UsageError(f"state is a {type(state).__name__}: give a dictionary, such as {{'model': model}}")
+        self.state = {name: unwrap(entry) for name, entry in state.items()}
+        for name, entry in self.state.items():
+            if not isinstance(name, str) or not name:
+                raise UsageError(f"state: name {name!r} is not a non-empty string")
+            if not (callable(getattr(entry, "state_dict", None)) and callable(getattr(entry, "load_state_dict", None))):
+                raise UsageError(
+                    f"state[{name!r}] is a {type(entry).__name__} without state_dict() and load_state_dict(); "
+                    "rekindle.Values(...) holds plain values"
+                )
+        if rng:
+            if RNG in self.state:
+                raise UsageError(f"state: {RNG!r} names the random generators; rename yours, or pass rng=False")
+            self.state[RNG] = RngState()
+        self._allow_pickle = allow_pickle
+        self._fence: Fence | None = None
+        self._restless: set[str] = set()
+        self._watch: Watch | None = None
+        self._paths: list[str] = []
+        self._plan: Plan | None = None
+        self._rank, self._world, self._mates, self._apart = 0, 1, frozenset({0}), frozenset[str]()
+        self._families: dict[tuple[int, ...], dict[str, Held]] = {}
+        """By all ranks that have a part of them: parameters, if those are not all ranks, and this is the first."""
+        self._replicated: tuple[object, dict[int, tuple[int, ...]]] = (None, {})
+        self._common: dict[tuple[int, ...], list[Piece]] = {}
+        """By the ranks of this node that share the copying: what they all hold."""
+
+    def prepare(self) -> tuple[Plan, bytes]:
+        """The plan for the state as it is now, and its values as a JSON array.
+
+        Raises UnsupportedValueError, naming the path, when something in the state can't be saved.
+        """
+        if self._fence is not None and self._fence.changed():
+            self._watch = None
+        values = self._watch.values() if self._watch is not None else None
+        if self._plan is None or values is None:
+            values = self._survey()
+        assert self._plan is not None
+        return self._plan, self._encode(values)
+
+    def begin_anew(self) -> None:
+        """Forget the plan: what went wrong may have to do with it."""
+        self._watch = None
+
+    def _survey(self) -> list[Any]:
+        """Make a plan for the state as it is now. Returns the values."""
+        with _no_collection():
+            contents = Contents(self.state)
+            tree = {name: contents.of(entry) for name, entry in self.state.items()}
+            flat = Flat()
+            flatten(tree, flat)
+            self._watch = None
+            self._plan = self._make_plan(tree, flat)
+            self._watch = Watch(self.state, contents, flat.tensors)
+        return flat.values
+
+    def overlap(self, fence: Fence) -> None:
+        """From now on plan to copy late what ``fence`` stands before."""
+        self._fence = fence
+
+    def among(self, rank: int, world: int, mates: Collection[int], apart: Collection[str] = ()) -> None:
+        """From now on share with ``mates``, all ranks of this node, what several of them hold alike.
+
+        ``apart``: names of parameters of which each rank's are its own, whatever others have by that name.
+        """
+        self._rank, self._world, self._mates, self._apart = rank, world, frozenset(mates), frozenset(apart)
+        self._watch = None
+
+    def families(self) -> dict[tuple[int, ...], list[str]]:
+        """By all ranks that have a part of them: parameters, if those are not all ranks, and this is their first."""
+        self.prepare()
+        return {ranks: list(found) for ranks, found in self._families.items()}
+
+    def looks(self, names: Collection[str]) -> list[tuple[str, str]]:
+        """(name, what this rank's part of it looks like now) of those of ``names`` that are in ``families``."""
+        return [
+            (name, repr([(box, _content(piece)) for box, piece in held.pieces]))
+            for found in self._families.values()
+            for name, held in found.items()
+            if name in names
+        ]
+
+    def shares(self) -> dict[tuple[int, ...], str]:
+        """By the ranks of this node that copy something together: a digest of what each of them must know of it."""
+        self.prepare()
+        owners = [(name, entry) for name, entry in self.state.items() if isinstance(entry, _OPTIMIZERS)]
+        found = {}
+        for ranks, pieces in self._common.items():
+            shared = {id(piece.counter): piece.chunk.name for piece in pieces}
+            updated = [
+                (
+                    name,
+                    sorted(shared[id(p)] for group in entry.param_groups for p in group["params"] if id(p) in shared),
+                )
+                for name, entry in owners
+            ]
+            boxes = sorted((piece.chunk.name, piece.chunk.dtype, piece.box) for piece in pieces)
+            entries = [name for name in self.state if any(b[0].startswith(f"{name}.") for b in boxes)]  # order counts
+            found[ranks] = checksum(repr((boxes, entries, [entry for entry in updated if entry[1]])).encode())
+        return found
+
+    def distrust(self, names: Collection[str]) -> None:
+        """From now on copy these tensors inside of ``step()``: they have been seen to change after it."""
+        self._restless.update(names)
+        self._watch = None
+
+    def estimate(self) -> int:
+        """Bytes that a snapshot will take, before the optimizers have made their state.
+
+        Two tensors per trained parameter are assumed for an optimizer that has none yet: what Adam and most others
+        keep, and room for a counter and for their names; for torch's SGD it is known. Too much costs nothing but a
+        little memory until the first save, too little costs a new allocation then.
+        """
+        plan, _ = self.prepare()
+        whole = plan.whole.layout.nbytes
+        part = plan.layout.nbytes / whole if whole else 1.0
+        later = 0
+        for entry in self.state.values():
+            if isinstance(entry, torch.optim.Optimizer) and not entry.state:
+                trained = [memory(p) for g in entry.param_groups for p in g["params"] if p.requires_grad]
+                later += sum(int(part * _kept(entry) * p.nbytes) + 8 + _NAMES for p in trained) + PAGE
+        return plan.layout.file_bytes + later
+
+    def copied_in_step(self, overlap: Overlap) -> bool:
+        """Whether ``step()`` is going to leave nothing for later, going by the ``estimate``."""
+        plan, _ = self.prepare()
+        small = overlap == "auto" and plan.on_host and self.estimate() <= IN_STEP
+        return overlap is False or not plan.late or small
+
+    def _encode(self, values: list[Any]) -> bytes:
+        encoded = []
+        for index, value in enumerate(values):
+            try:
+                encoded.append(encode(value, self._allow_pickle))
+            except UnsupportedValueError as error:
+                raise UnsupportedValueError(f"{self._paths[index]}: {error}") from None
+        return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
+
+    def _make_plan(self, tree: dict[str, Any], flat: Flat) -> Plan:
+        description = describe(tree)
+        self._paths = description.paths
+        first: dict[tuple[Any, ...], str] = {}
+        traits: dict[tuple[Any, ...], Trait] = {}
+        """Of tensors outside of modules; those of modules come back in place, and stay what they are."""
+        taken: set[str] = set()
+        lasting = self._fence.lasting() if self._fence is not None else set()
+        known = alike(self.state, self._data_parallel(flat))
+        apart = self._ids_apart(flat, [leaf.name for leaf in description.leaves])
+        pieces: list[Piece] = []
+        replicas: dict[str, tuple[int, ...]] = {}
+        self._families = {}
+        for tensor, leaf in zip(flat.tensors, description.leaves, strict=True):
+            held = hold(tensor, leaf.path)
+            if not isinstance(self.state.get(leaf.entry), torch.nn.Module):
+                trait = trait_of(tensor)
+                if traits.setdefault(held.place, trait) != trait:  # a parameter and its data are two
+                    held.place = (*held.place, trait)
+                    traits[held.place] = trait
+            if held.place not in first:
+                name = leaf.name
+                while name in taken:  # {"a.b": x, "a": {"b": y}} are two tensors
+                    name += "~"
+                first[held.place] = name
+                taken.add(name)
+                sure, likely = known.get(id(held.counter), ((), ()))
+                own = id(held.counter) in apart or not (held.sharded or sure or likely)
+                ranks = held.ranks if len(held.ranks) > 1 else sure or held.ranks
+                late = id(held.counter) in lasting and name not in self._restless and _can_wait(held.counter)
+                family = () if sure and held.family else held.family or sure  # both: known to be alike elsewhere, too
+                if isinstance(tensor, torch.nn.Parameter) and 0 < len(family) < self._world and self._rank == family[0]:
+                    self._families.setdefault(family, {})[name] = held
+                pieces += self._pieces(name, held, () if own else ranks, late, own)
+                if late and not own and (others := likely or ranks):
+                    replicas[name] = others
+            leaf.node["$tensor"] = first[held.place]  # tied tensors are stored once
+        named = {first[place]: trait for place, trait in traits.items() if any(trait)}
+        pieces = [piece.with_trait(named[piece.chunk.name]) if piece.chunk.name in named else piece for piece in pieces]
+        whole = self._lay_out(pieces, description.structure, replicas, None)
+        mine = self._shared_out(pieces)
+        return self._lay_out(mine, description.structure, replicas, whole) if self._common else whole
+
+    def _ids_apart(self, flat: Flat, names: list[str]) -> set[int]:
+        """Of parameters that are each rank's own, and of what optimizers keep of them."""
+        found = {id(tensor) for tensor, name in zip(flat.tensors, names, strict=True) if name in self._apart}
+        owners = [entry for entry in self.state.values() if found and isinstance(entry, _OPTIMIZERS)]
+        states = [kept for entry in owners for p, kept in entry.state.items() if id(p) in found]
+        return found | {id(value) for kept in states if isinstance(kept, dict) for value in kept.values()}
+
+    def _data_parallel(self, flat: Flat) -> dict[int, tuple[int, ...]]:
+        """Looked for anew only where there are other tensors than before: it takes as long as a small step."""
+        parameters = {id(tensor) for tensor in flat.tensors if isinstance(tensor, torch.nn.Parameter)}
+        seen = len(flat.tensors), frozenset(parameters)
+        if self._replicated[0] != seen:
+            self._replicated = seen, data_parallel()
+        return self._replicated[1]
+
+    def _pieces(self, name: str, held: Held, ranks: tuple[int, ...], late: bool, own: bool) -> list[Piece]:
+        own = own and self._world > 1
+        return [
+            Piece(
+                Chunk(name, held.dtype, held.shape, *box, 0, own, order_of(part), part.is_conj(), is_negated(part)),
+                *(part, held.counter, late, ranks),
+            )
+            for box, part in held.pieces
+        ]
+
+    def _shared_out(self, pieces: list[Piece]) -> list[Piece]:
+        """Of all that this rank holds, what it copies: its part of what others on this node hold alike."""
+        mine: list[Piece] = []
+        common: dict[tuple[int, ...], list[Piece]] = {}
+        for piece in pieces:
+            ranks = tuple(sorted(self._mates.intersection(piece.ranks)))
+            if len(ranks) > 1 and self._rank in ranks and piece.chunk.nbytes:
+                common.setdefault(ranks, []).append(piece)
+            else:
+                mine.append(piece)
+        self._common = common
+        for ranks, found in common.items():
+            by_item = {Item(p.chunk.name, p.box, DTYPES[p.chunk.dtype][1]): p for p in found}
+            for item, rows in share(list(by_item), ranks.index(self._rank), len(ranks)):
+                mine.append(by_item[item].rows(rows))
+        return mine
+
+    def _lay_out(
+        self, pieces: list[Piece], structure: Any, replicas: dict[str, tuple[int, ...]], whole: Plan | None
+    ) -> Plan:
+        layout = Layout.build(piece.chunk for piece in pieces)
+        for before in [self._plan, self._plan.whole] if self._plan is not None else []:
+            if layout == before.layout:
+                layout = before.layout  # the same object: its header is made once
+        early, late = batches(layout, {(p.chunk.name, p.chunk.offsets): p for p in pieces})
+        watched = {p.chunk.name: p.counter for p in pieces if p.late}
+        return Plan(layout, structure, early, late, watched, replicas, whole)
+
+
+def _content(tensor: torch.Tensor) -> str:
+    """A checksum of a tensor's bytes."""
+    return checksum(memoryview(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A plan is many small objects. Python's collector, looking for garbage among them, would double its cost."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> int:
+    """Tensors that an optimizer will keep for each parameter."""
+    if type(optimizer) is torch.optim.SGD:
+        return int(any(group["momentum"] for group in optimizer.param_groups))
+    return 2
+
+
+def _can_wait(tensor: torch.Tensor) -> bool:
+    """Whether it can be copied late: there is a way to, and torch counts what is written to it."""
+    return tensor.device.type in ("cpu", "cuda") and not tensor.is_inference()

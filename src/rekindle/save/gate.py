@@ -1,0 +1,153 @@
+"""Where training stands, shown to everybody, and the gate before each update that a fault can shut.
+
+The thread that trains says what it does; after a fault another thread seizes the state while nothing changes it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rekindle.memory.status import DONE, STABLE, STEPPING, UPDATING, StatusPage
+
+__all__ = ["Gate"]
+
+_RECENT = 20
+"""Steps that the watchdog learns from."""
+
+
+class Gate:
+    """One rank's. Thread-safe. What the thread that trains calls takes about six microseconds."""
+
+    def __init__(self, page: StatusPage, step: int, obey: Callable[[str], object] = lambda order: None) -> None:
+        """``step``: completed updates; the state is that step's. ``obey`` brings about what a drill has ordered."""
+        self._page, self._obey = page, obey
+        self._changed = threading.Condition()
+        self._seized = self._dead = False
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._since: float | None = None
+        """When the step under way began; None when its time is not to be learned from."""
+        self.order = ""
+        """A drill: what is to befall this rank before its next update."""
+        page.step, page.phase = step, STABLE
+        self._show()
+
+    def show_again(self) -> None:
+        """Somebody has removed what shows where training stands. Raises OSError when it can't be shown."""
+        with self._changed:
+            self._page.place()
+
+    def _show(self) -> None:
+        self._page.progress = time.monotonic_ns()
+        self._page.write()
+
+    # -- for the thread that trains -----------------------------------------------------------------------------
+
+    def updating(self, snapshot: int) -> None:
+        """An update is about to begin. Waits while the state is seized."""
+        if self.order:
+            self._obey(self.order)
+        self._enter(UPDATING, snapshot)
+
+    def stepping(self, snapshot: int) -> None:
+        """The update has ended, and what belongs to a step is being saved. Waits while the state is seized."""
+        self._enter(STEPPING, snapshot)
+
+    def _enter(self, phase: int, snapshot: int) -> None:
+        with self._changed:
+            while self._seized:
+                self._changed.wait()  # whoever has seized the state ends the process
+            self._page.phase, self._page.snapshot = phase, snapshot
+            self._show()
+
+    def stable(self, step: int, snapshot: int) -> None:
+        """The state is that of ``step`` until the next update; ``snapshot`` is the newest step in memory."""
+        with self._changed:
+            page, now = self._page, time.monotonic()
+            if self._since is not None and step > page.step:
+                self._recent.append(now - self._since)
+                page.longest, page.pause = max(self._recent), max(page.pause, self._recent[-1])
+            self._since = now
+            page.phase, page.step, page.snapshot = STABLE, step, snapshot
+            self._show()
+            self._changed.notify_all()
+
+    @contextmanager
+    def pause(self, what: str) -> Iterator[None]:
+        """The watchdog waits meanwhile, and the time counts for no step."""
+        with self._changed:
+            before, began = (self._page.note, self._page.paused), time.monotonic()
+            self._page.note, self._page.paused = what.encode()[:64], True
+            self._show()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._page.note, self._page.paused = before
+                if self._since is not None and not self._page.paused:
+                    self._since += time.monotonic() - began
+                self._show()
+
+    def learn_nothing(self) -> None:
+        """The step under way takes long for a reason that is no measure of others: another rank pauses, a debugger."""
+        with self._changed:
+            self._since = None
+
+    def end(self, well: bool) -> None:
+        """The thread that trains does no more. ``well``: the guarded part has ended as it should."""
+        with self._changed:
+            self._dead = True
+            if well:
+                self._page.phase = DONE
+            self._show()
+            self._changed.notify_all()
+
+    # -- after a fault, for another thread ----------------------------------------------------------------------
+
+    def seize(self, timeout: float, beyond: int = -1) -> int | None:
+        """Wait until the state is that of a step after ``beyond``, and keep it so.
+
+        None after ``timeout`` seconds, or when it never will be, because the thread that trains has ended.
+        """
+
+        def ready() -> bool:
+            return self._stands(beyond) or self._dead
+
+        with self._changed:
+            self._changed.wait_for(ready, timeout)
+            if not self._stands(beyond):
+                return None
+            self._seized = True
+            return self._page.step
+
+    def _stands(self, beyond: int) -> bool:
+        return self._page.phase == STABLE and self._page.step > beyond
+
+    def release(self) -> None:
+        """Let training go on."""
+        with self._changed:
+            self._seized = False
+            self._changed.notify_all()
+
+    def stage(self, stage: int, secured: int = -1) -> None:
+        """Show how far the state is secured."""
+        with self._changed:
+            self._page.stage = stage
+            self._page.secured = max(secured, self._page.secured)
+            self._page.snapshot = max(secured, self._page.snapshot)
+            self._show()
+
+    @property
+    def snapshot(self) -> int:
+        return self._page.snapshot
+
+    @property
+    def phase(self) -> int:
+        return self._page.phase
+
+    @property
+    def step(self) -> int:
+        return self._page.step

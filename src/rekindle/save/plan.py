@@ -1,0 +1,167 @@
+"""What a save copies, in which order, and where to: made once for a state, used for save after save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from rekindle.format.boxes import Box
+from rekindle.format.layout import Chunk, Layout, blocks
+from rekindle.format.receipt import Receipt
+from rekindle.state.traits import Trait
+
+__all__ = ["IN_STEP", "Batch", "Overlap", "Piece", "Plan", "Unit", "batches"]
+
+Overlap = bool | Literal["auto", "verify"]
+"""When to copy what stays as it is until the next update: behind ``step()`` (True, and "verify", which looks for
+writers that come too late), inside of it (False), or as the snapshot's size has it ("auto")."""
+
+IN_STEP = 16 << 20
+"""Bytes of a rank's snapshot up to which ``step()`` copies and commits all of it itself, if all of it is on the host.
+
+A returned ``step(n)`` is then a committed n, whoever dies. The price is the copy with its checksums, 4 to 5 GB/s on one
+thread: 3 to 4 ms inside of ``step()`` at the limit on an idle machine (docs/benchmarks.md). Larger
+snapshots are copied behind ``step()``, where the same work may be hidden by training.
+"""
+
+_BATCH = 4 << 20
+"""Bytes after which a batch is full: small enough to share out among threads, large enough to be worth handing over."""
+_DEVICE_BATCH = 64 << 20
+"""The same for a device's tensors, whose copies are waited for batch by batch."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one copy moves: a tensor, or one checksum block of a tensor whose bytes can be copied as they lie."""
+
+    source: torch.Tensor
+    address: int
+    """Where the bytes are; 0 when torch has to copy them, from a device or into order."""
+    start: int
+    """First byte in the shard, counted from the start of its data."""
+    nbytes: int
+    block: int
+    """Number of its first checksum in the receipt."""
+    counter: torch.Tensor
+    """The tensor whose version counts what is written to ``source``."""
+    offset: int = 0
+    """Its first byte, counted from the first of ``source``."""
+
+    def view(self, buffer: Any, base: int) -> torch.Tensor:
+        """The unit's place in a shard whose data starts at byte ``base`` of ``buffer``."""
+        count = self.source.numel()
+        flat = torch.frombuffer(buffer, dtype=self.source.dtype, count=count, offset=base + self.start)
+        return flat.view(self.source.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that this rank holds."""
+
+    chunk: Chunk
+    source: torch.Tensor
+    counter: torch.Tensor
+    late: bool
+    """Whether it stays as it is until the next update."""
+    ranks: tuple[int, ...]
+    """All that hold the same, as far as that is known."""
+
+    @property
+    def box(self) -> Box:
+        return Box(self.chunk.offsets, self.chunk.sizes)
+
+    def rows(self, rows: Box) -> Piece:
+        """Some of its rows, or all of it."""
+        if rows == self.box:
+            return self
+        source = self.source.narrow(0, rows.offsets[0] - self.chunk.offsets[0], rows.sizes[0])
+        return replace(self, chunk=replace(self.chunk, offsets=rows.offsets, sizes=rows.sizes), source=source)
+
+    def with_trait(self, trait: Trait) -> Piece:
+        """The same of a tensor of which there is this to say."""
+        return replace(self, chunk=replace(self.chunk, **trait._asdict()))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some MiB of units, in the order of their bytes: what one thread copies and hashes in one go."""
+
+    device: torch.device
+    """Where all of them are."""
+    units: list[Unit]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a state that stays the same from save to save."""
+
+    layout: Layout
+    structure: Any
+    early: list[Batch]
+    """What may change as soon as training goes on: copied before ``step()`` returns."""
+    late: list[Batch]
+    """What stays as it is until the next update."""
+    watched: dict[str, torch.Tensor]
+    """By name: the tensors that count what is written to those of ``late``."""
+    replicas: dict[str, tuple[int, ...]]
+    """By tensor that may be copied late: the ranks that are known to have the same bytes of it after each update.
+    What updates alike stays alike."""
+    _whole: Plan | None = None
+
+    @property
+    def whole(self) -> Plan:
+        """The plan to copy all that this rank holds, whoever else does."""
+        return self._whole or self
+
+    @property
+    def on_host(self) -> bool:
+        """Whether no device has to be waited for until all of it is copied."""
+        return all(batch.device.type == "cpu" for batch in self.early + self.late)
+
+    @property
+    def fits_in_step(self) -> bool:
+        """Whether ``step()`` affords to copy all of it."""
+        return self.on_host and self.layout.file_bytes <= IN_STEP
+
+    @cached_property
+    def static(self) -> bytes:
+        """The part of the receipt that only changes with the layout. Not made before a commit needs it."""
+        return Receipt.static_part(self.layout, self.structure)
+
+
+def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece]) -> tuple[list[Batch], list[Batch]]:
+    """Units to copy at once, and those that can wait, in batches of one device each."""
+    full: tuple[list[Batch], list[Batch]] = ([], [])
+    filling: dict[tuple[bool, torch.device], tuple[Batch, int]] = {}
+    block = 0
+    for chunk in layout.chunks:
+        piece = pieces[chunk.name, chunk.offsets]
+        which = piece.late, piece.source.device
+        limit = _BATCH if piece.source.device.type == "cpu" else _DEVICE_BATCH
+        for unit in _units(chunk, piece, block):
+            batch, waiting = filling.get(which) or (Batch(piece.source.device, []), 0)
+            if not batch.units:
+                full[which[0]].append(batch)
+            batch.units.append(unit)
+            waiting += unit.nbytes
+            filling[which] = (batch, waiting) if waiting < limit else (Batch(piece.source.device, []), 0)
+        block += len(blocks(chunk))
+    return full
+
+
+def _units(chunk: Chunk, piece: Piece, block: int) -> list[Unit]:
+    if not chunk.nbytes:
+        return []
+    source = piece.source
+    plain = source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+    if not plain:
+        return [Unit(source, 0, chunk.start, chunk.nbytes, block, piece.counter)]
+    address = source.data_ptr() - chunk.start
+    return [
+        Unit(source, address + at, at, stop - at, block + i, piece.counter, at - chunk.start)
+        for i, (at, stop) in enumerate(blocks(chunk))
+    ]

@@ -1,0 +1,38 @@
+"""Tells whether an update was made since a restore: a loop that counts from zero then tells a step too small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rekindle.save.fence import Fence
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """Counts by the hooks of ``fence``; where no optimizer has one, torch's counters of writes to parameters tell."""
+
+    def __init__(self, state: Mapping[str, Any], fence: Fence) -> None:
+        self._state, self._fence = state, fence
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the state as it is now for that of a complete step."""
+        self._seen, self._steps = self._look(), self._fence.steps
+
+    def made(self) -> bool:
+        """Whether an update was made, or begun, since ``begin``. Writes that torch doesn't count stay unseen."""
+        return self._look() != self._seen
+
+    def surely(self) -> bool:
+        """Whether one of them was announced, with a learning rate: not a mere write, such as loading weights is."""
+        return self._fence.steps != self._steps
+
+    def _look(self) -> list[int]:
+        if self._fence.hooked:
+            return [self._fence.updates]
+        modules = [entry for entry in self._state.values() if isinstance(entry, torch.nn.Module)]
+        return [self._fence.updates, *(p._version for m in modules for p in m.parameters() if p.requires_grad)]

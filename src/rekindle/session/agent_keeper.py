@@ -1,0 +1,220 @@
+"""The trainer's side of the agent: start it, notice that it is gone, do its work when it can't be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from rekindle.agent.drain import TICK, Drainer
+from rekindle.common.backoff import SOON, pauses
+from rekindle.common.timeouts import behind
+from rekindle.errors import RekindleError
+from rekindle.format.fields import loads
+from rekindle.memory.job_dir import Job, JobDir
+from rekindle.memory.lock import Lock
+from rekindle.storage.checks import made_anew
+from rekindle.storage.throttle import step_back
+
+__all__ = ["AgentKeeper"]
+
+log = logging.getLogger("rekindle")
+
+_LOOK_EVERY = 0.5
+"""Seconds between looks at the agent's lock: a look costs some microseconds, so not at every step."""
+_START_WITHIN = 5.0
+"""Seconds that nobody drains while an agent that was done without gets another chance."""
+_SIGN_WITHIN = 10.0
+"""Seconds within which an agent gives a sign of life, which it does each second."""
+_STAYS = 1.0
+"""Seconds after which an agent that has come is taken to stay: one that can't do its work ends at once."""
+
+
+class AgentKeeper:
+    """Sees to it that somebody drains this job's memory: an agent or, while none will live, a thread of ours."""
+
+    def __init__(
+        self, job: JobDir, info: Job, within: float = 10.0, changed: Callable[[bool], object] = lambda there: None
+    ) -> None:
+        """``info`` is what an agent needs to know; one that does not come ``within`` seconds is done without.
+
+        ``changed`` is called, in another thread, with False when this process begins to drain and with True when an
+        agent does so again.
+        """
+        self.job, self._root = job, info.root
+        self._within, self._changed = within, changed
+        self._process: subprocess.Popen[bytes] | None = None
+        self._looked = -_LOOK_EVERY
+        self._thread: threading.Thread | None = None
+        self._told: str | None = None
+        self._anew: int | None = None
+        self._sign, self._silent = 0, 0.0
+        self._stop = threading.Event()
+        self._drainer = Drainer(job)
+        job.write_job(info)
+
+    def check(self) -> None:
+        """Look after the agent, at most twice a second. Never waits for it."""
+        now = time.monotonic()
+        passed = now - self._looked
+        if passed < _LOOK_EVERY or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._looked = now
+        if self._process is not None:
+            self._process.poll()  # reaps it
+        agent = self.job.agent()
+        if agent is not None:
+            self._see(agent, min(passed, 1.0))
+            return
+        self._silent = 0.0
+        self._thread = threading.Thread(target=self._keep, name="rekindle-keep", daemon=True)
+        with suppress(RuntimeError):  # no thread can be had now: the next look tries again
+            self._thread.start()
+
+    def _see(self, agent: int, passed: float) -> None:
+        """Pass on what the agent suffers from, once, and that it is over; end one that holds its lock and does nothing,
+        as a stopped one does: all it has is in files.
+
+        Only time in which this process was looking counts: a node that sleeps takes both along.
+        """
+        try:
+            sign = self.job.agent_status.stat().st_mtime_ns
+            status = loads(self.job.agent_status.read_bytes())
+            pid, error, anew = status["pid"], status["error"], status.get("anew")
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        self._drained(error)
+        self._made_anew(anew)
+        self._silent = 0.0 if sign != self._sign else self._silent + passed
+        self._sign = sign
+        if self._silent > _SIGN_WITHIN and pid == agent:  # else it is a process that drains in an agent's place
+            self._silent = 0.0
+            log.warning(
+                "agent %d gave no sign of life for %.0f s: it is killed, and another one is started",
+                *(agent, _SIGN_WITHIN),
+            )
+            with suppress(OSError):
+                os.kill(agent, signal.SIGKILL)
+
+    def _keep(self) -> None:
+        """Start an agent, again and again until one stays; after three that didn't, drain here in between."""
+        for number, pause in enumerate(pauses(self._within), 1):
+            why = self._start()
+            here = number > SOON
+            if self._came(min(pause, _START_WITHIN) if here else pause):
+                if here:
+                    log.warning("an agent carries checkpoints to storage again")
+                    self._changed(True)
+                return
+            if number == SOON:
+                log.warning(
+                    "no agent on this node (%s): this process drains to storage itself, in a thread, until one can be "
+                    "started again",
+                    why,
+                )
+                self._changed(False)
+            if number >= SOON:
+                try:  # in another thread: an agent would inherit its priority
+                    behind(partial(self._drain, pause), "rekindle-drain").result()
+                except RuntimeError as error:  # no thread can be had
+                    self._drained(str(error))
+                    self._stop.wait(pause)
+            if self._stop.is_set():
+                return
+
+    def _start(self) -> str:
+        """Start an agent. Gives what to look at if it doesn't stay."""
+        try:
+            self.job.write_job_again()
+            self._process = spawn(self.job)
+        except (OSError, RekindleError) as error:
+            return str(error)
+        return f"it did not stay, see {self.job.log}"
+
+    def _came(self, within: float) -> bool:
+        """Whether an agent comes ``within`` so many seconds, and stays. False at once when nobody needs one more."""
+        until = time.monotonic() + within
+        since: float | None = None
+        while since is None or time.monotonic() < since + min(_STAYS, within / 2):
+            there = self.job.agent() is not None
+            gone = since is not None and not there
+            since = since or (time.monotonic() if there else None)
+            if gone or self._stop.wait(TICK) or (since is None and time.monotonic() > until):
+                return False
+            if self._process is not None:
+                self._process.poll()
+        return True
+
+    def _drain(self, seconds: float) -> None:
+        step_back()
+        until, lock = time.monotonic() + seconds, Lock(self.job.agent_lock)
+        try:
+            if lock.acquire(1.0):
+                while time.monotonic() < until and not self._stop.wait(TICK) and lock.held():
+                    self._drainer.tick()
+                    self._drained(self._drainer.progress.error)
+                    self._made_anew(self._drainer.progress.anew)
+        except Exception as error:
+            self._drained(f"{type(error).__name__}: {error}")
+        finally:
+            lock.release()
+        self._stop.wait(until - time.monotonic())
+
+    def _drained(self, error: str | None) -> None:
+        """Say what this process's own drain suffers from, once, and that it is over."""
+        if error != self._told and (error is None or self._told is None):
+            log.warning("drain: %s", error or "storage takes checkpoints again")
+        self._told = error
+
+    def _made_anew(self, step: int | None) -> None:
+        """Say once that the root was deleted, and is made anew."""
+        if step is not None and step != self._anew:
+            log.warning("%s", made_anew(self._root, step))
+        self._anew = step
+
+    def close(self, seconds: float = 60.0) -> None:
+        """Stop draining here, and give what is in hand so many seconds. An agent is left to itself."""
+        self._stop.set()
+        self._drainer.hurry()
+        if self._thread is not None:
+            self._thread.join(seconds)
+        if self._process is not None:
+            self._process.poll()
+
+
+def spawn(job: JobDir) -> subprocess.Popen[bytes]:
+    """Start an agent in a session of its own, so that what kills the trainers' process group spares it."""
+    package = str(Path(__file__).resolve().parents[2])
+    installed = Path(package).name in ("site-packages", "dist-packages")  # then it is found without our help
+    path = os.pathsep.join(filter(None, ["" if installed else package, os.environ.get("PYTHONPATH", "")]))
+    with open(job.log, "ab") as output:
+        return subprocess.Popen(
+            [*_last_at_the_disk(), sys.executable, "-m", "rekindle.agent", str(job.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},
+            start_new_session=True,
+        )
+
+
+def _last_at_the_disk() -> list[str]:
+    """A command that runs another one, in its own place, with the lowest I/O priority that still gets its turn.
+
+    Disks whose scheduler knows no priorities ignore it; where it can't be set, ``-t`` lets the agent start without.
+    BusyBox's ionice has no ``-t``.
+    """
+    ionice = shutil.which("ionice")
+    if ionice is None or Path(ionice).resolve().name == "busybox":
+        return []
+    return [ionice, "-c", "2", "-n", "7", "-t"]

@@ -1,0 +1,136 @@
+"""The end of a trainer's work with its agent: wait until storage has the newest checkpoint, then let go of memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from rekindle.common.os_errors import advise
+from rekindle.common.timeouts import behind
+from rekindle.errors import NotDurableError
+from rekindle.format.lineage import Stamp
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.lock import Lock
+from rekindle.session.agent_keeper import AgentKeeper
+from rekindle.storage.checks import lacks
+from rekindle.storage.store import Store
+
+__all__ = ["let_go", "wait_durable"]
+
+_LOOK = 1.0
+"""Seconds that a look at storage gets, though the time is over."""
+_FINISH = 60.0
+"""Seconds for a drain in hand, of something older than what is durable."""
+_LEAVE, _OTHERS = 30.0, 2.0
+"""Seconds for an agent to leave, which takes it 0.1 s after its last drain; and where it may have reason to stay."""
+_POLL = 0.005
+
+
+def wait_durable(
+    stamp: Stamp,
+    store: Store,
+    job: JobDir | None,
+    keeper: AgentKeeper | None,
+    seconds: float,
+    mates: Collection[int] = (),
+    *,
+    once: bool = False,
+) -> None:
+    """Return when a checkpoint is on storage. Raises NotDurableError after ``seconds``.
+
+    And at once when one of ``mates``, the ranks of this node that each save a part of it, won't bring its own any more.
+    ``once``: it is enough that it has been there, should somebody have deleted it since.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        noted = job.durable() if once and job is not None else None
+        if noted is not None and noted >= stamp.step:
+            return
+        why = "storage is slow, or hangs, or drain_limit is low"
+        lost: list[int] | None = []
+        try:  # storage that hangs must not keep us for longer
+            looked = behind(partial(_lost, stamp, store, job, mates), "rekindle-look")
+            if wait([looked], max(_LOOK, deadline - time.monotonic())).done:
+                lost = looked.result()
+        except (OSError, RuntimeError) as error:  # it may be back in a moment; or no thread is to be had for now
+            why = advise(error)
+        if lost is None:
+            return
+        if lost:
+            raise NotDurableError(
+                f"step {stamp.step} is not on storage, and nobody carries it there: rank {lost[0]} has no part of it "
+                "any more, see its log for why"
+            )
+        if keeper is not None:
+            keeper.check()
+        if time.monotonic() > deadline:
+            told = job.drain_error() if job is not None else ""
+            why = told or _lacks(stamp, store) or why
+            raise NotDurableError(f"step {stamp.step} is not on storage after {seconds:.0f} s: {why}")
+        time.sleep(store.poll)
+
+
+def _lacks(stamp: Stamp, store: Store) -> str | None:
+    """Whose part is missing, if this rank's is there, and storage says so soon."""
+    with suppress(OSError, RuntimeError):
+        looked = behind(lambda: lacks(store, stamp) if store.has_shard(stamp) else None, "rekindle-look")
+        if wait([looked], _LOOK).done:
+            return looked.result()
+    return None
+
+
+def _lost(stamp: Stamp, store: Store, job: JobDir | None, mates: Collection[int]) -> list[int] | None:
+    """Ranks whose parts can't get to storage any more; None when the checkpoint is there."""
+    noted = job.durable() if job is not None else None
+    if job is None or not mates or (noted is not None and noted >= stamp.step):  # it was there, and may be back soon
+        return None if store.durable(stamp) else []
+    # In this order: a rank that has ended or gone on does nothing more for it, and parts go from memory to storage.
+    over = {rank for rank in mates if rank == stamp.rank or _ended(job, rank)}
+    stamps = [s for s, _ in job.stamps() if s.incarnation == stamp.incarnation]
+    over |= {s.rank for s in stamps if s.step > stamp.step}
+    over -= {s.rank for s in stamps if s.step == stamp.step and (s.persist or s.rank != stamp.rank)}
+    lost = [rank for rank in sorted(over) if not store.has_shard(replace(stamp, rank=rank))]
+    return None if store.durable(stamp) else lost
+
+
+def _ended(job: JobDir, rank: int) -> bool:
+    lock = job.rank_lock(rank)
+    return lock.exists() and Lock.holder(lock) is None  # without its file, as in memory that was removed, nobody knows
+
+
+def _see_out(job: JobDir) -> None:
+    """Wait for the agent, which prunes, and removes the job's directory once the last rank has left: for a while.
+
+    Whoever looks at storage after that, or removes it, meets nobody who still works there.
+    """
+    began = time.monotonic()
+    while job.path.exists() and job.agent() not in (None, os.getpid()):
+        stays = job.trainers() or any(job.stamps())  # for other ranks, or for what one of them has not seen saved
+        if time.monotonic() - began > (_OTHERS if stays else _LEAVE):
+            return
+        time.sleep(_POLL)
+
+
+def let_go(
+    job: JobDir | None, keeper: AgentKeeper | None, lock: Lock | None, rank: int, begun: bool, durable: Stamp | None
+) -> None:
+    """Leave the job, and give this rank's memory back if storage has what is ``durable``, and memory nothing beyond it.
+
+    A start that has not ``begun``, because storage didn't show what was there, leaves the note of it to the next one.
+    """
+    saved = durable is not None and (job is None or job.give_back(rank, durable.key))
+    if keeper is not None:
+        keeper.close(_FINISH if saved else _LOOK)
+    if lock is not None:
+        lock.release()
+    if job is None or (not begun and job.durable() is not None):
+        return
+    if saved:
+        _see_out(job)
+    if job.agent() is None and (saved or not any(job.stamps())):
+        job.remove()  # else the agent does it, once the last rank has left

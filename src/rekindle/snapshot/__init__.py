@@ -1,1 +1,0 @@
-"""The bytes of a snapshot: names, layout, receipts, and the memory that holds them. Standard library only."""

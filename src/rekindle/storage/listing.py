@@ -1,0 +1,239 @@
+"""Lists the checkpoints of a root, in memory and on storage, for people and programs outside of the job."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rekindle.common.timeouts import within
+from rekindle.errors import FormatError, NotFoundError, RekindleError
+from rekindle.format.lineage import Incarnation, retired
+from rekindle.format.names import Root, receipt_name
+from rekindle.format.receipt import Receipt
+from rekindle.memory.job_dir import Job, JobDir
+from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in
+from rekindle.storage.checks import newest_on, was_deleted
+from rekindle.storage.open import open_store
+from rekindle.storage.roots import describe
+
+__all__ = [
+    "Listed",
+    "copies_of",
+    "describe_deleted",
+    "hint",
+    "info_of",
+    "job_of",
+    "jobs",
+    "list_copies",
+    "receipts",
+    "values_of",
+]
+
+_SHOWN = 10
+"""Steps that a message lists at most."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One copy of a checkpoint and what it is worth."""
+
+    copy: Copy
+    nbytes: int
+    condition: str
+    """``complete``, ``incomplete`` (a rank of this node lacks it), ``abandoned`` (the job went on from before it) or
+    ``damaged`` (its manifest can't be read)."""
+    saved_at: float | None = None
+    """When it was saved into memory, or became durable, in seconds since 1970; None where that is not known."""
+
+    def to_json(self) -> dict[str, Any]:
+        copy = self.copy
+        return {
+            "step": copy.step,
+            "place": copy.place,
+            "condition": self.condition,
+            "pinned": copy.pinned,
+            "saved_at": None if self.saved_at is None else _iso(self.saved_at),
+            "generation": copy.incarnation.generation,
+            "incarnation": copy.incarnation.id,
+            "continued_from": copy.incarnation.parent_step if copy.incarnation.parent else None,
+            "world": copy.world,
+            "ranks": sorted(copy.ranks),
+            "bytes": self.nbytes,
+            "path": str(copy.files),
+        }
+
+
+def list_copies(root: Root, base: Path, seconds: float) -> tuple[list[Listed], OSError | RekindleError | None]:
+    """As ``copies_of``, and what is wrong: the root was deleted, or storage can't say what it has within ``seconds``.
+
+    In the second case it gives what memory holds; raises what is wrong when memory holds nothing.
+    """
+    job = JobDir.of(root, base)
+
+    def everywhere() -> list[Listed]:
+        noted = job.durable()
+        if noted is not None:
+            newest_on(open_store(root), noted, (), job.trace())  # else it is not mounted
+        return copies_of(root, base)
+
+    try:
+        listed = within(seconds, root, everywhere)
+        why = None if job.trainers() else describe_deleted(job, seconds)
+        return listed, None if why is None else NotFoundError(f"{root}: {why}")
+    except RekindleError:
+        raise
+    except OSError as error:
+        with suppress(NotFoundError):
+            return copies_of(root, base, stored=False), error
+        raise
+
+
+def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = True) -> list[Listed]:
+    """Every copy of every checkpoint of ``root`` that this node can see, newest first; of one step if given.
+
+    Without ``stored`` nothing is asked of storage. Raises NotFoundError when there is none, which tells what is at
+    ``root`` instead.
+    """
+    job = JobDir.of(root, base)
+    job.check()
+    info = job.read_job()
+    try:
+        contents = open_store(root).contents() if stored else None
+    except NotADirectoryError as error:
+        if copies_in(job, None):
+            raise
+        raise NotFoundError(f"{root}: no checkpoint{hint(root, base)}") from error
+    copies = copies_in(job, contents)
+    seen = {copy.incarnation for copy in copies}
+    when = {entry.stamp.key: entry.saved_at for entry in contents.published} if contents is not None else {}
+    listed = []
+    for copy in copies:
+        if step is not None and copy.step != step:
+            continue
+        local = info.ranks if info is not None and copy.world == info.world else range(copy.world)
+        condition = "complete" if copy.place != MEMORY or copy.ranks.issuperset(local) else "incomplete"
+        if retired(copy.step, copy.incarnation, seen):
+            condition = "abandoned"
+        saved_at = when.get(copy.key) if copy.place == STORAGE else _saved_at(copy)
+        listed.append(Listed(copy, _bytes(copy), condition, saved_at))
+    for number, files in contents.damaged if contents is not None else ():
+        if step is None or number == step:
+            listed.append(Listed(Copy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged"))
+    if not listed:
+        raise NotFoundError(f"{root}: {_none_of(step, copies, root, base, stored)}")
+    return listed
+
+
+def _none_of(step: int | None, copies: list[Copy], root: Root, base: Path, stored: bool) -> str:
+    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    if copies:
+        newest = list(dict.fromkeys(str(copy.step) for copy in copies))
+        return f"{wanted}: it has {', '.join(newest[:_SHOWN])}{', ...' if len(newest) > _SHOWN else ''}"
+    return wanted + (hint(root, base) if stored else "")
+
+
+def hint(root: Root, base: Path) -> str:
+    what = describe(root, [info.root for job in jobs(base) if (info := info_of(job)) is not None])
+    return f": {what}" if what else ""
+
+
+def info_of(job: JobDir) -> Job | None:
+    """As it was written down; None where it can't be read, which another command tells of."""
+    with suppress(OSError, FormatError):
+        return job.read_job()
+    return None
+
+
+def job_of(root: Root, base: Path) -> JobDir:
+    """The job of ``root`` on this node. Raises NotFoundError when it has no memory here."""
+    job = JobDir.of(root, base)
+    if not job.path.is_dir():
+        raise NotFoundError(f"{root}: has nothing in memory on this node{hint(root, base)}")
+    return job
+
+
+def _bytes(copy: Copy) -> int:
+    total = 0
+    for rank in copy.ranks:
+        try:
+            total += copy.files.shard_size(rank, copy.world)
+        except OSError:
+            continue
+    return total
+
+
+def _saved_at(copy: Copy) -> float | None:
+    """When the last rank's part came into memory: receipts are written once."""
+    names = [copy.files.named(receipt_name(rank, copy.world)) for rank in copy.ranks]
+    try:
+        return max(os.stat(name).st_mtime for name in names)
+    except OSError:  # a newer step has just taken its place
+        return None
+
+
+def _iso(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def receipts(copy: Copy) -> Iterator[Receipt]:
+    """The receipts of one copy, rank by rank. Raises CorruptError or FileNotFoundError."""
+    for rank in sorted(copy.ranks):
+        name = receipt_name(rank, copy.world)
+        yield Receipt.decode(copy.files.read(name), copy.files.named(name))
+
+
+def values_of(receipt: Receipt) -> Iterator[tuple[str, Any]]:
+    """(path, typed JSON) of every value in the state that is not a tensor."""
+
+    def walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(node, list):
+            for index, item in enumerate(node):
+                yield from walk(item, f"{path}[{index}]")
+        elif isinstance(node, dict):
+            tag: str = next(iter(node), "")
+            body: Any = node.get(tag)
+            if tag == "$value":
+                yield path, receipt.values[body]
+            elif tag == "$tuple":
+                yield from walk(body, path)
+            elif tag.startswith("$") and tag != "$tensor":
+                for key, item in body:
+                    yield from walk(item, f"{path}[{key!r}]")
+            elif tag != "$tensor":
+                for key, item in node.items():
+                    yield from walk(item, f"{path}.{key}" if path else key)
+
+    return walk(receipt.structure, "")
+
+
+def jobs(base: Path) -> list[JobDir]:
+    """Every job that has memory on this node."""
+    if not base.is_dir():
+        return []
+    found = [JobDir(path) for path in sorted(base.iterdir()) if path.is_dir()]
+    for job in found:
+        job.check()
+    return found
+
+
+def describe_deleted(job: JobDir, seconds: float) -> str | None:
+    """What to tell of a job that isn't trained, and whose root was deleted, while memory still has some of it.
+
+    None where that isn't so, and where storage doesn't say within ``seconds``.
+    """
+    info, steps, trace = info_of(job), sorted({stamp.step for stamp, _ in job.stamps()}), job.trace()
+    if info is None or not steps or trace is None:
+        return None
+    root = info.root
+    with suppress(OSError):
+        if within(seconds, root, lambda: was_deleted(open_store(root), job.durable(), trace)):
+            return (
+                f"was deleted, and memory still has steps {steps} of it: the next start gives them up, as 'rekindle "
+                f"stop --discard ROOT' does; a start with restore(step={steps[-1]}) goes on from there"
+            )
+    return None

@@ -1,0 +1,181 @@
+"""Tells what a path is that holds no checkpoints, and which root a person may have meant."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from rekindle.errors import UsageError
+from rekindle.format.names import MANIFEST, STEP_DIR, Root, root_of
+from rekindle.storage.open import urls_below
+
+__all__ = ["describe", "refuse_inside", "root_to_train"]
+
+_SHOWN = 10
+"""Roots, or names of files, that a message lists at most."""
+_DEPTH = 3
+"""Levels below a directory that are searched for roots: runs lie in PROJECT/DATE/RUN at most, as a rule."""
+_DIRECTORIES, _ENTRIES = 1000, 10_000
+"""Directories that a search opens, and entries that it reads of each. On a network file system each costs a
+millisecond, and a search of a home directory must end."""
+_SECONDS = 3.0
+"""Time that a search may take."""
+
+_STEP = len("step-0123456789")
+_FOREIGN = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Endings of files that 'rekindle import' may know how to read."""
+
+
+class _Inside(NamedTuple):
+    """A place within a root: the root itself, and the step that the place belongs to."""
+
+    root: str
+    step: int
+
+
+def describe(root: Root, known: Iterable[str] = ()) -> str | None:
+    """One line on what is at ``root`` instead of checkpoints, and what to do; None where nothing is wrong with it.
+
+    ``known`` are roots of this node's jobs, which may have nothing on storage yet. Only looks; a search for roots is
+    bounded. Raises OSError when the file system refuses.
+    """
+    inside = _inside(root)
+    if inside is not None:
+        return f"it lies inside the root {inside.root}, and belongs to step {inside.step}: {_instead(inside)}"
+    below = [name for name in known if name.startswith(f"{root}/")]
+    if not isinstance(root, Path):
+        return _describe_url(root, below)
+    if root.is_file():
+        return _describe_file(root)
+    cut_short = False
+    if root.is_dir():
+        names = _names(root)
+        if any(STEP_DIR.match(name) for name in names):
+            return _describe_unfinished(root, names)
+        found, cut_short = _search(root)
+        below += map(str, found)
+    if below:
+        return _list_roots(sorted(set(below)), cut_short)
+    if cut_short:
+        return "it is no root, and the search for one below it was given up: name the root itself"
+    return _describe_directory(root, names) if root.is_dir() else _describe_nothing(root)
+
+
+def refuse_inside(root: Root) -> None:
+    """Raise UsageError for a root that lies inside of a step of another root, where nothing may be written."""
+    inside = _inside(root)
+    if inside is not None:
+        raise UsageError(f"{root}: lies inside the root {inside.root}, in its step {inside.step}: give that root")
+
+
+def root_to_train(root: str | os.PathLike[str]) -> Root:
+    """As ``root_of``. Raises UsageError for a place inside of another root, too: a run would begin anew in there."""
+    checked = root_of(root)
+    refuse_inside(checked)
+    return checked
+
+
+def _inside(root: Root) -> _Inside | None:
+    parts = str(root).split("/")
+    for at in (len(parts) - 2, len(parts) - 1):
+        name = parts[at]
+        if at > 0 and STEP_DIR.match(name[:_STEP]) and (len(name) == _STEP or name[_STEP] == "."):
+            return _Inside("/".join(parts[:at]) or "/", int(name[_STEP - 10 : _STEP]))
+    return None
+
+
+def _instead(inside: _Inside) -> str:
+    return f"say 'rekindle ls {inside.root}' or 'rekindle inspect {inside.root} {inside.step}'"
+
+
+def _describe_url(url: str, known: list[str]) -> str:
+    if known:
+        return _list_roots(sorted(known), False)
+    below = []
+    with suppress(OSError, UsageError):  # what keeps it from being listed is told by whoever needs it
+        below = urls_below(url)
+    if not below:
+        return "nothing is there: no job has saved there yet"
+    more = [f"and {len(below) - _SHOWN} more"] if len(below) > _SHOWN else []
+    return "\n  ".join(["no job has saved there; below it are", *below[:_SHOWN], *more])
+
+
+def _describe_file(path: Path) -> str:
+    if path.name.endswith(_FOREIGN):
+        return f"it is a file: 'rekindle import {path} ROOT STEP' makes a checkpoint of what other programs wrote"
+    return "it is a file: a root is the directory that rekindle.Checkpointer was given"
+
+
+def _describe_unfinished(root: Path, names: list[str]) -> str | None:
+    """Of a root without a single manifest; None when it has one."""
+    if any(STEP_DIR.match(name) and (root / name / MANIFEST).exists() for name in names):
+        return None
+    step = max(int(match["step"]) for name in names if (match := STEP_DIR.match(name)))
+    return (
+        f"step {step} is unfinished: not all of its parts are there. A job that is started again, or its agent, "
+        "finishes or removes it"
+    )
+
+
+def _describe_directory(root: Path, names: list[str]) -> str:
+    if not names:
+        return "the directory is empty: no job has saved there yet"
+    adopt = f"'rekindle import {root} ROOT STEP' makes a checkpoint of it"
+    if ".metadata" in names:
+        return f"it is a directory of torch.distributed.checkpoint: {adopt} (with --allow-pickle)"
+    if any(name.endswith(".safetensors") for name in names):
+        return f"it is a directory of safetensors files, such as an export: {adopt}"
+    hidden_last = sorted(names, key=lambda name: (name.startswith("."), name))
+    shown = ", ".join(hidden_last[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return f"neither it nor a directory below has a step-N of Rekindle's; it holds {shown}"
+
+
+def _describe_nothing(root: Path) -> str:
+    nearest = next(parent for parent in root.parents if parent.exists())
+    return f"there is no such directory; {nearest} is there: see that the path is right, and that it is mounted"
+
+
+def _list_roots(roots: list[str], cut_short: bool) -> str:
+    shown = roots[:_SHOWN]
+    more = ["and perhaps more"] if cut_short else [f"and {len(roots) - _SHOWN} more"] if len(roots) > _SHOWN else []
+    return "\n  ".join(["it is no root itself, but these below it are: give one of them", *shown, *more])
+
+
+def _names(directory: str | Path) -> list[str]:
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in islice(entries, _ENTRIES)]
+
+
+def _search(top: Path) -> tuple[list[Path], bool]:
+    """The roots below ``top``, those nearest first, and whether the search ended before all was seen."""
+    deadline = time.monotonic() + _SECONDS
+    found: list[Path] = []
+    todo = deque([(top, 0)])
+    looked = 0
+    while todo:
+        if looked == _DIRECTORIES or len(found) > _SHOWN or time.monotonic() > deadline:
+            return found[:_SHOWN], True
+        directory, depth = todo.popleft()
+        looked += 1
+        below = _directories(directory)
+        if any(STEP_DIR.match(path.name) for path in below):
+            found.append(directory)
+        elif depth < _DEPTH:
+            todo.extend((path, depth + 1) for path in below)
+    return found, False
+
+
+def _directories(directory: Path) -> list[Path]:
+    """Those in ``directory``, links left out; none where it may not be read, for a search passes over that."""
+    try:
+        with os.scandir(directory) as entries:
+            inside = [entry.name for entry in islice(entries, _ENTRIES) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    return [directory / name for name in sorted(inside)]

@@ -1,0 +1,254 @@
+"""Other people's formats into a checkpoint, written by the same hands as every other."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rekindle.errors import BusyError, NotDurableError, NotFoundError, UsageError
+from rekindle.format.layout import blocks
+from rekindle.format.lineage import Incarnation, Stamp, live
+from rekindle.format.names import MANIFEST, Root
+from rekindle.format.receipt import Receipt
+from rekindle.memory.job_dir import JobDir
+from rekindle.save.capture import Capture
+from rekindle.save.copy import ShardWriter
+from rekindle.save.plan import Plan
+from rekindle.state.tree import Flat, flatten
+from rekindle.storage import disk
+from rekindle.storage.catalog import copies_in, refuse_behind
+from rekindle.storage.open import open_store
+from rekindle.storage.store import Store
+from rekindle.transfer import dcp, huggingface, torchfile
+from rekindle.transfer.progress import Progress
+from rekindle.transfer.sidecar import Note
+from rekindle.transfer.staging import scratch
+
+__all__ = ["Adopted", "adopt"]
+
+_MODEL = "model"
+_VALUES = "values"
+_HANDFUL = 64
+"""Batches of a plan, of 4 MiB or a tensor, that are copied between one word on progress and the next."""
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What has been made."""
+
+    step: int
+    root: Root
+    format: str
+    """That of the source."""
+    entries: list[str]
+    tensors: int
+    nbytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {**vars(self), "root": str(self.root), "bytes": self.nbytes}
+        del fields["nbytes"]
+        return fields
+
+
+class _Held:
+    """An entry of the state that is what was found."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def state_dict(self) -> Any:
+        return self.tree
+
+    def load_state_dict(self, tree: Any) -> None:
+        self.tree = tree
+
+
+def adopt(
+    source: Path, job: JobDir, root: Root, step: int, entry: str | None, allow_pickle: bool, progress: Progress
+) -> Adopted:
+    """Make what ``source`` holds the checkpoint of ``step`` under ``root``, whose memory is ``job``. Durable then.
+
+    ``entry`` makes all of it one entry of the state, by that name. Else a dictionary of dictionaries becomes as many
+    entries, and what is flat becomes "model".
+
+    Raises UsageError when the root has that step or a later one, or when reading the source would run code that
+    ``allow_pickle`` doesn't allow; BusyError while a job runs there; CorruptError when the source is damaged.
+    """
+    stamp = _stamp(job, root, step)
+    with _aside(root) as aside:
+        try:
+            return _adopt(source, root, aside, stamp, entry, allow_pickle, progress)
+        except BaseException:
+            open_store(root).discard(stamp)
+            raise
+
+
+@contextmanager
+def _aside(root: Root) -> Iterator[Path]:
+    """A directory for files without names: the root itself, where it is one. After an error it is as it was."""
+    if isinstance(root, str):
+        yield Path(tempfile.gettempdir())
+        return
+    there = root.is_dir()
+    disk.make(root)
+    try:
+        yield root
+    except BaseException:
+        if not there:
+            with suppress(OSError):
+                disk.rmdir(root)
+        raise
+
+
+def _stamp(job: JobDir, root: Root, step: int) -> Stamp:
+    """That of a start of the job which continues from the newest checkpoint that stands, so leaves none behind."""
+    job.check()
+    if job.trainers() or job.agent() is not None:
+        raise BusyError(f"{root}: a job runs there, or its agent does: wait for its end, or run 'rekindle stop ROOT'")
+    contents = open_store(root).contents()
+    copies = copies_in(job, contents)
+    incarnation = Incarnation.begin(1 + max((copy.incarnation.generation for copy in copies), default=0))
+    newest = next(iter(live(copies)), None)
+    refuse_behind(newest.step if newest else 0, contents.unread, "move it elsewhere, or mend it")
+    if newest is not None:
+        if newest.step >= step:
+            raise UsageError(f"{root}: has step {newest.step} already: import as a later step, or into another root")
+        incarnation = replace(incarnation, parent=newest.incarnation.id, parent_step=newest.step)
+    return Stamp(step, 0, 1, incarnation)
+
+
+def _adopt(
+    source: Path,
+    root: Root,
+    aside: Path,
+    stamp: Stamp,
+    entry: str | None,
+    allow_pickle: bool,
+    progress: Progress,
+) -> Adopted:
+    form = _form(source)
+    note: Note | None = None
+    tree: Any
+    loaded = 0
+    if form == "dcp":
+        found = dcp.Source(source, allow_pickle)
+        note, loaded = found.note, found.nbytes
+        progress.begin(3 * loaded)
+        tree = found.load(aside, progress.advance)
+    elif form == "safetensors":
+        tree, note = huggingface.read(source)
+    else:
+        tree = torchfile.read(source, allow_pickle)
+    if note is not None:
+        tree = note.state(tree, allow_pickle)
+    state = _entries(tree, entry, note is not None, source)
+    _check_room(state, aside)
+    capture = Capture({name: _Held(held) for name, held in state.items()}, rng=False, allow_pickle=allow_pickle)
+    plan, values = capture.prepare()
+    progress.begin(loaded + plan.layout.nbytes + plan.layout.file_bytes)
+    _write(open_store(root), aside, stamp, plan, values, note, progress.advance)
+    return Adopted(stamp.step, root, form, list(state), len(plan.layout.chunks), plan.layout.file_bytes)
+
+
+def _form(source: Path) -> str:
+    """Which format a source has."""
+    if not source.exists():
+        raise NotFoundError(f"{source}: is not there")
+    if source.is_dir():
+        if dcp.is_dcp(source):
+            return "dcp"
+        if (source / MANIFEST).exists():
+            raise UsageError(f"{source}: is a checkpoint of Rekindle's already: copy it into the root as it is")
+        if any(source.glob("*.safetensors")):
+            return "safetensors"
+    elif torchfile.is_torch(source):
+        return "torch"
+    elif huggingface.is_safetensors(source):
+        return "safetensors"
+    raise UsageError(
+        f"{source}: is neither a safetensors file, nor a directory of such, nor a torch.save file (of torch 1.6 or "
+        "newer), nor a directory of torch.distributed.checkpoint"
+    )
+
+
+def _entries(tree: Any, entry: str | None, ours: bool, source: Path) -> dict[Any, Any]:
+    """The state by entry."""
+    if not isinstance(tree, Mapping):
+        raise UsageError(f"{source}: holds a {type(tree).__name__}, where a dictionary of state should be")
+    if ours:
+        if entry is not None:
+            raise UsageError(f"{source}: names its entries itself ({', '.join(tree)}): leave --as out")
+        return dict(tree)
+    if entry is not None or any(isinstance(value, torch.Tensor) for value in tree.values()):
+        return {entry or _MODEL: tree}
+    state = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
+    rest = {key: value for key, value in tree.items() if key not in state}
+    if rest and _VALUES in state:
+        raise UsageError(f"{source}: has {next(iter(rest))!r} beside an entry {_VALUES!r}: --as takes all as one entry")
+    return state | ({_VALUES: rest} if rest else {})
+
+
+def _check_room(state: Mapping[Any, Any], aside: Path) -> None:
+    """Raise OSError when there is no room: before a plan is made, which would not end for a size that is made up."""
+    flat = Flat()
+    flatten(dict(state), flat)
+    sizes = {
+        (leaf.data_ptr(), leaf.shape, leaf.stride()): leaf.numel() * leaf.element_size()
+        for leaf in flat.tensors
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu"
+    }
+    needed = sum(sizes.values())
+    if needed > shutil.disk_usage(aside).free:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {needed:,} bytes of tensors", str(aside))
+
+
+def _write(
+    store: Store,
+    aside: Path,
+    stamp: Stamp,
+    plan: Plan,
+    values: bytes,
+    note: Note | None,
+    progress: Callable[[int], object],
+) -> None:
+    """The only shard of a checkpoint: put together in a file without a name, then carried over as a drain would."""
+    memory = scratch(aside, plan.layout.file_bytes)
+    sums = _copy(plan, memory, progress)
+    if note is not None:
+        by_name, at = {}, 0
+        for chunk in plan.layout.chunks:
+            count = len(blocks(chunk))
+            by_name[chunk.name] = sums[at : at + count]
+            at += count
+        note.compare(by_name)
+    receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), f"step {stamp.step}")
+    store.write_shard(receipt, memory, progress)
+    if not store.publish(stamp) or not store.durable(stamp):
+        raise NotDurableError(f"{store.root}: a later start of the job has taken the place of step {stamp.step}")
+
+
+def _copy(plan: Plan, memory: memoryview, progress: Callable[[int], object]) -> list[str]:
+    """Fill ``memory`` with the shard. Returns the checksums."""
+    sums = [""] * len(plan.layout.blocks)
+    buffer = memory.obj
+    assert isinstance(buffer, mmap.mmap)
+    writer = ShardWriter()
+    try:
+        for at in range(0, max(len(plan.early), 1), _HANDFUL):  # once for a state without tensors: it has a header
+            batches = plan.early[at : at + _HANDFUL]
+            _, some = writer.write(replace(plan, early=batches), buffer, None, 0)
+            sums = [new or old for new, old in zip(some, sums, strict=True)]
+            progress(sum(unit.nbytes for batch in batches for unit in batch.units))
+    finally:
+        writer.close()
+    return sums

@@ -1,0 +1,143 @@
+"""What an export leaves beside the tensors, for the way back: a file that other readers pass over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rekindle.errors import CorruptError, FormatError, UnsupportedValueError, UsageError
+from rekindle.format.boxes import tensors_in
+from rekindle.format.fields import check_structure, check_values, numbers, texts
+from rekindle.format.layout import BLOCK, DTYPES, MOST_DIMENSIONS, order_in
+from rekindle.format.lineage import Stamp
+from rekindle.format.receipt import CHECKSUM, checksum, parse, read, seal
+from rekindle.state.codec import encodes, has_pickle
+from rekindle.state.strides import reorder
+from rekindle.state.tree import assemble
+from rekindle.transfer.shards import Shards
+from rekindle.transfer.staging import put
+
+__all__ = ["NOTE", "Note", "Noted"]
+
+NOTE = "rekindle.json"
+_KIND = "rekindle-export"
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A tensor of the export."""
+
+    key: str
+    """What the export calls it."""
+    name: str
+    """What the structure calls it."""
+    dtype: str
+    shape: list[int]
+    checksums: list[str]
+    """One for each started block, as in a receipt."""
+    order: list[int]
+    """As in a receipt; empty where the tensor was row-major."""
+
+
+def _noted(value: Any) -> Noted:
+    key, name, dtype = texts([value["key"], value["name"], value["dtype"]])
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype of {key[:200]!r}")
+    shape, order = list(numbers(value["shape"], MOST_DIMENSIONS)), list(order_in(value))
+    if order and len(order) != len(shape):
+        raise ValueError(f"order of {key[:200]!r}")
+    return Noted(key, name, dtype, shape, texts(value["checksums"]), order)
+
+
+@dataclass(frozen=True)
+class Note:
+    """Structure and values of the state that was exported, and all of its tensors."""
+
+    structure: Any
+    values: list[Any]
+    tensors: list[Noted]
+    path: Path
+
+    @staticmethod
+    def of(shards: Shards, places: Mapping[str, memoryview], path: Path) -> Note:
+        """The note on ``shards``, whose tensors lie in ``places``."""
+        tensors = []
+        for key, name, whole in shards.items:
+            data = places[key]
+            sums = [checksum(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+            tensors.append(Noted(key, name, whole.dtype, list(whole.shape), sums, list(whole.order)))
+        return Note(shards.structure, shards.values, tensors, path)
+
+    def write(self, stamp: Stamp) -> None:
+        fields = {
+            "checksum": {"algorithm": CHECKSUM, "block": BLOCK},
+            "structure": self.structure,
+            "values": self.values,
+            "tensors": list(map(asdict, self.tensors)),
+        }
+        put(self.path, seal(stamp, _KIND, json.dumps(fields, separators=(",", ":")).encode()[1:-1]))
+
+    @staticmethod
+    def check_names(shards: Shards) -> None:
+        """Raise UnsupportedValueError for a name that the note, or a safetensors header, can't tell from others."""
+        for key, _, _ in shards.items:
+            if key == "__metadata__" or not encodes(key):
+                raise UnsupportedValueError(
+                    f"step {shards.copy.step}: {key!r:.200} can't be the name of a tensor in this format: "
+                    "--format torch takes it"
+                )
+
+    @staticmethod
+    def read(path: Path) -> Note | None:
+        """The note in a file, if there is one. Raises FormatError."""
+        try:
+            fields = parse(read(path), _KIND, path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            if fields["checksum"] != {"algorithm": CHECKSUM, "block": BLOCK}:
+                raise FormatError(f"{path}: unknown checksum {fields['checksum']}")
+            tensors = list(map(_noted, fields["tensors"]))
+            check_structure(fields["structure"], len(check_values(fields["values"])))
+            strange = {*tensors_in(fields["structure"])} - {entry.name for entry in tensors}
+            if strange or type(fields["structure"]) is not dict:
+                raise ValueError(f"its structure has {min(strange, default='no entries')[:200]!r}")
+            return Note(fields["structure"], fields["values"], tensors, path)
+        except FormatError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{path}: field {error} is missing or malformed") from error
+
+    def state(self, tensors: Mapping[str, torch.Tensor], allow_pickle: bool) -> Any:
+        """The state, its tensors being those of these keys. Raises CorruptError when they are not those noted."""
+        noted = {entry.key: entry for entry in self.tensors}
+        odd = sorted(noted.keys() ^ tensors.keys())
+        if odd:
+            raise CorruptError(f"{self.path}: it or the files beside it lack {odd[0]!r}. {self._advice}")
+        if not allow_pickle and has_pickle(self.values):
+            raise UsageError(f"{self.path}: holds pickled values; loading those runs code: --allow-pickle allows it")
+        found = {entry.name: self._typed(entry, tensors[entry.key]) for entry in self.tensors}
+        return assemble(self.structure, self.values, found.__getitem__, allow_pickle)
+
+    def _typed(self, entry: Noted, tensor: torch.Tensor) -> torch.Tensor:
+        dtype, (code, size) = getattr(torch, entry.dtype), DTYPES[entry.dtype]
+        if code == "U8" and tensor.dtype == torch.uint8 and list(tensor.shape) == [*entry.shape, size]:  # as its bytes
+            tensor = tensor.view(dtype).squeeze(-1) if tensor.numel() else torch.empty(entry.shape, dtype=dtype)
+        if tensor.dtype != dtype or list(tensor.shape) != entry.shape:
+            raise CorruptError(f"{self.path}: {entry.key!r} has another dtype or shape. {self._advice}")
+        return reorder(tensor.clone(), entry.order) if entry.order else tensor
+
+    def compare(self, sums: Mapping[str, list[str]]) -> None:
+        """Raise CorruptError unless the tensors of these names have the checksums that were noted."""
+        for entry in self.tensors:
+            if sums.get(entry.name) != entry.checksums:
+                raise CorruptError(f"{self.path}: {entry.key!r} differs from its checksum. {self._advice}")
+
+    @property
+    def _advice(self) -> str:
+        return f"Where the tensors were changed on purpose, remove {NOTE}: they are then taken as they are"

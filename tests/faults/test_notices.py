@@ -1,0 +1,82 @@
+"""Notices are heard while the main thread is inside of C code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rekindle.errors import UsageError
+from rekindle.faults.notices import Notices
+
+
+class Ear:
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.event = threading.Event()
+
+    def __call__(self, what: str, number: int) -> None:
+        self.heard.append((what, number))
+        self.event.set()
+
+
+def test_a_signal_is_heard_while_the_main_thread_sleeps_in_c() -> None:
+    ear, before = Ear(), signal.getsignal(signal.SIGUSR1)
+    notices = Notices([signal.SIGUSR1], ear)
+    lock = threading.Lock()
+    lock.acquire()
+    at: list[float] = []
+
+    def shoot() -> None:
+        time.sleep(0.1)
+        at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        if ear.event.wait(5):
+            at.append(time.monotonic())
+
+    thread = threading.Thread(target=shoot)
+    thread.start()
+    thread.join()
+    notices.close()
+    assert ear.heard == [("was sent SIGUSR1", signal.SIGUSR1)]
+    assert len(at) == 2
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_file_and_a_question(tmp_path: Path) -> None:
+    ear = Ear()
+    notices = Notices([tmp_path / "go"], ear)
+    (tmp_path / "go").touch()
+    assert ear.event.wait(5) and "go" in ear.heard[0][0]
+    notices.close()
+    ear = Ear()
+
+    def preempted() -> bool:
+        return True
+
+    notices = Notices([preempted], ear)
+    assert ear.event.wait(5) and "preempted" in ear.heard[0][0]
+    notices.close()
+
+
+def test_a_question_that_fails_is_asked_no_more() -> None:
+    asked = []
+
+    def broken() -> bool:
+        asked.append(1)
+        raise RuntimeError("no")
+
+    notices = Notices([broken], Ear())
+    time.sleep(2.5)
+    notices.close()
+    assert len(asked) == 1
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(UsageError, match="notices"):
+        Notices([3.5], Ear())  # type: ignore[list-item]

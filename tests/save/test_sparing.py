@@ -1,0 +1,122 @@
+"""Saves that go straight to storage: how often, the same steps on all ranks, and nothing lost at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rekindle
+from rekindle.save.cadence import Sparing
+from rekindle.storage.posix import PosixStore
+from tests.faults.harness import Run, restored, train
+
+NOWHERE = "/proc/none"
+"""No memory store can be had there."""
+
+
+class Rank:
+    """One rank's choice, on a clock of its own."""
+
+    def __init__(self, world: int, took: float = 1.0) -> None:
+        self.now, self.saved = 0.0, list[tuple[int, float]]()
+        self.sparing = Sparing(30.0, world, lambda: took, lambda: self.now)
+
+    def step(self, n: int, seconds: float) -> None:
+        self.now += seconds
+        if self.sparing.due(n):
+            self.sparing.saved(n)
+            self.saved.append((n, self.now))
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - at for (_, at), (_, later) in zip(self.saved, self.saved[1:], strict=False)]
+
+
+def test_one_rank_saves_when_the_time_has_come() -> None:
+    rank = Rank(1)
+    for n in range(1, 1001):
+        rank.step(n, 0.25)
+    assert rank.saved[0][0] == 1 and set(rank.gaps) == {30.0}
+    slow = Rank(1, took=9.0)
+    for n in range(1, 1001):
+        slow.step(n, 0.25)
+    assert set(slow.gaps) == {90.0}
+
+
+def test_what_failed_is_tried_again_by_one_rank_alone() -> None:
+    for world, due in ((1, True), (2, False)):
+        rank = Rank(world)
+        rank.step(1, 0.25)
+        rank.sparing.failed()
+        assert rank.sparing.due(2) is due
+
+
+@given(st.floats(0.003, 100), st.floats(0.8, 1.25), st.floats(0.1, 20), st.floats(0.6, 1.6), st.integers(1, 10**6))
+def test_several_ranks_save_the_same_steps_without_talking(
+    pace: float, drift: float, took: float, slower: float, first: int
+) -> None:
+    ranks = [Rank(2, took), Rank(2, took * slower)]
+    longest = max(30.0, 10 * took * max(1.0, slower))
+    count = int(6 * max(longest / pace, 1)) + 3
+    if count > 20_000:
+        return
+    for n in range(first, first + count):
+        ranks[0].step(n, pace)
+        ranks[1].step(n, pace * drift)
+    both = sorted(set(dict(ranks[0].saved)) & set(dict(ranks[1].saved)))
+    assert both[0] == first
+    assert len(both) >= 2, (ranks[0].saved, ranks[1].saved)
+    assert all(gap >= min(30.0, longest) / 2 for rank in ranks for gap in rank.gaps)
+
+
+def test_nothing_is_lost_at_the_end_and_little_is_written(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = rekindle.Values(x=0)
+    ckpt = rekindle.Checkpointer(root, {"values": values}, memory=NOWHERE)
+    assert "at most every 30 s" in caplog.text and "a process that dies loses" in caplog.text
+    for step in range(1, 101):
+        values.x = step
+        ckpt.step(step)
+    assert ckpt.metrics.direct <= 3, "on a machine that is very busy the loop takes its time"
+    values.x = -1  # after the last step's end: no part of it
+    ckpt.close(timeout=60)
+    assert [entry.stamp.step for entry in PosixStore(root).published()][-1] == 100
+    again = rekindle.Checkpointer(root, {"values": values}, memory=NOWHERE)
+    assert again.restore() == 100 and values.x == 100
+    again.close()
+    assert ckpt.metrics.failed == 0
+
+
+def test_what_is_asked_for_is_written_at_once(root: Path, memory: Path) -> None:
+    values = rekindle.Values(x=0)
+    ckpt = rekindle.Checkpointer(root, {"values": values}, memory=NOWHERE)
+    for step in range(1, 4):
+        ckpt.save(step)
+    ckpt.step(4)
+    with ckpt.guard(watchdog=False):
+        ckpt.step(5)
+    ckpt.save(5, wait="durable", timeout=60)
+    assert ckpt.metrics.direct == 4
+    ckpt.close()
+    assert PosixStore(root).find(5) is not None
+
+
+def test_without_a_pause_every_step_is_written(root: Path, memory: Path) -> None:
+    ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(x=0)}, memory=NOWHERE, persist_seconds=0)
+    for step in range(1, 6):
+        ckpt.step(step)
+    ckpt.close(timeout=60)
+    assert ckpt.metrics.direct == 5
+
+
+def test_two_ranks_without_memory_bring_the_last_step_to_storage_together(root: Path, memory: Path) -> None:
+    run = Run(root, Path(NOWHERE), steps=7, world=2, options={"persist_seconds": 30.0})
+    assert train(run) == [0, 0], run.log(0).read_text()
+    there = [entry.stamp.step for entry in PosixStore(root).published()]
+    assert there[-1] == 7 and len(there) < 7, there
+    again = Run(root, Path(NOWHERE), steps=8, world=2, options={"persist_seconds": 30.0})
+    assert train(again) == [0, 0] and [restored(again, rank)[-1] for rank in range(2)] == [7, 7]
