@@ -92,11 +92,11 @@ def _rekindle_up(url: str, job: str, options: tuple[int, int]) -> Turn:
 
 
 def _rekindle_down(url: str, job: str, options: tuple[int, int]) -> Turn:
-    from rekindle.format.reader import Nowhere, Reader, pour
+    from rekindle.format.reader import NullSink, ShardReader, read_blocks
     from rekindle.storage.open import open_store
     from rekindle.storage.verify import check_manifest
 
-    class Into(Nowhere):
+    class Into(NullSink):
         def __init__(self, room: memoryview, blocks: list[tuple[int, int]]) -> None:
             self.room, self.blocks = room, blocks
 
@@ -113,8 +113,10 @@ def _rekindle_down(url: str, job: str, options: tuple[int, int]) -> Turn:
         if check_manifest(found.files):
             raise RuntimeError("damaged")
         with found.files.shard(0, 1) as shard:
-            reader, layout = Reader(shard), shard.receipt.layout
-            if not reader.header_is_sound() or pour(reader, Into(room, layout.blocks), range(len(layout.blocks))):
+            reader, layout = ShardReader(shard), shard.receipt.layout
+            if not reader.header_is_sound() or read_blocks(
+                reader, Into(room, layout.blocks), range(len(layout.blocks))
+            ):
                 raise RuntimeError("damaged")
 
     return _timed(load)
@@ -206,7 +208,7 @@ def _turn(name: str, url: str, path: str, options: tuple[int, int] = (16, 8)) ->
 def _snapshot(url: str, nbytes: int, memory: Path) -> Iterator[tuple[str, str]]:
     """The job's directory, with one snapshot in memory, and the file of its shard."""
     from rekindle.format.layout import Chunk, Layout
-    from rekindle.format.lineage import Incarnation, Stamp
+    from rekindle.format.lineage import Incarnation, ShardId
     from rekindle.format.names import shard_name, step_dir
     from rekindle.format.receipt import Receipt, checksum
     from rekindle.memory.job_dir import Job, JobDir, memory_base
@@ -214,7 +216,7 @@ def _snapshot(url: str, nbytes: int, memory: Path) -> Iterator[tuple[str, str]]:
 
     sizes = [min(_TENSOR, nbytes - at) for at in range(0, nbytes, _TENSOR)]
     layout = Layout.build(Chunk(f"v.{n:04d}", "uint8", (s,), (0,), (s,)) for n, s in enumerate(sizes))
-    stamp = Stamp(1, 0, 1, Incarnation.begin(1))
+    stamp = ShardId(1, 0, 1, Incarnation.begin(1))
     job = JobDir.of(url, memory_base(str(memory)))
     job.create()
     job.write_job(Job(url, [0], 1, 1, None, 600.0))

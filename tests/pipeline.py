@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.format.boxes import Box
-from rekindle.format.lineage import Incarnation, Stamp
-from rekindle.format.reader import Reader, pour
+from rekindle.format.lineage import Incarnation, ShardId
+from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
 from rekindle.restore.fill import Filling, Sides
 from rekindle.restore.load import build, check_values, load
-from rekindle.restore.match import Fit, mismatch
+from rekindle.restore.match import Match, mismatch
 from rekindle.restore.reshard import Have, plan
 from rekindle.restore.saved import Saved
 from rekindle.save.capture import Capture
@@ -41,7 +41,7 @@ class Pipeline:
             self.caches[number] = None
             slot = self.slots[number] = mmap.mmap(-1, plan.layout.file_bytes)
         self.caches[number], sums = self.writer.write(plan, slot, self.caches[number], self.saves)
-        stamp = Stamp(self.saves, 0, 1, Incarnation(1, "a" * 16))
+        stamp = ShardId(self.saves, 0, 1, Incarnation(1, "a" * 16))
         self.saves += 1
         self.receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), "memory")
         return self.receipt
@@ -51,7 +51,7 @@ class Pipeline:
         live = Capture(state, rng).state
         receipt = self.receipt
         check_values(receipt, allow_pickle, live)
-        fit = Fit(live, Saved(receipt))
+        fit = Match(live, Saved(receipt))
         problems = fit.problems + [f"{name}: only in the live state" for name in fit.lacking]
         problems += [f"{name}: only in the checkpoint" for name in fit.surplus]
         if problems:
@@ -68,6 +68,6 @@ class Pipeline:
         with mmap.mmap(fd, receipt.file_bytes) as file:
             file[:] = self.slots[(self.saves - 1) % 2][:]
         with OpenShard(receipt, fd, Path("slot"), in_memory=True) as shard:
-            assert pour(Reader(shard), filling, filling.blocks) == []
+            assert read_blocks(ShardReader(shard), filling, filling.blocks) == []
         filling.settle()
         load(live, fit, build(live, fit, allow_pickle))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import step_dir
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.slots import Slots
@@ -17,7 +17,7 @@ START = Incarnation(1, "11" * 8)
 
 def save(root: Path, step: int, published: bool = True, nbytes: int = 8) -> Path:
     """A checkpoint of one rank on storage. Gives its directory."""
-    stamp = Stamp(step, 0, 1, START)
+    stamp = ShardId(step, 0, 1, START)
     receipt, shard = make_shard(stamp, {"a": bytes(nbytes)})
     store = PosixStore(root)
     store.write_shard(receipt, memoryview(shard), lambda _: None)
@@ -36,7 +36,7 @@ def job_in(memory: Path, root: Path, world: int = 1, drain_limit: int | None = N
 
 def remember(job: JobDir, step: int, rank: int = 0, world: int = 1, nbytes: int = 8) -> Path:
     """One rank's snapshot in memory. Gives its receipt."""
-    stamp = Stamp(step, rank, world, START, True)
+    stamp = ShardId(step, rank, world, START, True)
     receipt, shard = make_shard(stamp, {"a": bytes(nbytes)})
     commit(Slots(job, rank, world, list(range(world))), receipt, shard)
     return next(path for found, path in job.stamps() if (found.step, found.rank) == (step, rank))

@@ -20,7 +20,7 @@ from rekindle.faults.guard import Guard, Hooks
 from rekindle.faults.guarding import Guarding
 from rekindle.faults.notices import Notice
 from rekindle.faults.torchelastic import introduce
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.rebuild import compose
@@ -155,7 +155,7 @@ class Checkpointer:
         self._fence = Fence(self._capture.state, self._saves.hold)
         self._capture.overlap(self._fence)
         self._updates = Updates(self._capture.state, self._fence)
-        self._base: Stamp | None = None  # what this run went on from
+        self._base: ShardId | None = None  # what this run went on from
         self._begun = self._closed = self._ended = False
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
@@ -169,16 +169,16 @@ class Checkpointer:
         often = snapshot_every == "auto"
         self._overlap, self._in_step = agree_on_overlap(self._group, self._capture, overlap, often=often)
         self._incarnation = self._meeting.incarnation
-        if self._group.rank == self._meeting.mates[0]:
+        if self._group.rank == self._meeting.local_ranks[0]:
             introduce(self._job, self.root)
         self._saves.lock = self._meeting.lock
         self._storing = Storing(persist_every, persist_seconds, self._meeting.nodes)
         self._saves.spare(self._storing.pause, self._group.world)
         info = Job(
-            *(str(self.root), self._meeting.mates, self._group.world, keep, keep_every, idle_timeout, limit),
+            *(str(self.root), self._meeting.local_ranks, self._group.world, keep, keep_every, idle_timeout, limit),
             *(self._storing.pause, self._incarnation.id),
         )
-        self._leaving = Leaving(self._saves, self._store, self._job, self._meeting.mates, self._group.rank)
+        self._leaving = Leaving(self._saves, self._store, self._job, self._meeting.local_ranks, self._group.rank)
         try:
             if self._meeting.no_memory:
                 self._without_memory(self._meeting.no_memory)
@@ -194,12 +194,14 @@ class Checkpointer:
     # -- starting -----------------------------------------------------------------------------------------------
 
     def _with_memory(self, job: JobDir, info: Job, room: Room, fallback_after: float) -> None:
-        mates, rank, nbytes = self._meeting.mates, self._group.rank, self._meeting.nbytes
-        if rank == mates[0]:
+        local_ranks, rank, nbytes = self._meeting.local_ranks, self._group.rank, self._meeting.nbytes
+        if rank == local_ranks[0]:
             tell_what_a_node_costs(self._storing.pause, self._storing.every)
             self._keeper = AgentKeeper(job, info, fallback_after, self.metrics.agent)
             self._keeper.check()
-        slots = Slots(job, rank, self._group.world, mates, room.share(len(mates)), page_lock, room.headroom(job))
+        slots = Slots(
+            job, rank, self._group.world, local_ranks, room.share(len(local_ranks)), page_lock, room.headroom(job)
+        )
         slots.adopt()
         self._saves.use_memory(slots, self._overlap)
         if not self._meeting.found:  # else after the restore, which would have to share the cores with it
@@ -213,7 +215,7 @@ class Checkpointer:
     def _without_memory(self, why: str) -> None:
         if self._strict:
             raise MemoryStoreError(why)
-        if self._group.rank == self._meeting.mates[0]:
+        if self._group.rank == self._meeting.local_ranks[0]:
             means = what_storage_alone_means(self._storing.pause)
             log.warning("%s. Checkpoints go straight to storage, %s.", why, means)
         if self._meeting.lock is None:
@@ -261,7 +263,7 @@ class Checkpointer:
         at, parent, place, seconds, self._base = 0, "", "", 0.0, None  # an earlier restore() counts no more
         if done is not None:
             at, parent, place, seconds = done.step, done.incarnation.id, done.place, done.seconds
-            self._base = Stamp(at, self._group.rank, self._group.world, done.incarnation)
+            self._base = ShardId(at, self._group.rank, self._group.world, done.incarnation)
         self._incarnation = replace(self._incarnation, parent=parent, parent_step=at)
         self._saves.restored = self._saves.reached = at
         self._updates.begin()
@@ -398,8 +400,8 @@ class Checkpointer:
             return  # it has just been restored, and there is nothing to add
         self._saves.save(replace(self._stamp(n, persist), pinned=pin))
 
-    def _stamp(self, n: int, persist: bool = False) -> Stamp:
-        return Stamp(n, self._group.rank, self._group.world, self._incarnation, persist)
+    def _stamp(self, n: int, persist: bool = False) -> ShardId:
+        return ShardId(n, self._group.rank, self._group.world, self._incarnation, persist)
 
     def _check_step(self, n: int) -> None:
         self._check_open()
@@ -420,10 +422,10 @@ class Checkpointer:
             self._meeting.note_anew(self._job, self._group.rank, self._incarnation, None, back=False, chosen=False)
             self._meeting.go_on(self._job, self._store, self._group.rank, None, anyway=True)
 
-    def _wait_durable(self, stamp: Stamp, timeout: float) -> None:
+    def _wait_durable(self, stamp: ShardId, timeout: float) -> None:
         ours = stamp.incarnation == self._incarnation  # what was restored may be by more ranks, or fewer
-        mates = self._meeting.mates if ours else ()
-        see = partial(wait_durable, stamp, self._store, self._job, self._keeper, mates=mates)
+        local_ranks = self._meeting.local_ranks if ours else ()
+        see = partial(wait_durable, stamp, self._store, self._job, self._keeper, local_ranks=local_ranks)
         self._saves.see_durable(stamp, timeout, see)
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -431,7 +433,7 @@ class Checkpointer:
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints that this node can see, newest first; abandoned ones are left out."""
         self._saves.settle()
-        return list_checkpoints(self._job, self._store, self._meeting.mates)
+        return list_checkpoints(self._job, self._store, self._meeting.local_ranks)
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint that this node can see."""
@@ -450,7 +452,7 @@ class Checkpointer:
             return
         if self._successor:
             raise UsageError(self._successor)
-        durable: Stamp | None = None
+        durable: ShardId | None = None
         try:
             self._saves.settle()
             self._saves.catch_up(timeout)
@@ -481,7 +483,7 @@ class Checkpointer:
         if self._closed:
             raise UsageError(self._successor or "the checkpointer is closed")
 
-    def _let_go(self, durable: Stamp | None) -> None:
+    def _let_go(self, durable: ShardId | None) -> None:
         if not self._closed:
             self._closed = self._leaving.said = True
             self._fence.close()
@@ -497,4 +499,4 @@ class Checkpointer:
         elif not (self._closed or self._saves.forked):
             self._saves.see_out(0.0)
             self._let_go(None)
-            tell_copies(error, self._job, self._store, self._meeting.mates, self._saves)
+            tell_copies(error, self._job, self._store, self._meeting.local_ranks, self._saves)

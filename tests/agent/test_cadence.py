@@ -11,7 +11,7 @@ import pytest
 
 import rekindle
 from rekindle.agent.drain import Drainer
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
@@ -41,7 +41,7 @@ def save(job: JobDir) -> Iterator[Save]:
         stack.callback(slots.close)
 
         def save(step: int, persist: bool = False) -> None:
-            receipt, data = make_shard(Stamp(step, 0, 1, FIRST, persist), {"x": b"x" * 1000})
+            receipt, data = make_shard(ShardId(step, 0, 1, FIRST, persist), {"x": b"x" * 1000})
             commit(slots, receipt, data)
 
         yield save
@@ -99,7 +99,7 @@ def test_when_the_last_trainer_has_gone_storage_gets_all_there_is(memory: Path, 
     job.write_job(Job(str(root), [0], 1, 9, None, 600.0, persist_seconds=30.0))
     job.write_drained(time.monotonic(), 1.0)
     slots = Slots(job, 0, 1, [0])
-    receipt, data = make_shard(Stamp(1, 0, 1, FIRST, persist=False), {"x": b"x" * 1000})
+    receipt, data = make_shard(ShardId(1, 0, 1, FIRST, persist=False), {"x": b"x" * 1000})
     commit(slots, receipt, data)
     slots.close()
     assert Drainer(job).tick() and steps(root) == [1]

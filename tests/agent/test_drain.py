@@ -20,7 +20,7 @@ import pytest
 import rekindle
 from rekindle.agent.drain import Drainer
 from rekindle.agent.http import ask
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import step_dir
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.slots import Slots
@@ -61,7 +61,7 @@ def snapshot(job: JobDir, root: Path) -> Iterator[Callable[..., None]]:
             everyone = list(range(ranks))
             job.write_job(Job(str(root), everyone, ranks, 2, None, 600.0, drain_limit))
             for rank in everyone if only is None else [only]:
-                stamp = Stamp(step, rank, ranks, start, persist=True)
+                stamp = ShardId(step, rank, ranks, start, persist=True)
                 receipt, data = make_shard(stamp, {"x": bytes([rank]) * nbytes})
                 slots = Slots(job, rank, ranks, everyone)
                 stack.callback(slots.close)
@@ -356,11 +356,11 @@ def test_a_step_that_an_older_start_drained_too_is_drained_again_and_nobody_is_t
         snapshot(1 * MB, step=2, start=SECOND)
         drainer.hurry()
         older.join(20)
-        assert PosixStore(root).durable(Stamp(2, 0, 1, FIRST))
+        assert PosixStore(root).durable(ShardId(2, 0, 1, FIRST))
         assert drainer.pending() == 2
         assert drainer.tick()
         assert drainer.progress.error is None
-        assert PosixStore(root).durable(Stamp(2, 0, 1, SECOND))
+        assert PosixStore(root).durable(ShardId(2, 0, 1, SECOND))
         assert drainer.pending() is None
 
 

@@ -13,7 +13,7 @@ import rekindle
 from rekindle.agent import drain
 from rekindle.agent.drain import Drainer
 from rekindle.cli.operations import stop
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import Job, JobDir
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
@@ -36,7 +36,7 @@ class Node:
         self.drainer = Drainer(self.job)
 
     def save(self, step: int) -> None:
-        receipt, data = make_shard(Stamp(step, self.rank, 2, START), {f"x{self.rank}": b"%d" % step})
+        receipt, data = make_shard(ShardId(step, self.rank, 2, START), {f"x{self.rank}": b"%d" % step})
         commit(self.slots, receipt, data)
 
     def drain(self, step: int) -> bool:
@@ -96,7 +96,7 @@ def test_a_part_that_another_node_has_overtaken_is_no_missing_mount(
     one, other = nodes
     publish = PosixStore.publish
 
-    def late(store: PosixStore, stamp: Stamp) -> bool:
+    def late(store: PosixStore, stamp: ShardId) -> bool:
         """A newer step becomes durable just before, from another agent of this node, and its clean-up takes this one's
         part."""
         monkeypatch.setattr(PosixStore, "publish", publish)

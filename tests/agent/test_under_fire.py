@@ -14,7 +14,7 @@ import pytest
 
 from rekindle.agent.http import ask
 from rekindle.errors import AgentError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.memory.status import StatusPage
@@ -52,7 +52,7 @@ def job(memory: Path, root: Path) -> Iterator[JobDir]:
 
 def save(job: JobDir, root: Path, step: int) -> None:
     """A snapshot of ``step``, which is then to be found on storage, sound."""
-    receipt, data = make_shard(Stamp(step, 0, 1, FIRST), {"x": bytes([step]) * 10_000})
+    receipt, data = make_shard(ShardId(step, 0, 1, FIRST), {"x": bytes([step]) * 10_000})
     slots = Slots(job, 0, 1, [0])
     slots.adopt()
     commit(slots, receipt, data)

@@ -9,13 +9,13 @@ from typing import cast
 
 import pytest
 
-from rekindle.common.timeouts import within
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import NotDurableError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.session.finish import wait_durable
 from rekindle.storage.store import Store
 
-STAMP = Stamp(3, 0, 1, Incarnation(1, "a" * 16))
+STAMP = ShardId(3, 0, 1, Incarnation(1, "a" * 16))
 
 
 class TimedOut:
@@ -23,7 +23,7 @@ class TimedOut:
 
     poll = 0.01
 
-    def durable(self, stamp: Stamp) -> bool:
+    def durable(self, stamp: ShardId) -> bool:
         raise OSError(errno.ETIMEDOUT, "Connection timed out", "/mnt/x")
 
     has_shard = durable
@@ -32,14 +32,14 @@ class TimedOut:
 def test_work_that_hangs_is_given_up_by_name() -> None:
     free = threading.Event()
     with pytest.raises(TimeoutError, match=r"does not answer within 0 s.*/mnt/x"):
-        within(0.1, "/mnt/x", free.wait)
+        with_timeout(0.1, "/mnt/x", free.wait)
     free.set()
-    assert within(60.0, Path("/mnt/x"), lambda: 5) == 5
+    assert with_timeout(60.0, Path("/mnt/x"), lambda: 5) == 5
 
 
 def test_a_time_out_of_the_work_itself_is_told_as_it_is() -> None:
     with pytest.raises(OSError, match="Connection timed out: '/mnt/x'"):
-        within(120.0, "/mnt/x", lambda: TimedOut().durable(STAMP))
+        with_timeout(120.0, "/mnt/x", lambda: TimedOut().durable(STAMP))
 
 
 def test_storage_that_answers_with_a_time_out_is_not_called_slow() -> None:

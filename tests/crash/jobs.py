@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rekindle.agent.drain import Drainer
-from rekindle.format.lineage import Incarnation, Stamp, retired
+from rekindle.format.lineage import Incarnation, ShardId, retired
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.memory.job_dir import Job as Info
 from rekindle.memory.job_dir import JobDir
@@ -39,7 +39,7 @@ class Place:
     """Where the disk and the memory of a run lie, always by the same names. Memory that was filled once is kept."""
 
     path: Path
-    _filled: dict[tuple[Stamp, ...], JobDir] = field(default_factory=dict)
+    _filled: dict[tuple[ShardId, ...], JobDir] = field(default_factory=dict)
 
     @property
     def world(self) -> Path:
@@ -64,7 +64,7 @@ class Place:
                 with open(self.world / path, "wb", buffering=0) as file:
                     file.write(content)
 
-    def memory(self, *stamps: Stamp) -> JobDir:
+    def memory(self, *stamps: ShardId) -> JobDir:
         """A node's memory with these snapshots, as committed."""
         if stamps not in self._filled:
             job = JobDir(self.path / "memory" / f"{len(self._filled):06d}")
@@ -82,7 +82,7 @@ class Place:
         return self._filled[stamps]
 
 
-def newest_of(published: list[Any]) -> Stamp | None:
+def newest_of(published: list[Any]) -> ShardId | None:
     """What a restore would begin with."""
     seen = {entry.stamp.incarnation for entry in published}
     live = [e.stamp for e in published if not retired(e.stamp.step, e.stamp.incarnation, seen)]
@@ -108,10 +108,10 @@ def reports(tell: Callable[[object, str], None]) -> Iterator[None]:
     publish, durable = PosixStore.publish, Drainer._became_durable
     numbers = itertools.count(1 << 28)  # far from the numbers of starts: an import has an id of its own
 
-    def heard_publish(store: PosixStore, stamp: Stamp) -> bool:
+    def heard_publish(store: PosixStore, stamp: ShardId) -> bool:
         done = publish(store, stamp)
         if done:
-            tell(stamp.key, f"step {stamp.step} of start {stamp.incarnation.generation} is told to be durable")
+            tell(stamp.checkpoint, f"step {stamp.step} of start {stamp.incarnation.generation} is told to be durable")
         return done
 
     def heard_durable(drainer: Drainer, store: PosixStore, info: Info, key: Key) -> None:
@@ -174,22 +174,22 @@ class Run:
         if newest is not None:
             self.incarnation = replace(self.incarnation, parent=newest.incarnation.id, parent_step=self.step)
 
-    def begin(self, *ranks: int, world: int = 1) -> list[Stamp]:
+    def begin(self, *ranks: int, world: int = 1) -> list[ShardId]:
         """The next step's stamps, of these ranks."""
         self.step += 1
-        stamps = [Stamp(self.step, rank, world, self.incarnation) for rank in ranks]
+        stamps = [ShardId(self.step, rank, world, self.incarnation) for rank in ranks]
         self.know(stamps)
         return stamps
 
-    def know(self, stamps: list[Stamp]) -> None:
+    def know(self, stamps: list[ShardId]) -> None:
         files = {}
         for stamp in stamps:
             receipt, data = make_shard(stamp, _data(stamp.step, stamp.rank))
             files[shard_name(stamp.rank, stamp.world)] = data
             files[receipt_name(stamp.rank, stamp.world)] = receipt.raw
-        self.known[stamps[0].key] = files
+        self.known[stamps[0].checkpoint] = files
 
-    def write(self, stamp: Stamp) -> None:
+    def write(self, stamp: ShardId) -> None:
         receipt, data = make_shard(stamp, _data(stamp.step, stamp.rank))
         self.store.write_shard(receipt, memoryview(data), lambda nbytes: None)
 
@@ -266,7 +266,7 @@ def _prune(run: Run) -> None:
 
 
 def _settle(run: Run) -> None:
-    run.store.settle()
+    run.store.clean_up()
 
 
 def _discard(run: Run) -> None:
@@ -281,7 +281,7 @@ def _export(form: str) -> Callable[[Run], None]:
         from rekindle.transfer.progress import Progress
 
         newest = newest_of(run.store.published())
-        copies = [c for c in survey(None, run.store) if newest is not None and c.key == newest.key]
+        copies = [c for c in survey(None, run.store) if newest is not None and c.checkpoint == newest.checkpoint]
         if copies:
             out = run.place.world / f"out-{len(run.exports)}"
             export(copies[0], out, form, None, 4000, Progress())  # type: ignore[arg-type]

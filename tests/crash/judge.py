@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rekindle.agent.drain import Drainer
 from rekindle.errors import UsageError
-from rekindle.format.lineage import Incarnation, Stamp, retired
+from rekindle.format.lineage import Incarnation, ShardId, retired
 from rekindle.format.names import MANIFEST, receipt_name, shard_name, step_dir
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.catalog import survey
@@ -41,15 +41,15 @@ class Promise:
         live = [key for key in self.durable if not retired(*key, starts)]
         return max(live, key=lambda key: (key[0], key[1].generation), default=None)
 
-    def kept_by(self, newest: Stamp | None) -> str | None:
+    def kept_by(self, newest: ShardId | None) -> str | None:
         """What is wrong with what a restore would begin with; None when nothing is."""
         mine = self.newest
-        if mine is None or (newest is not None and newest.key == mine):
+        if mine is None or (newest is not None and newest.checkpoint == mine):
             return None
         what = f"step {mine[0]} of start {mine[1].generation}, told to be durable,"
         if newest is None:
             return f"{what} is lost: nothing is offered"
-        step, incarnation = newest.key
+        step, incarnation = newest.checkpoint
         newer = incarnation.generation > mine[1].generation or (incarnation == mine[1] and step > mine[0])
         if newer and not retired(step, incarnation, {one for _, one in self.durable}):
             return None
@@ -66,7 +66,7 @@ def look(root: Path, promise: Promise, known: Known) -> Iterator[str]:
         name = f"step {copy.step} of start {copy.incarnation.generation}"
         for problem in verify(copy):
             yield f"{name} is offered and torn: {problem}"
-        for file, content in known.get(copy.key, {}).items():
+        for file, content in known.get(copy.checkpoint, {}).items():
             path = Path(copy.files.named(file))
             if path.exists() and path.read_bytes() != content:
                 yield f"{name} is offered, and {file} is not what was saved"
@@ -77,17 +77,17 @@ def look(root: Path, promise: Promise, known: Known) -> Iterator[str]:
         yield lost
 
 
-def come_back(place: Place) -> tuple[Stamp, bool]:
+def come_back(place: Place) -> tuple[ShardId, bool]:
     """What the product does next: it tidies up, goes on from the newest checkpoint, and saves. The save, and whether
     it was told to be durable."""
     store = PosixStore(place.root)
-    store.settle()
+    store.clean_up()
     published = store.published()
     newest = newest_of(published)
     generation = 1 + max([entry.stamp.incarnation.generation for entry in published] + _generations(place.root))
     parent = (newest.incarnation.id, newest.step) if newest is not None else ("", 0)
     step = 1 + max([int(name[5:15]) for name in _steps(place.root)], default=0)
-    stamp = Stamp(step, 0, 1, Incarnation(generation, f"{generation:016x}", *parent))
+    stamp = ShardId(step, 0, 1, Incarnation(generation, f"{generation:016x}", *parent))
     return stamp, drain(place.memory(stamp))
 
 
@@ -100,7 +100,7 @@ def judge(place: Place, promise: Promise, known: Known, exports: Mapping[str, Tr
     if not durable:
         yield f"{name} did not become durable"
         return
-    after = promise.told(stamp.key)
+    after = promise.told(stamp.checkpoint)
     yield from (f"after {name} {wrong}" for wrong in look(place.root, after, known))
     litter = set(os.listdir(place.root)) - {step_dir(stamp.step)}
     if litter:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rekindle
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.names import step_dir
 from rekindle.storage import disk as calls
 from rekindle.storage.posix import PosixStore
@@ -82,10 +82,10 @@ def test_two_nodes_that_publish_at_once(explorer: Explorer) -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_no_checkpoint_comes_back_without_its_pin(explorer: Explorer, broken: bool) -> None:
     def pinned_save(run: Run) -> None:
-        receipt, data = make_shard(Stamp(1, 0, 1, run.incarnation, pinned=True), {"x": b"x" * 5000})
+        receipt, data = make_shard(ShardId(1, 0, 1, run.incarnation, pinned=True), {"x": b"x" * 5000})
         run.store.write_shard(receipt, memoryview(data), lambda nbytes: None)
-        assert run.store.publish(Stamp(1, 0, 1, run.incarnation))
-        run.store.settle()
+        assert run.store.publish(ShardId(1, 0, 1, run.incarnation))
+        run.store.clean_up()
 
     if broken:
         explorer.mutate = without("sync", lambda path: path.name.endswith(".partial"))
@@ -202,9 +202,9 @@ def test_a_manifest_before_its_shards_is_found(place: Path) -> None:
 def test_trusting_a_manifest_that_can_be_seen_is_found(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as nobody had synced it, it was none; two nodes and a power cut at the wrong moment lost everything."""
 
-    def seen(store: PosixStore, stamp: Stamp) -> bool:
+    def seen(store: PosixStore, stamp: ShardId) -> bool:
         found = [store._stamp(path) for path in (store.partial(stamp), store.root / step_dir(stamp.step))]
-        return any(one is not None and one.key == stamp.key for one in found)
+        return any(one is not None and one.checkpoint == stamp.checkpoint for one in found)
 
     monkeypatch.setattr(PosixStore, "_secure", seen)
     explorer = Explorer(place)

@@ -6,13 +6,13 @@ from typing import Any
 
 from rekindle.format.boxes import Box, lacking, uncovered
 from rekindle.format.layout import Chunk, Layout
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.receipt import Receipt
 
 
 def receipt(rank: int, chunks: list[Chunk], structure: Any) -> Receipt:
     layout = Layout.build(chunks)
-    stamp = Stamp(1, rank, 2, Incarnation(1, "a" * 16))
+    stamp = ShardId(1, rank, 2, Incarnation(1, "a" * 16))
     raw = Receipt.encode(stamp, Receipt.static_part(layout, structure), ["0" * 16] * len(layout.blocks), b"[]")
     return Receipt.decode(raw, "receipt")
 

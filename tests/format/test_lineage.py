@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.errors import FormatError
-from rekindle.format.lineage import Incarnation, Stamp, retired
+from rekindle.format.lineage import Incarnation, ShardId, retired
 
 FIRST = Incarnation(1, "a" * 16)
 
@@ -59,17 +59,17 @@ STEPS = st.integers(0, 10**10 - 1)
 
 
 def test_shards_of_one_checkpoint_share_step_and_incarnation():
-    assert Stamp(3, 0, 2, FIRST).key == Stamp(3, 1, 2, FIRST, persist=False).key
-    assert Stamp(3, 0, 2, FIRST).key != Stamp(3, 0, 2, after(2, 2)).key
+    assert ShardId(3, 0, 2, FIRST).checkpoint == ShardId(3, 1, 2, FIRST, persist=False).checkpoint
+    assert ShardId(3, 0, 2, FIRST).checkpoint != ShardId(3, 0, 2, after(2, 2)).checkpoint
 
 
 @given(STEPS, st.integers(0, 9), st.integers(1, 9), st.booleans(), IDS, STEPS)
 def test_a_stamp_survives_json(step, rank, world, persist, name, parent_step):
-    stamp = Stamp(step, rank, rank + world, Incarnation(world, name, name, parent_step), persist)
-    assert Stamp.from_json(json.loads(json.dumps(stamp.to_json()))) == stamp
+    stamp = ShardId(step, rank, rank + world, Incarnation(world, name, name, parent_step), persist)
+    assert ShardId.from_json(json.loads(json.dumps(stamp.to_json()))) == stamp
 
 
-OTHER = Stamp(1, 0, 1, FIRST).to_json()["incarnation"]
+OTHER = ShardId(1, 0, 1, FIRST).to_json()["incarnation"]
 WRONG = (
     {"step": "x"},
     {"step": -1},
@@ -87,8 +87,8 @@ WRONG += (
 
 
 @pytest.mark.parametrize(
-    "value", [None, [], {}, {"step": 1}, *({**Stamp(1, 0, 1, FIRST).to_json(), **w} for w in WRONG)]
+    "value", [None, [], {}, {"step": 1}, *({**ShardId(1, 0, 1, FIRST).to_json(), **w} for w in WRONG)]
 )
 def test_a_stamp_that_is_none_is_refused(value):
     with pytest.raises(FormatError):
-        Stamp.from_json(value)
+        ShardId.from_json(value)

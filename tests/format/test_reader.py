@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from rekindle.format.layout import BLOCK
-from rekindle.format.lineage import Incarnation, Stamp
-from rekindle.format.reader import Nowhere, Reader, pour, runs
+from rekindle.format.lineage import Incarnation, ShardId
+from rekindle.format.reader import NullSink, ShardReader, read_blocks, runs
 from rekindle.format.shard import OpenShard
 
-STAMP = Stamp(7, 0, 1, Incarnation(1, "a" * 16))
+STAMP = ShardId(7, 0, 1, Incarnation(1, "a" * 16))
 SIZES = [
     0,
     1,
@@ -34,7 +34,7 @@ SIZES = [
 ]
 
 
-class Memory(Nowhere):
+class Memory(NullSink):
     """Puts blocks into memory of its own; those that ``aside`` picks come by ``take``."""
 
     def __init__(self, shard: OpenShard, aside=lambda block: False) -> None:
@@ -88,9 +88,9 @@ def test_every_byte_arrives(tmp_path, shard_of, data, way, aside):
     if way == "cold":
         evict(path)
     with OpenShard.open(path, way == "memory") as shard:
-        reader, sink, counted = Reader(shard), Memory(shard, aside), []
+        reader, sink, counted = ShardReader(shard), Memory(shard, aside), []
         assert reader.header_is_sound()
-        assert pour(reader, sink, range(len(sink.blocks)), counted.append) == []
+        assert read_blocks(reader, sink, range(len(sink.blocks)), counted.append) == []
         reader.close()
         assert sink.whole() == path.with_suffix(".safetensors").read_bytes()[shard.receipt.header_bytes :]
         assert sum(counted) == shard.receipt.layout.nbytes
@@ -102,8 +102,8 @@ def test_a_file_system_that_refuses_direct_reads(ramfs, shard_of, data):
     with pytest.raises(OSError):
         os.open(path, os.O_RDONLY | os.O_DIRECT)
     with OpenShard.open(path, in_memory=False) as shard:
-        reader, sink = Reader(shard), Memory(shard)
-        assert pour(reader, sink, range(len(sink.blocks))) == []
+        reader, sink = ShardReader(shard), Memory(shard)
+        assert read_blocks(reader, sink, range(len(sink.blocks))) == []
         assert sink.whole() == path.with_suffix(".safetensors").read_bytes()[shard.receipt.header_bytes :]
 
 
@@ -117,7 +117,7 @@ def test_a_cold_file_is_read_past_the_page_cache(tmp_path, shard_of, data):
     evict(path)
     with OpenShard.open(path, in_memory=False) as shard:
         sink = Memory(shard)
-        assert pour(Reader(shard), sink, range(len(sink.blocks))) == []
+        assert read_blocks(ShardReader(shard), sink, range(len(sink.blocks))) == []
     assert resident(path) < 0.1
 
 
@@ -140,7 +140,7 @@ def test_a_file_that_gets_shorter_is_damaged_from_there_on(tmp_path, shard_of, d
         evict(path)
         os.truncate(path.with_suffix(".safetensors"), cut)
         sink = Memory(shard)
-        bad = pour(Reader(shard), sink, range(len(blocks)), to_the_end=True)
+        bad = read_blocks(ShardReader(shard), sink, range(len(blocks)), to_the_end=True)
         assert bad == [number for number, (_, stop) in enumerate(blocks) if base + stop > cut]
 
 
@@ -150,7 +150,7 @@ def test_reading_stops_early_when_nothing_else_is_wanted(tmp_path, shard_of):
         with open(path.with_suffix(".safetensors"), "r+b") as file:
             file.seek(shard.receipt.header_bytes)
             file.write(b"x")
-        reader, judged = Reader(shard), threading.Event()
+        reader, judged = ShardReader(shard), threading.Event()
 
         class Waiting(Memory):
             """Keeps the other threads until the damaged block was found: on a busy machine they might be through."""
@@ -159,7 +159,7 @@ def test_reading_stops_early_when_nothing_else_is_wanted(tmp_path, shard_of):
                 assert number == 0 or judged.wait(60)
                 return super().place(number)
 
-        assert pour(reader, Waiting(shard), range(12), lambda _: judged.set()) == [0]
+        assert read_blocks(reader, Waiting(shard), range(12), lambda _: judged.set()) == [0]
         assert reader.nbytes <= 10 * BLOCK
 
 

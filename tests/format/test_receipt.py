@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from rekindle.errors import CorruptError, FormatError
 from rekindle.format import receipt as receipt_module
 from rekindle.format.layout import Chunk, Layout
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.receipt import Receipt, checksum, parse, read_stamp, seal
 
 INCARNATION = Incarnation(3, "0123456789abcdef", "fedcba9876543210", 7)
-STAMP = Stamp(12, 1, 4, INCARNATION, persist=False)
+STAMP = ShardId(12, 1, 4, INCARNATION, persist=False)
 
 ids = st.text("0123456789abcdef", min_size=16, max_size=16)
 incarnations = st.builds(Incarnation, st.integers(1, 10**9), ids, ids | st.just(""), st.integers(0, 10**10 - 1))
 stamps = st.builds(
-    Stamp, st.integers(0, 10**10 - 1), st.integers(0, 49999), st.integers(50000, 99999), incarnations, st.booleans()
+    ShardId, st.integers(0, 10**10 - 1), st.integers(0, 49999), st.integers(50000, 99999), incarnations, st.booleans()
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -41,7 +41,7 @@ structures = st.recursive(
 )
 
 
-def encode(stamp: Stamp, values: list, structure: object = None) -> bytes:
+def encode(stamp: ShardId, values: list, structure: object = None) -> bytes:
     chunks = [Chunk("w", "float32", (2, 3), (0, 0), (2, 3)), Chunk("b", "bfloat16", (8,), (4,), (4,))]
     layout = Layout.build(chunks)
     sums = [checksum(b"%d" % i) for i in range(len(layout.blocks))]

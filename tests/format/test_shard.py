@@ -6,11 +6,11 @@ import pytest
 
 from rekindle.errors import CorruptError, FormatError
 from rekindle.format.layout import BLOCK
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.shard import OpenShard
 from rekindle.storage.verify import verify_shard
 
-STAMP = Stamp(7, 0, 1, Incarnation(1, "a" * 16))
+STAMP = ShardId(7, 0, 1, Incarnation(1, "a" * 16))
 DATA = {"a": bytes(range(200)), "b": b"", "c": b"c" * (BLOCK + 5)}
 
 

@@ -15,7 +15,7 @@ import torch
 
 from rekindle import Values
 from rekindle.format.layout import Chunk, Layout
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import job_name, receipt_name
 from rekindle.format.receipt import Receipt, checksum
 from rekindle.save.capture import Capture
@@ -85,7 +85,7 @@ def single() -> Path:
     writer = ShardWriter()
     _, sums = writer.write(plan, mapped, None, 0)
     writer.close()
-    receipt = Receipt.decode(Receipt.encode(Stamp(STEP, 0, 1, FIRST), plan.static, sums, values), "made here")
+    receipt = Receipt.decode(Receipt.encode(ShardId(STEP, 0, 1, FIRST), plan.static, sums, values), "made here")
     store = PosixStore(root)
     store.write_shard(receipt, memoryview(mapped), lambda nbytes: None)
     assert store.publish(receipt.stamp)
@@ -114,7 +114,7 @@ def sharded(rank: int) -> tuple[Receipt, bytes]:
         "odd": {"$dict": [[{"$tuple": [1, "a"]}, {"$value": 3}], [5, {"$ordered": [["x", {"$value": 4}]]}]]},
     }
     values = json.dumps([rank, 0.1, "w", {"$set": [1, 2]}, {"$array": ["<i4", [2, 1], "AQAAAAIAAAA="]}]).encode()
-    text = Receipt.encode(Stamp(STEP, rank, 2, FIRST), Receipt.static_part(layout, structure), sums, values)
+    text = Receipt.encode(ShardId(STEP, rank, 2, FIRST), Receipt.static_part(layout, structure), sums, values)
     return Receipt.decode(text, "made here"), layout.header + data[: layout.nbytes]
 
 

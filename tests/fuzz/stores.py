@@ -28,7 +28,7 @@ from rekindle.memory.rebuild import compose_for_the_dead
 from rekindle.memory.slots import Slots
 from rekindle.memory.status import StatusPage
 from rekindle.restore.restore import restore
-from rekindle.session.group import Alone
+from rekindle.session.group import SingleProcess
 from rekindle.state.rng import RNG, RngState
 from rekindle.storage.posix import PosixStore
 from tests.conftest import commit
@@ -114,7 +114,7 @@ class checkpoint:
             command(what, root, *out, *more, "--memory", place)
         restored(root, world)
         store = PosixStore(root)
-        refused(lambda: (store.settle(), store.prune(1, None)))
+        refused(lambda: (store.clean_up(), store.prune(1, None)))
         assert all(path.name in ("root", "outside", "safetensors", "torch", "dcp") for path in place.iterdir())
 
 
@@ -169,7 +169,7 @@ def restored(root: Path, world: int, job: JobDir | None = None) -> None:
     before = torch.get_rng_state()
     state[RNG] = RngState()
     for parts in (None, frozenset(state)):
-        refused(lambda parts=parts: restore(Alone(), state, job, PosixStore(root), None, False, parts))  # type: ignore[misc]
+        refused(lambda parts=parts: restore(SingleProcess(), state, job, PosixStore(root), None, False, parts))  # type: ignore[misc]
     torch.set_rng_state(before)
 
 
@@ -273,7 +273,7 @@ class memory:
         refused(lambda: job_status(job))
         refused(lambda: str(job.drain_error()) + str(job.durable()))
         refused(lambda: compose_for_the_dead(job))
-        refused(lambda: [job.remove_strangers(stamp.key) for stamp, _ in list(job.stamps())[:1]])
+        refused(lambda: [job.remove_strangers(stamp.checkpoint) for stamp, _ in list(job.stamps())[:1]])
         restored(root, 2, job)
         drainer = Drainer(job)
         for _ in range(2):

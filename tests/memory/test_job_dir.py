@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import job_name, receipt_name, shard_name, step_dir
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.lock import Lock
@@ -267,7 +267,7 @@ def test_the_durable_step_is_remembered_in_full_memory_too(small_tmpfs, root):
 
 def put(job: JobDir, shard_of, step: int, rank: int = 0, world: int = 1) -> Path:
     """A snapshot, by hand."""
-    stamp = Stamp(step, rank, world, Incarnation(1, "a" * 16))
+    stamp = ShardId(step, rank, world, Incarnation(1, "a" * 16))
     receipt, data = shard_of(stamp, {"x": b"%d" % step})
     directory = job.path / step_dir(step)
     directory.mkdir(exist_ok=True)

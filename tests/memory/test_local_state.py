@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.format.layout import Chunk, Layout
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.memory.infer import infer
 from rekindle.memory.job_dir import JobDir
@@ -22,8 +22,8 @@ STATIC = Receipt.static_part(LAYOUT, {"buffer": {"$tensor": "buffer"}})
 REPLICAS = {"weight": [0, 1]}
 
 
-def stamp(step: int, rank: int = 0) -> Stamp:
-    return Stamp(step, rank, 2, FIRST, False)
+def stamp(step: int, rank: int = 0) -> ShardId:
+    return ShardId(step, rank, 2, FIRST, False)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.errors import MemoryStoreError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.shard import OpenShard
 from rekindle.memory.job_dir import Job, JobDir, memory_base
@@ -42,7 +42,7 @@ def job(memory: Path, root: Path) -> JobDir:
 def begin(slots: Slots, step: int, incarnation: Incarnation = FIRST, size: int = SIZE) -> Slot:
     """Everything of a save but its commit."""
     receipt, data = make_shard(
-        Stamp(step, slots.rank, slots.world, incarnation), {"x": content(step, slots.rank, size)}
+        ShardId(step, slots.rank, slots.world, incarnation), {"x": content(step, slots.rank, size)}
     )
     slot = slots.acquire(step, incarnation, receipt.file_bytes)
     slot.map[: len(data)] = data  # the mapping may be longer than the file
@@ -50,7 +50,7 @@ def begin(slots: Slots, step: int, incarnation: Incarnation = FIRST, size: int =
 
 
 def end(slots: Slots, slot: Slot, step: int, incarnation: Incarnation = FIRST, size: int = SIZE, persist=True) -> None:
-    stamp = Stamp(step, slots.rank, slots.world, incarnation, persist)
+    stamp = ShardId(step, slots.rank, slots.world, incarnation, persist)
     slots.commit(slot, stamp, make_shard(stamp, {"x": content(step, slots.rank, size)})[0].raw)
 
 
@@ -184,7 +184,7 @@ def test_an_abandoned_save_leaves_nothing_visible_and_its_slot_is_used_again(job
 def test_a_receipt_can_be_replaced_in_place(job):
     slots = alone(job)
     save(slots, 1, persist=False)
-    stamp = Stamp(1, 0, 1, FIRST, persist=True)
+    stamp = ShardId(1, 0, 1, FIRST, persist=True)
     slots.write_receipt(stamp, make_shard(stamp, {"x": content(1)})[0].raw)
     assert [stamp.persist for stamp, _ in job.stamps()] == [True]
     assert_sound(job, 1)
@@ -475,10 +475,10 @@ def test_a_snapshot_on_its_way_to_storage_is_not_the_first_to_go(job):
 
 
 def test_the_oldest_snapshot_that_is_to_be_pinned_stays_until_storage_has_it(job):
-    slots, newest = alone(job), Stamp(9, 0, 1, FIRST)
+    slots, newest = alone(job), ShardId(9, 0, 1, FIRST)
 
     def pin(step: int) -> None:
-        stamp = Stamp(step, 0, 1, FIRST, True, pinned=True)
+        stamp = ShardId(step, 0, 1, FIRST, True, pinned=True)
         slots.commit(begin(slots, step), stamp, make_shard(stamp, {"x": content(step)})[0].raw)
 
     for step in (1, 2):
@@ -487,8 +487,8 @@ def test_the_oldest_snapshot_that_is_to_be_pinned_stays_until_storage_has_it(job
     for step in (3, 4, 5, 6):
         save(slots, step)
     assert steps(job)[0] == 1 and 2 not in steps(job) and len(files(job)) <= 4
-    assert slots.to_pin(Stamp(1, 0, 1, FIRST)) == [], "older ones only"
-    assert slots.to_pin(Stamp(9, 0, 1, Incarnation(2, "b" * 16, parent="a" * 16, parent_step=0))) == [], "abandoned"
+    assert slots.to_pin(ShardId(1, 0, 1, FIRST)) == [], "older ones only"
+    assert slots.to_pin(ShardId(9, 0, 1, Incarnation(2, "b" * 16, parent="a" * 16, parent_step=0))) == [], "abandoned"
     job.write_durable(1)
     assert slots.to_pin(newest) == []
     pin(7)
@@ -639,7 +639,7 @@ def test_memory_that_somebody_else_fills_is_an_error_and_the_next_save_leaves_no
     save(slots, 1)
     slot = begin(slots, 2)
     fill(base / "filler")
-    stamp = Stamp(2, 0, 1, FIRST)
+    stamp = ShardId(2, 0, 1, FIRST)
     receipt, _ = make_shard(stamp, {"x": content(2)})
     with pytest.raises(MemoryStoreError):
         slots.commit(slot, stamp, receipt.raw)

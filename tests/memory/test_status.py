@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import FormatError
-from rekindle.memory.status import SECURED, STABLE, UPDATING, Reader, StatusPage, read_status
+from rekindle.memory.status import SECURED, STABLE, UPDATING, StatusPage, StatusReader, read_status
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_no_look_sees_two_writes_mixed_and_none_is_lost_by_a_kill(tmp_path: Path
     deadline = time.monotonic() + 30
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    reader, steps = Reader(path), []
+    reader, steps = StatusReader(path), []
     while len(set(steps)) < 1000 and time.monotonic() < deadline:
         seen = reader.read()
         assert seen.step == seen.snapshot == seen.secured == seen.longest
@@ -70,7 +70,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 def test_a_truncated_page_ends_nobody_and_is_mended_by_its_owners_next_write(tmp_path: Path) -> None:
     path = tmp_path / "page"
     page = StatusPage(path, 1)
-    reader = Reader(path)
+    reader = StatusReader(path)
     for size in (0, 10, 70):
         os.truncate(path, size)
         with pytest.raises(FormatError, match="not a status page"):

@@ -103,4 +103,4 @@ class TestAzure(StoreContract):
         blob.upload_blob(bytes(data), overwrite=True)
 
     def test_conditions_are_kept(self) -> None:
-        assert self.open().weakness() is None
+        assert self.open().capability_warning() is None

@@ -26,7 +26,7 @@ from rekindle.agent.drain import Drainer
 from rekindle.cli.main import main
 from rekindle.common.os_errors import explain
 from rekindle.errors import UsageError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import root_of
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.slots import Slots
@@ -62,7 +62,7 @@ def snapshot(memory: Path) -> Iterator[Callable[..., JobDir]]:
             job.create()
             job.write_job(Job(root, everyone, ranks, 1, None, 600.0, drain_limit))
             for rank in everyone:
-                stamp = Stamp(step, rank, ranks, FIRST)
+                stamp = ShardId(step, rank, ranks, FIRST)
                 receipt, data = make_shard(stamp, {f"x{rank}": random.Random(step).randbytes(nbytes)})
                 slots = Slots(job, rank, ranks, everyone)
                 stack.callback(slots.close)
@@ -122,7 +122,7 @@ def test_a_job_goes_on_from_an_object_store_and_every_command_knows_it(url: str,
 
 
 def test_a_parent_of_runs_names_what_is_below_it(url: str, memory: Path) -> None:
-    stamp = Stamp(3, 0, 1, Incarnation(1, "11" * 8))
+    stamp = ShardId(3, 0, 1, Incarnation(1, "11" * 8))
     receipt, shard = make_shard(stamp, {"a": b"12345678"})
     for name in ("a", "b"):
         store = open_store(f"{url}/runs/{name}")
@@ -271,7 +271,7 @@ def test_a_damaged_snapshot_is_given_up_though_its_parts_cant_be_removed(
         assert drainer.progress.error and "differs from its checksum" in drainer.progress.error
         proxy.mood = "well"
         snapshot(url, 2, 5000, ranks=2)
-        assert drainer.tick() and not open_store(url).has_shard(Stamp(1, 0, 2, FIRST))
+        assert drainer.tick() and not open_store(url).has_shard(ShardId(1, 0, 2, FIRST))
 
 
 def test_a_server_without_conditional_writes_is_told_of_and_used(
@@ -308,14 +308,14 @@ def test_a_server_that_ignores_conditions_is_told_of(
 def test_a_good_server_has_no_weakness_and_keeps_nothing_of_the_question(url: str) -> None:
     store = open_store(url)
     assert isinstance(store, ObjectStore)
-    assert store.weakness() is None and list(store.bucket.walk()) == []
+    assert store.capability_warning() is None and list(store.bucket.walk()) == []
 
 
 def test_a_lost_answer_to_the_question_is_no_weakness(url: str, s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with Proxy(s3.endpoint) as proxy:
         store = open_store(proxied(url, proxy, monkeypatch))
         proxy.mood = "losing"
-        assert store.weakness() is None and proxy.mood == "well"
+        assert store.capability_warning() is None and proxy.mood == "well"
 
 
 def test_wrong_keys_are_an_error_that_names_the_root(url: str, s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST, receipt_name, shard_name
 from rekindle.format.receipt import checksum, seal
 
@@ -63,7 +63,7 @@ class Place:
 
 def _reseal(path: Path, change: Callable[[Fields], object]) -> None:
     fields = json.loads(path.read_bytes())
-    stamp = Stamp.from_json(fields.pop("stamp"))
+    stamp = ShardId.from_json(fields.pop("stamp"))
     kind = fields.pop("format")
     for key in ("digest", "stamp_digest", "version"):
         del fields[key]

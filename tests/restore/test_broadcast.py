@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.save.capture import Capture
@@ -48,7 +48,7 @@ def save(store: PosixStore, step: int, world: int) -> None:
         writer = ShardWriter()
         _, sums = writer.write(plan, slot, None, step)
         writer.close()
-        receipt = Receipt.decode(Receipt.encode(Stamp(step, rank, world, FIRST), plan.static, sums, values), "test")
+        receipt = Receipt.decode(Receipt.encode(ShardId(step, rank, world, FIRST), plan.static, sums, values), "test")
         store.write_shard(receipt, memoryview(slot), lambda nbytes: None)
     assert store.publish(receipt.stamp)
 
@@ -59,13 +59,13 @@ def restore_in_rank(root: Path, rank: int, world: int, shards: int, pipe: Any) -
     import torch.distributed as dist
 
     from rekindle.restore.restore import restore
-    from rekindle.session.group import Group
+    from rekindle.session.group import ProcessGroup
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{root}.rendezvous", rank=rank, world_size=world)
     try:
         state = build(99, rank)
-        done, _ = restore(Group(timedelta(seconds=30)), state, None, PosixStore(root), None, False)
+        done, _ = restore(ProcessGroup(timedelta(seconds=30)), state, None, PosixStore(root), None, False)
         wanted = build(done.step, rank % shards)["model"].state_dict()
         same = all(
             torch.equal(

@@ -15,7 +15,7 @@ from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.restore.candidate import half_loaded
 from rekindle.restore.restore import restore
-from rekindle.session.group import Alone
+from rekindle.session.group import SingleProcess
 from rekindle.storage.posix import PosixStore
 
 
@@ -73,7 +73,7 @@ class Saved:
             file.write(bytes([byte ^ 1]))
 
     def load(self, training: Training, step: int | None = None):
-        return restore(Alone(), training.state, self.job, self.store, step, False)[0]
+        return restore(SingleProcess(), training.state, self.job, self.store, step, False)[0]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
@@ -99,5 +99,5 @@ class Model:
         self.bytes_verified += nbytes
 
 
-def _key(stamp: Stamp) -> tuple[int, str]:
+def _key(stamp: ShardId) -> tuple[int, str]:
     return stamp.step, stamp.incarnation.id

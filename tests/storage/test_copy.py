@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import CorruptError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import shard_name
 from rekindle.storage.catalog import survey
 from rekindle.storage.copy import copy_shard
@@ -23,7 +23,7 @@ from rekindle.storage.throttle import Budget
 from rekindle.storage.verify import verify
 from tests.conftest import make_shard
 
-STAMP = Stamp(7, 0, 1, Incarnation(1, "a" * 16))
+STAMP = ShardId(7, 0, 1, Incarnation(1, "a" * 16))
 MIB = 1 << 20
 
 
@@ -244,7 +244,7 @@ def test_a_disk_that_is_full_half_way_is_an_error_and_leaves_no_file(mounted, ki
     """ext4 says so before the first byte; ext2 can't set room aside, and says so in the middle."""
     disk = mounted(kind, 24 * MIB)
     store = PosixStore(disk / "run")
-    receipt, small = make_shard(Stamp(1, 0, 1, STAMP.incarnation), {"x": noise(MIB)})
+    receipt, small = make_shard(ShardId(1, 0, 1, STAMP.incarnation), {"x": noise(MIB)})
     store.write_shard(receipt, lay(small), lambda nbytes: None)
     assert store.publish(receipt.stamp)
     receipt, data = make_shard(STAMP, {"x": noise(32 * MIB)})

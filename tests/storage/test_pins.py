@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import rekindle
 from rekindle.agent.drain import Drainer
 from rekindle.cli.main import main
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
@@ -105,7 +105,7 @@ def test_a_pin_is_there_with_the_checkpoint(
     job.create()
     job.write_job(Job(str(root), [0], 1, 1, None, 600.0))
     slots = Slots(job, 0, 1, [0])
-    stamp = Stamp(1, 0, 1, FIRST, pinned=asked == "before the drain")
+    stamp = ShardId(1, 0, 1, FIRST, pinned=asked == "before the drain")
     receipt, data = make_shard(stamp, {"x": b"x" * 1000})
     commit(slots, receipt, data)
     write = PosixStore.write_shard
@@ -113,7 +113,7 @@ def test_a_pin_is_there_with_the_checkpoint(
     def meanwhile(self: PosixStore, *args: object) -> None:
         write(self, *args)  # type: ignore[arg-type]
         if asked == "during the drain":
-            wanted = Stamp(1, 0, 1, FIRST, pinned=True)
+            wanted = ShardId(1, 0, 1, FIRST, pinned=True)
             slots.write_receipt(wanted, receipt.stamped(wanted))
 
     monkeypatch.setattr(PosixStore, "write_shard", meanwhile)

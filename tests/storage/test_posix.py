@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from rekindle.common.failpoints import POINTS
 from rekindle.errors import CorruptError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import parse
 from rekindle.storage.catalog import STORAGE, survey
@@ -36,8 +36,8 @@ def content(step: int, rank: int = 0) -> dict[str, bytes]:
     return {"x": b"step %d " % step * 1000, "y": b"rank %d" % rank}
 
 
-def write(store: PosixStore, step: int, rank: int = 0, world: int = 1, incarnation: Incarnation = FIRST) -> Stamp:
-    receipt, data = make_shard(Stamp(step, rank, world, incarnation), content(step, rank))
+def write(store: PosixStore, step: int, rank: int = 0, world: int = 1, incarnation: Incarnation = FIRST) -> ShardId:
+    receipt, data = make_shard(ShardId(step, rank, world, incarnation), content(step, rank))
     store.write_shard(receipt, memoryview(data), lambda nbytes: None)
     return receipt.stamp
 
@@ -67,7 +67,7 @@ def test_an_empty_or_missing_root_has_no_checkpoints(store, root):
     assert store.published() == [] and store.find(1) is None
     root.mkdir()
     assert store.published() == []
-    store.settle()
+    store.clean_up()
     assert store.prune(1, None) == []
 
 
@@ -152,7 +152,7 @@ def test_foreign_files_are_no_checkpoints_and_stay(store, root):
     (root / "step-0000000099" / "mine.bin").write_text("mine")
     (root / step_dir(1) / "mine.bin").write_text("mine")
     store.prune(1, None)
-    store.settle()
+    store.clean_up()
     assert steps(store) == [3]
     assert {"notes.txt", "step-0000000099/mine.bin", f"{step_dir(1)}/mine.bin"} <= files(root)
 
@@ -162,7 +162,7 @@ def test_foreign_files_are_no_checkpoints_and_stay(store, root):
 
 @pytest.mark.parametrize(("at", "name"), [(8, "header"), (4096, "'v.x'"), (-1, "'v.y'")])
 def test_a_damaged_source_is_never_published_and_leaves_no_file(store, root, at, name):
-    receipt, data = make_shard(Stamp(7, 0, 1, FIRST), content(7))
+    receipt, data = make_shard(ShardId(7, 0, 1, FIRST), content(7))
     damaged = bytearray(data)
     damaged[at] ^= 1
     with pytest.raises(CorruptError) as caught:
@@ -176,7 +176,7 @@ def test_a_damaged_source_is_never_published_and_leaves_no_file(store, root, at,
 
 
 def test_progress_counts_the_file(store):
-    receipt, data = make_shard(Stamp(7, 0, 1, FIRST), content(7))
+    receipt, data = make_shard(ShardId(7, 0, 1, FIRST), content(7))
     counted: list[int] = []
     store.write_shard(receipt, memoryview(data), counted.append)
     assert sum(counted) == receipt.file_bytes
@@ -185,7 +185,7 @@ def test_progress_counts_the_file(store):
 def test_a_full_storage_is_an_error_and_leaves_no_file_behind(small_tmpfs):
     store = PosixStore(small_tmpfs(1 << 20) / "run")
     save(store, 1)
-    receipt, data = make_shard(Stamp(2, 0, 1, FIRST), {"x": b"x" * (2 << 20)})
+    receipt, data = make_shard(ShardId(2, 0, 1, FIRST), {"x": b"x" * (2 << 20)})
     with pytest.raises(OSError, match="No space left"):
         store.write_shard(receipt, memoryview(data), lambda nbytes: None)
     assert steps(store) == [1]
@@ -226,12 +226,12 @@ def test_abandoned_steps_stay_until_their_successor_is_durable(store, root):
     save(store, 3, 4, 5, 6)
     write(store, 5, incarnation=SECOND)  # begun, not durable
     assert store.prune(9, None) == []
-    store.settle()
+    store.clean_up()
     assert steps(store) == [3, 4, 5, 6]
     save(store, 5, incarnation=SECOND)
     assert sorted(store.prune(9, None)) == [5, 6]
     assert [(p.stamp.step, p.stamp.incarnation.generation) for p in store.published()] == [(3, 1), (4, 1), (5, 2)]
-    store.settle()
+    store.clean_up()
     assert {path.name for path in root.iterdir()} == {step_dir(step) for step in (3, 4, 5)}
     assert_sound(store)
 
@@ -258,7 +258,7 @@ def test_what_has_its_manifest_is_not_discarded_though_it_could_not_be_named(sto
     store.discard(stamp)
     assert steps(store) == [5]
     (root / step_dir(5)).unlink()
-    store.settle()
+    store.clean_up()
     assert store.durable(stamp)
     assert_sound(store)
 
@@ -275,7 +275,7 @@ def test_an_older_incarnations_step_is_moved_aside_and_removed_only_afterwards(s
     assert {p.files.path.suffix for p in store.published()} == {"", ".retired"}
     assert_sound(store)
     store.prune(2, None)
-    store.settle()
+    store.clean_up()
     assert not aside.exists()
     assert {path.name for path in root.iterdir()} == {step_dir(4), step_dir(5)}
 
@@ -296,9 +296,9 @@ def test_a_drain_that_was_overtaken_does_not_replace_its_successors_step(store, 
     store.publish(late)
     assert (root / step_dir(5)).is_dir()
     assert store.find(5).stamp.incarnation == SECOND and store.find(5).files.path == root / step_dir(5)
-    store.settle()
+    store.clean_up()
     store.prune(9, None)
-    store.settle()
+    store.clean_up()
     assert {path.name for path in root.iterdir()} == {step_dir(5)}
     assert_sound(store)
 
@@ -306,7 +306,7 @@ def test_a_drain_that_was_overtaken_does_not_replace_its_successors_step(store, 
 def test_publishing_again_changes_nothing(store, root):
     save(store, 1)
     before = {name: (root / name).stat().st_mtime_ns for name in files(root)}
-    assert store.publish(Stamp(1, 0, 1, FIRST))
+    assert store.publish(ShardId(1, 0, 1, FIRST))
     assert {name: (root / name).stat().st_mtime_ns for name in files(root)} == before
 
 
@@ -321,7 +321,7 @@ store = PosixStore(Path(sys.argv[1]))
 save(store, 3, 4, 5)
 save(store, 5, 6, incarnation=SECOND)
 store.prune(2, None)
-store.settle()
+store.clean_up()
 """
 
 
@@ -339,7 +339,7 @@ def test_whatever_a_killed_writer_leaves_is_settled_by_the_next(store, root, poi
     assert_sound(store)
     before = steps(store)
     assert before or step == 3, "a durable step is gone"
-    store.settle()
+    store.clean_up()
     assert_sound(store)
     assert set(before) <= set(steps(store))
     assert all(p.files.path.suffix != ".partial" for p in store.published())
@@ -347,7 +347,7 @@ def test_whatever_a_killed_writer_leaves_is_settled_by_the_next(store, root, poi
     third = Incarnation(3, "c" * 16, SECOND.id, 6)
     save(store, 7, 8, incarnation=third)
     store.prune(2, None)
-    store.settle()
+    store.clean_up()
     assert steps(store) == [7, 8]
     assert {path.name for path in root.iterdir()} == {step_dir(7), step_dir(8)}
     assert not [name for name in files(root) if ".tmp" in name]
@@ -356,17 +356,17 @@ def test_whatever_a_killed_writer_leaves_is_settled_by_the_next(store, root, poi
 
 def test_a_durable_step_that_never_got_its_name_gets_it(store, root):
     save(store, 1)
-    (root / step_dir(1)).rename(store.partial(Stamp(1, 0, 1, FIRST)))
-    assert steps(store) == [1] and not store.durable(Stamp(1, 0, 1, FIRST))
-    store.settle()
-    assert store.durable(Stamp(1, 0, 1, FIRST))
+    (root / step_dir(1)).rename(store.partial(ShardId(1, 0, 1, FIRST)))
+    assert steps(store) == [1] and not store.durable(ShardId(1, 0, 1, FIRST))
+    store.clean_up()
+    assert store.durable(ShardId(1, 0, 1, FIRST))
     assert [path.name for path in root.iterdir()] == [step_dir(1)]
 
 
 def test_settling_leaves_an_unfinished_newer_step_alone(store):
     save(store, 1)
     stamp = write(store, 2, 0, 2)
-    store.settle()
+    store.clean_up()
     assert store.has_shard(stamp)
     write(store, 2, 1, 2)
     assert store.publish(stamp)
@@ -375,7 +375,7 @@ def test_settling_leaves_an_unfinished_newer_step_alone(store):
 def test_settling_removes_unfinished_steps_that_were_overtaken(store, root):
     write(store, 1)
     save(store, 2)
-    store.settle()
+    store.clean_up()
     assert [path.name for path in root.iterdir()] == [step_dir(2)]
 
 
@@ -383,12 +383,12 @@ def test_settling_removes_a_step_whose_removal_was_cut_short(store, root):
     save(store, 1, 2)
     (root / step_dir(1) / MANIFEST).unlink()
     assert steps(store) == [2]
-    store.settle()
+    store.clean_up()
     assert [path.name for path in root.iterdir()] == [step_dir(2)]
 
 
 def test_a_killed_writers_leftovers_are_written_over(store, root):
-    stamp = Stamp(2, 0, 1, FIRST)
+    stamp = ShardId(2, 0, 1, FIRST)
     directory = store.partial(stamp)
     directory.mkdir(parents=True)
     (directory / f".{shard_name(0, 1)}.tmp").write_bytes(b"half" * 100_000)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.storage.retention import MOST, surviving
 
 START = Incarnation(1, "a" * 16)
@@ -15,7 +15,7 @@ GAPS = st.lists(st.integers(1, 5000) | st.just(1) | st.just(1000), min_size=1, m
 
 
 def kept(steps: list[int], keep: int | None = None, keep_every: int | None = None) -> list[int]:
-    return sorted(s.step for s in surviving([Stamp(step, 0, 1, START) for step in steps], keep, keep_every))
+    return sorted(s.step for s in surviving([ShardId(step, 0, 1, START) for step in steps], keep, keep_every))
 
 
 def histories(gaps: list[int]) -> list[tuple[int, list[int], list[int]]]:

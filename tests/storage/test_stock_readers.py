@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import rekindle
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import shard_name, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.save.capture import Capture
@@ -78,7 +78,7 @@ def write(root: Path, state: dict, rank: int = 0, world: int = 1) -> Path:
     writer = ShardWriter()
     _, sums = writer.write(plan, buffer, None, 1)
     writer.close()
-    stamp = Stamp(1, rank, world, Incarnation(1, "a" * 16))
+    stamp = ShardId(1, rank, world, Incarnation(1, "a" * 16))
     store = PosixStore(root)
     receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), "here")
     store.write_shard(receipt, memoryview(buffer), lambda nbytes: None)

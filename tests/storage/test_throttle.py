@@ -12,7 +12,7 @@ import time
 import pytest
 
 from rekindle.errors import UsageError
-from rekindle.storage.throttle import Budget, rate, step_back
+from rekindle.storage.throttle import Budget, lower_priority, rate
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_only_the_thread_that_steps_back_and_those_it_starts_make_way():
     found: list[int] = []
 
     def work() -> None:
-        step_back()
-        step_back()
+        lower_priority()
+        lower_priority()
         found.append(niceness())
         child = threading.Thread(target=lambda: found.append(niceness()))
         child.start()

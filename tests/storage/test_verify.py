@@ -12,13 +12,13 @@ from click.testing import CliRunner
 
 import rekindle
 from rekindle.cli.main import main
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.restore.restore import restore
-from rekindle.session.group import Alone
+from rekindle.session.group import SingleProcess
 from rekindle.storage.catalog import survey
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
@@ -34,7 +34,7 @@ def store(root: Path) -> PosixStore:
     store = PosixStore(root)
     for step in (1, 2):
         for rank in (0, 1):
-            receipt, data = make_shard(Stamp(step, rank, 2, FIRST), DATA)
+            receipt, data = make_shard(ShardId(step, rank, 2, FIRST), DATA)
             store.write_shard(receipt, memoryview(data), lambda nbytes: None)
         assert store.publish(receipt.stamp)
     return store
@@ -104,7 +104,7 @@ def test_a_flipped_byte_of_a_receipt(store):
 
 def test_a_receipt_that_is_sound_but_not_the_manifests(store):
     path = store.root / step_dir(2) / receipt_name(1, 2)
-    other, _ = make_shard(Stamp(2, 1, 2, FIRST, persist=False), DATA)
+    other, _ = make_shard(ShardId(2, 1, 2, FIRST, persist=False), DATA)
     path.write_bytes(other.raw)
     (problem,) = problems(store)
     assert str(path) in problem and "manifest" in problem
@@ -164,7 +164,7 @@ def load(job: JobDir | None, store: PosixStore) -> str:
     """What a restore comes back with, checked byte for byte when it comes back with something."""
     values = rekindle.Values()
     try:
-        done, _ = restore(Alone(), {"v": values}, job, store, None, False)
+        done, _ = restore(SingleProcess(), {"v": values}, job, store, None, False)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     if done is None:
@@ -203,7 +203,7 @@ def test_no_flipped_byte_of_a_manifest_makes_retention_remove_a_sound_checkpoint
     lost = {}
     for where in flips(store.root / step_dir(2) / MANIFEST):
         store.prune(2, None)
-        store.settle()
+        store.clean_up()
         if store.find(1) is None:
             lost[where] = "step 1 is gone"
             shutil.copytree(backup, store.root / step_dir(1), dirs_exist_ok=True)
@@ -216,7 +216,7 @@ def test_a_checkpoint_with_a_damaged_manifest_is_not_thrown_away_with_the_litter
     """Its shards may be all that is left of that step; a person decides."""
     before = {path.name for path in (store.root / step_dir(2)).iterdir()}
     flip(store.root / step_dir(2) / MANIFEST, 0)
-    store.settle()
+    store.clean_up()
     assert {path.name for path in (store.root / step_dir(2)).iterdir()} == before
 
 
@@ -225,7 +225,7 @@ def test_no_flipped_byte_of_a_receipt_in_memory_keeps_an_older_step_from_being_r
     job.create()
     slots = Slots(job, 0, 1, [0])
     for step in (1, 2):
-        commit(slots, *make_shard(Stamp(step, 0, 1, FIRST), DATA))
+        commit(slots, *make_shard(ShardId(step, 0, 1, FIRST), DATA))
     assert load(job, PosixStore(root)) == "step 2"
     wrong = {}
     for where in flips(job.path / step_dir(2) / receipt_name(0, 1)):

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 import rekindle
 from rekindle.cli.main import main
 from rekindle.format.layout import Chunk, Layout
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
 from rekindle.format.receipt import Receipt, checksum, seal
 from rekindle.storage.posix import PosixStore
@@ -72,7 +72,7 @@ def write(root: Path, ranks: Sequence[Rank], step: int = 1, sound: bool = True) 
             for p in rank.pieces
         )
         body = b"".join(raw(by_place[chunk.name, chunk.offsets].data) for chunk in layout.chunks)
-        stamp = Stamp(step, number, len(ranks), Incarnation(1, "a" * 16))
+        stamp = ShardId(step, number, len(ranks), Incarnation(1, "a" * 16))
         static = Receipt.static_part(layout, rank.structure)
         sums = [checksum(body[start:stop]) for start, stop in layout.blocks]
         text = Receipt.encode(stamp, static, sums, json.dumps(rank.values).encode())
@@ -85,7 +85,7 @@ def write(root: Path, ranks: Sequence[Rank], step: int = 1, sound: bool = True) 
             store.publish(stamp)
         manifest = json.dumps({"saved_at": "", "shards": entries})[1:-1].encode()
         (store.partial(stamp) / MANIFEST).write_bytes(seal(replace(stamp, rank=0), MANIFEST_KIND, manifest))
-        store.settle()
+        store.clean_up()
     else:
         assert store.publish(stamp)
     return root / f"step-{step:010d}"

@@ -12,7 +12,7 @@ import torch
 import rekindle
 from rekindle.errors import CorruptError
 from rekindle.format.layout import Chunk, Layout
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.save.capture import Capture
 from rekindle.state.tree import Flat, assemble, describe, flatten
@@ -34,7 +34,7 @@ def receipt(rank: int, state: dict[str, Any], chunks: list[Chunk] | None = None)
     flatten(state, flat)
     values = json.loads(json.dumps([_typed(value) for value in flat.values]))
     layout = Layout.build(chunks if chunks is not None else [whole(leaf.name) for leaf in description.leaves])
-    stamp = Stamp(1, rank, WORLD, Incarnation(1, "a" * 16))
+    stamp = ShardId(1, rank, WORLD, Incarnation(1, "a" * 16))
     sums = ["0" * 16] * len(layout.blocks)
     static = Receipt.static_part(layout, description.structure)
     return Receipt.decode(Receipt.encode(stamp, static, sums, json.dumps(values).encode()), "here")
@@ -173,7 +173,7 @@ def test_one_rank_alone_is_told_as_it_is():
     )
     state = {"model": model, "optimizer": optimizer, "odd": odd}
     plan, values = Capture(state).prepare()
-    stamp = Stamp(1, 0, 1, Incarnation(1, "a" * 16))
+    stamp = ShardId(1, 0, 1, Incarnation(1, "a" * 16))
     sums = ["0" * 16] * len(plan.layout.blocks)
     saved = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), "here")
     merged = merge([saved])

@@ -19,7 +19,7 @@ import torch
 import rekindle
 from rekindle.agent.process import Process
 from rekindle.common.backoff import SOON, Tries, pauses
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, step_dir
 from rekindle.format.receipt import parse
 from rekindle.memory.job_dir import JobDir
@@ -324,7 +324,7 @@ def test_an_agent_that_can_not_be_had_and_then_can(
 # -- never twice to the same place at once ---------------------------------------------------------------------------
 
 
-def _publish(root: Path, stamp: Stamp, go: Path) -> None:
+def _publish(root: Path, stamp: ShardId, go: Path) -> None:
     while not go.exists():
         pass
     PosixStore(root).publish(stamp)
@@ -336,7 +336,7 @@ def test_a_trainer_and_an_agent_that_publish_one_step_at_once_never_write_into_e
     first = Incarnation(1, "a" * 16)
     for number in range(40):
         root, go = tmp_path / f"run-{number}", tmp_path / f"go-{number}"
-        stamp = Stamp(5, 0, 1, first)
+        stamp = ShardId(5, 0, 1, first)
         receipt, data = make_shard(stamp, {"x": b"x" * 5000})
         PosixStore(root).write_shard(receipt, memoryview(data), lambda nbytes: None)
         both = [context.Process(target=_publish, args=(root, stamp, go)) for _ in range(2)]
@@ -356,5 +356,5 @@ def test_a_trainer_and_an_agent_that_publish_one_step_at_once_never_write_into_e
             process.join()
             assert process.exitcode == 0
         assert sound(root) == [5]
-        PosixStore(root).settle()
+        PosixStore(root).clean_up()
         assert [path.name for path in root.iterdir()] == ["step-0000000005"]

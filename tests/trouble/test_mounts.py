@@ -18,7 +18,7 @@ import torch
 
 import rekindle
 from rekindle.agent.drain import Drainer
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
@@ -38,7 +38,7 @@ def put(disk: Disk, memory: Path) -> Iterator[Callable[[int], JobDir]]:
             job = JobDir.of(disk.root, memory_base())
             job.create()
             job.write_job(Job(str(disk.root), [0], 1, 1, None, 600.0, None))
-            receipt, data = make_shard(Stamp(step, 0, 1, START), {"x": b"%d" % step})
+            receipt, data = make_shard(ShardId(step, 0, 1, START), {"x": b"%d" % step})
             slots = Slots(job, 0, 1, [0])
             stack.callback(slots.close)
             commit(slots, receipt, data)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import MemoryStoreError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
@@ -81,7 +81,7 @@ def job(small_tmpfs: Callable[[int], Path]) -> JobDir:
 def save(slots: Slots, step: int, nbytes: int = 3 * MIB, gasp: bool = False) -> None:
     incarnation = Incarnation(1, "0" * 16)
     slot = slots.acquire(step, incarnation, nbytes, gasp=gasp)
-    receipt, _ = make_shard(Stamp(step, 0, 1, incarnation), {})
+    receipt, _ = make_shard(ShardId(step, 0, 1, incarnation), {})
     slots.commit(slot, receipt.stamp, receipt.raw)
 
 

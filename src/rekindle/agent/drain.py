@@ -8,19 +8,19 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from rekindle.common.os_errors import advise
+from rekindle.common.os_errors import describe_error
 from rekindle.errors import CorruptError
-from rekindle.format.lineage import Incarnation, Stamp, elsewhere, live
+from rekindle.format.lineage import CheckpointKey, ShardId, elsewhere, live
 from rekindle.format.shard import OpenShard
 from rekindle.memory.job_dir import Job, JobDir, Trace
 from rekindle.storage.back import prune_chosen
-from rekindle.storage.catalog import Copy, survey
+from rekindle.storage.catalog import StoredCopy, survey
 from rekindle.storage.checks import check_written, lacks, newest_on, overtaken, rival, trace_of, was_deleted
 from rekindle.storage.open import open_store
 from rekindle.storage.store import Store
 from rekindle.storage.throttle import Budget, rest
 
-__all__ = ["TICK", "Drainer", "Progress"]
+__all__ = ["TICK", "Drainer", "DrainProgress"]
 
 log = logging.getLogger("rekindle.agent")
 
@@ -43,7 +43,7 @@ _UNFINISHED = 3
 
 
 @dataclass
-class Progress:
+class DrainProgress:
     """What the drain is doing, for people to look at. Written by the drain, read by any thread."""
 
     step: int | None = None
@@ -78,12 +78,12 @@ class Drainer:
     """
 
     job: JobDir
-    progress: Progress = field(default_factory=Progress)
-    _settled: tuple[int, Incarnation] | None = None
+    progress: DrainProgress = field(default_factory=DrainProgress)
+    _settled: CheckpointKey | None = None
     _doubt_at: float = 0.0
     """When to look again whether storage still has it."""
-    _broken: set[tuple[int, Incarnation]] = field(default_factory=set)
-    _waiting: dict[tuple[int, Incarnation], tuple[Stamp, float]] = field(default_factory=dict)
+    _broken: set[CheckpointKey] = field(default_factory=set)
+    _waiting: dict[CheckpointKey, tuple[ShardId, float]] = field(default_factory=dict)
     """Steps of which this node's part is on storage, and other ranks' parts are not; and since when."""
     _tell_at: float = 0.0
     """When to look again whose part is missing."""
@@ -126,13 +126,13 @@ class Drainer:
             if copy is None or info is None:
                 self._put_off()
                 return False
-            self._broken.add(copy.key)
+            self._broken.add(copy.checkpoint)
             log.error("a snapshot will not be drained: %s", error)
             with contextlib.suppress(OSError):
                 open_store(info.root).discard(copy.stamp)
             return False
         except OSError as error:
-            self.progress.error = f"{info.root if info is not None else self.job.path}: {advise(error)}"
+            self.progress.error = f"{info.root if info is not None else self.job.path}: {describe_error(error)}"
             self._put_off()
             if copy is not None and info is not None:
                 with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ class Drainer:
         log.warning("not drained, next try in %.1f s: %s", self._delay, self.progress.error)
         self._delay = min(2 * self._delay, _RETRY_LONGEST)
 
-    def _complete(self, info: Job, look: bool = True, waiting: bool = False) -> list[Copy]:
+    def _complete(self, info: Job, look: bool = True, waiting: bool = False) -> list[StoredCopy]:
         """Snapshots in this node's memory that all of its ranks have, newest first, none abandoned or damaged.
 
         With ``waiting`` those too of which this node has nothing left to do, and others have. Without ``look`` nothing
@@ -156,27 +156,27 @@ class Drainer:
         """
         store = open_store(info.root)
 
-        def has_all(copy: Copy) -> bool:
+        def has_all(copy: StoredCopy) -> bool:
             # A rank that found no room in memory has put its part straight into the unfinished checkpoint.
             missing = set(_local(info, copy)) - copy.ranks
             return (look or not missing) and all(
-                store.has_shard(Stamp(copy.step, rank, copy.world, copy.incarnation)) for rank in missing
+                store.has_shard(ShardId(copy.step, rank, copy.world, copy.incarnation)) for rank in missing
             )
 
         return [
             c
             for c in live(survey(self.job, None))
-            if c.key not in self._broken and (waiting or c.key not in self._waiting) and has_all(c)
+            if c.checkpoint not in self._broken and (waiting or c.checkpoint not in self._waiting) and has_all(c)
         ]
 
-    def _next(self, info: Job) -> Copy | None:
+    def _next(self, info: Job) -> StoredCopy | None:
         self.progress.given_up = None
         trained = bool(self.job.trainers())
         look = not trained or time.monotonic() >= self._look_at
         complete = self._complete(info, look)
         if look:
             self._look_at = time.monotonic() + open_store(info.root).poll
-        if complete and complete[0].key != self._settled and trained and not self._due(info):
+        if complete and complete[0].checkpoint != self._settled and trained and not self._due(info):
             # A part that a rank has put on storage itself waits there for the others, which memory keeps no longer.
             complete = [c for c in complete if c.persist or not c.ranks.issuperset(_local(info, c))]
         copy = self._first(complete)
@@ -184,22 +184,22 @@ class Drainer:
             return None
         store = open_store(info.root)
         newest = self._newest_durable(store)
-        if newest is not None and newest.key == copy.key:
+        if newest is not None and newest.checkpoint == copy.checkpoint:
             # Again: an agent that was killed may not have come to sync what it wrote.
             if self._publish(store, copy.stamp):
-                self._became_durable(store, info, copy.key)
+                self._became_durable(store, info, copy.checkpoint)
         elif newest is None and self._was_deleted(store):
             return self._anew(info, complete if trained else [])
         elif newest is None or _goes_beyond(copy, newest):
             return copy
         elif trained and elsewhere(copy.incarnation, newest.incarnation):
             self._left_behind(info, newest)
-        self._settle(copy.key)
+        self._settle(copy.checkpoint)
         return None
 
-    def _first(self, complete: list[Copy]) -> Copy | None:
+    def _first(self, complete: list[StoredCopy]) -> StoredCopy | None:
         """The newest one; before it, oldest first, those that are to be pinned: none comes to storage after a newer."""
-        ahead = (c for c in complete[::-1] if c.pinned and (self._settled is None or c.key > self._settled))
+        ahead = (c for c in complete[::-1] if c.pinned and (self._settled is None or c.checkpoint > self._settled))
         return next(ahead, next(iter(complete), None))
 
     def _due(self, info: Job) -> bool:
@@ -216,7 +216,7 @@ class Drainer:
     def _was_deleted(self, store: Store) -> bool:
         return was_deleted(store, self.job.durable(), self.job.trace())
 
-    def _anew(self, info: Job, complete: list[Copy]) -> Copy | None:
+    def _anew(self, info: Job, complete: list[StoredCopy]) -> StoredCopy | None:
         """What goes into a root that was deleted: what the start that trains now has saved. The rest went with it."""
         ours = next((copy for copy in complete if copy.incarnation.id == info.start), None)
         if ours is not None:
@@ -228,19 +228,19 @@ class Drainer:
             )
         return ours
 
-    def _settle(self, key: tuple[int, Incarnation]) -> None:
+    def _settle(self, key: CheckpointKey) -> None:
         self._settled, self._doubt_at = key, time.monotonic() + _DOUBT
 
-    def _is_settled(self, copy: Copy) -> bool:
-        return copy.key == self._settled and time.monotonic() < self._doubt_at
+    def _is_settled(self, copy: StoredCopy) -> bool:
+        return copy.checkpoint == self._settled and time.monotonic() < self._doubt_at
 
-    def _left_behind(self, info: Job, newest: Stamp) -> None:
+    def _left_behind(self, info: Job, newest: ShardId) -> None:
         why = rival(info.root, newest, "what this one saves stays in memory")
         if self.progress.error != why:
             log.warning("not drained: %s", why)
         self.progress.error = why
 
-    def _newest_durable(self, store: Store) -> Stamp | None:
+    def _newest_durable(self, store: Store) -> ShardId | None:
         """The newest checkpoint on storage that no start of the job has abandoned, as far as this node can tell."""
         starts = {copy.incarnation for copy in survey(self.job, None)}
         return newest_on(store, self.job.durable(), starts, self.job.trace())
@@ -260,22 +260,22 @@ class Drainer:
         if newest is None and self._was_deleted(store):
             return None
         if newest is None or _goes_beyond(complete[0], newest):
-            if complete[0].key in self._waiting and time.monotonic() >= self._tell_at:
-                self._tell(store, complete[0].key)
+            if complete[0].checkpoint in self._waiting and time.monotonic() >= self._tell_at:
+                self._tell(store, complete[0].checkpoint)
             return complete[0].step
         return None
 
-    def _tell(self, store: Store, key: tuple[int, Incarnation]) -> None:
+    def _tell(self, store: Store, key: CheckpointKey) -> None:
         """Say whose part is missing."""
         told, self._tell_at = self.progress.waits, time.monotonic() + _TELL_EVERY
         self.progress.waits = lacks(store, self._waiting[key][0])
         if self.progress.waits not in (None, told):
             log.warning("%s", self.progress.waits)
 
-    def _drain(self, info: Job, copy: Copy) -> bool:
+    def _drain(self, info: Job, copy: StoredCopy) -> bool:
         began = time.monotonic()
         store = open_store(info.root)
-        stamps = [Stamp(copy.step, rank, copy.world, copy.incarnation) for rank in _local(info, copy)]
+        stamps = [ShardId(copy.step, rank, copy.world, copy.incarnation) for rank in _local(info, copy)]
         try:
             self._write(store, copy, stamps)
             self._newest_durable(store)
@@ -287,17 +287,17 @@ class Drainer:
             if overtaken(store, stamps[0]):  # another node has removed what was written of it, for it is of no use
                 return False
             raise
-        if not copy.pinned and any(c.pinned for c in survey(self.job, None) if c.key == copy.key):
+        if not copy.pinned and any(c.pinned for c in survey(self.job, None) if c.checkpoint == copy.checkpoint):
             store.pin(stamps[0])  # asked for since
         self.progress.drained += 1
         self.progress.seconds = time.monotonic() - began
         with contextlib.suppress(OSError):  # memory is gone, and with it what else could be drained
             self.job.write_drained(began, self.progress.seconds)
-        self._became_durable(store, info, copy.key)
+        self._became_durable(store, info, copy.checkpoint)
         log.debug("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
         return True
 
-    def _write(self, store: Store, copy: Copy, stamps: list[Stamp]) -> None:
+    def _write(self, store: Store, copy: StoredCopy, stamps: list[ShardId]) -> None:
         with contextlib.ExitStack() as pins:
             # All pinned before the first byte moves: from here on nothing that the trainers do can take the step away.
             shards = [pins.enter_context(_pin(copy, s)) for s in stamps if not store.has_shard(s)]
@@ -307,16 +307,16 @@ class Drainer:
                 with shard.map() as source:
                     store.write_shard(shard.receipt, source, self._count, self._budget)
 
-    def _wait_for_others(self, store: Store, stamps: list[Stamp]) -> None:
+    def _wait_for_others(self, store: Store, stamps: list[ShardId]) -> None:
         """The last node to finish publishes. While none does, what this one leaves there must not grow for ever."""
         stamp = stamps[0]
-        self._waiting[stamp.key] = stamp, time.monotonic()
+        self._waiting[stamp.checkpoint] = stamp, time.monotonic()
         for step in store.withdraw(stamp, [s.rank for s in stamps], _UNFINISHED):
-            key = step, stamp.incarnation
+            key = CheckpointKey(step, stamp.incarnation)
             self._waiting.pop(key, None)
             self._broken.add(key)  # newer ones wait, and it is not to be written again
 
-    def _publish(self, store: Store, stamp: Stamp) -> bool:
+    def _publish(self, store: Store, stamp: ShardId) -> bool:
         self._trace = trace_of(store, stamp.step)
         return store.publish(stamp)
 
@@ -345,14 +345,14 @@ class Drainer:
             elif time.monotonic() >= max(since + _OVERDUE, self._tell_at):
                 self._tell(store, key)
 
-    def _became_durable(self, store: Store, info: Job, key: tuple[int, Incarnation]) -> None:
+    def _became_durable(self, store: Store, info: Job, key: CheckpointKey) -> None:
         with contextlib.suppress(OSError):  # memory is gone, and the snapshots that the note is for
             self.job.write_durable(key[0], self._trace)
         self.progress.durable, self.progress.error, self.progress.waits = key[0], None, None
         self._settle(key)
         self.job.remove_strangers(key)
         removed = prune_chosen(store, self.job, key[1].generation, info.keep, info.keep_every)
-        store.settle()
+        store.clean_up()
         if removed:
             log.debug("removed surplus checkpoints of steps %s", removed)
 
@@ -361,23 +361,23 @@ class _Superseded(Exception):
     """The trainers have taken the snapshot's file for a newer one."""
 
 
-def _pin(copy: Copy, stamp: Stamp) -> OpenShard:
+def _pin(copy: StoredCopy, stamp: ShardId) -> OpenShard:
     try:
         shard = copy.files.shard(stamp.rank, stamp.world)
     except FileNotFoundError as error:
         raise _Superseded from error
     found = shard.receipt.stamp
-    if (found.key, found.rank, found.world) != (copy.key, stamp.rank, stamp.world):
+    if (found.checkpoint, found.rank, found.world) != (copy.checkpoint, stamp.rank, stamp.world):
         shard.close()
         raise _Superseded
     return shard
 
 
-def _goes_beyond(copy: Copy, newest: Stamp) -> bool:
+def _goes_beyond(copy: StoredCopy, newest: ShardId) -> bool:
     """Whether storage should get ``copy`` though it has ``newest``, which may be an older start's of the same step."""
-    return newest.key < copy.key and not elsewhere(copy.incarnation, newest.incarnation)
+    return newest.checkpoint < copy.checkpoint and not elsewhere(copy.incarnation, newest.incarnation)
 
 
-def _local(info: Job, copy: Copy) -> list[int]:
+def _local(info: Job, copy: StoredCopy) -> list[int]:
     """This node's ranks in the world that wrote the copy; all of its ranks that are here, if that was another world."""
     return info.ranks if copy.world == info.world else sorted(copy.ranks)

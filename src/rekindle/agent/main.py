@@ -25,7 +25,7 @@ from rekindle.format.receipt import write_atomic
 from rekindle.memory.job_dir import Job, JobDir
 from rekindle.memory.lock import Lock
 from rekindle.memory.rebuild import compose_for_the_dead
-from rekindle.storage.throttle import step_back
+from rekindle.storage.throttle import lower_priority
 
 __all__ = ["run", "unknown"]
 
@@ -57,7 +57,7 @@ class Agent:
         """Whether the last trainer has gone, and what it left has been put together."""
         self._written = ""
         # The event loop keeps its priority: it must answer, and notice faults, while training has all cores busy.
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=step_back)
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=lower_priority)
 
     def _info(self) -> Job | None:
         """What the job is; None as long as that is not known, or can't be read, of which the drain tells."""

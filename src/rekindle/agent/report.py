@@ -61,10 +61,10 @@ def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
         if info is None:
             return
         store, report = open_store(info.root), report_name(fault.generation, fault.step)
-        store.leave(report, ("\n".join(parts) + "\n").encode(errors="replace"))
+        store.write_extra(report, ("\n".join(parts) + "\n").encode(errors="replace"))
         for rank in ranks:
             with suppress(FileNotFoundError):
-                store.leave(report.replace("report.txt", f"rank_{rank}"), job.flight(rank).read_bytes())
+                store.write_extra(report.replace("report.txt", f"rank_{rank}"), job.flight(rank).read_bytes())
         log.error("the report is %s/%s", info.root, report)
     except (OSError, RekindleError) as error:
         log.error("the report could not be written: %s", error)

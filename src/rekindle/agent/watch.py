@@ -28,7 +28,7 @@ from rekindle.format.names import MOST_RANKS
 from rekindle.format.receipt import write_atomic
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.status import DOES, DONE, SECURING, Reader, Status
+from rekindle.memory.status import DOES, DONE, SECURING, Status, StatusReader
 
 __all__ = ["Watch"]
 
@@ -76,7 +76,7 @@ class _Rank:
     stacks: int
     """Signal at which it writes down where its threads stand, when it can't be told to; 0 for none."""
     process: Process
-    page: Reader
+    page: StatusReader
     seen: Status
     """What its page said when it made sense for the last time."""
     writer: asyncio.StreamWriter
@@ -168,7 +168,7 @@ class Watch:
     def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Rank:
         index = number(hello["rank"], 0, MOST_RANKS - 1)
         since, deadline = seconds(hello["since"]), seconds(hello["deadline"])
-        stacks, page = number(hello["stacks"], 0, signal.NSIG - 1), Reader(self.job.status_page(index))
+        stacks, page = number(hello["stacks"], 0, signal.NSIG - 1), StatusReader(self.job.status_page(index))
         pid, floor = number(hello["pid"], 1), hello["watchdog"]
         if _peer(writer) not in (None, pid):  # it may be killed one day: nobody says so for somebody else
             raise ValueError(f"it says that it is process {pid}, and is {_peer(writer)}")

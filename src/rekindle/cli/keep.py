@@ -7,7 +7,7 @@ from collections.abc import Callable
 import click
 
 from rekindle.cli.terminal import JSON, PATIENCE, ROOT, print_json
-from rekindle.common.timeouts import within
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import NotFoundError
 from rekindle.format.names import Root
 from rekindle.storage.open import open_store
@@ -56,10 +56,10 @@ def prune_command(root: Root, keep: int | None, keep_every: int | None, dry_run:
     store = open_store(root)
     _on_storage(root, lambda: _refuse_empty(store))
     if dry_run:
-        gone = [entry.stamp.step for entry in within(PATIENCE, root, lambda: store.surplus(keep, keep_every))]
+        gone = [entry.stamp.step for entry in with_timeout(PATIENCE, root, lambda: store.surplus(keep, keep_every))]
     else:
-        gone = within(_REMOVING, root, lambda: store.prune(keep, keep_every))
-    stays = [entry.stamp.step for entry in within(PATIENCE, root, store.published)]
+        gone = with_timeout(_REMOVING, root, lambda: store.prune(keep, keep_every))
+    stays = [entry.stamp.step for entry in with_timeout(PATIENCE, root, store.published)]
     left = [step for step in stays if step not in gone] if dry_run else stays
     if as_json:
         print_json({"removed": gone, "left": left})
@@ -77,10 +77,10 @@ def _refuse_empty(store: Store) -> None:
 def _on_storage(root: Root, work: Callable[[], object]) -> None:
     """Does ``work`` in bounded time. Where there is nothing to do it to, the error tells what ``root`` is instead."""
     try:
-        within(PATIENCE, root, work)
+        with_timeout(PATIENCE, root, work)
     except (NotFoundError, NotADirectoryError) as error:
         text = str(error) if isinstance(error, NotFoundError) else f"{root}: no checkpoint on storage"
-        what = within(PATIENCE, root, lambda: describe(root))
+        what = with_timeout(PATIENCE, root, lambda: describe(root))
         raise NotFoundError(f"{text}: {what}" if what else text) from error
 
 

@@ -42,7 +42,7 @@ from rekindle.cli.terminal import (
 )
 from rekindle.cli.transfer import export_command, import_command
 from rekindle.common.os_errors import explain
-from rekindle.common.timeouts import within
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import CorruptError, RekindleError, UsageError
 from rekindle.format.boxes import Box
 from rekindle.format.names import Root
@@ -104,7 +104,7 @@ main.add_command(status_command)
 
 
 def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list[Listed]:
-    return within(PATIENCE, root, lambda: copies_of(root, memory_base(memory), step))
+    return with_timeout(PATIENCE, root, lambda: copies_of(root, memory_base(memory), step))
 
 
 @main.command("ls", short_help="List checkpoints, on storage and in this node's memory.")
@@ -213,7 +213,7 @@ def _verify_one(entry: Listed, bar: Progress) -> dict[str, Any]:
 
 
 def _job_of(root: Root, memory: Path | None) -> JobDir:
-    return within(PATIENCE, root, lambda: job_of(root, memory_base(memory)))
+    return with_timeout(PATIENCE, root, lambda: job_of(root, memory_base(memory)))
 
 
 @main.command("drill", short_help="Let a real fault befall a job, and tell what it cost.")

@@ -28,7 +28,7 @@ from rekindle.cli.terminal import (
     table_of,
     to_root,
 )
-from rekindle.common.timeouts import within
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import RekindleError
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir, memory_base
@@ -67,7 +67,7 @@ def status_command(root: Root | None, watch: bool, as_json: bool, memory: Path |
 
 def ended_job(root: Root, base: Path) -> dict[str, Any]:
     """The status of a job that has nothing in memory here. Raises TimeoutError where storage doesn't answer."""
-    return within(PATIENCE, root, lambda: ended(root, base))
+    return with_timeout(PATIENCE, root, lambda: ended(root, base))
 
 
 def _statuses(root: Root | None, base: Path) -> list[dict[str, Any]]:

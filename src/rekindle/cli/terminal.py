@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
-from rekindle.common.timeouts import within
+from rekindle.common.timeouts import with_timeout
 from rekindle.format.names import Root, root_of
 from rekindle.memory.job import Job
 
@@ -40,7 +40,7 @@ def to_root(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     if value is None:
         return None
     try:
-        return within(_LINKS, value, lambda: root_of(value))
+        return with_timeout(_LINKS, value, lambda: root_of(value))
     except TimeoutError:  # memory may still be asked
         return Path(os.path.abspath(os.path.expanduser(value)))
 

@@ -13,7 +13,7 @@ from rekindle.cli.terminal import JSON, MEMORY, ROOT, bar_of, directories, print
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.format.names import LAST_STEP, Root, root_of
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.catalog import STORAGE, Copy
+from rekindle.storage.catalog import STORAGE, StoredCopy
 from rekindle.storage.listing import copies_of
 from rekindle.storage.roots import refuse_inside
 from rekindle.storage.throttle import amount
@@ -98,7 +98,7 @@ def export_command(
     click.echo(f"step {done.step} from {done.place}: {done.tensors} tensors, {size}, {files}: {done.path}")
 
 
-def _copy(root: Root, step: int | None, base: Path) -> Copy:
+def _copy(root: Root, step: int | None, base: Path) -> StoredCopy:
     """What to export: the newest complete checkpoint; of a given step an abandoned one too, if it is all there is."""
     listed = copies_of(root, base, step)
     fit = [e for e in listed if e.condition == "complete" or (step is not None and e.condition == "abandoned")]
@@ -109,7 +109,7 @@ def _copy(root: Root, step: int | None, base: Path) -> Copy:
         error = CorruptError if all(e.condition == "damaged" for e in listed) else NotFoundError
         raise error(f"{root}: has no whole {wanted} that this node can read; what there is is {conditions}")
     # A copy in memory is pinned while it is read, which the job's next saves would feel.
-    best = max(whole, key=lambda e: (e.condition == "complete", *e.copy.key, e.copy.place == STORAGE))
+    best = max(whole, key=lambda e: (e.condition == "complete", *e.copy.checkpoint, e.copy.place == STORAGE))
     return best.copy
 
 

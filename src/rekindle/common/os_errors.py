@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-__all__ = ["advise", "explain"]
+__all__ = ["describe_error", "explain"]
 
 _ADVICE = {
     errno.ENOSPC: "make room there, or keep fewer checkpoints",
@@ -32,7 +32,7 @@ _ROLE = "/latest/"
 """In what an S3 client asks of a machine when it has no keys."""
 
 
-def advise(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """One line: what is wrong, and what to do about it."""
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)
@@ -46,7 +46,7 @@ def advise(error: BaseException) -> str:
 def explain(error: BaseException) -> str:
     """The same, after the name of what it befell."""
     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-    return where + advise(error)
+    return where + describe_error(error)
 
 
 def _access(url: str) -> str:

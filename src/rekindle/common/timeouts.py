@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-__all__ = ["behind", "within"]
+__all__ = ["behind", "with_timeout"]
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def behind(work: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-def within(seconds: float, where: str | os.PathLike[str], work: Callable[[], T]) -> T:
+def with_timeout(seconds: float, where: str | os.PathLike[str], work: Callable[[], T]) -> T:
     """What ``work`` gives. Raises TimeoutError that names ``where`` when it takes more than ``seconds``."""
     answer = behind(work, "rekindle-patience")
     if not wait([answer], seconds).done:  # and not by result(), as work may itself end with a TimeoutError

@@ -42,7 +42,7 @@ class Gasp:
     rank: int
     alone: bool
     """Whether the job has no other rank, so that what this one secures is the whole step."""
-    mates: Callable[[bool], list[Status]]
+    local_ranks: Callable[[bool], list[Status]]
     """Status pages of this node's other ranks: with False, of those that have ended too."""
     secure: Callable[[int, bool], None]
     """Bring the live state, which is that of this step, into memory, or to storage where there is no memory: with True
@@ -112,8 +112,8 @@ class Gasp:
 
     def _apart(self, step: int) -> bool:
         """Whether another rank of this node has gone without having secured ``step``, or is past it."""
-        live = {page.pid: page for page in self.mates(True)}
-        gone = any(page.pid not in live and page.secured < step for page in self.mates(False))
+        live = {page.pid: page for page in self.local_ranks(True)}
+        gone = any(page.pid not in live and page.secured < step for page in self.local_ranks(False))
         return gone or any(_past(page, step) for page in live.values())
 
     def _done(self, step: int) -> None:
@@ -126,15 +126,15 @@ class Gasp:
         First they all must have learned of the fault.
         """
         until = time.monotonic() + _NOTICE
-        while time.monotonic() < until and any(page.stage == TRAINING for page in self.mates(True)):
+        while time.monotonic() < until and any(page.stage == TRAINING for page in self.local_ranks(True)):
             time.sleep(_POLL)
-        return any(_past(page, step) and (planned or page.snapshot < step) for page in self.mates(True))
+        return any(_past(page, step) and (planned or page.snapshot < step) for page in self.local_ranks(True))
 
     def _wait_for_storage(self, step: int, end: float) -> None:
         """Until the step is there, or never will be, because another rank has ended without it."""
         while time.monotonic() < end and not self.durable(step):
-            live = {page.pid for page in self.mates(True)}
-            over = [page for page in self.mates(False) if page.stage > SECURING or page.pid not in live]
+            live = {page.pid for page in self.local_ranks(True)}
+            over = [page for page in self.local_ranks(False) if page.stage > SECURING or page.pid not in live]
             if any(page.secured != step for page in over):
                 log.warning("not all ranks have step %d: the agent sends what they all have once they are gone", step)
                 return

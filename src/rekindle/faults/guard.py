@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import IO, Any, Protocol
 
 from rekindle.agent.report import main_stack
-from rekindle.common.os_errors import advise
+from rekindle.common.os_errors import describe_error
 from rekindle.errors import FormatError, NonFiniteLossError
 from rekindle.faults.agent_link import Line
 from rekindle.faults.gasp import Gasp
@@ -28,7 +28,7 @@ from rekindle.faults.torchelastic import tell_launcher
 from rekindle.format.receipt import write_atomic
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.status import SECURING, STABLE, Reader, Status, StatusPage
+from rekindle.memory.status import SECURING, STABLE, Status, StatusPage, StatusReader
 from rekindle.save.gate import Gate
 
 __all__ = ["LEFT", "Guard", "Guarded", "Hooks"]
@@ -57,7 +57,7 @@ class Guarded(Protocol):
         """Whether the job has no other rank."""
 
     @property
-    def mates(self) -> Sequence[int]:
+    def local_ranks(self) -> Sequence[int]:
         """Ranks on this node."""
 
     @property
@@ -128,7 +128,7 @@ class Guard(ContextDecorator):
     def __enter__(self) -> Guard:
         self._fault = self._first = None
         self._heard.clear()
-        self._pages: dict[int, Reader] = {}
+        self._pages: dict[int, StatusReader] = {}
         self._stacks: IO[str] | None = None
         self._line: Line | None = None
         self._pid, self._thread = os.getpid(), threading.get_ident()
@@ -151,7 +151,7 @@ class Guard(ContextDecorator):
             try:
                 return StatusPage(job.status_page(self.trainer.rank), self.trainer.generation)
             except OSError as error:
-                why = f"memory store {job.path}: {advise(error)}"
+                why = f"memory store {job.path}: {describe_error(error)}"
         log.warning("%s, so no agent watches this rank: it notices its own exceptions and signals, nothing else", why)
         return None
 
@@ -302,13 +302,13 @@ class Guard(ContextDecorator):
         found: list[Status] = []
         if job is None:
             return found
-        there = job.trainers() if alive else trainer.mates
-        for rank in trainer.mates:
+        there = job.trainers() if alive else trainer.local_ranks
+        for rank in trainer.local_ranks:
             if rank == trainer.rank or rank not in there:
                 continue
             with suppress(OSError, FormatError):
                 if rank not in self._pages:
-                    self._pages[rank] = Reader(job.status_page(rank))
+                    self._pages[rank] = StatusReader(job.status_page(rank))
                 page = self._pages[rank].read()
                 if page.generation == trainer.generation:
                     found.append(page)

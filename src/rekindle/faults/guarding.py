@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.memory.job_dir import JobDir
 from rekindle.save.gate import Gate
 from rekindle.save.saver import Saves
-from rekindle.session.group import Alone, Group
+from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.rendezvous import Meeting
 from rekindle.storage.store import Store
 
@@ -30,9 +30,9 @@ class Guarding:
 
     saves: Saves
     store: Store
-    stamp: Callable[[int, bool], Stamp]
+    stamp: Callable[[int, bool], ShardId]
     job: JobDir | None
-    group: Alone | Group
+    group: SingleProcess | ProcessGroup
     meeting: Meeting
     fence: bool
 
@@ -45,8 +45,8 @@ class Guarding:
         return self.group.world == 1
 
     @property
-    def mates(self) -> Sequence[int]:
-        return self.meeting.mates
+    def local_ranks(self) -> Sequence[int]:
+        return self.meeting.local_ranks
 
     @property
     def generation(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rekindle.errors import CorruptError
 
 if TYPE_CHECKING:
-    from rekindle.format.lineage import Stamp
+    from rekindle.format.lineage import ShardId
     from rekindle.format.receipt import Receipt
 
 __all__ = ["Box", "Rest", "lacking", "tensors_in", "uncovered"]
@@ -116,7 +116,7 @@ def lacking(receipts: Iterable[Receipt]) -> str | None:
     boxes: defaultdict[str, list[Box]] = defaultdict(list)
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     named: dict[str, int] = {}
-    first: Stamp | None = None
+    first: ShardId | None = None
     for receipt in receipts:
         rank = receipt.stamp.rank
         first = first or receipt.stamp

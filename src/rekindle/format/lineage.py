@@ -11,13 +11,13 @@ import re
 import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rekindle.errors import FormatError
 from rekindle.format.fields import number
 from rekindle.format.names import LAST_STEP, MOST_RANKS
 
-__all__ = ["Incarnation", "Stamp", "elsewhere", "live", "retired"]
+__all__ = ["CheckpointKey", "Incarnation", "ShardId", "elsewhere", "live", "retired"]
 
 _ID = re.compile(r"[0-9a-f]{16}\Z")
 _LAST_GENERATION = 1 << 62
@@ -48,8 +48,15 @@ class Incarnation:
         }
 
 
+class CheckpointKey(NamedTuple):
+    """Names one checkpoint. Ordered by step, then by generation."""
+
+    step: int
+    incarnation: Incarnation
+
+
 @dataclass(frozen=True)
-class Stamp:
+class ShardId:
     """Where a shard belongs: step, rank, world size and the incarnation that wrote it."""
 
     step: int
@@ -64,9 +71,9 @@ class Stamp:
     """True if retention has to leave the checkpoint alone once it is on storage."""
 
     @property
-    def key(self) -> tuple[int, Incarnation]:
-        """What all shards of one checkpoint have in common."""
-        return self.step, self.incarnation
+    def checkpoint(self) -> CheckpointKey:
+        """The checkpoint that the shard is a part of."""
+        return CheckpointKey(self.step, self.incarnation)
 
     def to_json(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"step": self.step, "rank": self.rank, "world": self.world, "persist": self.persist}
@@ -77,10 +84,10 @@ class Stamp:
         return {**fields, "incarnation": self.incarnation.to_json()}
 
     @staticmethod
-    def from_json(value: Any) -> Stamp:
+    def from_json(value: Any) -> ShardId:
         try:
             inc = value["incarnation"]
-            stamp = Stamp(
+            stamp = ShardId(
                 step=number(value["step"], 0, LAST_STEP),
                 rank=number(value["rank"], 0, MOST_RANKS - 1),
                 world=number(value["world"], 1, MOST_RANKS),

@@ -18,7 +18,7 @@ from rekindle.format.layout import PAGE, Layout
 from rekindle.format.receipt import checksum
 from rekindle.format.shard import OpenShard, Stream
 
-__all__ = ["Nowhere", "Reader", "Sink", "move", "pour", "runs", "threads_for"]
+__all__ = ["NullSink", "ShardReader", "Sink", "move", "read_blocks", "runs", "threads_for"]
 
 _RUN = 8 << 20
 """Bytes of consecutive blocks that one thread works on in one go; a block of 16 MiB is a run of its own."""
@@ -48,7 +48,7 @@ class Sink(Protocol):
         """Page-lock a buffer that ``take`` will be given parts of. Undone when the result is dropped."""
 
 
-class Nowhere:
+class NullSink:
     """A sink for bytes that are only to be looked at."""
 
     def place(self, block: int) -> memoryview | None:
@@ -96,7 +96,7 @@ class _Buffer:
         self._locked = sink.lock(mapping)
 
 
-class Reader:
+class ShardReader:
     """The file of one shard. Direct I/O for what the page cache lacks, where the file system takes it.
 
     Thread-safe. ``nbytes`` counts what has been read, header included.
@@ -306,8 +306,8 @@ class _Residency:
         return self._mincore is not None and self._mincore(address, size, pages) == 0 and 0 not in bytes(pages)
 
 
-def pour(
-    reader: Reader,
+def read_blocks(
+    reader: ShardReader,
     sink: Sink,
     numbers: Iterable[int],
     progress: Callable[[int], object] | None = None,

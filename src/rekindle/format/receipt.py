@@ -21,7 +21,7 @@ import xxhash
 from rekindle.errors import FormatError, VersionError
 from rekindle.format.fields import check_structure, check_values, loads, number, texts
 from rekindle.format.layout import BLOCK, PAGE, Chunk, Layout
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 
 __all__ = [
     "CHECKSUM",
@@ -54,7 +54,7 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def seal(stamp: Stamp, kind: str, body: bytes) -> bytes:
+def seal(stamp: ShardId, kind: str, body: bytes) -> bytes:
     """The document ``{"digest", "stamp", "stamp_digest", "format", "version", body...}``.
 
     ``body`` is the inside of a JSON object.
@@ -115,7 +115,7 @@ def write_atomic(path: Path, data: bytes) -> None:
         raise
 
 
-def read_stamp(path: Path) -> Stamp:
+def read_stamp(path: Path) -> ShardId:
     """The stamp at the head of a receipt or manifest, verified; nothing is said of the rest.
 
     Raises FileNotFoundError when the file is gone and FormatError when it doesn't start with a stamp.
@@ -132,7 +132,7 @@ def read_stamp(path: Path) -> Stamp:
     mark = text[len('"stamp":') : end].encode()
     if not text.startswith(f',"stamp_digest":"{checksum(mark)}"', end):
         raise FormatError(f"{path}: its stamp is damaged")
-    return Stamp.from_json(value)
+    return ShardId.from_json(value)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Receipt:
 
     KIND = "rekindle-receipt"
 
-    stamp: Stamp
+    stamp: ShardId
     layout: Layout
     header_bytes: int
     header_checksum: str
@@ -188,12 +188,12 @@ class Receipt:
         return layout
 
     @staticmethod
-    def encode(stamp: Stamp, static: bytes, checksums: list[str], values: bytes) -> bytes:
+    def encode(stamp: ShardId, static: bytes, checksums: list[str], values: bytes) -> bytes:
         """The receipt's bytes. ``values`` is a JSON array, ``static`` what ``static_part`` gave."""
         sums = ('"checksums":["' + '","'.join(checksums) + '"],').encode() if checksums else b'"checksums":[],'
         return seal(stamp, Receipt.KIND, sums + b'"values":' + values + b"," + static)
 
-    def stamped(self, stamp: Stamp) -> bytes:
+    def stamped(self, stamp: ShardId) -> bytes:
         """The bytes of the same receipt with another stamp."""
         return seal(stamp, Receipt.KIND, self.raw[self.raw.index(b'"checksums":[') : -1])
 
@@ -204,7 +204,7 @@ class Receipt:
         try:
             layout = Receipt.layout_of(fields, where)
             receipt = Receipt(
-                stamp=Stamp.from_json(fields["stamp"]),
+                stamp=ShardId.from_json(fields["stamp"]),
                 layout=layout,
                 header_checksum=str(fields["shard"]["header_checksum"]),
                 # It says in fewer words what the receipt says; a longer one would only be memory to be taken.

@@ -24,19 +24,19 @@ def infer(job: JobDir, plan: SmallPlan, rank: int) -> Half | None:
     before = read_before_update(job, rank)
     if before is None or not plan.fits(before):
         return None
-    mates = sorted({mate for ranks in plan.replicas.values() for mate in ranks} - {rank})
-    for mate in mates:
+    local_ranks = sorted({mate for ranks in plan.replicas.values() for mate in ranks} - {rank})
+    for mate in local_ranks:
         try:
             theirs = read_plan(job, mate)
         except FormatError:
             continue
         theirs_before = read_before_update(job, mate)
-        if theirs is None or theirs_before is None or theirs_before.stamp.key != before.stamp.key:
+        if theirs is None or theirs_before is None or theirs_before.stamp.checkpoint != before.stamp.checkpoint:
             continue
         if theirs.static != plan.static or theirs.blocks != plan.blocks or not theirs.fits(theirs_before):
             continue
         for after in read_smalls(job, mate):
-            if after.stamp.key == before.stamp.key and theirs.fits(after):
+            if after.stamp.checkpoint == before.stamp.checkpoint and theirs.fits(after):
                 return _transfer(plan, before, theirs_before, after)
     return None
 

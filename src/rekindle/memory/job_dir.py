@@ -33,10 +33,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rekindle.common.os_errors import advise
+from rekindle.common.os_errors import describe_error
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
 from rekindle.format.fields import loads
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId
 from rekindle.format.names import STEP_DIR, Root, job_name, shard_pattern
 from rekindle.format.receipt import read, read_stamp, write_atomic
 from rekindle.memory.job import Job
@@ -76,7 +76,7 @@ def _private(path: Path) -> None:
     except FileExistsError:
         pass
     except OSError as error:
-        raise MemoryStoreError(f"memory store {path}: {advise(error)}") from error
+        raise MemoryStoreError(f"memory store {path}: {describe_error(error)}") from error
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode):
         raise MemoryStoreError(f"memory store {path}: is not a directory")
@@ -94,11 +94,11 @@ Entry = list[int]
 Trace = list[Entry | None]
 """Directories on the way to a root, see ``rekindle.storage.identity``."""
 
-Known = tuple[tuple[int, int], Stamp]
+Known = tuple[tuple[int, int], ShardId]
 """Inode and time of a receipt, and its stamp. Receipts are replaced, never written over."""
 
 
-def _stamp(entry: os.DirEntry[str], known: dict[str, Known] | None) -> Stamp:
+def _stamp(entry: os.DirEntry[str], known: dict[str, Known] | None) -> ShardId:
     if known is None:
         return read_stamp(Path(entry.path))
     info = entry.stat()
@@ -115,7 +115,7 @@ def _four(value: Any) -> Entry:
     return value
 
 
-def _superfluous(stamp: Stamp, step: int, incarnation: Incarnation) -> bool:
+def _superfluous(stamp: ShardId, step: int, incarnation: Incarnation) -> bool:
     """Whether that durable checkpoint is as good as the snapshot.
 
     What an older start has saved is no newer than what the later one continued from, or was retired by it.
@@ -141,7 +141,7 @@ class JobDir:
         try:
             os.makedirs(self.path.parent.parent, exist_ok=True)
         except OSError as error:
-            raise MemoryStoreError(f"memory store {self.path.parent.parent}: {advise(error)}") from error
+            raise MemoryStoreError(f"memory store {self.path.parent.parent}: {describe_error(error)}") from error
         for path in (self.path.parent, self.path, self.slots):
             _private(path)
 
@@ -361,7 +361,7 @@ class JobDir:
 
     # -- snapshots ----------------------------------------------------------------------------------------------
 
-    def stamps(self, known: dict[str, Known] | None = None) -> Iterator[tuple[Stamp, Path]]:
+    def stamps(self, known: dict[str, Known] | None = None) -> Iterator[tuple[ShardId, Path]]:
         """Every committed snapshot, as (stamp, receipt's path). What vanishes or is damaged meanwhile is left out.
 
         ``known`` is the caller's to keep: with it, receipts that have not changed since are not read again, which takes
@@ -439,7 +439,7 @@ class JobDir:
             except OSError:
                 continue
 
-    def give_back(self, rank: int, durable: tuple[int, Incarnation]) -> bool:
+    def give_back(self, rank: int, durable: CheckpointKey) -> bool:
         """Remove a rank's snapshots, and those of ranks that have gone, if what is ``durable`` makes them superfluous.
 
         False if it doesn't: a rank that has gone back to an older step may leave a newer one that only memory has.
@@ -451,7 +451,7 @@ class JobDir:
         self.remove_snapshots(rank)
         return True
 
-    def remove_strangers(self, durable: tuple[int, Incarnation]) -> None:
+    def remove_strangers(self, durable: CheckpointKey) -> None:
         """Give back the memory of ranks that this node no longer has: the job came back with fewer.
 
         Their snapshots go when what is ``durable`` makes them superfluous. A newer one may be the newest there is, and

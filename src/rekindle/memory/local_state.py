@@ -20,7 +20,7 @@ from typing import Any
 from rekindle.errors import FormatError
 from rekindle.format.fields import check_structure, check_values, numbers
 from rekindle.format.layout import BLOCK, Layout
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.names import MOST_RANKS
 from rekindle.format.receipt import Receipt, checksum, parse, read, seal
 from rekindle.memory.job_dir import JobDir
@@ -62,7 +62,7 @@ class SmallPlan:
 class Half:
     """The small state of one step."""
 
-    stamp: Stamp
+    stamp: ShardId
     plan: str
     """Digest of its plan."""
     values: bytes
@@ -80,7 +80,7 @@ class Smalls:
         self._plan = ""
         self._next = 0
 
-    def plan(self, stamp: Stamp, static: bytes, blocks: Sequence[int], replicas: Mapping[str, Sequence[int]]) -> None:
+    def plan(self, stamp: ShardId, static: bytes, blocks: Sequence[int], replicas: Mapping[str, Sequence[int]]) -> None:
         """What is written from now on belongs to this plan. What there was belongs to another one."""
         fields = json.dumps({"blocks": list(blocks), "replicas": replicas}, separators=(",", ":")).encode()[1:-1]
         text = seal(replace(stamp, step=0), _PLAN, fields + b"," + static)  # alike whenever it is written
@@ -89,7 +89,7 @@ class Smalls:
             path.unlink(missing_ok=True)
         _replace(self._plan_path, [text])
 
-    def write(self, stamp: Stamp, values: bytes, tensors: memoryview) -> None:
+    def write(self, stamp: ShardId, values: bytes, tensors: memoryview) -> None:
         """Replace the older of the two."""
         head = f'"plan":"{self._plan}","tensors":"{checksum(tensors)}","values":'.encode()
         text = seal(stamp, _SMALL, head + values)
@@ -155,7 +155,7 @@ def _read(path: Path, rank: int) -> Half:
         if checksum(tensors) != fields["tensors"]:
             raise FormatError(f"{path}: damaged, its bytes differ from their digest")
         values = json.dumps(check_values(fields["values"]), separators=(",", ":"), allow_nan=False).encode()
-        stamp = Stamp.from_json(fields["stamp"])
+        stamp = ShardId.from_json(fields["stamp"])
         if stamp.rank != rank:
             raise FormatError(f"{path}: is that of rank {stamp.rank}")
         return Half(stamp, str(fields["plan"]), values, tensors)

@@ -9,7 +9,7 @@ from typing import Any
 from rekindle.errors import FormatError, RekindleError
 from rekindle.format.boxes import Box, uncovered
 from rekindle.format.layout import Chunk, Layout, blocks
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.names import receipt_name, step_dir
 from rekindle.format.receipt import Receipt, checksum
 from rekindle.format.shard import OpenShard
@@ -36,13 +36,13 @@ def compose(job: JobDir, slots: Slots) -> list[int]:
         return []
     if plan is None:
         return []
-    own = {stamp.key for stamp, _ in job.stamps() if stamp.rank == rank}
+    own = {stamp.checkpoint for stamp, _ in job.stamps() if stamp.rank == rank}
     halves = [half for half in read_smalls(job, rank)[::-1] if plan.fits(half)]
     inferred = infer(job, plan, rank)
-    if inferred is not None and all(half.stamp.key != inferred.stamp.key for half in halves):
+    if inferred is not None and all(half.stamp.checkpoint != inferred.stamp.checkpoint for half in halves):
         halves.append(inferred)
     for half in halves:
-        if half.stamp.key in own:
+        if half.stamp.checkpoint in own:
             continue
         try:
             if _compose(job, slots, plan, half):
@@ -105,7 +105,7 @@ def _compose(job: JobDir, slots: Slots, plan: SmallPlan, half: Half) -> bool:
     return True
 
 
-def _others_have(job: JobDir, stamp: Stamp, wanted: Sequence[Chunk], plan: SmallPlan) -> bool:
+def _others_have(job: JobDir, stamp: ShardId, wanted: Sequence[Chunk], plan: SmallPlan) -> bool:
     """Whether all of ``wanted`` is in snapshots that other ranks of this node have of the step."""
     there: dict[str, list[Chunk]] = {}
     for rank in sorted({rank for chunk in wanted for rank in plan.replicas.get(chunk.name, [])} - {stamp.rank}):
@@ -124,11 +124,11 @@ def _others_have(job: JobDir, stamp: Stamp, wanted: Sequence[Chunk], plan: Small
     )
 
 
-def _chunks(job: JobDir, stamp: Stamp, rank: int) -> tuple[Chunk, ...]:
+def _chunks(job: JobDir, stamp: ShardId, rank: int) -> tuple[Chunk, ...]:
     try:
         path = job.path / step_dir(stamp.step) / receipt_name(rank, stamp.world)
         with OpenShard.open(path, in_memory=True) as shard:
-            return shard.receipt.layout.chunks if shard.receipt.stamp.key == stamp.key else ()
+            return shard.receipt.layout.chunks if shard.receipt.stamp.checkpoint == stamp.checkpoint else ()
     except (FileNotFoundError, RekindleError):
         return ()
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rekindle.common.failpoints import reach
-from rekindle.common.os_errors import advise
+from rekindle.common.os_errors import describe_error
 from rekindle.errors import FormatError, MemoryStoreError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.receipt import read_stamp
 from rekindle.memory.job_dir import JobDir, Known, matching
@@ -41,7 +41,7 @@ class Slot:
     path: Path
     fd: int
     """-1 once it is closed."""
-    stamp: Stamp | None = None
+    stamp: ShardId | None = None
     map: mmap.mmap | None = None
     cache: object = None
     """The writer's own: views into ``map``. Dropped with it."""
@@ -60,7 +60,7 @@ class Slot:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise MemoryStoreError(f"memory store {self.path}: {advise(error)}") from error
+            raise MemoryStoreError(f"memory store {self.path}: {describe_error(error)}") from error
 
     def unlock(self) -> None:
         # Locked files are not drained, and used for the next save. A closed one is locked no more.
@@ -86,7 +86,7 @@ class Slot:
             os.ftruncate(self.fd, 0)
             why = f"no room left for a snapshot of {nbytes:,} bytes: free some of it, or give it more"
             if error.errno != errno.ENOSPC:
-                why = advise(error)
+                why = describe_error(error)
             raise MemoryStoreError(f"memory store {self.path.parent}: {why}") from error
         self.map = mmap.mmap(self.fd, nbytes)
 
@@ -125,7 +125,7 @@ class Slots:
     job: JobDir
     rank: int
     world: int
-    mates: Collection[int]
+    local_ranks: Collection[int]
     """Ranks on this node, this one included."""
     limit: int | None = None
     """Bytes that this rank may hold."""
@@ -193,7 +193,7 @@ class Slots:
             slot = Slot(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._park(slot)
         except OSError as error:
-            raise MemoryStoreError(f"memory store {path}: {advise(error)}") from error
+            raise MemoryStoreError(f"memory store {path}: {describe_error(error)}") from error
         return slot
 
     # -- writing ------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Slots:
                 self.recover()
             self.job.write_job_again()  # before the snapshot: nobody drains one of an unknown job
         except OSError as error:
-            raise MemoryStoreError(f"memory store {self.job.path}: {advise(error)}") from error
+            raise MemoryStoreError(f"memory store {self.job.path}: {describe_error(error)}") from error
         for slot in self.slots:
             if slot.stamp and self._abandoned(slot.stamp, step, incarnation):
                 self._uncommit(slot)
@@ -235,14 +235,14 @@ class Slots:
         return slot
 
     @staticmethod
-    def _abandoned(stamp: Stamp, step: int, incarnation: Incarnation) -> bool:
+    def _abandoned(stamp: ShardId, step: int, incarnation: Incarnation) -> bool:
         if stamp.incarnation == incarnation:
             return stamp.step == step
         return stamp.step > incarnation.parent_step
 
     def _spares(self, more: int) -> bool:
         """Whether all ranks of this node may take so many bytes more and leave the headroom: they do it all at once."""
-        return more <= 0 or not self.headroom or self.job.free_bytes() - more * len(self.mates) >= self.headroom
+        return more <= 0 or not self.headroom or self.job.free_bytes() - more * len(self.local_ranks) >= self.headroom
 
     def _take(self, nbytes: int, gasp: bool) -> Slot:
         """A locked slot: a free one, else the oldest that can be spared, else a new one, else any but the last."""
@@ -251,8 +251,8 @@ class Slots:
         keep = {complete[-1]} if complete else set()
         pending = self._pending(committed)
         most = 3 + any(s.stamp.pinned for s in pending if s.stamp)  # it may wait for a drain to end, as others go on
-        keep |= {s.stamp.key for s in committed[-1:] + pending if s.stamp}
-        spare = [s for s in self.slots if s.stamp is None or s.stamp.key not in keep]
+        keep |= {s.stamp.checkpoint for s in committed[-1:] + pending if s.stamp}
+        spare = [s for s in self.slots if s.stamp is None or s.stamp.checkpoint not in keep]
         spare.sort(key=_step_of)
         locked = [s for s in spare if s.lock()]
         if locked:
@@ -271,7 +271,7 @@ class Slots:
                 self.slots.append(slot)
                 return slot
         for slot in sorted(committed, key=lambda s: s in pending):  # what was asked for on storage last
-            others = [s for s in committed if s is not slot and s.stamp and s.stamp.key in complete]
+            others = [s for s in committed if s is not slot and s.stamp and s.stamp.checkpoint in complete]
             if others and slot.lock():
                 return slot
         raise MemoryStoreError(
@@ -291,15 +291,15 @@ class Slots:
                 slot.close()
                 self.slots.remove(slot)
 
-    def complete(self) -> list[tuple[int, Incarnation]]:
+    def complete(self) -> list[CheckpointKey]:
         """Step and incarnation of the snapshots that every rank of this node has, oldest first."""
-        ranks: dict[tuple[int, Incarnation], set[int]] = {}
+        ranks: dict[CheckpointKey, set[int]] = {}
         there = set()
         for stamp, path in self.job.stamps(self._known):
             there.add(str(path))
-            ranks.setdefault(stamp.key, set()).add(stamp.rank)
+            ranks.setdefault(stamp.checkpoint, set()).add(stamp.rank)
         self._known = {path: seen for path, seen in self._known.items() if path in there}
-        return sorted(key for key, have in ranks.items() if have.issuperset(self.mates))
+        return sorted(key for key, have in ranks.items() if have.issuperset(self.local_ranks))
 
     def _pending(self, committed: list[Slot]) -> list[Slot]:
         """The newest snapshot that is to go to storage, and the oldest that is to be pinned, if they aren't there yet.
@@ -309,7 +309,7 @@ class Slots:
         lacking = self._lacking(committed)
         return lacking[-1:] + [s for s in lacking if s.stamp and s.stamp.pinned][:1]
 
-    def to_pin(self, newest: Stamp) -> list[Stamp]:
+    def to_pin(self, newest: ShardId) -> list[ShardId]:
         """What is older than ``newest``, is to be pinned on storage, and isn't there yet; oldest first."""
         at, start = newest.step, newest.incarnation
         committed = sorted((s for s in self.slots if s.stamp and s.stamp.step < at), key=_step_of)
@@ -337,10 +337,10 @@ class Slots:
         try:
             os.rename(slot.path, free)
         except OSError as error:
-            raise MemoryStoreError(f"memory store {slot.path}: {advise(error)}") from error
+            raise MemoryStoreError(f"memory store {slot.path}: {describe_error(error)}") from error
         slot.path = free
 
-    def commit(self, slot: Slot, stamp: Stamp, receipt: bytes) -> None:
+    def commit(self, slot: Slot, stamp: ShardId, receipt: bytes) -> None:
         """Make the written slot the snapshot of ``stamp``. Visible from the moment its receipt has its name.
 
         Raises MemoryStoreError when that can't be; the slot is then free again.
@@ -350,9 +350,9 @@ class Slots:
         except OSError as error:
             self._uncommit(slot)
             slot.unlock()
-            raise MemoryStoreError(f"memory store {slot.path}: {advise(error)}") from error
+            raise MemoryStoreError(f"memory store {slot.path}: {describe_error(error)}") from error
 
-    def _commit(self, slot: Slot, stamp: Stamp, receipt: bytes) -> None:
+    def _commit(self, slot: Slot, stamp: ShardId, receipt: bytes) -> None:
         reach("save.copied", stamp.step)
         path = self.job.path / step_dir(stamp.step) / shard_name(stamp.rank, stamp.world)
         for older in [other for other in self.slots if other is not slot and other.path == path]:
@@ -373,7 +373,7 @@ class Slots:
         slot.unlock()  # before it can be found: a reader that finds it must be able to pin it
         self.write_receipt(stamp, receipt)
 
-    def write_receipt(self, stamp: Stamp, receipt: bytes) -> None:
+    def write_receipt(self, stamp: ShardId, receipt: bytes) -> None:
         """Put a committed snapshot's receipt in place, or replace it."""
         path = self.job.path / step_dir(stamp.step) / receipt_name(stamp.rank, stamp.world)
         temporary = path.with_name(f".{path.name}.tmp")
@@ -385,7 +385,7 @@ class Slots:
                 _write(file.fileno(), receipt[half:])
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise MemoryStoreError(f"memory store {path}: {advise(error)}") from error
+            raise MemoryStoreError(f"memory store {path}: {describe_error(error)}") from error
         os.replace(temporary, path)
         reach("save.committed", stamp.step)
 

@@ -16,7 +16,7 @@ from rekindle.errors import FormatError
 
 __all__ = ["DONE", "STABLE", "STARTING", "STEPPING", "UPDATING"]
 __all__ += ["FAILED", "SECURED", "SECURING", "TRAINING"]
-__all__ += ["DOES", "PHASES", "STAGES", "Reader", "Status", "StatusPage", "read_status"]
+__all__ += ["DOES", "PHASES", "STAGES", "StatusReader", "Status", "StatusPage", "read_status"]
 
 STARTING, STABLE, UPDATING, STEPPING, DONE = range(5)
 PHASES = ("starting", "stable", "updating", "stepping", "done")
@@ -133,7 +133,7 @@ def _allocate(path: Path) -> FileIO:
         raise
 
 
-class Reader:
+class StatusReader:
     """Somebody else's page, opened once and looked at often: 5 microseconds each."""
 
     def __init__(self, path: Path) -> None:
@@ -165,4 +165,4 @@ class Reader:
 
 def read_status(path: Path) -> Status:
     """One look at a page. Raises FileNotFoundError and FormatError."""
-    return Reader(path).read()
+    return StatusReader(path).read()

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 
 from rekindle.format.layout import BLOCK
-from rekindle.format.reader import Nowhere, Reader, Sink, move, runs
+from rekindle.format.reader import NullSink, ShardReader, Sink, move, runs
 from rekindle.format.receipt import checksum
-from rekindle.session.group import Group
+from rekindle.session.group import ProcessGroup
 
-__all__ = ["Job", "exchange"]
+__all__ = ["Errand", "exchange"]
 
 _PARCEL = 4 << 20
 """Bytes that are sent in one go; a block of 16 MiB goes as it is."""
@@ -41,10 +41,10 @@ class _Parcel:
 
 
 @dataclass
-class Job:
+class Errand:
     """Blocks of one shard that this rank wants, and where they go."""
 
-    reader: Reader
+    reader: ShardReader
     sink: Sink
     left: list[int]
     """Numbers of those that are still to be read, ascending."""
@@ -52,7 +52,7 @@ class Job:
     """Of those that this rank has read: which differ from their checksums."""
 
 
-def exchange(group: Group, jobs: Sequence[Job]) -> None:
+def exchange(group: ProcessGroup, jobs: Sequence[Errand]) -> None:
     """Fill what all ranks want; each of the ``jobs`` is left with what it doesn't bring.
 
     A collective, in which every rank reads about an equal part. What a rank receives it verifies, so a rank whose copy
@@ -76,7 +76,7 @@ def exchange(group: Group, jobs: Sequence[Job]) -> None:
         job.damaged = sorted(block for at, block in mail.damaged if at == number)
 
 
-def _common(group: Group, here: dict[Key, list[_Spot]]) -> list[Key]:
+def _common(group: ProcessGroup, here: dict[Key, list[_Spot]]) -> list[Key]:
     """What all ranks want, in the order in which rank 0 has it. A byte a block and rank is exchanged for that."""
     offered: list[Key] = group.gather(list(here) if group.rank == 0 else None)[0]
     wanted = group.gather(bytes(key in here for key in offered))
@@ -99,7 +99,7 @@ def _share_out(keys: Sequence[Key], world: int) -> list[_Parcel]:
     return parcels
 
 
-class _Into(Nowhere):
+class _Into(NullSink):
     """A sink that is a parcel."""
 
     def __init__(self, data: memoryview, places: dict[int, tuple[int, int]]) -> None:
@@ -113,7 +113,7 @@ class _Into(Nowhere):
 class _Mail:
     """One rank's part of an exchange."""
 
-    def __init__(self, group: Group, jobs: Sequence[Job], here: dict[Key, list[_Spot]]) -> None:
+    def __init__(self, group: ProcessGroup, jobs: Sequence[Errand], here: dict[Key, list[_Spot]]) -> None:
         self._group, self._jobs, self._here = group, jobs, here
         self._free: list[torch.Tensor] = []
         self.again: set[_Spot] = set()

@@ -12,22 +12,22 @@ from typing import Any
 from rekindle.errors import RekindleError, StateMismatchError, UsageError
 from rekindle.format.boxes import Box, tensors_in
 from rekindle.format.layout import Chunk, blocks
-from rekindle.format.lineage import Incarnation
-from rekindle.format.reader import pour
+from rekindle.format.lineage import CheckpointKey
+from rekindle.format.reader import read_blocks
 from rekindle.format.receipt import Receipt
-from rekindle.restore.broadcast import Job, exchange
+from rekindle.restore.broadcast import Errand, exchange
 from rekindle.restore.fill import Filling, Sides, begin
 from rekindle.restore.load import build, check_values, load
-from rekindle.restore.match import Fit, mismatch
+from rekindle.restore.match import Match, mismatch
 from rekindle.restore.partial import Counts, table, unloaded
-from rekindle.restore.reshard import Have, Plan, plan
+from rekindle.restore.reshard import Have, ReadPlan, plan
 from rekindle.restore.saved import Saved
-from rekindle.restore.sources import Source, Sources
-from rekindle.session.group import Alone, Group
+from rekindle.restore.sources import ShardSource, Sources
+from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.state.tree import entries
-from rekindle.storage.catalog import MEMORY, STORAGE, Copy
+from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy
 
-__all__ = ["Attempt", "Verdict", "half_loaded"]
+__all__ = ["Candidate", "Verdict", "half_loaded"]
 
 log = logging.getLogger("rekindle")
 
@@ -68,14 +68,14 @@ class Verdict:
     """What this rank's part of the checkpoint has, and is not loaded here. Somebody else may load it."""
 
 
-class Attempt:
+class Candidate:
     """Use as a context: what is in use stays open, and in memory pinned, until it ends."""
 
     def __init__(
         self,
         state: Mapping[str, Any],
-        key: tuple[int, Incarnation],
-        copies: Sequence[Copy],
+        key: CheckpointKey,
+        copies: Sequence[StoredCopy],
         ranks: tuple[int, int],
         allow_pickle: bool,
         parts: frozenset[str] | None = None,
@@ -89,18 +89,18 @@ class Attempt:
         saved = copies[0].world if copies else ranks[1]
         self._resized = saved != ranks[1]
         self._sources = Sources(key, copies, ranks[0] % saved)
-        self._fit: Fit | None = None
-        self._jobs: list[tuple[Source, Filling]] = []
+        self._fit: Match | None = None
+        self._jobs: list[tuple[ShardSource, Filling]] = []
         self._trees: dict[str, Any] = {}
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> Candidate:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._sources.close()
 
     @property
-    def fit(self) -> Fit:
+    def fit(self) -> Match:
         assert self._fit is not None
         return self._fit
 
@@ -141,7 +141,7 @@ class Attempt:
             for source in self._sources.opened:
                 if source is not home:
                     saved.add(source.reader.shard.receipt)
-            fit = self._fit = Fit(self._state, saved, self._parts)
+            fit = self._fit = Match(self._state, saved, self._parts)
             wants = fit.wants
             haves = self._haves(receipt)
             found = plan([want for _, want, _ in wants], [have for _, _, have in haves])
@@ -155,7 +155,7 @@ class Attempt:
         self._check_ambiguity(fit)
         return True
 
-    def _haves(self, home: Receipt) -> list[tuple[Source, int, Have]]:
+    def _haves(self, home: Receipt) -> list[tuple[ShardSource, int, Have]]:
         """All parts that there are. What each rank has of its own is this rank's, however near another's may be; what
         this rank has no part of may be that of ranks that share a tensor with it."""
         own: dict[str, list[Box]] = {}
@@ -170,7 +170,7 @@ class Attempt:
             or not (chunk.own and any(box.meet(_box(chunk)) for box in own.get(chunk.name, ())))
         ]
 
-    def _whole(self, fit: Fit, found: Plan) -> bool:
+    def _whole(self, fit: Match, found: ReadPlan) -> bool:
         """Whether nothing is missing. Raises StateMismatchError for what only the live state has."""
         if fit.lacking and self._parts is None:
             raise mismatch([f"{name}: only in the live state" for name in fit.lacking])
@@ -186,9 +186,9 @@ class Attempt:
             self._sources.reasons.append(f"no shard that can be read has {want.name}{want.box}")
         return not (fit.absent or found.missing or unseen or fit.saved.conflicts)
 
-    def _aim(self, found: Plan, wants: Sequence[Any], haves: Sequence[tuple[Source, int, Have]]) -> None:
+    def _aim(self, found: ReadPlan, wants: Sequence[Any], haves: Sequence[tuple[ShardSource, int, Have]]) -> None:
         sides = Sides()
-        fillings: dict[Source, Filling] = {}
+        fillings: dict[ShardSource, Filling] = {}
         for move in found.moves:
             source, number, _ = haves[move.have]
             _, want, tensor = wants[move.want]
@@ -197,7 +197,7 @@ class Attempt:
             fillings[source].want(number, move.box, want.box, tensor)
         self._jobs = list(fillings.items())
 
-    def _check_ambiguity(self, fit: Fit) -> None:
+    def _check_ambiguity(self, fit: Match) -> None:
         """Raise StateMismatchError if ranks had different parameters by one name, and are other ranks now."""
         if not self._resized:
             return
@@ -223,18 +223,18 @@ class Attempt:
                             "this name, and another number of ranks can't tell whose is whose"
                         )
 
-    def fill(self, group: Alone | Group, verdicts: list[Verdict]) -> None:
+    def fill(self, group: SingleProcess | ProcessGroup, verdicts: list[Verdict]) -> None:
         """Put what is wanted in its place. A copy that turns out damaged is dropped, and others are looked for.
 
         ``verdicts`` are those of all ranks.
         """
-        together = isinstance(group, Group) and group.world > 1 and all(v.place != MEMORY for v in verdicts)
+        together = isinstance(group, ProcessGroup) and group.world > 1 and all(v.place != MEMORY for v in verdicts)
         while self.verdict.place is not None and self.verdict.error is None:
             self._mark()
-            jobs = [Job(source.reader, filling, filling.blocks) for source, filling in self._jobs]
+            jobs = [Errand(source.reader, filling, filling.blocks) for source, filling in self._jobs]
             if together:
                 together = False  # the other ranks take part once
-                assert isinstance(group, Group)
+                assert isinstance(group, ProcessGroup)
                 exchange(group, jobs)
             if self._pour(jobs):
                 for _, filling in self._jobs:
@@ -256,12 +256,12 @@ class Attempt:
         where = f"{home.reader.shard.path}: " if home is not None else ""
         return f"{where}makes no sense: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
-    def _pour(self, jobs: list[Job]) -> bool:
+    def _pour(self, jobs: list[Errand]) -> bool:
         """Read what is left. False when a source had to be dropped."""
         sound = True
         for job, (source, _) in zip(jobs, self._jobs, strict=True):
             try:
-                bad = job.damaged or pour(job.reader, job.sink, job.left)
+                bad = job.damaged or read_blocks(job.reader, job.sink, job.left)
                 if bad:
                     raise job.reader.shard.complain(bad[0])
             except (OSError, RekindleError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rekindle.format.lineage import Incarnation, retired
+from rekindle.format.lineage import CheckpointKey, retired
 from rekindle.session.inventory import Offer
 
 __all__ = ["Choice", "choose"]
@@ -15,8 +15,8 @@ __all__ = ["Choice", "choose"]
 class Choice:
     """Checkpoints that every rank can read, best first, and why each newer one is not among them."""
 
-    candidates: list[tuple[int, Incarnation]] = field(default_factory=list)
-    rejected: dict[tuple[int, Incarnation], str] = field(default_factory=dict)
+    candidates: list[CheckpointKey] = field(default_factory=list)
+    rejected: dict[CheckpointKey, str] = field(default_factory=dict)
 
 
 def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice:
@@ -24,7 +24,7 @@ def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice
 
     Shards of different incarnations never make up a checkpoint together. What a later incarnation abandoned is out.
     """
-    keys = {(offer.step, offer.incarnation) for rank in offers for offer in rank}
+    keys = {CheckpointKey(offer.step, offer.incarnation) for rank in offers for offer in rank}
     seen = {incarnation for _, incarnation in keys}
     readable = [{(o.step, o.incarnation) for o in rank if o.places} for rank in offers]
     choice = Choice()

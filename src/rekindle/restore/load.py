@@ -11,10 +11,10 @@ import torch
 
 from rekindle.errors import StateMismatchError, UsageError
 from rekindle.format.receipt import Receipt
-from rekindle.restore.match import Fit
+from rekindle.restore.match import Match
 from rekindle.restore.saved import Node
 from rekindle.state.codec import has_pickle
-from rekindle.state.content import Contents, with_extra_state
+from rekindle.state.content import StateContent, with_extra_state
 from rekindle.state.flat import is_flat
 from rekindle.state.rng import RngState
 from rekindle.state.traits import again
@@ -36,7 +36,7 @@ def check_values(receipt: Receipt, allow_pickle: bool, state: Mapping[str, Any])
             "restore(allow_pickle=True) allows it"
         )
     if next(classes_in(receipt.values), None) is not None:
-        known = _classes(state, Contents(dict(state)))
+        known = _classes(state, StateContent(dict(state)))
         for path, number in paths_in(receipt.structure):
             for name in classes_in(receipt.values[number]):
                 if name not in known:
@@ -46,19 +46,19 @@ def check_values(receipt: Receipt, allow_pickle: bool, state: Mapping[str, Any])
                     )
 
 
-def _classes(state: Mapping[str, Any], contents: Contents) -> dict[str, type]:
+def _classes(state: Mapping[str, Any], contents: StateContent) -> dict[str, type]:
     """By name: the classes of values that the live state has, where loading needs them."""
     return classes_of(contents.of(entry) for entry in state.values())
 
 
-def build(state: Mapping[str, Any], fit: Fit, allow_pickle: bool) -> dict[str, Any]:
+def build(state: Mapping[str, Any], fit: Match, allow_pickle: bool) -> dict[str, Any]:
     """What each entry's ``load_state_dict()`` is to be given. Changes nothing live."""
     loading = _Loading(fit, allow_pickle)
     wanted = [name for name in state if fit.chosen(name) and fit.saved.entry(name) is not None]
     return {name: loading.tree(name, state[name]) for name in wanted}
 
 
-def load(state: Mapping[str, Any], fit: Fit, trees: Mapping[str, Any]) -> None:
+def load(state: Mapping[str, Any], fit: Match, trees: Mapping[str, Any]) -> None:
     """Give the live objects what has been put, verified, into the targets of ``fit``, and all values: ``trees``.
 
     Each entry's ``load_state_dict()`` is called, so that hooks and classes with a mind of their own work as ever. It is
@@ -94,7 +94,7 @@ def _put(module: torch.nn.Module, live: Mapping[str, Any], tree: Mapping[str, An
 class _Loading:
     """What each entry's ``load_state_dict()`` is to be given."""
 
-    def __init__(self, fit: Fit, allow_pickle: bool) -> None:
+    def __init__(self, fit: Match, allow_pickle: bool) -> None:
         self._fit, self._allow_pickle = fit, allow_pickle
         needed = any(next(classes_in(receipt.values), None) is not None for receipt in fit.saved.receipts)
         self._classes = _classes(fit.state, fit.contents) if needed else {}

@@ -14,7 +14,7 @@ from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk
 from rekindle.restore.reshard import Want
 from rekindle.restore.saved import Node, Saved
-from rekindle.state.content import Contents, is_plain_optimizer
+from rekindle.state.content import StateContent, is_plain_optimizer
 from rekindle.state.flat import is_flat
 from rekindle.state.names import canonical
 from rekindle.state.parts import Leaf, Sharded, dtype_name, hold, is_dtensor, is_leaf, memory, replicated
@@ -23,7 +23,7 @@ from rekindle.state.strides import empty, order_of
 from rekindle.state.tree import entries
 from rekindle.state.zero import ZeroState, numbered
 
-__all__ = ["Fit", "Target", "mismatch"]
+__all__ = ["Match", "Target", "mismatch"]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Target:
 
 
 @dataclass
-class Fit:
+class Match:
     """The live ``state`` beside the receipts in ``saved``."""
 
     state: Mapping[str, Any]
@@ -71,7 +71,7 @@ class Fit:
     """By entry: how many of its tensors, parameters or values fit the checkpoint's, and of how many."""
 
     def __post_init__(self) -> None:
-        self.contents = Contents(dict(self.state))
+        self.contents = StateContent(dict(self.state))
         self._claims = Claims()
         self._stored: dict[int, str] = {}
         """By id of a live parameter: what the checkpoint calls it."""

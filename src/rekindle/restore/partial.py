@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rekindle.common.os_errors import advise
-from rekindle.common.timeouts import within
+from rekindle.common.os_errors import describe_error
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import StateMismatchError, UsageError
-from rekindle.format.lineage import Stamp
-from rekindle.restore.match import Fit
+from rekindle.format.lineage import ShardId
+from rekindle.restore.match import Match
 from rekindle.state.rng import RngState
 from rekindle.state.tree import entries
 from rekindle.storage.store import Store
@@ -75,7 +75,7 @@ def refuse_empty(step: int, counts: Sequence[Counts], there: Collection[str], pa
     )
 
 
-def table(step: int, fit: Fit) -> str:
+def table(step: int, fit: Match) -> str:
     """What was loaded of each part, what stays as it was, and what of the checkpoint has no place."""
     width = max(map(len, fit.state), default=0)
     lines = [f"step {step} was restored in part:"]
@@ -92,7 +92,7 @@ def table(step: int, fit: Fit) -> str:
     return "\n".join(lines)
 
 
-def unloaded(fit: Fit) -> set[str]:
+def unloaded(fit: Match) -> set[str]:
     """What the checkpoint has, and the live state leaves there."""
     there = entries(fit.saved.home.structure)
     return (
@@ -100,12 +100,12 @@ def unloaded(fit: Fit) -> set[str]:
     )
 
 
-def keep(store: Store, stamp: Stamp) -> None:
+def keep(store: Store, stamp: ShardId) -> None:
     """Pin what was loaded in part only: this run's own checkpoints have none of the rest."""
     try:
-        within(_PIN, store.root, partial(store.pin, stamp))
+        with_timeout(_PIN, store.root, partial(store.pin, stamp))
     except OSError as error:
-        why = "only memory has it" if isinstance(error, FileNotFoundError) else advise(error)
+        why = "only memory has it" if isinstance(error, FileNotFoundError) else describe_error(error)
         log.warning("step %d, of which a part was not loaded, is not pinned: %s", stamp.step, why)
         return
     log.warning(

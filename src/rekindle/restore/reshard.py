@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rekindle.format.boxes import Box, Rest
 
-__all__ = ["Have", "Move", "Plan", "Want", "plan", "runs"]
+__all__ = ["Have", "Move", "ReadPlan", "Want", "plan", "runs"]
 
 
 class Want(NamedTuple):
@@ -41,7 +41,7 @@ class Move(NamedTuple):
 
 
 @dataclass
-class Plan:
+class ReadPlan:
     """Moves that fill every wanted element exactly once, unless something is missing."""
 
     moves: list[Move] = field(default_factory=list)
@@ -49,12 +49,12 @@ class Plan:
     """What is wanted and exists nowhere."""
 
 
-def plan(wants: Sequence[Want], haves: Sequence[Have]) -> Plan:
+def plan(wants: Sequence[Want], haves: Sequence[Have]) -> ReadPlan:
     """Who copies what. Takes time in proportion to the moves, for tensors that are cut up as a grid.
 
     Raises CorruptError when what exists is cut up as no tensor is.
     """
-    found = Plan()
+    found = ReadPlan()
     shelves: dict[str, _Shelf] = {}
     by_name: defaultdict[str, list[int]] = defaultdict(list)
     for number, have in enumerate(haves):

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rekindle.errors import CorruptError, NotFoundError, UsageError, VersionError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId
 from rekindle.memory.job_dir import JobDir
-from rekindle.restore.candidate import Attempt, Verdict, half_loaded
+from rekindle.restore.candidate import Candidate, Verdict, half_loaded
 from rekindle.restore.choose import Choice, choose
 from rekindle.restore.match import mismatch
 from rekindle.restore.options import differences, options_of
 from rekindle.restore.partial import keep, refuse_empty
-from rekindle.session.group import Alone, Group
+from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.inventory import Inventory, Offer, take_inventory
 from rekindle.storage.back import Anew, refuse_unchosen
 from rekindle.storage.catalog import newest_stored, refuse_behind
@@ -27,7 +27,6 @@ __all__ = ["Restored", "restore"]
 
 log = logging.getLogger("rekindle")
 
-Key = tuple[int, Incarnation]
 
 _SPOILT = "the live state is partly overwritten; build it anew, best in a new process"
 
@@ -50,7 +49,7 @@ class Restored:
 
 
 def restore(
-    group: Alone | Group,
+    group: SingleProcess | ProcessGroup,
     state: Mapping[str, Any],
     job: JobDir | None,
     store: Store,
@@ -95,7 +94,7 @@ def restore(
             refuse_behind(key[0], (one for s in sights for one in s.unread), instead)
         began = time.monotonic()
         ranks = (group.rank, group.world)
-        with Attempt(state, key, sight.copies.get(key, []), ranks, allow_pickle, parts) as attempt:
+        with Candidate(state, key, sight.copies.get(key, []), ranks, allow_pickle, parts) as attempt:
             attempt.open()
             verdicts = _agree(group, attempt.verdict)
             _check_fit(key[0], verdicts, parts)
@@ -115,7 +114,7 @@ def restore(
             if parts is not None:
                 _show_rest(group.rank, verdicts)
                 if group.rank == 0 and set.intersection(*(verdict.unloaded for verdict in verdicts)):
-                    keep(store, Stamp(key[0], 0, worlds[key], key[1]))
+                    keep(store, ShardId(key[0], 0, worlds[key], key[1]))
         verdict = attempt.verdict
         stored = newest_stored([copy for near in sight.copies.values() for copy in near], key)
         back = anew is not None and key[1].generation < anew[0]
@@ -167,7 +166,7 @@ def _refuse_older(step: int, sights: list[Inventory]) -> None:
     raise NotFoundError(f"step {had} was on storage, {why}: see that it is mounted. restore(step={step}) {instead}")
 
 
-def _agree(group: Alone | Group, verdict: Verdict) -> list[Verdict]:
+def _agree(group: SingleProcess | ProcessGroup, verdict: Verdict) -> list[Verdict]:
     """All ranks' verdicts. Raises on all of them what one of them has to raise."""
     verdicts: list[Verdict] = group.gather(verdict)
     for other in verdicts:
@@ -204,7 +203,7 @@ def _tell_options(code: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
         )
 
 
-def _warn_of_resize(group: Alone | Group, step: int, world: int) -> None:
+def _warn_of_resize(group: SingleProcess | ProcessGroup, step: int, world: int) -> None:
     if group.rank == 0 and world != group.world:
         log.warning(
             "step %d was saved by %d rank(s) and is read by %d: what each rank has of its own, random generators "
@@ -213,7 +212,7 @@ def _warn_of_resize(group: Alone | Group, step: int, world: int) -> None:
         )
 
 
-def _explain(rank: int, choice: Choice, key: Key, verdicts: list[Verdict]) -> None:
+def _explain(rank: int, choice: Choice, key: CheckpointKey, verdicts: list[Verdict]) -> None:
     """Say on rank 0 why newer steps, or nearer copies of this one, were passed over; remember why this one fails."""
     reasons = [f"rank {i}: {why}" for i, verdict in enumerate(verdicts) for why in verdict.reasons]
     if rank == 0:
@@ -228,7 +227,7 @@ def _explain(rank: int, choice: Choice, key: Key, verdicts: list[Verdict]) -> No
         choice.rejected[key] = "; ".join(reasons)
 
 
-def _short(key: Key) -> tuple[int, int]:
+def _short(key: CheckpointKey) -> tuple[int, int]:
     return key[0], key[1].generation
 
 

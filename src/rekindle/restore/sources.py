@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 from rekindle.errors import CorruptError
 from rekindle.format.files import Files
-from rekindle.format.lineage import Incarnation
+from rekindle.format.lineage import CheckpointKey
 from rekindle.format.names import receipt_name
-from rekindle.format.reader import Reader
+from rekindle.format.reader import ShardReader
 from rekindle.format.receipt import checksum
-from rekindle.storage.catalog import MEMORY, Copy
+from rekindle.storage.catalog import MEMORY, StoredCopy
 from rekindle.storage.verify import read_manifest
 
-__all__ = ["Source", "Sources"]
+__all__ = ["ShardSource", "Sources"]
 
 log = logging.getLogger("rekindle")
 
 
 @dataclass(eq=False)
-class Source:
+class ShardSource:
     """One shard, open; in memory pinned."""
 
     rank: int
     place: str
-    reader: Reader
+    reader: ShardReader
     cost: int
     """What is to be had from several is read from the cheapest."""
 
@@ -38,9 +38,9 @@ class Source:
 class Sources:
     """Opens shards as they are needed: this rank's own, then those in memory, then those on storage, more and more."""
 
-    def __init__(self, key: tuple[int, Incarnation], copies: Sequence[Copy], home: int) -> None:
+    def __init__(self, key: CheckpointKey, copies: Sequence[StoredCopy], home: int) -> None:
         self._key, self._home, self._world = key, home, copies[0].world if copies else 0
-        self.opened: list[Source] = []
+        self.opened: list[ShardSource] = []
         self.reasons: list[str] = []
         """Why copies were passed over."""
         self._manifests: dict[Files, dict[str, str]] = {}
@@ -55,7 +55,7 @@ class Sources:
         self._batch = 1
 
     @property
-    def home(self) -> Source | None:
+    def home(self) -> ShardSource | None:
         """This rank's own shard, the nearest copy that can be opened; None when there is none."""
         for source in self.opened:
             if source.rank == self._home:
@@ -71,7 +71,7 @@ class Sources:
         """Ranks of which no shard is open."""
         return sorted(set(range(self._world)) - {source.rank for source in self.opened})
 
-    def more(self) -> list[Source]:
+    def more(self) -> list[ShardSource]:
         """Some of those that haven't been opened; nothing when there are no more."""
         count = len(self.opened)
         while len(self.opened) == count and (self._others or self._own):
@@ -87,7 +87,7 @@ class Sources:
                 self._open(place, rank, copy)
         return self.opened[count:]
 
-    def drop(self, source: Source, why: object) -> None:
+    def drop(self, source: ShardSource, why: object) -> None:
         """Never read it again."""
         self.reasons.append(f"{source.place}: {why}")
         self.opened.remove(source)
@@ -98,7 +98,7 @@ class Sources:
             source.close()
         self.opened.clear()
 
-    def _open(self, place: int, rank: int, copy: Copy) -> bool:
+    def _open(self, place: int, rank: int, copy: StoredCopy) -> bool:
         name = receipt_name(rank, copy.world)
         try:
             expected = None if copy.place == MEMORY else self._manifest(copy.files).get(name)
@@ -106,11 +106,11 @@ class Sources:
         except (OSError, CorruptError) as error:
             self.reasons.append(f"{copy.place}: {error}")
             return False
-        reader = Reader(shard)
-        source = Source(rank, copy.place, reader, 2 * place + (rank != self._home))
+        reader = ShardReader(shard)
+        source = ShardSource(rank, copy.place, reader, 2 * place + (rank != self._home))
         self.opened.append(source)
         stamp = shard.receipt.stamp
-        if stamp.key != self._key or stamp.rank != rank:
+        if stamp.checkpoint != self._key or stamp.rank != rank:
             self.drop(source, f"{copy.files.named(name)}: belongs to another checkpoint")
         elif expected is not None and checksum(shard.receipt.raw) != expected:
             self.drop(source, f"{copy.files.named(name)}: is not the receipt that the manifest names")

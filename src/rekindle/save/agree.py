@@ -10,14 +10,14 @@ from rekindle.errors import UsageError
 from rekindle.save.capture import Capture
 from rekindle.save.missing import describe_missing
 from rekindle.save.plan import Overlap
-from rekindle.session.group import Alone, Group
+from rekindle.session.group import ProcessGroup, SingleProcess
 
 __all__ = ["agree_on_overlap", "share_out"]
 
 log = logging.getLogger("rekindle")
 
 
-def _refuse_missing(group: Alone | Group, state: Mapping[str, Any]) -> None:
+def _refuse_missing(group: SingleProcess | ProcessGroup, state: Mapping[str, Any]) -> None:
     """Raise UsageError, on all ranks, when an optimizer of any rank trains what nothing in the state holds."""
     for rank, missing in enumerate(group.gather(describe_missing(state))):
         if missing:
@@ -28,7 +28,9 @@ def _refuse_missing(group: Alone | Group, state: Mapping[str, Any]) -> None:
             )
 
 
-def agree_on_overlap(group: Alone | Group, capture: Capture, overlap: Overlap, *, often: bool) -> tuple[Overlap, bool]:
+def agree_on_overlap(
+    group: SingleProcess | ProcessGroup, capture: Capture, overlap: Overlap, *, often: bool
+) -> tuple[Overlap, bool]:
     """The overlap that counts, and whether snapshots are committed inside of ``step()``. A collective.
 
     All ranks do so or none: a step is only as safe as its last part. ``often``: what can be hidden behind training
@@ -40,7 +42,9 @@ def agree_on_overlap(group: Alone | Group, capture: Capture, overlap: Overlap, *
     return overlap if in_step or overlap != "auto" else True, in_step
 
 
-def share_out(group: Alone | Group, capture: Capture, allow_missing: bool, mates: list[int]) -> int:
+def share_out(
+    group: SingleProcess | ProcessGroup, capture: Capture, allow_missing: bool, local_ranks: list[int]
+) -> int:
     """Tell ``capture`` with whom to share its work. Bytes that a snapshot will take. A collective.
 
     Raises UsageError where parameters are trained and not saved, unless ``allow_missing``.
@@ -51,17 +55,17 @@ def share_out(group: Alone | Group, capture: Capture, allow_missing: bool, mates
     """
     if not allow_missing:
         _refuse_missing(group, capture.state)
-    capture.among(group.rank, group.world, mates)
+    capture.among(group.rank, group.world, local_ranks)
     owners: dict[str, tuple[int, ...]] = {}
     twice = {
         name
-        for families in group.gather(capture.families())
+        for families in group.gather(capture.shared_params())
         for ranks, names in families.items()
         for name in names
         if owners.setdefault(name, ranks) != ranks
     }
     looks: dict[str, str] = {}
-    found = [look for looked in (group.gather(capture.looks(twice)) if twice else []) for look in looked]
+    found = [look for looked in (group.gather(capture.fingerprints(twice)) if twice else []) for look in looked]
     if any(looks.setdefault(name, seen) != seen for name, seen in found):
         if group.rank == 0:
             log.warning(
@@ -69,7 +73,7 @@ def share_out(group: Alone | Group, capture: Capture, allow_missing: bool, mates
                 "are saved as its own, to be restored on as many ranks",
                 sorted(twice)[0],
             )
-        capture.among(group.rank, group.world, mates, twice)
+        capture.among(group.rank, group.world, local_ranks, twice)
     shares: list[dict[tuple[int, ...], str]] = group.gather(capture.shares())
     for rank, own in enumerate(shares):
         for ranks, digest in own.items():

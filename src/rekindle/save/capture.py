@@ -22,10 +22,10 @@ from rekindle.format.layout import DTYPES, PAGE, Chunk, Layout
 from rekindle.format.receipt import checksum
 from rekindle.save.fence import Fence
 from rekindle.save.partition import Item, share
-from rekindle.save.plan import IN_STEP, Overlap, Piece, Plan, batches
-from rekindle.save.unchanged import Watch
+from rekindle.save.plan import IN_STEP, CopyPlan, Overlap, Piece, batches
+from rekindle.save.unchanged import StateWatch
 from rekindle.state.codec import encode
-from rekindle.state.content import Contents
+from rekindle.state.content import StateContent
 from rekindle.state.parts import Held, hold, memory
 from rekindle.state.replicas import alike, data_parallel
 from rekindle.state.rng import RNG, RngState
@@ -83,9 +83,9 @@ class Capture:
         self._allow_pickle = allow_pickle
         self._fence: Fence | None = None
         self._restless: set[str] = set()
-        self._watch: Watch | None = None
+        self._watch: StateWatch | None = None
         self._paths: list[str] = []
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._rank, self._world, self._mates, self._apart = 0, 1, frozenset({0}), frozenset[str]()
         self._families: dict[tuple[int, ...], dict[str, Held]] = {}
         """By all ranks that have a part of them: parameters, if those are not all ranks, and this is the first."""
@@ -93,7 +93,7 @@ class Capture:
         self._common: dict[tuple[int, ...], list[Piece]] = {}
         """By the ranks of this node that share the copying: what they all hold."""
 
-    def prepare(self) -> tuple[Plan, bytes]:
+    def prepare(self) -> tuple[CopyPlan, bytes]:
         """The plan for the state as it is now, and its values as a JSON array.
 
         Raises UnsupportedValueError, naming the path, when something in the state can't be saved.
@@ -113,34 +113,34 @@ class Capture:
     def _survey(self) -> list[Any]:
         """Make a plan for the state as it is now. Returns the values."""
         with _no_collection():
-            contents = Contents(self.state)
+            contents = StateContent(self.state)
             tree = {name: contents.of(entry) for name, entry in self.state.items()}
             flat = Flat()
             flatten(tree, flat)
             self._watch = None
             self._plan = self._make_plan(tree, flat)
-            self._watch = Watch(self.state, contents, flat.tensors)
+            self._watch = StateWatch(self.state, contents, flat.tensors)
         return flat.values
 
     def overlap(self, fence: Fence) -> None:
         """From now on plan to copy late what ``fence`` stands before."""
         self._fence = fence
 
-    def among(self, rank: int, world: int, mates: Collection[int], apart: Collection[str] = ()) -> None:
-        """From now on share with ``mates``, all ranks of this node, what several of them hold alike.
+    def among(self, rank: int, world: int, local_ranks: Collection[int], apart: Collection[str] = ()) -> None:
+        """From now on share with ``local_ranks``, all ranks of this node, what several of them hold alike.
 
         ``apart``: names of parameters of which each rank's are its own, whatever others have by that name.
         """
-        self._rank, self._world, self._mates, self._apart = rank, world, frozenset(mates), frozenset(apart)
+        self._rank, self._world, self._mates, self._apart = rank, world, frozenset(local_ranks), frozenset(apart)
         self._watch = None
 
-    def families(self) -> dict[tuple[int, ...], list[str]]:
+    def shared_params(self) -> dict[tuple[int, ...], list[str]]:
         """By all ranks that have a part of them: parameters, if those are not all ranks, and this is their first."""
         self.prepare()
         return {ranks: list(found) for ranks, found in self._families.items()}
 
-    def looks(self, names: Collection[str]) -> list[tuple[str, str]]:
-        """(name, what this rank's part of it looks like now) of those of ``names`` that are in ``families``."""
+    def fingerprints(self, names: Collection[str]) -> list[tuple[str, str]]:
+        """(name, what this rank's part of it looks like now) of those of ``names`` that are in ``shared_params``."""
         return [
             (name, repr([(box, _content(piece)) for box, piece in held.pieces]))
             for found in self._families.values()
@@ -204,7 +204,7 @@ class Capture:
                 raise UnsupportedValueError(f"{self._paths[index]}: {error}") from None
         return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
 
-    def _make_plan(self, tree: dict[str, Any], flat: Flat) -> Plan:
+    def _make_plan(self, tree: dict[str, Any], flat: Flat) -> CopyPlan:
         description = describe(tree)
         self._paths = description.paths
         first: dict[tuple[Any, ...], str] = {}
@@ -290,15 +290,15 @@ class Capture:
         return mine
 
     def _lay_out(
-        self, pieces: list[Piece], structure: Any, replicas: dict[str, tuple[int, ...]], whole: Plan | None
-    ) -> Plan:
+        self, pieces: list[Piece], structure: Any, replicas: dict[str, tuple[int, ...]], whole: CopyPlan | None
+    ) -> CopyPlan:
         layout = Layout.build(piece.chunk for piece in pieces)
         for before in [self._plan, self._plan.whole] if self._plan is not None else []:
             if layout == before.layout:
                 layout = before.layout  # the same object: its header is made once
         early, late = batches(layout, {(p.chunk.name, p.chunk.offsets): p for p in pieces})
         watched = {p.chunk.name: p.counter for p in pieces if p.late}
-        return Plan(layout, structure, early, late, watched, replicas, whole)
+        return CopyPlan(layout, structure, early, late, watched, replicas, whole)
 
 
 def _content(tensor: torch.Tensor) -> str:

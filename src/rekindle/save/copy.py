@@ -18,7 +18,7 @@ from rekindle.common.failpoints import reach
 from rekindle.errors import RekindleError
 from rekindle.format.layout import BLOCK
 from rekindle.format.receipt import checksum
-from rekindle.save.plan import Batch, Plan, Unit
+from rekindle.save.plan import Batch, CopyPlan, Unit
 from rekindle.state.device import Event, Lanes, reached
 
 __all__ = ["Copying", "ShardWriter", "fingerprints"]
@@ -37,7 +37,7 @@ _STUCK = 600.0
 class _Target:
     """A buffer and what it takes to write into it. Kept from save to save."""
 
-    plan: Plan
+    plan: CopyPlan
     address: int
     data: memoryview
     views: dict[int, torch.Tensor]
@@ -111,7 +111,7 @@ class Copying:
     goes wrong is raised by ``hold`` and ``finish``.
     """
 
-    def __init__(self, writer: ShardWriter, plan: Plan, target: _Target, step: int) -> None:
+    def __init__(self, writer: ShardWriter, plan: CopyPlan, target: _Target, step: int) -> None:
         self._writer, self._plan, self.target, self._step = writer, plan, target, step
         self._sums = [""] * len(plan.layout.blocks)
         batches = plan.late or plan.early
@@ -233,14 +233,14 @@ class ShardWriter:
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-behind")
         self.lanes = Lanes()
 
-    def start(self, plan: Plan, buffer: mmap.mmap, cache: object, step: int) -> Copying:
+    def start(self, plan: CopyPlan, buffer: mmap.mmap, cache: object, step: int) -> Copying:
         """Begin to fill ``buffer``, of at least ``plan.layout.file_bytes`` bytes. What may change at once is copied."""
         target = cache if isinstance(cache, _Target) and cache.plan is plan else _target(plan, buffer)
         copying = Copying(self, plan, target, step)
         copying.early()
         return copying
 
-    def write(self, plan: Plan, buffer: mmap.mmap, cache: object, step: int) -> tuple[object, list[str]]:
+    def write(self, plan: CopyPlan, buffer: mmap.mmap, cache: object, step: int) -> tuple[object, list[str]]:
         """Fill ``buffer`` with the shard. Returns what to pass as ``cache`` next time, and the checksums."""
         copying = self.start(plan, buffer, cache, step)
         return copying.target, copying.finish()
@@ -261,7 +261,7 @@ class ShardWriter:
         self._threads.shutdown()
 
 
-def _target(plan: Plan, buffer: mmap.mmap) -> _Target:
+def _target(plan: CopyPlan, buffer: mmap.mmap) -> _Target:
     base = len(plan.layout.header)
     buffer[:base] = plan.layout.header
     anchor = ctypes.c_char.from_buffer(buffer)
@@ -269,7 +269,7 @@ def _target(plan: Plan, buffer: mmap.mmap) -> _Target:
     return _Target(plan, ctypes.addressof(anchor) + base, memoryview(buffer)[base:], views, anchor)
 
 
-def fingerprints(plan: Plan) -> dict[int, str]:
+def fingerprints(plan: CopyPlan) -> dict[int, str]:
     """Checksums by number, as a receipt would have them, of all blocks that are copied late, as they are now."""
     found = {}
     for unit in (unit for batch in plan.late for unit in batch.units):

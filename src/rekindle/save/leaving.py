@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakSet
 
-from rekindle.common.os_errors import advise
-from rekindle.common.timeouts import within
+from rekindle.common.os_errors import describe_error
+from rekindle.common.timeouts import with_timeout
 from rekindle.memory.job_dir import JobDir
 from rekindle.save.saver import Saves
 from rekindle.storage.catalog import list_checkpoints
@@ -24,22 +24,24 @@ _LOOK = 3.0
 """Seconds that storage gets to say what it has: whoever is leaving must not be kept."""
 
 
-def tell_copies(error: BaseException, job: JobDir | None, store: Store, mates: Collection[int], saves: Saves) -> None:
+def tell_copies(
+    error: BaseException, job: JobDir | None, store: Store, local_ranks: Collection[int], saves: Saves
+) -> None:
     """Log what is safe where, of a run that ``error`` ends."""
-    copies = _describe(job, store, mates, saves.reached, saves.direct.writing)
+    copies = _describe(job, store, local_ranks, saves.reached, saves.direct.writing)
     log.warning("left by %s, without waiting for storage: %s", type(error).__name__, copies)
 
 
-def _describe(job: JobDir | None, store: Store, mates: Collection[int], reached: int, writing: bool) -> str:
+def _describe(job: JobDir | None, store: Store, local_ranks: Collection[int], reached: int, writing: bool) -> str:
     """The newest checkpoint in memory and the newest on storage, and what becomes of them, in one line.
 
     ``reached`` is the newest step that was told, ``writing`` says whether this process is writing to storage.
     """
     unknown = ""
     try:
-        found = within(_LOOK, store.root, partial(list_checkpoints, job, store, mates))
+        found = with_timeout(_LOOK, store.root, partial(list_checkpoints, job, store, local_ranks))
     except (OSError, RuntimeError) as error:  # from Python 3.12 on an interpreter that is about to end has no threads
-        found, unknown = list_checkpoints(job, None, mates), f"storage can't be read now: {advise(error)}"
+        found, unknown = list_checkpoints(job, None, local_ranks), f"storage can't be read now: {describe_error(error)}"
     newest = max((one.step for one in found), default=None)
     durable = max((one.step for one in found if one.durable), default=None)
     parts = [] if newest is None or newest == durable else [_in_memory(newest, job)]
@@ -70,7 +72,7 @@ class Leaving:
     saves: Saves
     store: Store
     job: JobDir | None
-    mates: Sequence[int]
+    local_ranks: Sequence[int]
     """Ranks on this node."""
     rank: int
     said: bool = False
@@ -83,9 +85,9 @@ class Leaving:
     def at_exit(self) -> None:
         """The process is ending."""
         saves = self.saves
-        if not self.said and not saves.forked and self.rank == self.mates[0] and saves.reached > saves.restored:
+        if not self.said and not saves.forked and self.rank == self.local_ranks[0] and saves.reached > saves.restored:
             saves.see_out(0.0)
-            copies = _describe(self.job, self.store, self.mates, saves.reached, saves.direct.writing)
+            copies = _describe(self.job, self.store, self.local_ranks, saves.reached, saves.direct.writing)
             log.warning("ended without close(): %s", copies)
 
 

@@ -7,13 +7,13 @@ import mmap
 from collections.abc import Callable
 
 from rekindle.errors import RekindleError
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.memory.local_state import Smalls
 from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
 from rekindle.save.local_state import SmallState
-from rekindle.save.plan import Plan
+from rekindle.save.plan import CopyPlan
 from rekindle.state.device import after
 
 __all__ = ["Live"]
@@ -43,25 +43,25 @@ class Live:
     def _small_state(self, before_update: bool) -> SmallState:
         return SmallState(self.files(before_update) if self.files is not None else None, self.writer.behind)
 
-    def note_update(self, stamp: Stamp) -> None:
+    def note_update(self, stamp: ShardId) -> None:
         """An update is about to begin, which will make the state that of ``stamp``."""
         if self.files is not None:
             if self._before_update is None:
                 self._before_update = self._small_state(True)
             self._note(self._before_update, stamp)
 
-    def note(self, stamp: Stamp) -> None:
+    def note(self, stamp: ShardId) -> None:
         """The state is that of ``stamp`` now, which is not to be saved."""
         if self._small is not None:
             self._note(self._small, stamp)
 
-    def put_aside(self, stamp: Stamp) -> None:
+    def put_aside(self, stamp: ShardId) -> None:
         """As ``note``, whether a fault is to be survived or not: the step may be saved later by this process."""
         if self._small is None:
             self._small = SmallState(None, self.writer.behind)
         self._note(self._small, stamp)
 
-    def _note(self, small: SmallState, stamp: Stamp) -> None:
+    def _note(self, small: SmallState, stamp: ShardId) -> None:
         try:
             self._take(small, stamp)
         except RekindleError as error:  # nobody has asked for a save: training goes on without a net
@@ -82,11 +82,11 @@ class Live:
         """Whether, at the newest step noted or taken, this rank copies only its part of what it holds."""
         return self._small is not None and self._small.shared
 
-    def take(self, stamp: Stamp) -> tuple[Plan, bytes]:
+    def take(self, stamp: ShardId) -> tuple[CopyPlan, bytes]:
         """The state is that of ``stamp`` now: what to copy, and a receipt's values."""
         return self._take(self._small, stamp)
 
-    def _take(self, small: SmallState | None, stamp: Stamp) -> tuple[Plan, bytes]:
+    def _take(self, small: SmallState | None, stamp: ShardId) -> tuple[CopyPlan, bytes]:
         plan, values = self.capture.prepare()
         if small is not None:
             try:
@@ -98,7 +98,7 @@ class Live:
                 self._complain(stamp.step, error)
         return plan, values
 
-    def plan(self, stamp: Stamp, whole: bool) -> Plan:
+    def plan(self, stamp: ShardId, whole: bool) -> CopyPlan:
         """How to copy all that this rank holds, or only what is its to copy, as it was at ``stamp``, noted or taken
         last. Raises RekindleError when that can't be."""
         small = self._small
@@ -106,7 +106,7 @@ class Live:
             raise RekindleError(f"step {stamp.step} has been completed, but not told to ckpt.step()")
         return small.plan(whole)
 
-    def write(self, stamp: Stamp, plan: Plan, buffer: mmap.mmap) -> bytes:
+    def write(self, stamp: ShardId, plan: CopyPlan, buffer: mmap.mmap) -> bytes:
         """Fill ``buffer`` with what ``plan`` said; gives the receipt. Raises RekindleError when the state changes."""
         assert self._small is not None
         with after(self._small.events):

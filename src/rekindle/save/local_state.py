@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from rekindle.errors import RekindleError
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.memory.local_state import Smalls, padded
-from rekindle.save.plan import Batch, Plan, Unit
+from rekindle.save.plan import Batch, CopyPlan, Unit
 from rekindle.state.device import Event, mark, reached
 
 __all__ = ["SmallState"]
@@ -31,15 +31,15 @@ class SmallState:
     def __init__(self, file: Smalls | None, behind: Callable[[Callable[[], object]], Future[object]]) -> None:
         self._file, self._behind = file, behind
         self._writing: Future[object] | None = None
-        self.stamp: Stamp | None = None
+        self.stamp: ShardId | None = None
         self.values = b""
         self.events: dict[torch.device, Event] = {}
         """What tells that a device has come to the end of the step."""
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._told = False
         """Whether the file has the plan."""
 
-    def take(self, stamp: Stamp, plan: Plan, values: bytes) -> None:
+    def take(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> None:
         """The state is that of ``stamp`` now. Raises OSError when memory is full; the last save is not hurt by that."""
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -60,7 +60,7 @@ class SmallState:
         else:
             self._write(self._file, stamp, plan.whole)
 
-    def _lay_out(self, plan: Plan) -> None:
+    def _lay_out(self, plan: CopyPlan) -> None:
         self._plan, self._told = plan, False
         plan = plan.whole
         units = [unit for batch in plan.early for unit in batch.units]
@@ -101,7 +101,7 @@ class SmallState:
         """Whether other ranks of the node copy a part of what this one holds."""
         return self._plan is not None and self._plan.whole is not self._plan
 
-    def _write(self, file: Smalls, stamp: Stamp, plan: Plan) -> None:
+    def _write(self, file: Smalls, stamp: ShardId, plan: CopyPlan) -> None:
         told, self._told = self._told, False  # should this fail, the files may be gone, plan and all
         if not told:
             file.plan(stamp, plan.static, [unit.block for unit in self._taken], plan.replicas)
@@ -115,7 +115,7 @@ class SmallState:
         if not all(reached(event, _STUCK) for event in self.events.values()):
             raise RekindleError(f"a device has not ended its step within {_STUCK:.0f} s")
 
-    def plan(self, whole: bool) -> Plan:
+    def plan(self, whole: bool) -> CopyPlan:
         """Where the bytes of ``stamp`` are now, as a plan: small ones as they were taken, others where they live.
 
         Of all that this rank holds, or only of what is its to copy. Raises RekindleError when some have been changed.

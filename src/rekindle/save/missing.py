@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rekindle.state.codec import is_numpy
-from rekindle.state.content import Contents
+from rekindle.state.content import StateContent
 from rekindle.state.parts import Sharded, dtype_name, memory
 from rekindle.state.tree import Flat, flatten
 from rekindle.state.values import Values
@@ -31,7 +31,7 @@ def describe_missing(state: Mapping[str, Any]) -> str:
     optimizers = {name: entry for name, entry in state.items() if _is_optimizer(entry)}
     modules = [entry for entry in state.values() if isinstance(entry, torch.nn.Module)]
     owned = {id(parameter) for module in modules for parameter in module.parameters()}
-    contents = Contents(dict(state))
+    contents = StateContent(dict(state))
     left = {
         name: [
             (number, parameter)
@@ -62,7 +62,7 @@ def _is_optimizer(entry: Any) -> bool:
     return isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
 
 
-def _held(state: Mapping[str, Any], contents: Contents) -> tuple[set[tuple[Any, ...]], list[Any]]:
+def _held(state: Mapping[str, Any], contents: StateContent) -> tuple[set[tuple[Any, ...]], list[Any]]:
     """Memory of all tensors outside of optimizers, and those tensors and arrays that may be copies of parameters."""
     places, copies = set(), []
     for entry in state.values():

@@ -14,7 +14,7 @@ from rekindle.format.layout import Chunk, Layout, blocks
 from rekindle.format.receipt import Receipt
 from rekindle.state.traits import Trait
 
-__all__ = ["IN_STEP", "Batch", "Overlap", "Piece", "Plan", "Unit", "batches"]
+__all__ = ["IN_STEP", "Batch", "Overlap", "Piece", "CopyPlan", "Unit", "batches"]
 
 Overlap = bool | Literal["auto", "verify"]
 """When to copy what stays as it is until the next update: behind ``step()`` (True, and "verify", which looks for
@@ -96,7 +96,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CopyPlan:
     """Everything about a state that stays the same from save to save."""
 
     layout: Layout
@@ -110,10 +110,10 @@ class Plan:
     replicas: dict[str, tuple[int, ...]]
     """By tensor that may be copied late: the ranks that are known to have the same bytes of it after each update.
     What updates alike stays alike."""
-    _whole: Plan | None = None
+    _whole: CopyPlan | None = None
 
     @property
-    def whole(self) -> Plan:
+    def whole(self) -> CopyPlan:
         """The plan to copy all that this rank holds, whoever else does."""
         return self._whole or self
 

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 
 from rekindle.common.backoff import Tries
-from rekindle.common.os_errors import advise
-from rekindle.common.timeouts import behind, within
+from rekindle.common.os_errors import describe_error
+from rekindle.common.timeouts import behind, with_timeout
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.memory.local_state import Smalls
 from rekindle.memory.lock import Lock
 from rekindle.memory.slots import Slots
@@ -76,16 +76,16 @@ class Saves:
         """Who is told what training does, inside of ``guard()``."""
         self._before_update: Callable[[int], object] | None = None
         self._pid = os.getpid()
-        self.newest: Stamp | None = None
+        self.newest: ShardId | None = None
         """What was saved last. It may still be on its way into memory, until ``settle``."""
-        self._before: Stamp | None = None
+        self._before: ShardId | None = None
         self.reached = 0
         """The newest completed step that we were told of, or that was restored."""
         self.restored = 0
         self._stepping = False
         self._sparing: Sparing | None = None
         """Limits the saves that go straight to storage unasked; None for no limit."""
-        self._left_out: Stamp | None = None
+        self._left_out: ShardId | None = None
         """The newest step that was not saved because it was not its turn."""
         self._how_often = ""
         self._metrics, self._strict = metrics, strict
@@ -110,7 +110,7 @@ class Saves:
         self.live.files = partial(Smalls, slots.job, slots.rank)
         self.memory = MemorySaver(self.live, slots, overlap)
 
-    def save(self, stamp: Stamp) -> None:
+    def save(self, stamp: ShardId) -> None:
         """Save the state as that of ``stamp``. Call ``settle`` first."""
         if self.newest is not None and self.newest.step == stamp.step:
             if stamp.persist:
@@ -129,7 +129,7 @@ class Saves:
         if self._metrics.committed_in_step:  # or it failed, which is for this step() to tell
             self.settle()
 
-    def _write(self, stamp: Stamp) -> int | None:
+    def _write(self, stamp: ShardId) -> int | None:
         """Bytes saved; None where storage would have to take them, and is to be left in peace."""
         if self.memory is not None and self._tries.due():
             try:
@@ -155,7 +155,7 @@ class Saves:
         self._metrics.direct += 1
         return nbytes
 
-    def _leave_out(self, stamp: Stamp) -> None:
+    def _leave_out(self, stamp: ShardId) -> None:
         # Other ranks' parts of what is being written may be in memory, which keeps them until this rank's next step.
         if self.memory is not None or self.direct.over:
             self._finish_direct()
@@ -231,7 +231,7 @@ class Saves:
         if error is not None and self.newest is not None:
             self._failed(self.newest.step, error)
 
-    def persist(self, stamp: Stamp | None = None) -> None:
+    def persist(self, stamp: ShardId | None = None) -> None:
         """Send ``stamp``, or the newest save, to storage, whatever the policy said of it. Call ``settle`` first."""
         stamp = stamp or self.newest
         if self.memory is None or stamp is None:
@@ -241,7 +241,7 @@ class Saves:
         except Exception as error:
             self._failed(stamp.step, error)
 
-    def pin(self, stamp: Stamp, there: bool, keeper: AgentKeeper | None, timeout: float) -> None:
+    def pin(self, stamp: ShardId, there: bool, keeper: AgentKeeper | None, timeout: float) -> None:
         """See to it that ``stamp`` stays on storage: now if it is ``there``, else once it comes. Call ``settle`` first.
 
         Raises NotDurableError when that can't be done now, or one that was to be pinned before isn't on storage within
@@ -250,9 +250,11 @@ class Saves:
         if there:
             try:
                 with self.pause("waiting for storage"):
-                    within(_PIN, self._store.root, lambda: self._store.pin(stamp))
+                    with_timeout(_PIN, self._store.root, lambda: self._store.pin(stamp))
             except OSError as error:
-                raise NotDurableError(f"step {stamp.step} is on storage, but not pinned: {advise(error)}") from error
+                raise NotDurableError(
+                    f"step {stamp.step} is on storage, but not pinned: {describe_error(error)}"
+                ) from error
             return
         self._see_pins(stamp, keeper, timeout)
         if self.newest is None or not self.newest.pinned:  # else its receipt says so
@@ -260,11 +262,11 @@ class Saves:
                 self.memory.persist(self.newest, pin=True)
             with suppress(OSError, NotDurableError):
                 self._finish_direct()
-                if within(_LOOK, self._store.root, partial(pin_if_there, self._store, stamp)):
+                if with_timeout(_LOOK, self._store.root, partial(pin_if_there, self._store, stamp)):
                     return
         behind(partial(pin_when_there, self._store, stamp), "rekindle-pin")
 
-    def _see_pins(self, stamp: Stamp, keeper: AgentKeeper | None, timeout: float) -> None:
+    def _see_pins(self, stamp: ShardId, keeper: AgentKeeper | None, timeout: float) -> None:
         """Return when what was to be pinned before ``stamp`` is on storage: memory keeps one such snapshot, not more.
 
         After the save of ``stamp``, which takes no older one's place, so that its state is safe meanwhile.
@@ -283,7 +285,7 @@ class Saves:
                         f"step {older.step}, which was pinned before: {error}"
                     ) from error
                 with suppress(OSError):
-                    if not within(_LOOK, self._store.root, partial(self._store.durable, older)):
+                    if not with_timeout(_LOOK, self._store.root, partial(self._store.durable, older)):
                         log.warning(
                             "step %d was to be pinned, and has not come to storage: a newer one has taken its place",
                             older.step,
@@ -295,7 +297,7 @@ class Saves:
             with suppress(MemoryStoreError):  # the first save will say so
                 self.memory.slots.give_up()
 
-    def kept(self, base: Stamp | None) -> str:
+    def kept(self, base: ShardId | None) -> str:
         """STORAGE if it has what was restored; MEMORY if it doesn't say, and the agent will see to that; "" if neither.
 
         "" also once something has been saved.
@@ -305,9 +307,9 @@ class Saves:
         if self._metrics.restored_from == STORAGE:
             return STORAGE
         with suppress(OSError):
-            return STORAGE if within(_LOOK, self._store.root, lambda: self._store.durable(base)) else ""
+            return STORAGE if with_timeout(_LOOK, self._store.root, lambda: self._store.durable(base)) else ""
         stamps = self.memory.slots.job.stamps() if self.memory is not None else ()
-        return MEMORY if any(stamp.key == base.key and stamp.persist for stamp, _ in stamps) else ""
+        return MEMORY if any(stamp.checkpoint == base.checkpoint and stamp.persist for stamp, _ in stamps) else ""
 
     def hold(self) -> None:
         """Wait until the newest save has what an update will change. For the thread that updates."""
@@ -372,7 +374,7 @@ class Saves:
         if self.gate is not None:
             self.gate.stable(n, self.in_memory())
 
-    def gasp(self, stamp: Stamp, whole: bool) -> None:
+    def gasp(self, stamp: ShardId, whole: bool) -> None:
         """Secure the state, which is that of ``stamp``: in memory or, where there is no room, on storage.
 
         With ``whole`` all that this rank holds, where another rank doesn't secure its part.
@@ -428,9 +430,9 @@ class Saves:
         except NotDurableError:  # it goes on being written
             pass
         except Exception as error:  # with ``strict`` a failed save raises, and who leaves has a reason of its own
-            log.warning("the newest save failed: %s", advise(error))
+            log.warning("the newest save failed: %s", describe_error(error))
 
-    def see_durable(self, stamp: Stamp, timeout: float, see: Callable[[float], object]) -> None:
+    def see_durable(self, stamp: ShardId, timeout: float, see: Callable[[float], object]) -> None:
         """Return when ``stamp`` is on storage, which ``see`` waits for. Raises NotDurableError."""
         with self.pause("waiting for storage"):
             deadline = time.monotonic() + timeout
@@ -440,14 +442,14 @@ class Saves:
             except NotDurableError:
                 if error is None:
                     raise
-                raise NotDurableError(f"step {stamp.step} did not reach storage: {advise(error)}") from error
+                raise NotDurableError(f"step {stamp.step} did not reach storage: {describe_error(error)}") from error
 
     def _failed(self, step: int, error: BaseException, saved: bool = False) -> None:
         self._metrics.failed += 1
         if self._strict:
             raise error
         what = "is saved, but by luck" if saved else "is not saved, training goes on"
-        log.error("step %d %s: %s: %s", step, what, type(error).__name__, advise(error))
+        log.error("step %d %s: %s: %s", step, what, type(error).__name__, describe_error(error))
 
     def close(self) -> None:
         """Let go of memory and threads. What is being written to storage goes on being written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from rekindle.errors import UsageError
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.names import LAST_STEP
 from rekindle.save.updates import Updates
 
@@ -14,7 +14,7 @@ __all__ = ["check_step"]
 log = logging.getLogger("rekindle")
 
 
-def check_step(n: int, newest: Stamp | None, base: Stamp | None, updates: Updates) -> None:
+def check_step(n: int, newest: ShardId | None, base: ShardId | None, updates: Updates) -> None:
     """Raise UsageError, with the right way to count, for an ``n`` that was passed or can't be.
 
     Where it may be right, after a write that need not have been an update, a warning says so once.

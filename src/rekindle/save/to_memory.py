@@ -9,15 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from rekindle.common.os_errors import advise
+from rekindle.common.os_errors import describe_error
 from rekindle.errors import MemoryStoreError, RekindleError, UsageError
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt, read
 from rekindle.memory.lock import Lock
 from rekindle.memory.slots import Slot, Slots
 from rekindle.save.copy import Copying, fingerprints
 from rekindle.save.live import Live
-from rekindle.save.plan import Overlap, Plan
+from rekindle.save.plan import CopyPlan, Overlap
 
 __all__ = ["Changed", "Flight", "MemorySaver"]
 
@@ -47,8 +47,8 @@ class Changed(UsageError):
 class Flight:
     """One snapshot, from the moment at which ``step()`` returns until it is committed. Safe to use from any thread."""
 
-    stamp: Stamp
-    plan: Plan
+    stamp: ShardId
+    plan: CopyPlan
     values: bytes
     slot: Slot
     slots: Slots
@@ -189,7 +189,7 @@ class MemorySaver:
         self._torn = False
         """Whether a save has left the slots behind in an unknown state."""
 
-    def save(self, stamp: Stamp, owner: object) -> int:
+    def save(self, stamp: ShardId, owner: object) -> int:
         """Bytes to be saved. Raises MemoryStoreError when memory has no room, or is gone. Call ``settle`` first.
 
         Parameters and optimizer state may still be on their way when this returns; ``owner`` lives until they are not.
@@ -211,13 +211,13 @@ class MemorySaver:
         except BaseException as error:  # a signal handler may raise between any two instructions, Ctrl-C's for one
             self.flight, self._torn = None, True
             if isinstance(error, OSError):
-                raise MemoryStoreError(f"memory store {self.slots.job.path}: {advise(error)}") from error
+                raise MemoryStoreError(f"memory store {self.slots.job.path}: {describe_error(error)}") from error
             raise
         if not self.in_step:
             self._live.writer.behind(partial(_fly, flight, owner))
         return plan.layout.file_bytes
 
-    def _overlaps(self, plan: Plan) -> bool:
+    def _overlaps(self, plan: CopyPlan) -> bool:
         return not plan.fits_in_step if self._overlap == "auto" else bool(self._overlap)
 
     def mend(self) -> None:
@@ -232,7 +232,7 @@ class MemorySaver:
         self.flight, self._torn = None, True
         return removed
 
-    def gasp(self, stamp: Stamp, whole: bool) -> None:
+    def gasp(self, stamp: ShardId, whole: bool) -> None:
         """Bring the state, which is that of ``stamp``, into memory. For any thread, while nothing changes the state.
 
         With ``whole`` all that this rank holds, if another rank hasn't brought its part. Raises MemoryStoreError when
@@ -258,9 +258,9 @@ class MemorySaver:
             raise
         self.slots.commit(slot, stamp, receipt)
 
-    def complete(self, stamp: Stamp) -> bool:
+    def complete(self, stamp: ShardId) -> bool:
         """Whether all ranks of this node have brought their parts of the step."""
-        return stamp.key in self.slots.complete()
+        return stamp.checkpoint in self.slots.complete()
 
     def hold(self) -> None:
         """Return when the state may change. For the thread that updates it."""
@@ -285,7 +285,7 @@ class MemorySaver:
             self._live.capture.begin_anew()
         return flight
 
-    def persist(self, newest: Stamp, pin: bool = False) -> None:
+    def persist(self, newest: ShardId, pin: bool = False) -> None:
         """Ask the agent to carry this start's snapshots up to ``newest`` to storage, and to ``pin`` that one there.
 
         It takes the newest that all ranks have, which is an older one where another rank has failed to save. Call

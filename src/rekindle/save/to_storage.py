@@ -13,16 +13,16 @@ from contextlib import suppress
 
 from rekindle.common.timeouts import behind
 from rekindle.errors import NotDurableError
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, Trace
 from rekindle.save.live import Live
-from rekindle.save.plan import Plan
+from rekindle.save.plan import CopyPlan
 from rekindle.save.to_memory import Flight
 from rekindle.storage.back import prune_chosen
 from rekindle.storage.checks import check_written, made_anew, newest_on, refuse_elsewhere, trace_of, was_deleted
 from rekindle.storage.store import Store
-from rekindle.storage.throttle import step_back
+from rekindle.storage.throttle import lower_priority
 
 __all__ = ["DirectSaver"]
 
@@ -50,14 +50,14 @@ class DirectSaver:
         """The newest step that this rank has seen to be on storage."""
         self._trace: Trace | None = None
         """Of the root that showed it."""
-        self._written: Stamp | None = None
+        self._written: ShardId | None = None
         """The newest of which this rank has written its part, and others had not yet."""
         self._buffer: mmap.mmap | None = None
         self._cache: object = None
         self._writing: Future[None] | None = None
         self._late = False
         """Whether a save has been waited for in vain: the next ones don't wait, and are not made while it hangs."""
-        self._stamp: Stamp | None = None
+        self._stamp: ShardId | None = None
         """What the newest save is of."""
         self._error: BaseException | None = None
         """What went wrong with it, once that was seen."""
@@ -67,7 +67,7 @@ class DirectSaver:
         self._at_exit = _WRITE_TIMEOUT
         self._pid = os.getpid()
 
-    def save(self, stamp: Stamp) -> int:
+    def save(self, stamp: ShardId) -> int:
         """Bytes copied; storage gets them in the background. Call ``finish`` first."""
         plan, values = self._live.take(stamp)
         buffer = self._room(plan)
@@ -75,12 +75,12 @@ class DirectSaver:
         self._submit(stamp, Receipt.encode(stamp, plan.static, checksums, values), buffer)
         return plan.layout.file_bytes
 
-    def _room(self, plan: Plan) -> mmap.mmap:
+    def _room(self, plan: CopyPlan) -> mmap.mmap:
         if self._buffer is None or len(self._buffer) != plan.layout.file_bytes:
             self._cache, self._buffer = None, mmap.mmap(-1, plan.layout.file_bytes)
         return self._buffer
 
-    def gasp(self, stamp: Stamp, whole: bool) -> None:
+    def gasp(self, stamp: ShardId, whole: bool) -> None:
         """Bring the state, which is that of ``stamp``, to storage: all of it or this rank's part.
 
         For any thread, while nothing changes the state.
@@ -93,7 +93,7 @@ class DirectSaver:
         if error is not None:
             raise error
 
-    def late(self, stamp: Stamp, whole: bool) -> None:
+    def late(self, stamp: ShardId, whole: bool) -> None:
         """As ``save``, of a step whose end has been told to ``Live`` before. Raises RekindleError when it can't be had.
 
         Call ``finish`` first.
@@ -108,12 +108,12 @@ class DirectSaver:
         assert flight.slot.map is not None
         self._submit(flight.stamp, flight.receipt(), flight.slot.map)
 
-    def _submit(self, stamp: Stamp, raw: bytes, buffer: mmap.mmap) -> None:
+    def _submit(self, stamp: ShardId, raw: bytes, buffer: mmap.mmap) -> None:
         receipt = Receipt.decode(raw, f"step {stamp.step}")
         data = memoryview(buffer)[: receipt.file_bytes]
 
         def work() -> None:
-            step_back()
+            lower_priority()
             try:
                 self._write(receipt, data)
             finally:
@@ -145,7 +145,7 @@ class DirectSaver:
             with suppress(OSError):  # there is no memory any more
                 self.job.write_durable(self._noted, self._trace)
         prune_chosen(self._store, self.job, receipt.stamp.incarnation.generation, *self._keep)
-        self._store.settle()
+        self._store.clean_up()
 
     def _known(self) -> tuple[int | None, Trace | None]:
         """A step that storage must show something of, if there is one, and the trace of where it did."""
@@ -186,9 +186,9 @@ class DirectSaver:
         atexit.unregister(self._finish_at_exit)
         return error
 
-    def error_of(self, stamp: Stamp) -> BaseException | None:
+    def error_of(self, stamp: ShardId) -> BaseException | None:
         """What went wrong with a save, though somebody was told before, if it is the newest that came here."""
-        return self._error if self._stamp is not None and self._stamp.key == stamp.key else None
+        return self._error if self._stamp is not None and self._stamp.checkpoint == stamp.checkpoint else None
 
     def _finish_at_exit(self) -> None:
         if os.getpid() != self._pid:  # a forked child has no thread that writes

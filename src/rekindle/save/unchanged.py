@@ -15,18 +15,18 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from rekindle.state.content import Contents
+from rekindle.state.content import StateContent
 from rekindle.state.flat import is_flat
 from rekindle.state.parts import Leaf, Sharded, memory
 from rekindle.state.tree import Flat, flatten
 
-__all__ = ["Watch"]
+__all__ = ["StateWatch"]
 
 
-class Watch:
+class StateWatch:
     """Remembers ``state``, of which ``leaves`` are all tensors in the order of their flattening."""
 
-    def __init__(self, state: Mapping[str, Any], contents: Contents, leaves: list[Leaf]) -> None:
+    def __init__(self, state: Mapping[str, Any], contents: StateContent, leaves: list[Leaf]) -> None:
         self._entries = [_watch(entry, contents) for entry in state.values()]
         self._leaves = leaves
         self._places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in map(memory, leaves)]
@@ -50,7 +50,7 @@ class Watch:
 class _Any:
     """Anything with a ``state_dict()``."""
 
-    def __init__(self, entry: Any, contents: Contents) -> None:
+    def __init__(self, entry: Any, contents: StateContent) -> None:
         self._entry, self._contents = entry, contents
         self._flat = self._look()
         self._wanted = list(map(_requires_grad, self._flat.tensors))
@@ -105,7 +105,7 @@ class _Module:
 class _Optimizer:
     """An optimizer whose ``state_dict()`` is torch's own, and whose state is nothing but tensors for each parameter."""
 
-    def __init__(self, optimizer: Optimizer, contents: Contents) -> None:
+    def __init__(self, optimizer: Optimizer, contents: StateContent) -> None:
         self._optimizer = optimizer
         self._groups = [self._group(group) for group in optimizer.param_groups]
         self._params = [list(group["params"]) for group in optimizer.param_groups]
@@ -176,7 +176,7 @@ def _requires_grad(leaf: Leaf) -> bool:
     return _identity(leaf).requires_grad
 
 
-def _watch(entry: Any, contents: Contents) -> _Any | _Module | _Optimizer:
+def _watch(entry: Any, contents: StateContent) -> _Any | _Module | _Optimizer:
     if isinstance(entry, Module) and _Module.suits(entry):
         return _Module(entry)
     if isinstance(entry, Optimizer) and _Optimizer.suits(entry):

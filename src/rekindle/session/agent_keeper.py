@@ -23,7 +23,7 @@ from rekindle.format.fields import loads
 from rekindle.memory.job_dir import Job, JobDir
 from rekindle.memory.lock import Lock
 from rekindle.storage.checks import made_anew
-from rekindle.storage.throttle import step_back
+from rekindle.storage.throttle import lower_priority
 
 __all__ = ["AgentKeeper"]
 
@@ -155,7 +155,7 @@ class AgentKeeper:
         return True
 
     def _drain(self, seconds: float) -> None:
-        step_back()
+        lower_priority()
         until, lock = time.monotonic() + seconds, Lock(self.job.agent_lock)
         try:
             if lock.acquire(1.0):

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from rekindle.common.os_errors import advise
+from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import behind
 from rekindle.errors import NotDurableError
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.session.agent_keeper import AgentKeeper
@@ -32,18 +32,18 @@ _POLL = 0.005
 
 
 def wait_durable(
-    stamp: Stamp,
+    stamp: ShardId,
     store: Store,
     job: JobDir | None,
     keeper: AgentKeeper | None,
     seconds: float,
-    mates: Collection[int] = (),
+    local_ranks: Collection[int] = (),
     *,
     once: bool = False,
 ) -> None:
     """Return when a checkpoint is on storage. Raises NotDurableError after ``seconds``.
 
-    And at once when one of ``mates``, the ranks of this node that each save a part of it, won't bring its own any more.
+    And at once when one of ``local_ranks``, which each save a part of it, won't bring its own any more.
     ``once``: it is enough that it has been there, should somebody have deleted it since.
     """
     deadline = time.monotonic() + seconds
@@ -54,11 +54,11 @@ def wait_durable(
         why = "storage is slow, or hangs, or drain_limit is low"
         lost: list[int] | None = []
         try:  # storage that hangs must not keep us for longer
-            looked = behind(partial(_lost, stamp, store, job, mates), "rekindle-look")
+            looked = behind(partial(_lost, stamp, store, job, local_ranks), "rekindle-look")
             if wait([looked], max(_LOOK, deadline - time.monotonic())).done:
                 lost = looked.result()
         except (OSError, RuntimeError) as error:  # it may be back in a moment; or no thread is to be had for now
-            why = advise(error)
+            why = describe_error(error)
         if lost is None:
             return
         if lost:
@@ -75,7 +75,7 @@ def wait_durable(
         time.sleep(store.poll)
 
 
-def _lacks(stamp: Stamp, store: Store) -> str | None:
+def _lacks(stamp: ShardId, store: Store) -> str | None:
     """Whose part is missing, if this rank's is there, and storage says so soon."""
     with suppress(OSError, RuntimeError):
         looked = behind(lambda: lacks(store, stamp) if store.has_shard(stamp) else None, "rekindle-look")
@@ -84,13 +84,15 @@ def _lacks(stamp: Stamp, store: Store) -> str | None:
     return None
 
 
-def _lost(stamp: Stamp, store: Store, job: JobDir | None, mates: Collection[int]) -> list[int] | None:
+def _lost(stamp: ShardId, store: Store, job: JobDir | None, local_ranks: Collection[int]) -> list[int] | None:
     """Ranks whose parts can't get to storage any more; None when the checkpoint is there."""
     noted = job.durable() if job is not None else None
-    if job is None or not mates or (noted is not None and noted >= stamp.step):  # it was there, and may be back soon
+    if (
+        job is None or not local_ranks or (noted is not None and noted >= stamp.step)
+    ):  # it was there, and may be back soon
         return None if store.durable(stamp) else []
     # In this order: a rank that has ended or gone on does nothing more for it, and parts go from memory to storage.
-    over = {rank for rank in mates if rank == stamp.rank or _ended(job, rank)}
+    over = {rank for rank in local_ranks if rank == stamp.rank or _ended(job, rank)}
     stamps = [s for s, _ in job.stamps() if s.incarnation == stamp.incarnation]
     over |= {s.rank for s in stamps if s.step > stamp.step}
     over -= {s.rank for s in stamps if s.step == stamp.step and (s.persist or s.rank != stamp.rank)}
@@ -117,13 +119,13 @@ def _see_out(job: JobDir) -> None:
 
 
 def let_go(
-    job: JobDir | None, keeper: AgentKeeper | None, lock: Lock | None, rank: int, begun: bool, durable: Stamp | None
+    job: JobDir | None, keeper: AgentKeeper | None, lock: Lock | None, rank: int, begun: bool, durable: ShardId | None
 ) -> None:
     """Leave the job, and give this rank's memory back if storage has what is ``durable``, and memory nothing beyond it.
 
     A start that has not ``begun``, because storage didn't show what was there, leaves the note of it to the next one.
     """
-    saved = durable is not None and (job is None or job.give_back(rank, durable.key))
+    saved = durable is not None and (job is None or job.give_back(rank, durable.checkpoint))
     if keeper is not None:
         keeper.close(_FINISH if saved else _LOOK)
     if lock is not None:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from rekindle.errors import UsageError
 
-__all__ = ["Alone", "Group", "node_id", "this_group"]
+__all__ = ["SingleProcess", "ProcessGroup", "node_id", "this_group"]
 
 
-class Alone:
+class SingleProcess:
     """The only rank of a job without a process group."""
 
     rank = 0
@@ -30,7 +30,7 @@ class Alone:
         return None
 
 
-class Group:
+class ProcessGroup:
     """All ranks of an initialised process group. Each call is a collective, and bounded by ``timeout``."""
 
     def __init__(self, timeout: timedelta) -> None:
@@ -58,17 +58,17 @@ class Group:
         return lambda: work.wait(self._timeout)
 
 
-def this_group(timeout: timedelta = timedelta(minutes=5)) -> Alone | Group:
+def this_group(timeout: timedelta = timedelta(minutes=5)) -> SingleProcess | ProcessGroup:
     """The process group if there is one. Raises UsageError when a launcher made several ranks and they can't talk."""
     if dist.is_available() and dist.is_initialized():
-        return Group(timeout)
+        return ProcessGroup(timeout)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise UsageError(
             f"this is rank {os.environ.get('RANK', '?')} of {world}, but torch.distributed is not initialised: "
             "call torch.distributed.init_process_group() first"
         )
-    return Alone()
+    return SingleProcess()
 
 
 def node_id(memory: Path) -> str:

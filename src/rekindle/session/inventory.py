@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rekindle.common.os_errors import advise
-from rekindle.common.timeouts import within
+from rekindle.common.os_errors import describe_error
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import CorruptError, VersionError
-from rekindle.format.lineage import Incarnation
+from rekindle.format.lineage import CheckpointKey, Incarnation
 from rekindle.format.names import MANIFEST, MANIFEST_KIND
 from rekindle.format.receipt import parse
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.back import Anew
-from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in
+from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_in
 from rekindle.storage.checks import DELETED, was_deleted
 from rekindle.storage.store import Contents, Store
 
 __all__ = ["Inventory", "Offer", "take_inventory"]
-
-Key = tuple[int, Incarnation]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Inventory:
     """What this rank can see: its offers, and the copies behind each one, nearest first."""
 
     offers: list[Offer]
-    copies: dict[Key, list[Copy]]
+    copies: dict[CheckpointKey, list[StoredCopy]]
     storage_error: str | None
     errno: int | None = None
     """Of the storage error."""
@@ -86,15 +84,15 @@ def take_inventory(job: JobDir | None, store: Store, rank: int) -> Inventory:
     noted = job.durable() if job is not None else None
     trace, deleted, number = job.trace() if job is not None else None, False, None
     try:
-        contents, damaged = within(_LISTING, store.root, lambda: _listed(store))
+        contents, damaged = with_timeout(_LISTING, store.root, lambda: _listed(store))
         if not contents.published:
-            deleted = within(_LISTING, store.root, lambda: was_deleted(store, noted, trace))
+            deleted = with_timeout(_LISTING, store.root, lambda: was_deleted(store, noted, trace))
     except OSError as failure:
-        error, number = f"{store.root}: {advise(failure)}", failure.errno
+        error, number = f"{store.root}: {describe_error(failure)}", failure.errno
     copies = copies_in(job, contents)
-    found: dict[Key, list[Copy]] = {}
+    found: dict[CheckpointKey, list[StoredCopy]] = {}
     for copy in copies:
-        found.setdefault(copy.key, []).append(copy)
+        found.setdefault(copy.checkpoint, []).append(copy)
     offers = [
         Offer(*key, near[0].world, tuple(copy.place for copy in near if rank % copy.world in copy.ranks))
         for key, near in found.items()

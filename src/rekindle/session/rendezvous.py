@@ -10,14 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rekindle.common.os_errors import advise
+from rekindle.common.os_errors import describe_error
 from rekindle.errors import BusyError, MemoryStoreError, UsageError
 from rekindle.format.lineage import Incarnation
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.memory.room import Room
-from rekindle.session.group import Alone, Group, node_id
+from rekindle.session.group import ProcessGroup, SingleProcess, node_id
 from rekindle.session.inventory import take_inventory
 from rekindle.session.root import Probe, judge, refusal, warn_of_weakness
 from rekindle.session.takeover import make_way
@@ -38,7 +38,7 @@ class Meeting:
     """What the ranks agreed on."""
 
     incarnation: Incarnation
-    mates: list[int]
+    local_ranks: list[int]
     """Ranks on this node, in order."""
     nodes: int
     lock: Lock | None
@@ -58,7 +58,7 @@ class Meeting:
         Not before: a start that storage is away for has to leave the old note to the next one. It stays as well where
         storage shows nothing, unless that start is to go on ``anyway``.
         """
-        if job is None or rank != self.mates[0]:
+        if job is None or rank != self.local_ranks[0]:
             return
         with suppress(OSError):
             if stored is not None:
@@ -73,7 +73,7 @@ class Meeting:
 
         ``base`` is the incarnation that it goes on from, and is ``back`` if that was deleted, and is there again.
         """
-        if job is None or rank != self.mates[0]:
+        if job is None or rank != self.local_ranks[0]:
             return
         with suppress(OSError):
             anew = job.anew()
@@ -85,7 +85,7 @@ class Meeting:
 
 
 def meet(
-    group: Alone | Group,
+    group: SingleProcess | ProcessGroup,
     job: JobDir,
     root: Root,
     size: Callable[[list[int]], int],
@@ -104,7 +104,7 @@ def meet(
     try:
         place = node_id(job.path.parent.parent)
         first = group.gather((place, busy, {"root": str(root), **settings}))
-        mates = [rank for rank, (node, _, _) in enumerate(first) if node == place]
+        local_ranks = [rank for rank, (node, _, _) in enumerate(first) if node == place]
         for rank, (_, problem, given) in enumerate(first):
             if problem:
                 raise BusyError(problem)
@@ -112,12 +112,12 @@ def meet(
             if differing:
                 name = differing[0]
                 raise UsageError(f"{name} is {given[name]!r} on rank {rank} and {first[0][2][name]!r} on rank 0")
-        nbytes = size(mates)
-        no_memory = no_memory or _lacking(job, nbytes, len(mates), room)
+        nbytes = size(local_ranks)
+        no_memory = no_memory or _lacking(job, nbytes, len(local_ranks), room)
         store = open_store(root)
         with Probe(group, store, [node for node, _, _ in first]) as probe:
             sight = take_inventory(None if lock is None else job, store, group.rank)
-            problem = (refusal(store, sight) if group.rank == mates[0] else None) or probe.problem()
+            problem = (refusal(store, sight) if group.rank == local_ranks[0] else None) or probe.problem()
             generation = max((offer.incarnation.generation for offer in sight.offers), default=0)
             begun = Incarnation.begin(0).id
             second = group.gather((no_memory, generation, sight.anything, begun, sight.storage, problem, sight.kept))
@@ -127,17 +127,17 @@ def meet(
         if lock is not None:
             lock.release()
         raise
-    no_memory = next((second[rank][0] for rank in mates if second[rank][0]), None)
+    no_memory = next((second[rank][0] for rank in local_ranks if second[rank][0]), None)
     if group.rank == 0 and sight.storage_error is None:
         warn_of_weakness(store)
-    if no_memory is None and group.rank == mates[0]:
+    if no_memory is None and group.rank == local_ranks[0]:
         with suppress(OSError):
-            log.info("%s", room.told(job, nbytes, len(mates)))
+            log.info("%s", room.told(job, nbytes, len(local_ranks)))
     incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
     nodes = len({node for node, _, _ in first})
     deleted = all_deleted([entry[4] for entry in second])
     found = not deleted and any(entry[2] for entry in second)
-    return Meeting(incarnation, mates, nodes, lock, no_memory, found, deleted, nbytes)
+    return Meeting(incarnation, local_ranks, nodes, lock, no_memory, found, deleted, nbytes)
 
 
 def take_place(job: JobDir, rank: int, *, dying: bool = True) -> tuple[Lock | None, str | None, str | None]:
@@ -166,11 +166,11 @@ def take_place(job: JobDir, rank: int, *, dying: bool = True) -> tuple[Lock | No
     except MemoryStoreError as error:
         return None, None, str(error)
     except OSError as error:
-        return None, None, f"memory store {job.path}: {advise(error)}"
+        return None, None, f"memory store {job.path}: {describe_error(error)}"
 
 
 def _lacking(job: JobDir, nbytes: int, ranks: int, room: Room) -> str | None:
     try:
         return room.lacking(job, nbytes, ranks)
     except OSError as error:  # somebody has removed it
-        return f"memory store {job.path.parent}: {advise(error)}"
+        return f"memory store {job.path.parent}: {describe_error(error)}"

@@ -8,10 +8,10 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from rekindle.common.os_errors import advise
-from rekindle.common.timeouts import within
+from rekindle.common.os_errors import describe_error
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import UsageError
-from rekindle.session.group import Alone, Group
+from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.inventory import Inventory
 from rekindle.storage.store import Store
 
@@ -33,17 +33,17 @@ def refusal(store: Store, sight: Inventory) -> str | None:
     if sight.storage_error is not None and sight.errno not in _FOR_GOOD:
         return None  # it doesn't answer, and has been waited for
     try:
-        within(_ANSWER, store.root, store.check_writable)
+        with_timeout(_ANSWER, store.root, store.check_writable)
     except OSError as error:
         if error.errno in _FOR_GOOD:
-            return f"{error.filename or store.root}: {advise(error)}"
+            return f"{error.filename or store.root}: {describe_error(error)}"
     return None
 
 
 def warn_of_weakness(store: Store) -> None:
     """Log a promise that the storage turns out not to keep."""
     try:
-        weakness = store.weakness()
+        weakness = store.capability_warning()
     except OSError as error:
         weakness = f"{store.root}: nothing can be written there: {error.strerror or error}"
     if weakness:
@@ -53,7 +53,7 @@ def warn_of_weakness(store: Store) -> None:
 class Probe:
     """A small file that rank 0 leaves in the root, for every other node to see."""
 
-    def __init__(self, group: Alone | Group, store: Store, places: Sequence[str]) -> None:
+    def __init__(self, group: SingleProcess | ProcessGroup, store: Store, places: Sequence[str]) -> None:
         """``places`` has the node of each rank. A collective where there are several."""
         self._group, self._store, self._places = group, store, places
         self.name: str | None = None
@@ -64,9 +64,11 @@ class Probe:
     def _write(self) -> str | None:
         name = f".rekindle-{secrets.token_hex(8)}"
         try:
-            within(_ANSWER, self._store.root, lambda: self._store.leave(name, b""))
+            with_timeout(_ANSWER, self._store.root, lambda: self._store.write_extra(name, b""))
         except OSError as error:
-            log.warning("it can't be seen whether all nodes have one root: %s: %s", self._store.root, advise(error))
+            log.warning(
+                "it can't be seen whether all nodes have one root: %s: %s", self._store.root, describe_error(error)
+            )
             return None
         return name
 
@@ -78,10 +80,10 @@ class Probe:
         why, deadline = "", time.monotonic() + _SEE
         while True:
             try:
-                if within(_ANSWER, self._store.root, lambda: self._store.has(name)):
+                if with_timeout(_ANSWER, self._store.root, lambda: self._store.has(name)):
                     return None
             except OSError as error:
-                why = f" ({advise(error)})"
+                why = f" ({describe_error(error)})"
             if time.monotonic() > deadline:
                 host = [self._places[rank].split()[0] for rank in (self._group.rank, 0)]
                 return (
@@ -98,9 +100,9 @@ class Probe:
         if self.name is not None and self._group.rank == 0:
             name, self.name = self.name, None
             try:
-                within(_ANSWER, self._store.root, lambda: self._store.take_away(name))
+                with_timeout(_ANSWER, self._store.root, lambda: self._store.take_away(name))
             except OSError as error:
-                log.warning("%s is left at %s: %s", name, self._store.root, advise(error))
+                log.warning("%s is left at %s: %s", name, self._store.root, describe_error(error))
 
 
 def judge(problems: Sequence[str | None], *, restart: bool, rank: int) -> None:

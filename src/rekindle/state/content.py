@@ -13,10 +13,10 @@ from rekindle.state.numbers import pack
 from rekindle.state.parts import Sharded
 from rekindle.state.zero import ZeroState, numbered
 
-__all__ = ["Contents", "is_plain_optimizer", "with_extra_state"]
+__all__ = ["StateContent", "is_plain_optimizer", "with_extra_state"]
 
 
-class Contents:
+class StateContent:
     """Of all entries of one state. Good until a module or an optimizer gets other parameters."""
 
     def __init__(self, state: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rekindle.errors import NotFoundError
 from rekindle.format.files import Directory, Files
-from rekindle.format.lineage import Incarnation, Stamp, live
+from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId, live
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.store import Contents, Store
 
@@ -16,7 +16,7 @@ __all__ = [
     "MEMORY",
     "STORAGE",
     "Checkpoint",
-    "Copy",
+    "StoredCopy",
     "copies_in",
     "list_checkpoints",
     "newest_stored",
@@ -29,7 +29,7 @@ STORAGE = "storage"
 
 
 @dataclass(frozen=True)
-class Copy:
+class StoredCopy:
     """One checkpoint, or this node's part of one, in one store."""
 
     step: int
@@ -45,15 +45,15 @@ class Copy:
     """True if retention has to leave it alone on storage, or will have to once it is there."""
 
     @property
-    def key(self) -> tuple[int, Incarnation]:
-        return self.step, self.incarnation
+    def checkpoint(self) -> CheckpointKey:
+        return CheckpointKey(self.step, self.incarnation)
 
     @property
-    def stamp(self) -> Stamp:
-        return Stamp(self.step, 0, self.world, self.incarnation, self.persist, pinned=self.pinned)
+    def stamp(self) -> ShardId:
+        return ShardId(self.step, 0, self.world, self.incarnation, self.persist, pinned=self.pinned)
 
 
-def survey(job: JobDir | None, store: Store | None) -> list[Copy]:
+def survey(job: JobDir | None, store: Store | None) -> list[StoredCopy]:
     """All copies in this node's memory and on storage, newest first, memory before storage.
 
     Raises OSError when storage can't be listed. Who is to go on from the newest needs ``refuse_behind`` too.
@@ -61,15 +61,15 @@ def survey(job: JobDir | None, store: Store | None) -> list[Copy]:
     return copies_in(job, None if store is None else store.contents())
 
 
-def copies_in(job: JobDir | None, stored: Contents | None) -> list[Copy]:
+def copies_in(job: JobDir | None, stored: Contents | None) -> list[StoredCopy]:
     """The same, of what storage has shown."""
     found = [] if job is None else _in_memory(job.stamps())
     for entry in stored.published if stored is not None else ():
         stamp, everyone = entry.stamp, frozenset(range(entry.stamp.world))
         found.append(
-            Copy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.files, everyone, True, entry.pinned)
+            StoredCopy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.files, everyone, True, entry.pinned)
         )
-    return sorted(found, key=lambda c: (*c.key, c.place == MEMORY), reverse=True)
+    return sorted(found, key=lambda c: (*c.checkpoint, c.place == MEMORY), reverse=True)
 
 
 def refuse_behind(step: int, unread: Iterable[tuple[int, str]], instead: str) -> None:
@@ -82,18 +82,18 @@ def refuse_behind(step: int, unread: Iterable[tuple[int, str]], instead: str) ->
         raise NotFoundError(f"step {newest} is on storage, and can't be read: {why}; {instead}")
 
 
-def newest_stored(copies: Collection[Copy], base: tuple[int, Incarnation] | None) -> int | None:
+def newest_stored(copies: Collection[StoredCopy], base: CheckpointKey | None) -> int | None:
     """The newest step that storage has for a start which goes on from ``base``, wherever it has that from."""
     if base is None:
         return None
     stands = [copy for copy in live(copies) if copy.place == STORAGE]
-    return max((copy.step for copy in stands if copy.key == base or copy.step < base[0]), default=None)
+    return max((copy.step for copy in stands if copy.checkpoint == base or copy.step < base[0]), default=None)
 
 
-def _in_memory(stamps: Iterable[tuple[Stamp, Path]]) -> list[Copy]:
-    found: dict[tuple[int, Incarnation], list[tuple[Stamp, Path]]] = {}
+def _in_memory(stamps: Iterable[tuple[ShardId, Path]]) -> list[StoredCopy]:
+    found: dict[CheckpointKey, list[tuple[ShardId, Path]]] = {}
     for stamp, path in stamps:
-        found.setdefault(stamp.key, []).append((stamp, path))
+        found.setdefault(stamp.checkpoint, []).append((stamp, path))
     copies = []
     for (step, incarnation), parts in found.items():
         first = parts[0][0]
@@ -101,7 +101,7 @@ def _in_memory(stamps: Iterable[tuple[Stamp, Path]]) -> list[Copy]:
         ranks = frozenset(stamp.rank for stamp, _ in parts)
         directory = Directory(parts[0][1].parent, in_memory=True)
         persist, pinned = all(stamp.persist for stamp, _ in parts), any(stamp.pinned for stamp, _ in parts)
-        copies.append(Copy(step, incarnation, parts[0][0].world, MEMORY, directory, ranks, persist, pinned))
+        copies.append(StoredCopy(step, incarnation, parts[0][0].world, MEMORY, directory, ranks, persist, pinned))
     return copies
 
 
@@ -124,13 +124,13 @@ class Checkpoint:
         return STORAGE in self.places
 
 
-def list_checkpoints(job: JobDir | None, store: Store | None, mates: Collection[int]) -> list[Checkpoint]:
-    """All complete ones that this node, of ranks ``mates``, can see, newest first; abandoned ones are left out."""
-    found: dict[tuple[int, Incarnation], Checkpoint] = {}
+def list_checkpoints(job: JobDir | None, store: Store | None, local_ranks: Collection[int]) -> list[Checkpoint]:
+    """All complete ones that this node can see, newest first; abandoned ones are left out."""
+    found: dict[CheckpointKey, Checkpoint] = {}
     for copy in live(survey(job, store)):
-        if copy.place == STORAGE or copy.ranks.issuperset(mates):
-            known = found.get(copy.key)
+        if copy.place == STORAGE or copy.ranks.issuperset(local_ranks):
+            known = found.get(copy.checkpoint)
             places = (*known.places, copy.place) if known else (copy.place,)
             pinned = copy.pinned or (known is not None and known.pinned)
-            found[copy.key] = Checkpoint(copy.step, places, copy.world, copy.incarnation.generation, pinned)
+            found[copy.checkpoint] = Checkpoint(copy.step, places, copy.world, copy.incarnation.generation, pinned)
     return list(found.values())

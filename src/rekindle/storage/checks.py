@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from rekindle.format.lineage import Incarnation, Stamp, elsewhere, live
+from rekindle.format.lineage import Incarnation, ShardId, elsewhere, live
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import Trace
 from rekindle.storage.store import Store
@@ -35,7 +35,7 @@ DELETED = "deleted"
 
 def newest_on(
     store: Store, noted: int | None, starts: Iterable[Incarnation] = (), trace: Trace | None = None
-) -> Stamp | None:
+) -> ShardId | None:
     """The newest checkpoint that no start of the job has left behind; ``starts`` are known from elsewhere.
 
     Raises FileNotFoundError where step ``noted`` was and nothing is now, unless ``trace`` tells that the root was
@@ -82,7 +82,7 @@ def trace_of(store: Store, step: int) -> Trace | None:
     return None
 
 
-def rival(root: Root, newest: Stamp, ours: str) -> str:
+def rival(root: Root, newest: ShardId, ours: str) -> str:
     """What to tell of another start that writes to ``root``; ``ours`` says what becomes of this one's checkpoints."""
     return (
         f"{root}: another start of this job, generation {newest.incarnation.generation}, writes there; {ours}: "
@@ -90,7 +90,7 @@ def rival(root: Root, newest: Stamp, ours: str) -> str:
     )
 
 
-def check_written(store: Store, parts: Sequence[Stamp]) -> bool:
+def check_written(store: Store, parts: Sequence[ShardId]) -> bool:
     """Whether parts of a step that have been written are there, or it is durable; False where it was overtaken.
 
     Raises FileNotFoundError where they are gone.
@@ -102,13 +102,13 @@ def check_written(store: Store, parts: Sequence[Stamp]) -> bool:
     raise FileNotFoundError(errno.ENOENT, f"what was written of step {parts[0].step} is gone", str(store.root))
 
 
-def overtaken(store: Store, stamp: Stamp) -> bool:
+def overtaken(store: Store, stamp: ShardId) -> bool:
     """Whether a step as new is durable, so that whoever noticed has removed what was written of this one."""
     stands = live([entry.stamp for entry in store.published()])
-    return any(other.key != stamp.key and other.step >= stamp.step for other in stands)
+    return any(other.checkpoint != stamp.checkpoint and other.step >= stamp.step for other in stands)
 
 
-def lacks(store: Store, stamp: Stamp) -> str | None:
+def lacks(store: Store, stamp: ShardId) -> str | None:
     """What to tell of a step that isn't durable though this node has written its part; None where all parts are there.
 
     Costs a look-up for each rank of the job.
@@ -123,7 +123,7 @@ def lacks(store: Store, stamp: Stamp) -> str | None:
     )
 
 
-def refuse_elsewhere(store: Store, stamp: Stamp, noted: int | None, trace: Trace | None = None) -> Stamp | None:
+def refuse_elsewhere(store: Store, stamp: ShardId, noted: int | None, trace: Trace | None = None) -> ShardId | None:
     """What is newest there. Raises FileExistsError where another start writes: it would soon prune ``stamp``, unheard.
 
     Raises FileNotFoundError as ``newest_on`` does.

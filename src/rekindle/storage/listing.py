@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rekindle.common.timeouts import within
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.format.lineage import Incarnation, retired
 from rekindle.format.names import Root, receipt_name
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import Job, JobDir
-from rekindle.storage.catalog import MEMORY, STORAGE, Copy, copies_in
+from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_in
 from rekindle.storage.checks import newest_on, was_deleted
 from rekindle.storage.open import open_store
 from rekindle.storage.roots import describe
@@ -42,7 +42,7 @@ _SHOWN = 10
 class Listed:
     """One copy of a checkpoint and what it is worth."""
 
-    copy: Copy
+    copy: StoredCopy
     nbytes: int
     condition: str
     """``complete``, ``incomplete`` (a rank of this node lacks it), ``abandoned`` (the job went on from before it) or
@@ -82,7 +82,7 @@ def list_copies(root: Root, base: Path, seconds: float) -> tuple[list[Listed], O
         return copies_of(root, base)
 
     try:
-        listed = within(seconds, root, everywhere)
+        listed = with_timeout(seconds, root, everywhere)
         why = None if job.trainers() else describe_deleted(job, seconds)
         return listed, None if why is None else NotFoundError(f"{root}: {why}")
     except RekindleError:
@@ -110,7 +110,7 @@ def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = Tr
         raise NotFoundError(f"{root}: no checkpoint{hint(root, base)}") from error
     copies = copies_in(job, contents)
     seen = {copy.incarnation for copy in copies}
-    when = {entry.stamp.key: entry.saved_at for entry in contents.published} if contents is not None else {}
+    when = {entry.stamp.checkpoint: entry.saved_at for entry in contents.published} if contents is not None else {}
     listed = []
     for copy in copies:
         if step is not None and copy.step != step:
@@ -119,17 +119,19 @@ def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = Tr
         condition = "complete" if copy.place != MEMORY or copy.ranks.issuperset(local) else "incomplete"
         if retired(copy.step, copy.incarnation, seen):
             condition = "abandoned"
-        saved_at = when.get(copy.key) if copy.place == STORAGE else _saved_at(copy)
+        saved_at = when.get(copy.checkpoint) if copy.place == STORAGE else _saved_at(copy)
         listed.append(Listed(copy, _bytes(copy), condition, saved_at))
     for number, files in contents.damaged if contents is not None else ():
         if step is None or number == step:
-            listed.append(Listed(Copy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged"))
+            listed.append(
+                Listed(StoredCopy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged")
+            )
     if not listed:
         raise NotFoundError(f"{root}: {_none_of(step, copies, root, base, stored)}")
     return listed
 
 
-def _none_of(step: int | None, copies: list[Copy], root: Root, base: Path, stored: bool) -> str:
+def _none_of(step: int | None, copies: list[StoredCopy], root: Root, base: Path, stored: bool) -> str:
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     if copies:
         newest = list(dict.fromkeys(str(copy.step) for copy in copies))
@@ -157,7 +159,7 @@ def job_of(root: Root, base: Path) -> JobDir:
     return job
 
 
-def _bytes(copy: Copy) -> int:
+def _bytes(copy: StoredCopy) -> int:
     total = 0
     for rank in copy.ranks:
         try:
@@ -167,7 +169,7 @@ def _bytes(copy: Copy) -> int:
     return total
 
 
-def _saved_at(copy: Copy) -> float | None:
+def _saved_at(copy: StoredCopy) -> float | None:
     """When the last rank's part came into memory: receipts are written once."""
     names = [copy.files.named(receipt_name(rank, copy.world)) for rank in copy.ranks]
     try:
@@ -180,7 +182,7 @@ def _iso(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def receipts(copy: Copy) -> Iterator[Receipt]:
+def receipts(copy: StoredCopy) -> Iterator[Receipt]:
     """The receipts of one copy, rank by rank. Raises CorruptError or FileNotFoundError."""
     for rank in sorted(copy.ranks):
         name = receipt_name(rank, copy.world)
@@ -231,7 +233,7 @@ def describe_deleted(job: JobDir, seconds: float) -> str | None:
         return None
     root = info.root
     with suppress(OSError):
-        if within(seconds, root, lambda: was_deleted(open_store(root), job.durable(), trace)):
+        if with_timeout(seconds, root, lambda: was_deleted(open_store(root), job.durable(), trace)):
             return (
                 f"was deleted, and memory still has steps {steps} of it: the next start gives them up, as 'rekindle "
                 f"stop --discard ROOT' does; a start with restore(step={steps[-1]}) goes on from there"

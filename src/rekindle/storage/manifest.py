@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rekindle.errors import CorruptError, FormatError
 from rekindle.format.boxes import lacking
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST_KIND, receipt_name, shard_name
 from rekindle.format.receipt import Receipt, checksum, parse, seal
 
@@ -24,12 +24,12 @@ _LAST_SECOND = 1 << 37
 class Head(NamedTuple):
     """What a listing needs of a manifest."""
 
-    stamp: Stamp
+    stamp: ShardId
     saved_at: float | None
     """When it was written, in seconds since 1970 by the clock of the node that did; None where it doesn't say."""
 
 
-def manifest(receipts: Sequence[Receipt], stamp: Stamp) -> bytes:
+def manifest(receipts: Sequence[Receipt], stamp: ShardId) -> bytes:
     """The manifest of a checkpoint of which these are all receipts, by rank.
 
     Raises CorruptError when the parts don't make up a whole.
@@ -43,14 +43,14 @@ def manifest(receipts: Sequence[Receipt], stamp: Stamp) -> bytes:
         "shards": list(map(_entry, receipts)),
     }
     text = json.dumps(body, separators=(",", ":")).encode()[1:-1]
-    return seal(Stamp(stamp.step, 0, stamp.world, stamp.incarnation), MANIFEST_KIND, text)
+    return seal(ShardId(stamp.step, 0, stamp.world, stamp.incarnation), MANIFEST_KIND, text)
 
 
 def head_of(data: bytes, where: str | os.PathLike[str]) -> Head:
     """The head of a manifest. Raises FormatError when it is damaged, or makes no sense."""
     fields = parse(data, MANIFEST_KIND, where)
     try:
-        stamp = Stamp.from_json(fields["stamp"])
+        stamp = ShardId.from_json(fields["stamp"])
         # Nobody may be made to count to a number of ranks that the manifest doesn't itself spell out.
         if len(fields["shards"]) == stamp.world:
             return Head(stamp, _seconds(fields.get("saved_at")))

@@ -20,7 +20,7 @@ from typing import TypeVar
 from rekindle.common.failpoints import reach
 from rekindle.errors import CorruptError, FormatError
 from rekindle.format.files import Files
-from rekindle.format.lineage import Stamp, live
+from rekindle.format.lineage import ShardId, live
 from rekindle.format.names import MANIFEST, PINNED, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
@@ -98,7 +98,7 @@ class _Manifest:
     error: OSError | None = None
 
     @property
-    def stamp(self) -> Stamp | None:
+    def stamp(self) -> ShardId | None:
         return None if self.head is None else self.head.stamp
 
 
@@ -132,11 +132,11 @@ class ObjectStore(Store):
         """URLs one level below the root, those of its own shards left out. Raises OSError."""
         return [f"{self.root}/{name}" for name in self.bucket.directories() if not _SHARDS.match(name)]
 
-    def durable(self, stamp: Stamp) -> bool:
+    def durable(self, stamp: ShardId) -> bool:
         found = self._manifest(stamp.step)
-        return found is not None and found.stamp is not None and found.stamp.key == stamp.key
+        return found is not None and found.stamp is not None and found.stamp.checkpoint == stamp.checkpoint
 
-    def _files(self, stamp: Stamp) -> _Objects:
+    def _files(self, stamp: ShardId) -> _Objects:
         return _Objects(self.bucket, stamp.step, _directory(stamp))
 
     def _manifests(self, objects: Iterable[Object] | None = None) -> list[_Manifest]:
@@ -180,7 +180,7 @@ class ObjectStore(Store):
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def has_shard(self, stamp: Stamp) -> bool:
+    def has_shard(self, stamp: ShardId) -> bool:
         return self._files(stamp).exists(receipt_name(stamp.rank, stamp.world))
 
     def write_shard(
@@ -201,16 +201,16 @@ class ObjectStore(Store):
         self.bucket.put(f"{directory}/{receipt_name(stamp.rank, stamp.world)}", receipt.raw)
         reach("drain.receipt", stamp.step)
 
-    def discard(self, stamp: Stamp) -> None:
+    def discard(self, stamp: ShardId) -> None:
         if not self.durable(stamp):
             self._remove(_directory(stamp))
 
-    def make_room(self, stamp: Stamp) -> None:
+    def make_room(self, stamp: ShardId) -> None:
         """There is always room, and what is there need not be sent again."""
 
-    def publish(self, stamp: Stamp) -> bool:
+    def publish(self, stamp: ShardId) -> bool:
         found = self._manifest(stamp.step)
-        if found is not None and found.stamp is not None and found.stamp.key == stamp.key:
+        if found is not None and found.stamp is not None and found.stamp.checkpoint == stamp.checkpoint:
             return True
         directory = _directory(stamp)
         there = {o.name for o in self.bucket.walk(directory)}
@@ -235,13 +235,13 @@ class ObjectStore(Store):
         except FileNotFoundError:
             return None
 
-    def _write_manifest(self, stamp: Stamp, found: _Manifest | None, document: bytes) -> None:
+    def _write_manifest(self, stamp: ShardId, found: _Manifest | None, document: bytes) -> None:
         """Write it if that is still what is ``found``, or what an older start of the job has left."""
         name = f"{step_dir(stamp.step)}.json"
         for _ in range(_RACES):
             if found is not None and found.stamp is not None:
                 other = found.stamp
-                if other.key == stamp.key:
+                if other.checkpoint == stamp.checkpoint:
                     return
                 if other.incarnation.generation >= stamp.incarnation.generation:
                     raise self._taken(stamp, other)
@@ -261,7 +261,7 @@ class ObjectStore(Store):
                 found = self._manifest(stamp.step)
         raise OSError(errno.EAGAIN, "others write it all the time", f"{self.root}/{name}")
 
-    def _taken(self, stamp: Stamp, other: Stamp) -> FileExistsError:
+    def _taken(self, stamp: ShardId, other: ShardId) -> FileExistsError:
         why = (
             f"step {stamp.step} has been saved there by another start of the job, {other.incarnation.id} of generation "
             f"{other.incarnation.generation}: only one job at a time can use a root. Nothing is lost: this node's "
@@ -271,7 +271,7 @@ class ObjectStore(Store):
 
     # -- tidying ------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def clean_up(self) -> None:
         objects = self.bucket.walk()
         manifests = self._manifests([o for o in objects if "/" not in o.name])
         stamps = [m.stamp for m in manifests if m.stamp is not None]
@@ -312,13 +312,13 @@ class ObjectStore(Store):
                 removed.append(stamp.step)
         return removed
 
-    def pin(self, stamp: Stamp) -> None:
+    def pin(self, stamp: ShardId) -> None:
         self.bucket.put(_pin(stamp), b"")
         if not self.durable(stamp):  # else it was surplus, and removed meanwhile
             self.bucket.delete([_pin(stamp)])
             raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", self.root)
 
-    def unpin(self, stamp: Stamp) -> None:
+    def unpin(self, stamp: ShardId) -> None:
         self.bucket.delete([_pin(stamp)])
 
     def _remove(self, directory: str) -> None:
@@ -326,7 +326,7 @@ class ObjectStore(Store):
         names = [o.name for o in self.bucket.walk(directory)]
         self.bucket.delete([name for name in names if shard_pattern(name.rpartition("/")[2])])
 
-    def leave(self, name: str, data: bytes) -> None:
+    def write_extra(self, name: str, data: bytes) -> None:
         self.bucket.put(name, data)
 
     def has(self, name: str) -> bool:
@@ -344,7 +344,7 @@ class ObjectStore(Store):
         self.bucket.put(name, b"")
         self.bucket.delete([name])
 
-    def weakness(self) -> str | None:
+    def capability_warning(self) -> str | None:
         name = f".rekindle-{secrets.token_hex(8)}"
         consequence = (
             "of two jobs that use this root by mistake, the one that writes a step's manifest last wins it, and the "
@@ -362,11 +362,11 @@ class ObjectStore(Store):
             self.bucket.delete([name])
 
 
-def _directory(stamp: Stamp) -> str:
+def _directory(stamp: ShardId) -> str:
     return f"{step_dir(stamp.step)}.{stamp.incarnation.id}"
 
 
-def _pin(stamp: Stamp) -> str:
+def _pin(stamp: ShardId) -> str:
     """An object beside the manifests, so that the listing of these shows it."""
     return f"{_directory(stamp)}.{PINNED}"
 

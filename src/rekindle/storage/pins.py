@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 
-from rekindle.common.os_errors import advise
+from rekindle.common.os_errors import describe_error
 from rekindle.errors import NotFoundError
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.storage.store import Store
 
 __all__ = ["pin_if_there", "pin_step", "pin_when_there", "unpin_step"]
@@ -35,7 +35,7 @@ def unpin_step(store: Store, step: int) -> None:
         store.unpin(entry.stamp)
 
 
-def pin_if_there(store: Store, stamp: Stamp) -> bool:
+def pin_if_there(store: Store, stamp: ShardId) -> bool:
     """Pin a checkpoint if it is on storage by now. True if it is."""
     there = store.durable(stamp)
     if there:
@@ -43,7 +43,7 @@ def pin_if_there(store: Store, stamp: Stamp) -> bool:
     return there
 
 
-def pin_when_there(store: Store, stamp: Stamp) -> None:
+def pin_when_there(store: Store, stamp: ShardId) -> None:
     """Pin a checkpoint that is on its way to storage, or log that it has not come there. For a thread of its own."""
     deadline, why = time.monotonic() + _COMES_WITHIN, "a newer one has taken its place, or storage is slow"
     while time.monotonic() < deadline:
@@ -51,6 +51,6 @@ def pin_when_there(store: Store, stamp: Stamp) -> None:
             if pin_if_there(store, stamp):
                 return
         except OSError as error:
-            why = advise(error)
+            why = describe_error(error)
         time.sleep(store.poll)
     log.warning("step %d was to be pinned, and has not come to storage: %s", stamp.step, why)

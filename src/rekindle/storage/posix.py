@@ -18,7 +18,7 @@ from typing import NamedTuple
 from rekindle.common.failpoints import reach
 from rekindle.errors import FormatError
 from rekindle.format.files import Directory
-from rekindle.format.lineage import Stamp, live
+from rekindle.format.lineage import ShardId, live
 from rekindle.format.names import MANIFEST, PINNED, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.format.receipt import Receipt, read
 from rekindle.memory.job_dir import Trace
@@ -42,7 +42,7 @@ class _Durable(NamedTuple):
     pinned: bool
 
     @property
-    def stamp(self) -> Stamp:
+    def stamp(self) -> ShardId:
         return self.head.stamp
 
 
@@ -94,7 +94,7 @@ class PosixStore(Store):
                 found.unread.append((step, path, error))
         if found.unread and not found.durable:
             raise found.unread[0][2]
-        found.durable.sort(key=lambda p: p.stamp.key)
+        found.durable.sort(key=lambda p: p.stamp.checkpoint)
         return found
 
     @staticmethod
@@ -110,7 +110,7 @@ class PosixStore(Store):
         except (FileNotFoundError, NotADirectoryError, FormatError):
             return None
 
-    def _stamp(self, path: Path) -> Stamp | None:
+    def _stamp(self, path: Path) -> ShardId | None:
         head = self._head(path)
         return None if head is None else head.stamp
 
@@ -123,10 +123,10 @@ class PosixStore(Store):
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def partial(self, stamp: Stamp) -> Path:
+    def partial(self, stamp: ShardId) -> Path:
         return self.root / f"{step_dir(stamp.step)}.{stamp.incarnation.id}.partial"
 
-    def has_shard(self, stamp: Stamp) -> bool:
+    def has_shard(self, stamp: ShardId) -> bool:
         return (self.partial(stamp) / receipt_name(stamp.rank, stamp.world)).exists()
 
     def write_shard(
@@ -157,13 +157,13 @@ class PosixStore(Store):
         disk.sync(directory)
         reach("drain.receipt", stamp.step)
 
-    def discard(self, stamp: Stamp) -> None:
+    def discard(self, stamp: ShardId) -> None:
         """Not one that has its manifest: another node may have told that it is durable."""
         directory = self.partial(stamp)
         if directory.exists() and self._stamp(directory) is None:
             self._move_aside(directory, stamp.step, None)
 
-    def publish(self, stamp: Stamp) -> bool:
+    def publish(self, stamp: ShardId) -> bool:
         if self._secure(stamp):
             return True
         directory = self.partial(stamp)
@@ -185,14 +185,14 @@ class PosixStore(Store):
         self._name(directory, stamp)
         return True
 
-    def _secure(self, stamp: Stamp) -> bool:
+    def _secure(self, stamp: ShardId) -> bool:
         """Whether the checkpoint has its manifest, under either of its names; if so it is durable when this returns.
 
         That the manifest can be seen is not enough: who wrote it may not have come to sync it, or may be dead.
         """
         for path in (self.partial(stamp), self.root / step_dir(stamp.step)):  # it goes from the first to the second
             found = self._stamp(path)
-            if found is not None and found.key == stamp.key:
+            if found is not None and found.checkpoint == stamp.checkpoint:
                 try:
                     disk.sync(path)
                     return True
@@ -200,16 +200,16 @@ class PosixStore(Store):
                     continue
         return False
 
-    def durable(self, stamp: Stamp) -> bool:
+    def durable(self, stamp: ShardId) -> bool:
         found = self._stamp(self.root / step_dir(stamp.step))
-        return found is not None and found.key == stamp.key
+        return found is not None and found.checkpoint == stamp.checkpoint
 
     @staticmethod
     def _receipt(directory: Path, rank: int, world: int) -> Receipt:
         path = directory / receipt_name(rank, world)
         return Receipt.decode(read(path), path)
 
-    def _name(self, directory: Path, stamp: Stamp) -> None:
+    def _name(self, directory: Path, stamp: ShardId) -> None:
         """Give a durable checkpoint its proper name. What an older incarnation left there is moved aside.
 
         Others may be doing the same for the same checkpoint. A rename never replaces a directory that holds anything.
@@ -227,14 +227,14 @@ class PosixStore(Store):
             other = self._stamp(final)
             if other is not None and other.incarnation.generation > stamp.incarnation.generation:
                 return  # a later start of the job has overtaken this drain
-            if other is not None and other.key == stamp.key:
+            if other is not None and other.checkpoint == stamp.checkpoint:
                 return
             self._move_aside(final, stamp.step, other)
             reach("drain.aside", stamp.step)
         disk.sync(self.root)
         reach("drain.published", stamp.step)
 
-    def _move_aside(self, path: Path, step: int, seen: Stamp | None) -> None:
+    def _move_aside(self, path: Path, step: int, seen: ShardId | None) -> None:
         """Free a name of what was ``seen`` there; what has come there since gets it back.
 
         A directory without a manifest is what a removal has left. One whose manifest is damaged stays: a person may
@@ -256,7 +256,7 @@ class PosixStore(Store):
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
 
-    def withdraw(self, stamp: Stamp, ranks: Collection[int], keep: int) -> list[int]:
+    def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int) -> list[int]:
         unfinished = []
         for path, step, start, kind in self._directories():
             if kind == "partial" and start == stamp.incarnation.id:
@@ -276,7 +276,7 @@ class PosixStore(Store):
 
     # -- tidying ------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def clean_up(self) -> None:
         durable, _, refused = self._look()
         newest = max((stamp.step for stamp in live([p.stamp for p in durable])), default=-1)
         kept = {path for _, path, _ in refused}
@@ -311,7 +311,7 @@ class PosixStore(Store):
             _remove(entry.path, entry.stamp.step)
         return [entry.stamp.step for entry in removed]
 
-    def pin(self, stamp: Stamp) -> None:
+    def pin(self, stamp: ShardId) -> None:
         for _ in range(2):  # it may just be getting its proper name
             entry = self._durable(stamp)
             if entry is not None:
@@ -321,16 +321,16 @@ class PosixStore(Store):
                         return
         raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", str(self.root))
 
-    def unpin(self, stamp: Stamp) -> None:
+    def unpin(self, stamp: ShardId) -> None:
         entry = self._durable(stamp)
         if entry is not None and entry.pinned:
             disk.unlink(entry.path / PINNED)
             disk.sync(entry.path)
 
-    def _durable(self, stamp: Stamp) -> _Durable | None:
-        return next((entry for entry in self._look().durable if entry.stamp.key == stamp.key), None)
+    def _durable(self, stamp: ShardId) -> _Durable | None:
+        return next((entry for entry in self._look().durable if entry.stamp.checkpoint == stamp.checkpoint), None)
 
-    def leave(self, name: str, data: bytes) -> None:
+    def write_extra(self, name: str, data: bytes) -> None:
         path = self.root / name
         disk.make(path.parent)
         fd = disk.create(path)
@@ -355,7 +355,7 @@ class PosixStore(Store):
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    def weakness(self) -> str | None:
+    def capability_warning(self) -> str | None:
         return None
 
 

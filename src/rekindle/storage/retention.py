@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 
 __all__ = ["MOST", "surviving"]
 
@@ -15,7 +15,7 @@ _NEWEST = 2
 """The newest ones, which stay by any rule: should the very newest turn out to be damaged, one step is lost."""
 
 
-def surviving(stands: Sequence[Stamp], keep: int | None, keep_every: int | None) -> set[Stamp]:
+def surviving(stands: Sequence[ShardId], keep: int | None, keep_every: int | None) -> set[ShardId]:
     """Those of ``stands``, oldest first, that stay: the newest ``keep`` and multiples of ``keep_every``.
 
     With neither the newest two and one of each power-of-two age stay, eight at most.
@@ -26,13 +26,13 @@ def surviving(stands: Sequence[Stamp], keep: int | None, keep_every: int | None)
     return {*newest, *(stamp for stamp in stands if keep_every and stamp.step % keep_every == 0)}
 
 
-def _spread(stands: Sequence[Stamp]) -> list[Stamp]:
+def _spread(stands: Sequence[ShardId]) -> list[ShardId]:
     """Thins out towards the past. Ages are counted in steps, from the newest one.
 
     Of each power of two the oldest stays: it is the next to be of the power after that, so that pruning at every step
     leaves none without one. Above ``MOST``, the one goes whose neighbours are nearest to each other in age.
     """
-    oldest: dict[int, Stamp] = {}
+    oldest: dict[int, ShardId] = {}
     for stamp in stands[:-_NEWEST]:
         oldest.setdefault((stands[-1].step - stamp.step).bit_length(), stamp)
     stay = [*oldest.values(), *stands[-_NEWEST:]]

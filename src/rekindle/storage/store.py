@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from rekindle.common.os_errors import advise
+from rekindle.common.os_errors import describe_error
 from rekindle.format.files import Files
-from rekindle.format.lineage import Incarnation, Stamp, live
+from rekindle.format.lineage import Incarnation, ShardId, live
 from rekindle.format.names import Root
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import Trace
@@ -27,7 +27,7 @@ _told: set[str] = set()
 class Published:
     """A durable checkpoint."""
 
-    stamp: Stamp
+    stamp: ShardId
     files: Files
     saved_at: float | None = None
     """When it became durable, in seconds since 1970; None where its manifest doesn't say."""
@@ -48,7 +48,7 @@ class Contents:
 
 def unread(step: int, where: str, error: OSError) -> tuple[int, str]:
     """An entry of ``Contents.unread``. The log tells of it once."""
-    what = f"{where}: {advise(error)}"
+    what = f"{where}: {describe_error(error)}"
     if where not in _told:
         _told.add(where)
         log.warning("step %d on storage is left as it is and passed over, for it can't be read: %s", step, what)
@@ -94,7 +94,7 @@ class Store(ABC):
         return match[-1] if match else None
 
     @abstractmethod
-    def durable(self, stamp: Stamp) -> bool:
+    def durable(self, stamp: ShardId) -> bool:
         """Whether the checkpoint is durable and the one that its step is known by. A look-up, not a listing."""
 
     def trace(self, step: int) -> Trace | None:
@@ -112,7 +112,7 @@ class Store(ABC):
     # -- writing ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def has_shard(self, stamp: Stamp) -> bool:
+    def has_shard(self, stamp: ShardId) -> bool:
         """Whether this rank's part of an unfinished checkpoint is already there, and there to stay."""
 
     @abstractmethod
@@ -132,15 +132,15 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def discard(self, stamp: Stamp) -> None:
+    def discard(self, stamp: ShardId) -> None:
         """Remove an unfinished checkpoint that can't be finished."""
 
-    def make_room(self, stamp: Stamp) -> None:
+    def make_room(self, stamp: ShardId) -> None:
         """Storage has refused something, and the next try may be of a newer step: free what this one has taken."""
         self.discard(stamp)
 
     @abstractmethod
-    def publish(self, stamp: Stamp) -> bool:
+    def publish(self, stamp: ShardId) -> bool:
         """Write the manifest if every rank's part is there. True when the checkpoint is durable.
 
         It is pinned from that moment on if a rank's part says so.
@@ -150,7 +150,7 @@ class Store(ABC):
         step, and the store can't keep both.
         """
 
-    def withdraw(self, stamp: Stamp, ranks: Collection[int], keep: int) -> list[int]:
+    def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int) -> list[int]:
         """Remove what ``ranks`` have written of unfinished steps that nobody else has begun, and tell the steps.
 
         The newest ``keep`` of the incarnation of ``stamp`` stay. A store that can't tell who has begun removes nothing.
@@ -160,7 +160,7 @@ class Store(ABC):
     # -- tidying ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def settle(self) -> None:
+    def clean_up(self) -> None:
         """Finish what a killed drain or removal left half done, and remove what nobody can use any more.
 
         While a manifest can't be read, what starts have left that show no other one stays: it may be theirs.
@@ -186,34 +186,34 @@ class Store(ABC):
         ]
 
     @abstractmethod
-    def pin(self, stamp: Stamp) -> None:
+    def pin(self, stamp: ShardId) -> None:
         """Keep a durable checkpoint from ``prune`` until ``unpin``, though its lineage be abandoned. Idempotent.
 
         Raises FileNotFoundError when it isn't there.
         """
 
     @abstractmethod
-    def unpin(self, stamp: Stamp) -> None:
+    def unpin(self, stamp: ShardId) -> None:
         """Let retention decide on a checkpoint again, pinned or not."""
 
     @abstractmethod
-    def leave(self, name: str, data: bytes) -> None:
+    def write_extra(self, name: str, data: bytes) -> None:
         """Put something else beside the checkpoints, for people: a file of this name, which may have slashes."""
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether there is what ``leave`` has put there."""
+        """Whether there is what ``write_extra`` has put there."""
 
     @abstractmethod
     def take_away(self, name: str) -> None:
-        """Remove what ``leave`` has put there, if it is there."""
+        """Remove what ``write_extra`` has put there, if it is there."""
 
     @abstractmethod
     def check_writable(self) -> None:
         """Raise OSError where nothing could be written now. Leaves nothing behind."""
 
     @abstractmethod
-    def weakness(self) -> str | None:
+    def capability_warning(self) -> str | None:
         """A promise that this storage turns out not to keep, in words for its user; None when all is well.
 
         Writes something and removes it again; for the start of a job.

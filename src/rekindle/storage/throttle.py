@@ -13,7 +13,7 @@ from contextlib import suppress
 from rekindle.errors import UsageError
 from rekindle.format.layout import PAGE
 
-__all__ = ["Budget", "amount", "rate", "rest", "step_back"]
+__all__ = ["Budget", "amount", "rate", "rest", "lower_priority"]
 
 _SLICE = 0.05
 """Seconds' worth of bytes that are written in one go under a budget, and that a late writer may catch up with: short
@@ -96,7 +96,7 @@ class Budget:
             self._lifted.clear()
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Let this thread, and those that it starts, make way for others. Never fails; without effect but on Linux."""
     if hasattr(os, "setpriority") and sys.platform.startswith("linux"):  # elsewhere it would slow the whole process
         with suppress(OSError):

@@ -10,12 +10,12 @@ from rekindle.errors import CorruptError, FormatError
 from rekindle.format.boxes import lacking
 from rekindle.format.fields import texts
 from rekindle.format.files import Files
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
-from rekindle.format.reader import Nowhere, Reader, pour
+from rekindle.format.reader import NullSink, ShardReader, read_blocks
 from rekindle.format.receipt import checksum, parse
 from rekindle.format.shard import OpenShard
-from rekindle.storage.catalog import STORAGE, Copy
+from rekindle.storage.catalog import STORAGE, StoredCopy
 
 __all__ = ["check_manifest", "read_manifest", "verify", "verify_shard"]
 
@@ -30,7 +30,7 @@ def read_manifest(files: Files) -> dict[str, Any]:
     except OSError as error:
         raise CorruptError(f"{files.named(MANIFEST)}: {error.strerror}") from error
     try:
-        world = Stamp.from_json(manifest["stamp"]).world
+        world = ShardId.from_json(manifest["stamp"]).world
         named = [(entry["file"], entry["receipt"]) for entry in manifest["shards"]]
         texts([entry["receipt_checksum"] for entry in manifest["shards"]])
     except FormatError as error:
@@ -63,7 +63,7 @@ def check_manifest(files: Files) -> list[CorruptError]:
     return problems
 
 
-def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[CorruptError]:
+def verify(copy: StoredCopy, progress: Callable[[int], object] | None = None) -> list[CorruptError]:
     """Everything that is wrong with one copy of a checkpoint; an empty list when it is sound.
 
     ``progress`` is given byte counts. Raises FileNotFoundError when the copy is recycled or removed meanwhile.
@@ -73,7 +73,7 @@ def verify(copy: Copy, progress: Callable[[int], object] | None = None) -> list[
     for rank in sorted(copy.ranks):
         try:
             with copy.files.shard(rank, copy.world) as shard:
-                if shard.receipt.stamp.key != copy.key or shard.receipt.stamp.rank != rank:
+                if shard.receipt.stamp.checkpoint != copy.checkpoint or shard.receipt.stamp.rank != rank:
                     problems.append(CorruptError(f"{shard.path}: belongs to another checkpoint"))
                 problems += verify_shard(shard, progress)
                 receipts.append(shard.receipt)
@@ -103,12 +103,12 @@ def verify_shard(shard: OpenShard, progress: Callable[[int], object] | None = No
 
     ``progress`` is given byte counts.
     """
-    reader = Reader(shard)
+    reader = ShardReader(shard)
     try:
         bad = [] if reader.header_is_sound() else [-1]
         if progress is not None:
             progress(shard.receipt.header_bytes)
-        bad += pour(reader, Nowhere(), range(len(shard.receipt.checksums)), progress, to_the_end=True)
+        bad += read_blocks(reader, NullSink(), range(len(shard.receipt.checksums)), progress, to_the_end=True)
     finally:
         reader.close()
     return list({str(error): error for error in map(shard.complain, bad)}.values())

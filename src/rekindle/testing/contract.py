@@ -27,10 +27,10 @@ from unittest import SkipTest
 
 from rekindle.common.failpoints import POINTS
 from rekindle.errors import CorruptError
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import step_dir
-from rekindle.format.reader import Reader, Sink, pour
-from rekindle.storage.catalog import Copy, survey
+from rekindle.format.reader import ShardReader, Sink, read_blocks
+from rekindle.storage.catalog import StoredCopy, survey
 from rekindle.storage.open import open_store
 from rekindle.storage.store import Store
 from rekindle.storage.throttle import Budget
@@ -49,11 +49,11 @@ _CLOCK = 3600.0
 _SAVE = "import sys; from rekindle.testing.contract import save_and_tidy; save_and_tidy(*sys.argv[1:])"
 
 
-def _data(stamp: Stamp, nbytes: int) -> dict[str, bytes]:
+def _data(stamp: ShardId, nbytes: int) -> dict[str, bytes]:
     return {"a": random.Random(f"{stamp.step} {stamp.rank}").randbytes(nbytes), "none": b""}
 
 
-def _write(store: Store, stamp: Stamp, nbytes: int = 5000, budget: Budget | None = None) -> int:
+def _write(store: Store, stamp: ShardId, nbytes: int = 5000, budget: Budget | None = None) -> int:
     receipt, shard = make_shard(stamp, _data(stamp, nbytes))
     counted: list[int] = []
     store.write_shard(receipt, memoryview(shard), counted.append, budget)
@@ -64,8 +64,8 @@ def _save(
     store: Store, *steps: int, incarnation: Incarnation = FIRST, nbytes: int = 5000, pinned: bool = False
 ) -> None:
     for step in steps:
-        _write(store, Stamp(step, 0, 1, incarnation, pinned=pinned), nbytes)
-        assert store.publish(Stamp(step, 0, 1, incarnation))
+        _write(store, ShardId(step, 0, 1, incarnation, pinned=pinned), nbytes)
+        assert store.publish(ShardId(step, 0, 1, incarnation))
 
 
 def _refused(ask: Callable[[], object]) -> bool:
@@ -81,7 +81,7 @@ def save_and_tidy(root: str, step: str, nbytes: str, pinned: str = "") -> None:
     store = open_store(root)
     _save(store, int(step), nbytes=int(nbytes), pinned=bool(pinned))
     store.prune(1, None)
-    store.settle()
+    store.clean_up()
 
 
 class _Gather(Sink):
@@ -131,7 +131,7 @@ class StoreContract:
     def steps(self) -> list[int]:
         return [entry.stamp.step for entry in self.open().published()]
 
-    def copy(self, step: int) -> Copy:
+    def copy(self, step: int) -> StoredCopy:
         return next(copy for copy in survey(None, self.open()) if copy.step == step)
 
     def assert_sound(self) -> None:
@@ -142,16 +142,16 @@ class StoreContract:
 
     def test_an_empty_root_has_nothing_and_is_no_error(self) -> None:
         store = self.open()
-        stamp = Stamp(1, 0, 1, FIRST)
+        stamp = ShardId(1, 0, 1, FIRST)
         assert store.published() == [] and store.damaged() == [] and store.find(1) is None
         assert not store.durable(stamp) and not store.has_shard(stamp) and not store.publish(stamp)
-        store.settle()
+        store.clean_up()
         store.discard(stamp)
         assert store.prune(1, None) == [] and self.everything() == set()
 
     def test_a_checkpoint_is_visible_when_all_of_it_is_there(self) -> None:
         store = self.open()
-        stamps = [Stamp(3, rank, 2, FIRST) for rank in range(2)]
+        stamps = [ShardId(3, rank, 2, FIRST) for rank in range(2)]
         _write(store, stamps[0])
         assert store.has_shard(stamps[0]) and not store.has_shard(stamps[1])
         assert not store.publish(stamps[0]) and store.published() == [] and not store.durable(stamps[0])
@@ -159,7 +159,7 @@ class StoreContract:
         assert store.published() == []
         assert store.publish(stamps[1]) and store.publish(stamps[0]) and store.durable(stamps[0])
         (found,) = store.published()
-        assert found.stamp.key == stamps[0].key and found.stamp.world == 2
+        assert found.stamp.checkpoint == stamps[0].checkpoint and found.stamp.world == 2
         self.assert_sound()
 
     def test_listed_are_steps_in_their_order(self) -> None:
@@ -170,7 +170,7 @@ class StoreContract:
         assert all(abs(time.time() - (one.saved_at or 0)) < _CLOCK for one in self.open().published())
 
     def test_damaged_bytes_are_not_stored_and_can_be_sent_again(self) -> None:
-        store, stamp = self.open(), Stamp(1, 0, 1, FIRST)
+        store, stamp = self.open(), ShardId(1, 0, 1, FIRST)
         receipt, shard = make_shard(stamp, _data(stamp, 5000))
         wrong = bytearray(shard)
         wrong[-1] ^= 1
@@ -189,39 +189,39 @@ class StoreContract:
         before = self.everything()
         store.check_writable()
         assert not store.has("hang-1-step-1/report.txt")
-        store.leave("hang-1-step-1/report.txt", b"a report")
-        store.leave("probe", b"")
+        store.write_extra("hang-1-step-1/report.txt", b"a report")
+        store.write_extra("probe", b"")
         assert store.has("hang-1-step-1/report.txt") and store.has("probe")
         store.take_away("probe")
         store.take_away("probe")
         assert not store.has("probe")
-        store.settle()
+        store.clean_up()
         assert self.everything() - before and self.steps() == [1] and store.damaged() == []
 
     # -- bytes --------------------------------------------------------------------------------------------------
 
     def test_a_large_shard_comes_back_as_it_was(self) -> None:
-        store, stamp = self.open(), Stamp(1, 0, 1, FIRST)
+        store, stamp = self.open(), ShardId(1, 0, 1, FIRST)
         sent = _write(store, stamp, self.big, Budget(1 << 40))
         assert store.publish(stamp)
         with self.copy(1).files.shard(0, 1) as shard:
             assert sent == shard.receipt.file_bytes
-            sink, reader = _Gather(shard.receipt.layout.blocks), Reader(shard)
+            sink, reader = _Gather(shard.receipt.layout.blocks), ShardReader(shard)
             assert reader.header_is_sound()
-            assert pour(reader, sink, range(len(sink.blocks))) == []
+            assert read_blocks(reader, sink, range(len(sink.blocks))) == []
             reader.close()
         assert b"".join(sink.blocks) == _data(stamp, self.big)["a"]
 
     def test_only_what_is_asked_for_is_read_and_by_many_at_once(self) -> None:
-        store, stamp = self.open(), Stamp(1, 0, 1, FIRST)
+        store, stamp = self.open(), ShardId(1, 0, 1, FIRST)
         _save(store, 1, nbytes=self.big)
         body = _data(stamp, self.big)["a"]
 
         def read(number: int) -> None:
             with self.copy(1).files.shard(0, 1) as shard:
                 start, stop = shard.receipt.layout.blocks[number]
-                sink, reader = _Gather(shard.receipt.layout.blocks), Reader(shard)
-                assert pour(reader, sink, [number]) == []
+                sink, reader = _Gather(shard.receipt.layout.blocks), ShardReader(shard)
+                assert read_blocks(reader, sink, [number]) == []
                 reader.close()
                 assert sink.blocks[number] == body[start:stop]
                 assert reader.nbytes < stop - start + (4 << 20)
@@ -232,7 +232,7 @@ class StoreContract:
     # -- several at once ----------------------------------------------------------------------------------------
 
     def test_ranks_may_publish_one_checkpoint_at_the_same_time(self) -> None:
-        stamps = [Stamp(2, rank, 6, FIRST) for rank in range(6)]
+        stamps = [ShardId(2, rank, 6, FIRST) for rank in range(6)]
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(partial(_write, self.open()), stamps))
             assert all(pool.map(lambda stamp: self.open().publish(stamp), stamps))
@@ -243,17 +243,17 @@ class StoreContract:
         _save(self.open(), 5, 6)  # what both have left behind
         for step in (5, 6, 7, 8):
             starts = [SECOND, RIVAL]
-            stamps = [Stamp(step, 0, 1, incarnation) for incarnation in starts]
+            stamps = [ShardId(step, 0, 1, incarnation) for incarnation in starts]
             both = Barrier(2)
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(partial(_write, self.open()), stamps))
                 told = list(pool.map(partial(self.publish_together, both), stamps))
-            there = {entry.stamp.key for entry in self.open().published()}
-            won = {stamp.key for stamp, done in zip(stamps, told, strict=True) if done}
+            there = {entry.stamp.checkpoint for entry in self.open().published()}
+            won = {stamp.checkpoint for stamp, done in zip(stamps, told, strict=True) if done}
             assert won and won <= there
         self.assert_sound()
 
-    def publish_together(self, both: Barrier, stamp: Stamp) -> bool:
+    def publish_together(self, both: Barrier, stamp: ShardId) -> bool:
         store = self.open()
         both.wait(30)
         try:
@@ -269,12 +269,12 @@ class StoreContract:
         assert found is not None and found.stamp.incarnation == SECOND
         self.assert_sound()
         self.open().prune(9, None)
-        self.open().settle()
+        self.open().clean_up()
         assert self.steps() == [4, 5] and not any(FIRST.id in name and "05." in name for name in self.everything())
 
     def test_an_earlier_start_does_not_replace_its_successors_step(self) -> None:
         _save(self.open(), 5, incarnation=SECOND)
-        late = Stamp(5, 0, 1, FIRST)
+        late = ShardId(5, 0, 1, FIRST)
         _write(self.open(), late)
         try:
             self.open().publish(late)
@@ -302,13 +302,13 @@ class StoreContract:
         _save(store, 1, 2, 3, 4)
         before = self.everything()
         for step in (1, 1, 3):
-            store.pin(Stamp(step, 0, 1, FIRST))
+            store.pin(ShardId(step, 0, 1, FIRST))
         assert self.pinned() == [1, 3] and [entry.stamp.step for entry in store.surplus(1, None)] == [2]
         assert self.open().prune(1, None) == [2] and self.steps() == [1, 3, 4]
-        self.open().settle()
+        self.open().clean_up()
         self.assert_sound()
         for step in (1, 3, 3, 4):
-            store.unpin(Stamp(step, 0, 1, FIRST))
+            store.unpin(ShardId(step, 0, 1, FIRST))
         assert self.pinned() == [] and self.everything() < before
         assert self.open().prune(1, None) == [1, 3] and self.steps() == [4]
         assert not any(f"{step:010d}" in name for step in (1, 2, 3) for name in self.everything())
@@ -316,16 +316,16 @@ class StoreContract:
     def test_what_is_not_there_cant_be_pinned(self) -> None:
         store = self.open()
         _save(store, 4)
-        for stamp in (Stamp(5, 0, 1, FIRST), Stamp(4, 0, 1, SECOND)):
+        for stamp in (ShardId(5, 0, 1, FIRST), ShardId(4, 0, 1, SECOND)):
             assert _refused(partial(store.pin, stamp))
             store.unpin(stamp)
         assert self.pinned() == [] and self.steps() == [4]
 
     def test_a_part_that_says_so_makes_its_checkpoint_a_pinned_one(self) -> None:
         store = self.open()
-        _write(store, Stamp(1, 0, 2, FIRST))
-        _write(store, Stamp(1, 1, 2, FIRST, pinned=True))
-        assert store.publish(Stamp(1, 0, 2, FIRST))
+        _write(store, ShardId(1, 0, 2, FIRST))
+        _write(store, ShardId(1, 1, 2, FIRST, pinned=True))
+        assert store.publish(ShardId(1, 0, 2, FIRST))
         _save(store, 2, 3)
         assert self.pinned() == [1] and self.open().prune(1, None) == [2] and self.steps() == [1, 3]
         self.assert_sound()
@@ -339,9 +339,9 @@ class StoreContract:
     def test_what_is_pinned_and_abandoned_stays(self) -> None:
         store = self.open()
         _save(store, 4, 8)
-        store.pin(Stamp(8, 0, 1, FIRST))
+        store.pin(ShardId(8, 0, 1, FIRST))
         _save(store, 5, 6, incarnation=SECOND)
-        store.settle()
+        store.clean_up()
         assert store.prune(1, None) == [4, 5] and self.steps() == [6, 8] and self.pinned() == [8]
         self.assert_sound()
 
@@ -353,19 +353,19 @@ class StoreContract:
 
     def test_half_of_a_checkpoint_goes_when_a_newer_one_is_durable(self) -> None:
         store = self.open()
-        _write(store, Stamp(1, 0, 2, FIRST))
-        _write(store, Stamp(7, 0, 2, FIRST))
+        _write(store, ShardId(1, 0, 2, FIRST))
+        _write(store, ShardId(7, 0, 2, FIRST))
         _save(store, 4)
-        store.settle()
-        assert not store.has_shard(Stamp(1, 0, 2, FIRST)) and store.has_shard(Stamp(7, 0, 2, FIRST))
-        store.discard(Stamp(7, 0, 2, FIRST))
-        assert not store.has_shard(Stamp(7, 0, 2, FIRST)) and self.steps() == [4]
+        store.clean_up()
+        assert not store.has_shard(ShardId(1, 0, 2, FIRST)) and store.has_shard(ShardId(7, 0, 2, FIRST))
+        store.discard(ShardId(7, 0, 2, FIRST))
+        assert not store.has_shard(ShardId(7, 0, 2, FIRST)) and self.steps() == [4]
         self.assert_sound()
 
     def test_what_is_durable_is_not_discarded(self) -> None:
         store = self.open()
         _save(store, 4)
-        store.discard(Stamp(4, 0, 1, FIRST))
+        store.discard(ShardId(4, 0, 1, FIRST))
         self.assert_sound()
         assert self.steps() == [4]
 
@@ -376,7 +376,7 @@ class StoreContract:
         assert self.steps() == [4] and [step for step, _ in self.open().damaged()] == [5]
         before = {name for name in self.everything() if name.endswith(".safetensors")}
         _save(self.open(), 5, incarnation=replace(SECOND, parent_step=4))
-        self.open().settle()
+        self.open().clean_up()
         assert self.steps() == [4, 5]
         self.assert_sound()
         kept = {name for name in self.everything() if name.endswith(".safetensors")}
@@ -392,7 +392,7 @@ class StoreContract:
             assert [step for step, _ in contents.damaged] == [step for step, _ in contents.unread] == [1]
             assert step_dir(1) in contents.unread[0][1]
             _save(self.open(), 4)
-            self.open().settle()
+            self.open().clean_up()
             assert self.open().prune(2, None) == [2] and self.steps() == [3, 4]
         assert self.steps() == [1, 3, 4] and self.open().contents().unread == []
         self.assert_sound()
@@ -409,26 +409,26 @@ class StoreContract:
         second = replace(SECOND, parent_step=2)
         _save(self.open(), 3, incarnation=second)
         for incarnation in (FIRST, second):
-            _write(self.open(), Stamp(4, 0, 2, incarnation))
+            _write(self.open(), ShardId(4, 0, 2, incarnation))
         with self.hidden(3):
-            self.open().settle()
-            assert not self.open().has_shard(Stamp(4, 0, 2, FIRST))
-        assert self.open().has_shard(Stamp(4, 0, 2, second))
+            self.open().clean_up()
+            assert not self.open().has_shard(ShardId(4, 0, 2, FIRST))
+        assert self.open().has_shard(ShardId(4, 0, 2, second))
 
     def test_where_none_can_be_read_that_is_an_error(self) -> None:
         _save(self.open(), 1)
         with self.hidden(1):
-            assert all(map(_refused, (self.open().published, self.open().damaged, self.open().settle)))
+            assert all(map(_refused, (self.open().published, self.open().damaged, self.open().clean_up)))
         assert self.steps() == [1]
 
     def test_what_cant_be_read_is_not_replaced(self) -> None:
         _save(self.open(), 1, 2)
-        later = Stamp(2, 0, 1, replace(SECOND, parent_step=1))
+        later = ShardId(2, 0, 1, replace(SECOND, parent_step=1))
         with self.hidden(2):
             before = self.everything()
             assert _refused(lambda: (_write(self.open(), later), self.open().publish(later)))
             assert self.everything() >= before
-        assert self.open().durable(Stamp(2, 0, 1, FIRST))
+        assert self.open().durable(ShardId(2, 0, 1, FIRST))
         _write(self.open(), later)
         assert self.open().publish(later) and self.open().durable(later)
 

@@ -29,7 +29,7 @@ from rekindle.transfer.shards import Shards
 from rekindle.transfer.sidecar import NOTE, Note
 from rekindle.transfer.staging import os_error, scratch, spread, view
 
-__all__ = ["Source", "is_dcp", "write"]
+__all__ = ["DcpSource", "is_dcp", "write"]
 
 _METADATA = ".metadata"
 
@@ -115,7 +115,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._progress(tensor.nbytes)
 
 
-class Source:
+class DcpSource:
     """A directory, of which only the metadata has been read."""
 
     def __init__(self, path: Path, allow_pickle: bool) -> None:

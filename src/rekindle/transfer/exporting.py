@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rekindle.storage import disk
-from rekindle.storage.catalog import Copy
+from rekindle.storage.catalog import StoredCopy
 from rekindle.transfer import dcp, huggingface, torchfile
 from rekindle.transfer.progress import Progress
 from rekindle.transfer.shards import Shards
@@ -38,7 +38,7 @@ class Exported:
         return fields
 
 
-def export(copy: Copy, out: Path, form: Form, only: str | None, limit: int, progress: Progress) -> Exported:
+def export(copy: StoredCopy, out: Path, form: Form, only: str | None, limit: int, progress: Progress) -> Exported:
     """Write one copy of a checkpoint, of all of its ranks, to ``out`` in the format ``form``, synced.
 
     ``only`` names the entry of the state that is wanted; its tensors then have their own names. ``limit`` is how many

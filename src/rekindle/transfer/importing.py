@@ -17,13 +17,13 @@ import torch
 
 from rekindle.errors import BusyError, NotDurableError, NotFoundError, UsageError
 from rekindle.format.layout import blocks
-from rekindle.format.lineage import Incarnation, Stamp, live
+from rekindle.format.lineage import Incarnation, ShardId, live
 from rekindle.format.names import MANIFEST, Root
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir
 from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
-from rekindle.save.plan import Plan
+from rekindle.save.plan import CopyPlan
 from rekindle.state.tree import Flat, flatten
 from rekindle.storage import disk
 from rekindle.storage.catalog import copies_in, refuse_behind
@@ -110,7 +110,7 @@ def _aside(root: Root) -> Iterator[Path]:
         raise
 
 
-def _stamp(job: JobDir, root: Root, step: int) -> Stamp:
+def _stamp(job: JobDir, root: Root, step: int) -> ShardId:
     """That of a start of the job which continues from the newest checkpoint that stands, so leaves none behind."""
     job.check()
     if job.trainers() or job.agent() is not None:
@@ -124,14 +124,14 @@ def _stamp(job: JobDir, root: Root, step: int) -> Stamp:
         if newest.step >= step:
             raise UsageError(f"{root}: has step {newest.step} already: import as a later step, or into another root")
         incarnation = replace(incarnation, parent=newest.incarnation.id, parent_step=newest.step)
-    return Stamp(step, 0, 1, incarnation)
+    return ShardId(step, 0, 1, incarnation)
 
 
 def _adopt(
     source: Path,
     root: Root,
     aside: Path,
-    stamp: Stamp,
+    stamp: ShardId,
     entry: str | None,
     allow_pickle: bool,
     progress: Progress,
@@ -141,7 +141,7 @@ def _adopt(
     tree: Any
     loaded = 0
     if form == "dcp":
-        found = dcp.Source(source, allow_pickle)
+        found = dcp.DcpSource(source, allow_pickle)
         note, loaded = found.note, found.nbytes
         progress.begin(3 * loaded)
         tree = found.load(aside, progress.advance)
@@ -215,8 +215,8 @@ def _check_room(state: Mapping[Any, Any], aside: Path) -> None:
 def _write(
     store: Store,
     aside: Path,
-    stamp: Stamp,
-    plan: Plan,
+    stamp: ShardId,
+    plan: CopyPlan,
     values: bytes,
     note: Note | None,
     progress: Callable[[int], object],
@@ -237,7 +237,7 @@ def _write(
         raise NotDurableError(f"{store.root}: a later start of the job has taken the place of step {stamp.step}")
 
 
-def _copy(plan: Plan, memory: memoryview, progress: Callable[[int], object]) -> list[str]:
+def _copy(plan: CopyPlan, memory: memoryview, progress: Callable[[int], object]) -> list[str]:
     """Fill ``memory`` with the shard. Returns the checksums."""
     sums = [""] * len(plan.layout.blocks)
     buffer = memory.obj

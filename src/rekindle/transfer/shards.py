@@ -14,13 +14,13 @@ import torch
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.format.boxes import Box
 from rekindle.format.layout import DTYPES, Chunk, blocks
-from rekindle.format.reader import Nowhere, Reader, pour
+from rekindle.format.reader import NullSink, ShardReader, read_blocks
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
 from rekindle.restore.reshard import Have, Want, plan, runs
 from rekindle.state.strides import SAME_SIZE
 from rekindle.state.tree import entries
-from rekindle.storage.catalog import STORAGE, Copy
+from rekindle.storage.catalog import STORAGE, StoredCopy
 from rekindle.storage.verify import check_manifest
 from rekindle.transfer.merge import Merged, Whole, leaves, merge, part
 from rekindle.transfer.staging import scratch, spread, view
@@ -53,7 +53,7 @@ class Shards:
     when there is no such entry, or when the copy has been recycled.
     """
 
-    def __init__(self, copy: Copy, only: str | None = None) -> None:
+    def __init__(self, copy: StoredCopy, only: str | None = None) -> None:
         self.copy = copy
         self._pins = ExitStack()
         self._pinned: dict[int, OpenShard] = {}
@@ -103,7 +103,7 @@ class Shards:
         found = []
         for rank in range(self.copy.world):
             shard = self._open(rank)
-            if shard.receipt.stamp.key != self.copy.key or shard.receipt.stamp.rank != rank:
+            if shard.receipt.stamp.checkpoint != self.copy.checkpoint or shard.receipt.stamp.rank != rank:
                 shard.close()
                 if self.copy.place != STORAGE:
                     raise _replaced(shard.path)
@@ -172,7 +172,7 @@ class Shards:
                 straight[index] = place
             elif layout.chunks[index].nbytes:
                 rows.append(index)
-        reader = Reader(shard)
+        reader = ShardReader(shard)
         try:
             _pour(reader, straight, progress)
             for batch in _batches(rows, [chunk.nbytes for chunk in layout.chunks]):
@@ -255,7 +255,7 @@ def _copy(box: Box, chunk: Chunk, source: memoryview, whole: Whole, target: memo
     there.copy_(here)
 
 
-class _Places(Nowhere):
+class _Places(NullSink):
     """Where the blocks of some chunks of a shard go, all of them as they lie."""
 
     def __init__(self, chunks: Iterable[Chunk], places: Mapping[int, memoryview]) -> None:
@@ -271,10 +271,10 @@ class _Places(Nowhere):
         return self.blocks[block]
 
 
-def _pour(reader: Reader, places: Mapping[int, memoryview], progress: Callable[[int], object]) -> None:
+def _pour(reader: ShardReader, places: Mapping[int, memoryview], progress: Callable[[int], object]) -> None:
     """Fill the places of these chunks. Raises CorruptError at the first byte that is wrong."""
     sink = _Places(reader.shard.receipt.layout.chunks, places)
-    for block in pour(reader, sink, sink.blocks, progress):
+    for block in read_blocks(reader, sink, sink.blocks, progress):
         raise reader.shard.complain(block)
 
 

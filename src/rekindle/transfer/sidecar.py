@@ -14,7 +14,7 @@ from rekindle.errors import CorruptError, FormatError, UnsupportedValueError, Us
 from rekindle.format.boxes import tensors_in
 from rekindle.format.fields import check_structure, check_values, numbers, texts
 from rekindle.format.layout import BLOCK, DTYPES, MOST_DIMENSIONS, order_in
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import CHECKSUM, checksum, parse, read, seal
 from rekindle.state.codec import encodes, has_pickle
 from rekindle.state.strides import reorder
@@ -73,7 +73,7 @@ class Note:
             tensors.append(Noted(key, name, whole.dtype, list(whole.shape), sums, list(whole.order)))
         return Note(shards.structure, shards.values, tensors, path)
 
-    def write(self, stamp: Stamp) -> None:
+    def write(self, stamp: ShardId) -> None:
         fields = {
             "checksum": {"algorithm": CHECKSUM, "block": BLOCK},
             "structure": self.structure,

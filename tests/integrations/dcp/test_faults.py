@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import CheckpointException
 from rekindle.common.failpoints import POINTS
 from rekindle.errors import BusyError, CorruptError, NotDurableError, NotFoundError
 from rekindle.format.layout import Chunk, Layout
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt, checksum, seal
 from rekindle.integrations.dcp import RekindleReader, RekindleWriter
@@ -316,7 +316,7 @@ def load_n(rank: int, root: Path) -> int:
 def test_a_part_of_a_tensor_that_no_shard_has_is_named(memory: Path, root: Path) -> None:
     """Sound files that agree with each other, which the store would not publish: of x the rows 4 to 6 are nowhere."""
     boxes = [Chunk("x", "uint8", (8, 2), (0, 0), (4, 2)), Chunk("x", "uint8", (8, 2), (6, 0), (2, 2))]
-    stamp = Stamp(3, 0, 1, Incarnation(1, "a" * 16))
+    stamp = ShardId(3, 0, 1, Incarnation(1, "a" * 16))
     layout = Layout.build(boxes)
     data = bytes(range(12))
     static = Receipt.static_part(layout, {"x": {"$tensor": "x"}})
@@ -329,7 +329,7 @@ def test_a_part_of_a_tensor_that_no_shard_has_is_named(memory: Path, root: Path)
     entry = {"file": shard_name(0, 1), "bytes": receipt.file_bytes, "receipt": receipt_name(0, 1)}
     body = json.dumps({"saved_at": "", "shards": [{**entry, "receipt_checksum": checksum(receipt.raw)}]})[1:-1]
     (store.partial(stamp) / MANIFEST).write_bytes(seal(stamp, MANIFEST_KIND, body.encode()))
-    store.settle()
+    store.clean_up()
     error = error_of(lambda: dcp.load({"x": torch.zeros(8, 2)}, storage_reader=RekindleReader(root)))
     assert isinstance(error, CorruptError) and "x[4:6, 0:2] is in no shard" in str(error)
 

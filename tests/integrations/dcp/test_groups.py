@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 
 from rekindle.errors import CorruptError, UsageError
 from rekindle.format.layout import Chunk, Layout
-from rekindle.format.lineage import Incarnation, Stamp
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt, checksum
 from rekindle.integrations.dcp import RekindleReader, RekindleWriter
@@ -218,7 +218,7 @@ def test_a_rank_is_that_of_the_save_and_not_of_the_moment_when_a_writer_was_made
 
 
 def shard(step: int, rank: int, save: str) -> tuple[Receipt, bytes]:
-    stamp = Stamp(step, rank, 2, Incarnation(1, "a" * 16), save=save)
+    stamp = ShardId(step, rank, 2, Incarnation(1, "a" * 16), save=save)
     layout = Layout.build([Chunk("x", "uint8", (8,), (4 * rank,), (4,))])
     data = bytes([rank] * 4)
     static = Receipt.static_part(layout, {"x": {"$tensor": "x"}})

@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rekindle.errors import NotFoundError, UsageError
-from rekindle.format.lineage import Incarnation, Stamp, live
+from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId, live
 from rekindle.format.names import LAST_STEP, Root
 from rekindle.integrations.dcp.away import gone, on_purpose
-from rekindle.storage.catalog import MEMORY, STORAGE, Copy, newest_stored, refuse_behind
+from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, newest_stored, refuse_behind
 from rekindle.storage.checks import all_deleted, begins_anew
 
-__all__ = ["Arrival", "Key", "Offer", "Ruling", "Start", "agree", "begin", "number"]
-
-Key = tuple[int, Incarnation]
+__all__ = ["Arrival", "CheckpointKey", "Offer", "Ruling", "Start", "agree", "begin", "number"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,9 @@ class Arrival:
     """Why its memory can't be had; None when it can."""
     problem: str | None
     """Why storage can't be listed; None when it can."""
-    loaded: dict[Key, bool]
+    loaded: dict[CheckpointKey, bool]
     """What it has loaded, and whether it had asked for that very step."""
-    copies: list[Copy]
+    copies: list[StoredCopy]
     unread: list[tuple[int, str]]
     unseen: int
     """A step that is known to have been on storage, which shows nothing so new now; else 0."""
@@ -54,7 +52,7 @@ class Start:
     """Whether that was asked for by its step on all ranks, or it begins ``anew``."""
     anew: bool
     """Whether what an earlier start had on storage was deleted: what memory still has of it counts no more."""
-    awaited: Stamp | None
+    awaited: ShardId | None
     """What an earlier start has left in memory and storage lacks."""
     warning: str | None
     """What the coordinator's log should say."""
@@ -63,7 +61,7 @@ class Start:
     def world(self) -> int:
         return len(self.places)
 
-    def mates(self, rank: int) -> list[int]:
+    def local_ranks(self, rank: int) -> list[int]:
         """The ranks on that one's node, in order."""
         return [other for other, place in enumerate(self.places) if place == self.places[rank]]
 
@@ -148,10 +146,10 @@ def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
     for trouble in (arrival.problem for arrival in arrivals if arrival.problem):
         raise NotFoundError(trouble)
     copies = [copy for arrival in arrivals for copy in arrival.copies]
-    ranks: dict[Key, set[int]] = {}
+    ranks: dict[CheckpointKey, set[int]] = {}
     for copy in live(copies):
-        ranks.setdefault(copy.key, set()).update(copy.ranks)
-    whole = [copy.key for copy in copies if ranks.get(copy.key, set()).issuperset(range(copy.world))]
+        ranks.setdefault(copy.checkpoint, set()).update(copy.ranks)
+    whole = [copy.checkpoint for copy in copies if ranks.get(copy.checkpoint, set()).issuperset(range(copy.world))]
     loaded = set.intersection(*(set(arrival.loaded) for arrival in arrivals))
     anew = not loaded and all_deleted([arrival.storage for arrival in arrivals])
     base = max(loaded, default=None) or (None if anew else max(whole, default=None))
@@ -180,8 +178,8 @@ def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
     )
 
 
-def _awaited(base: Key | None, copies: Sequence[Copy]) -> Stamp | None:
+def _awaited(base: CheckpointKey | None, copies: Sequence[StoredCopy]) -> ShardId | None:
     """Where every checkpoint is to reach storage, the one that the last start left in memory is no exception."""
     durable = max((copy.step for copy in copies if copy.place == STORAGE), default=-1)
-    waits = (c for c in copies if c.key == base and c.place == MEMORY and c.persist and c.step > durable)
+    waits = (c for c in copies if c.checkpoint == base and c.place == MEMORY and c.persist and c.step > durable)
     return next((copy.stamp for copy in waits), None)

@@ -24,20 +24,19 @@ from rekindle.errors import CorruptError, FormatError, NotFoundError
 from rekindle.format.boxes import Box, lacking
 from rekindle.format.files import Files
 from rekindle.format.layout import Chunk
-from rekindle.format.lineage import live
+from rekindle.format.lineage import CheckpointKey, live
 from rekindle.format.names import MANIFEST, Root, receipt_name, shard_name
 from rekindle.format.receipt import Receipt
-from rekindle.integrations.dcp.agree import Key
 from rekindle.integrations.dcp.away import gone, on_purpose, out_of_sight, refuse_deleted
 from rekindle.integrations.dcp.items import Path as Way
 from rekindle.memory.job_dir import JobDir
 from rekindle.state.codec import decode
 from rekindle.state.tree import assemble, entries
-from rekindle.storage.catalog import STORAGE, Copy, copies_in, refuse_behind, survey
+from rekindle.storage.catalog import STORAGE, StoredCopy, copies_in, refuse_behind, survey
 from rekindle.storage.open import open_store
 from rekindle.storage.verify import check_manifest
 
-__all__ = ["Checkpoint", "Shard", "Stored", "find"]
+__all__ = ["DcpCheckpoint", "Shard", "Stored", "find"]
 
 log = logging.getLogger("rekindle")
 
@@ -45,7 +44,7 @@ log = logging.getLogger("rekindle")
 class _Seen(NamedTuple):
     """One look at memory and storage."""
 
-    copies: list[Copy]
+    copies: list[StoredCopy]
     unread: list[tuple[int, str]]
     """What can't be read."""
     unseen: int
@@ -72,7 +71,7 @@ class Shard:
         yield from self.copies
         for copy in self.look().copies:
             here = copy.place, copy.files
-            if copy.key == self.receipt.stamp.key and self.rank in copy.ranks and here not in self.copies:
+            if copy.checkpoint == self.receipt.stamp.checkpoint and self.rank in copy.ranks and here not in self.copies:
                 yield here
 
 
@@ -88,7 +87,7 @@ class Stored:
 # -- finding ---------------------------------------------------------------------------------------------------------
 
 
-def find(root: Root, job: JobDir, step: int | None, *, own: bool = False) -> Checkpoint:
+def find(root: Root, job: JobDir, step: int | None, *, own: bool = False) -> DcpCheckpoint:
     """The newest whole checkpoint that this process can see, or that of ``step``. No tensor is read.
 
     ``own``: this process saves there itself, so that memory holds what is newer than anything that was deleted.
@@ -111,11 +110,11 @@ class _Gone(CorruptError):
     """A file is missing: perhaps it has only been renamed, or its memory used again, since it was listed."""
 
 
-def _find(root: Root, look: _Look, step: int | None) -> Checkpoint:
-    found: dict[Key, list[Copy]] = {}
+def _find(root: Root, look: _Look, step: int | None) -> DcpCheckpoint:
+    found: dict[CheckpointKey, list[StoredCopy]] = {}
     seen = look()
     for copy in live(seen.copies):
-        found.setdefault(copy.key, []).append(copy)
+        found.setdefault(copy.checkpoint, []).append(copy)
     whole = {key: parts for key, parts in found.items() if not _lacking(parts)}
     chosen = max((key for key in whole if step in (None, key[0])), default=None)
     if chosen is None:
@@ -127,7 +126,7 @@ def _find(root: Root, look: _Look, step: int | None) -> Checkpoint:
     parts = found[chosen]
     try:
         shards = [_shard(chosen, parts, rank, look) for rank in range(parts[0].world)]
-        return Checkpoint(root, chosen, shards)
+        return DcpCheckpoint(root, chosen, shards)
     except CorruptError as error:
         others = sorted({key[0] for key in whole} - {chosen[0]}, reverse=True)
         if step is not None or not others:
@@ -150,11 +149,11 @@ def _survey(root: Root, job: JobDir) -> _Seen:
         return _Seen(copies, [], out_of_sight(job, None))
 
 
-def _lacking(parts: list[Copy]) -> list[int]:
+def _lacking(parts: list[StoredCopy]) -> list[int]:
     return sorted(set(range(parts[0].world)).difference(*(copy.ranks for copy in parts)))
 
 
-def _why_none(root: Root, found: dict[Key, list[Copy]], step: int | None) -> str:
+def _why_none(root: Root, found: dict[CheckpointKey, list[StoredCopy]], step: int | None) -> str:
     parts = next((parts for key, parts in found.items() if key[0] == step), None)
     if parts is not None:
         return (
@@ -166,7 +165,7 @@ def _why_none(root: Root, found: dict[Key, list[Copy]], step: int | None) -> str
     )
 
 
-def _shard(key: Key, parts: list[Copy], rank: int, look: _Look) -> Shard:
+def _shard(key: CheckpointKey, parts: list[StoredCopy], rank: int, look: _Look) -> Shard:
     """A rank's part. Copies of which the receipt or the size is wrong are left out, and told of when none is left."""
     problems: list[str] = []
     gone = False
@@ -192,12 +191,12 @@ def _shard(key: Key, parts: list[Copy], rank: int, look: _Look) -> Shard:
     return shard
 
 
-def _receipt(copy: Copy, rank: int, known: Receipt | None) -> Receipt:
+def _receipt(copy: StoredCopy, rank: int, known: Receipt | None) -> Receipt:
     """That of a copy: the one that is ``known`` from another copy, if it is the same."""
     name = receipt_name(rank, copy.world)
     raw = copy.files.read(name)
     receipt = known if known is not None and known.raw == raw else Receipt.decode(raw, copy.files.named(name))
-    if receipt.stamp.key != copy.key or receipt.stamp.rank != rank:
+    if receipt.stamp.checkpoint != copy.checkpoint or receipt.stamp.rank != rank:
         raise CorruptError(f"{copy.files.named(name)}: belongs to another checkpoint")
     size = copy.files.shard_size(rank, copy.world)
     if size != receipt.file_bytes:
@@ -215,10 +214,10 @@ def _receipt(copy: Copy, rank: int, known: Receipt | None) -> Receipt:
 # -- describing ------------------------------------------------------------------------------------------------------
 
 
-class Checkpoint:
+class DcpCheckpoint:
     """A whole checkpoint and all that its receipts say. Raises CorruptError when a part of a tensor is missing."""
 
-    def __init__(self, root: Root, key: Key, shards: list[Shard]) -> None:
+    def __init__(self, root: Root, key: CheckpointKey, shards: list[Shard]) -> None:
         self.root, self.key, self.shards = root, key, shards
         self._boxes: dict[str, list[Stored]] = {}
         """By name of the tensor, in the order of DCP's chunks."""

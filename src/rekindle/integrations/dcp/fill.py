@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from rekindle.errors import CorruptError, NotFoundError, StateMismatchError
 from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk
-from rekindle.format.reader import Reader, pour
+from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.integrations.dcp.checkpoint import Shard
 from rekindle.integrations.dcp.items import copyable, settled
 from rekindle.restore.fill import Filling, Sides
@@ -66,13 +66,13 @@ def _pour(shard: Shard, filling: Filling) -> None:
     for place, files in shard.places():
         try:
             with files.shard(shard.rank, shard.receipt.stamp.world) as opened:
-                if opened.receipt.checksums != shard.receipt.checksums or opened.receipt.stamp.key != (
-                    shard.receipt.stamp.key
+                if opened.receipt.checksums != shard.receipt.checksums or opened.receipt.stamp.checkpoint != (
+                    shard.receipt.stamp.checkpoint
                 ):
                     raise FileNotFoundError(f"{opened.path}: another step has taken its place")
-                reader = Reader(opened)
+                reader = ShardReader(opened)
                 try:
-                    bad = pour(reader, filling, left, to_the_end=True)
+                    bad = read_blocks(reader, filling, left, to_the_end=True)
                 finally:
                     reader.close()
         except (OSError, CorruptError) as error:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from rekindle.errors import UnsupportedValueError
 from rekindle.format.layout import DTYPES, Chunk, Layout
-from rekindle.save.plan import Piece, Plan, batches
+from rekindle.save.plan import CopyPlan, Piece, batches
 from rekindle.state.codec import encode
 
 __all__ = ["Path", "copyable", "plan_shard", "settled"]
@@ -21,7 +21,7 @@ Path = tuple[str | int, ...]
 """Where a leaf stands in the nested state dict, as DCP's planners note it: numbers count the elements of a list."""
 
 
-def plan_shard(plan: SavePlan, planner: SavePlanner) -> tuple[Plan, bytes]:
+def plan_shard(plan: SavePlan, planner: SavePlanner) -> tuple[CopyPlan, bytes]:
     """What to copy, and the receipt's values: the pickles that DCP has made of everything but tensors.
 
     Raises UnsupportedValueError for a tensor that the format has no type for.
@@ -43,7 +43,7 @@ def plan_shard(plan: SavePlan, planner: SavePlanner) -> tuple[Plan, bytes]:
     layout = Layout.build(piece.chunk for piece in pieces.values())
     early, _ = batches(layout, pieces)
     structure = _nest(leaves, _paths(plan, leaves))
-    return Plan(layout, structure, early, [], {}, {}), json.dumps(values, separators=(",", ":")).encode()
+    return CopyPlan(layout, structure, early, [], {}, {}), json.dumps(values, separators=(",", ":")).encode()
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from rekindle.errors import CorruptError, RekindleError
-from rekindle.integrations.dcp.checkpoint import Checkpoint, find
+from rekindle.integrations.dcp.checkpoint import DcpCheckpoint, find
 from rekindle.integrations.dcp.fill import Read, fill
 from rekindle.integrations.dcp.names import is_place, name_of, place_of, step_of
 from rekindle.integrations.dcp.session import note_loaded, saves_to
@@ -46,7 +46,7 @@ class RekindleReader(StorageReader):
         self._root, self._step = place_of(root)
         self._wanted: str | os.PathLike[str] | int | None = self._step
         self._job = JobDir.of(self._root, memory_base(memory))
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoint: DcpCheckpoint | None = None
         self._rank = 0
         self._load_id = secrets.token_hex(16)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from rekindle.errors import BusyError, MemoryStoreError, UsageError
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.format.names import Root
 from rekindle.format.receipt import Receipt
-from rekindle.integrations.dcp.agree import Arrival, Key, Offer, Ruling, Start, agree
+from rekindle.integrations.dcp.agree import Arrival, Offer, Ruling, Start, agree
 from rekindle.integrations.dcp.away import out_of_sight
 from rekindle.integrations.dcp.letters import Letter, open_box, take_box
 from rekindle.memory.job_dir import Job, JobDir, Trace, memory_base
@@ -24,14 +24,14 @@ from rekindle.memory.lock import Lock
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.save.copy import ShardWriter
-from rekindle.save.plan import Plan
+from rekindle.save.plan import CopyPlan
 from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.session.finish import let_go, wait_durable
 from rekindle.session.group import node_id, this_group
 from rekindle.session.rendezvous import Meeting, take_place
 from rekindle.session.root import warn_of_weakness
 from rekindle.state.device import page_lock
-from rekindle.storage.catalog import STORAGE, Copy, copies_in
+from rekindle.storage.catalog import STORAGE, StoredCopy, copies_in
 from rekindle.storage.checks import DELETED, newest_on, refuse_elsewhere, trace_of, was_deleted
 from rekindle.storage.open import open_store
 
@@ -61,7 +61,7 @@ class Settings:
 
 _runs: dict[Root, Run] = {}
 """Writers of one root are one start of its job, however many a script makes."""
-_loaded: dict[Root, dict[Key, bool]] = {}
+_loaded: dict[Root, dict[CheckpointKey, bool]] = {}
 """By root: what this process has loaded before its first save there, and whether it had asked for that very step."""
 
 
@@ -89,7 +89,7 @@ def saves_to(root: Root) -> bool:
     return root in _runs and _runs[root].begun
 
 
-def note_loaded(root: Root, key: Key, named: bool) -> None:
+def note_loaded(root: Root, key: CheckpointKey, named: bool) -> None:
     """This process has loaded a checkpoint: if all ranks have, the next start of the job goes on from there."""
     if not saves_to(root):  # later ones are only looked at, as by an evaluation
         loaded = _loaded.setdefault(root, {})
@@ -110,7 +110,7 @@ class Run:
     def __init__(self, root: Root, settings: Settings) -> None:
         self.root, self.settings = root, settings
         self.world = _world()
-        self.finished: Stamp | None = None
+        self.finished: ShardId | None = None
         """On the coordinator: the newest that all ranks have written their parts of."""
         self._store = open_store(root)
         self._job_dir = JobDir.of(root, memory_base(settings.memory))
@@ -123,7 +123,7 @@ class Run:
         self._start: Start | None = None
         self._step = -1
         """The newest number that this rank knows to have been used."""
-        self._newest: Stamp | None = None
+        self._newest: ShardId | None = None
         self._warned = self._reserved = False
         self._ticket = ""
         self._lock = threading.Lock()
@@ -165,7 +165,7 @@ class Run:
     @property
     def _mates(self) -> list[int]:
         """The ranks of this node, once this start has begun."""
-        return [] if self._start is None or self._rank is None else self._start.mates(self._rank)
+        return [] if self._start is None or self._rank is None else self._start.local_ranks(self._rank)
 
     @property
     def begun(self) -> bool:
@@ -190,7 +190,7 @@ class Run:
 
     def _arrival(self) -> Arrival:
         """What this rank sees of memory and storage."""
-        copies: list[Copy] = []
+        copies: list[StoredCopy] = []
         contents = problem = None
         storage = ""
         try:
@@ -231,7 +231,7 @@ class Run:
         answers[own.said.rank].deliver()
         return answers
 
-    def stamp(self) -> Stamp:
+    def stamp(self) -> ShardId:
         """What the save is known by that this rank has made an offer for. Begins the start with its first save."""
         answers = take_box(self._ticket)
         if not answers:
@@ -241,35 +241,37 @@ class Run:
             self._begin(ruling.start)
         assert self._rank is not None
         self._step = ruling.step
-        return Stamp(ruling.step, self._rank, ruling.start.world, ruling.start.incarnation, save=ruling.save)
+        return ShardId(ruling.step, self._rank, ruling.start.world, ruling.start.incarnation, save=ruling.save)
 
     def _begin(self, start: Start) -> None:
         """Go by what all ranks have agreed on."""
         rank = self._rank
         assert rank is not None
-        mates = start.mates(rank)
-        meeting = Meeting(start.incarnation, mates, len(set(start.places)), self._place, None, True, start.anew, 0)
+        local_ranks = start.local_ranks(rank)
+        meeting = Meeting(
+            start.incarnation, local_ranks, len(set(start.places)), self._place, None, True, start.anew, 0
+        )
         if start.anew and self._job is not None:
             self._job.remove_snapshots(rank)  # before the note of what was deleted goes, or they would be drained
         meeting.go_on(self._job, self._store, rank, start.stored, anyway=start.anyway)
         no_memory = start.no_memory.get(start.places[rank])
         if no_memory is not None:
-            self._straight_to_storage(no_memory, rank == mates[0])
+            self._straight_to_storage(no_memory, rank == local_ranks[0])
         elif self._slots is None:
-            self._use_memory(rank, mates, start)
+            self._use_memory(rank, local_ranks, start)
         if start.awaited is not None:
             self.wait_durable(start.awaited, _PATIENCE)
         _loaded.pop(self.root, None)
         self._start = start
 
-    def _use_memory(self, rank: int, mates: list[int], start: Start) -> None:
+    def _use_memory(self, rank: int, local_ranks: list[int], start: Start) -> None:
         world = start.world
-        if rank == mates[0]:
+        if rank == local_ranks[0]:
             limit, ours = self.settings.drain_limit, start.incarnation.id
-            info = Job(str(self.root), mates, world, *self.settings.retention, _IDLE, limit, start=ours)
+            info = Job(str(self.root), local_ranks, world, *self.settings.retention, _IDLE, limit, start=ours)
             self._keeper = AgentKeeper(self._job_dir, info)
             self._keeper.check()
-        self._slots = Slots(self._job_dir, rank, world, mates, None, page_lock, Room().headroom(self._job_dir))
+        self._slots = Slots(self._job_dir, rank, world, local_ranks, None, page_lock, Room().headroom(self._job_dir))
         self._slots.adopt()
 
     def _straight_to_storage(self, why: object, aloud: bool) -> None:
@@ -279,7 +281,7 @@ class Run:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def write(self, stamp: Stamp, plan: Plan, values: bytes) -> bool:
+    def write(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> bool:
         """Secure this rank's shard. True when it is in memory, False when it went straight to storage.
 
         Raises OSError when storage had to take it and doesn't.
@@ -307,7 +309,7 @@ class Run:
         """Of the root that showed it."""
         return self._job.trace() if self._job is not None else None
 
-    def _to_memory(self, slots: Slots, stamp: Stamp, plan: Plan, values: bytes) -> None:
+    def _to_memory(self, slots: Slots, stamp: ShardId, plan: CopyPlan, values: bytes) -> None:
         slot = slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
         assert slot.map is not None
         try:
@@ -320,14 +322,14 @@ class Run:
             self._reserved = True
             slots.reserve(plan.layout.file_bytes)  # the second save, too, finds its memory ready
 
-    def _to_storage(self, stamp: Stamp, plan: Plan, values: bytes) -> None:
+    def _to_storage(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> None:
         buffer = mmap.mmap(-1, plan.layout.file_bytes)
         _, sums = self._copier.write(plan, buffer, None, stamp.step)
         receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), f"step {stamp.step}")
         refuse_elsewhere(self._store, stamp, self._noted, self._trace)
         self._store.write_shard(receipt, memoryview(buffer), lambda nbytes: None)
 
-    def finish(self, stamp: Stamp, in_memory: bool) -> None:
+    def finish(self, stamp: ShardId, in_memory: bool) -> None:
         """All ranks have written their parts, ``in_memory`` or some of them straight to storage. For the coordinator.
 
         In the second case the checkpoint is on storage when this returns; else neither store could show all of it.
@@ -344,7 +346,7 @@ class Run:
                 self._job.write_durable(stamp.step, trace)
         with suppress(OSError):  # what is left over goes next time
             self._store.prune(*self.settings.retention)
-            self._store.settle()
+            self._store.clean_up()
 
     # -- storage ---------------------------------------------------------------------------------------------------
 
@@ -357,13 +359,17 @@ class Run:
         if self.settings.keep is None and stamp is not None:
             wait_durable(stamp, self._store, self._job, self._keeper, _PATIENCE, once=True)
 
-    def wait_durable(self, stamp: Stamp, timeout: float) -> None:
+    def wait_durable(self, stamp: ShardId, timeout: float) -> None:
         """Return when a checkpoint is on storage. Raises NotDurableError after ``timeout`` seconds."""
         wait_durable(stamp, self._store, self._job, self._keeper, timeout)
 
-    def _unfinished(self, stamp: Stamp) -> bool:
+    def _unfinished(self, stamp: ShardId) -> bool:
         """Whether a rank of this node has failed to write its part, so that nobody will carry the others'."""
-        have = {s.rank for s, _ in self._job.stamps() if s.key == stamp.key} if self._job is not None else set()
+        have = (
+            {s.rank for s, _ in self._job.stamps() if s.checkpoint == stamp.checkpoint}
+            if self._job is not None
+            else set()
+        )
         parts = (rank in have or self._store.has_shard(replace(stamp, rank=rank)) for rank in self._mates)
         return not all(parts) and not self._store.durable(stamp)
 
@@ -374,7 +380,7 @@ class Run:
         """
         if _runs.get(self.root) is self:
             del _runs[self.root]
-        durable: Stamp | None = None
+        durable: ShardId | None = None
         try:
             with self._lock:
                 if self._newest is not None and not self._unfinished(self._newest):
@@ -383,7 +389,7 @@ class Run:
         finally:
             self.leave(durable)
 
-    def leave(self, durable: Stamp | None = None) -> None:
+    def leave(self, durable: ShardId | None = None) -> None:
         """Let go of everything, and of the memory too if storage has what is ``durable``, and memory nothing beyond."""
         self._copier.close()
         if self._slots is not None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from rekindle.errors import UsageError
-from rekindle.format.lineage import Stamp
+from rekindle.format.lineage import ShardId
 from rekindle.format.names import root_path
 from rekindle.integrations.dcp.items import plan_shard
 from rekindle.integrations.dcp.letters import Letter
@@ -75,7 +75,7 @@ class RekindleWriter(StorageWriter, AsyncStager):
         self._run = run_of(path, Settings(keep, rate(drain_limit), None if memory is None else str(root_path(memory))))
         self._stager = RekindleStager()
         self._offer: Letter | None = None
-        self._stamp: Stamp | None = None
+        self._stamp: ShardId | None = None
         self._save_id = secrets.token_hex(16)
 
     # -- a save, in the order of DCP's calls -----------------------------------------------------------------------
