@@ -109,11 +109,53 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (REPO / page).parent.joinpath(target).exists(), target
 
 
-def test_the_architecture_page_names_every_module() -> None:
+def drawn_tree() -> dict[str, str]:
+    """Maps each path in the tree of docs/architecture.md, relative to src/rekindle, to what the page says of it."""
     page = (REPO / "docs" / "architecture.md").read_text()
-    for path in (REPO / "src" / "rekindle").rglob("*.py"):
-        if path.name not in ("__init__.py", "__main__.py"):
-            assert path.name in page, path
+    drawn, folders = {}, []
+    for line in page.split("```\nsrc/rekindle/\n")[1].split("```")[0].splitlines():
+        match = re.fullmatch(r"( +)(\S+) +(\S.*)", line)
+        assert match, f"docs/architecture.md: a line of the tree should be 'name   what it does': {line!r}"
+        indent, name, words = match.groups()
+        folders[len(indent) // 2 - 1 :] = [name]
+        path = "".join(folders)
+        assert path not in drawn, f"docs/architecture.md has {path} twice"
+        drawn[path] = words
+    return drawn
+
+
+def test_the_tree_of_the_architecture_page_is_the_tree() -> None:
+    """Every module and folder in its place, and nothing else. A folder's line stands for its __init__.py."""
+    package = REPO / "src" / "rekindle"
+    there = {"__init__.py", "py.typed"}
+    for path in package.rglob("*.py"):
+        inside = path.relative_to(package)
+        there |= {f"{folder.as_posix()}/" for folder in inside.parents if folder.name}
+        if path.name != "__init__.py":
+            there.add(inside.as_posix())
+    drawn = drawn_tree().keys()
+    missing, gone = sorted(there - drawn), sorted(drawn - there)
+    assert not missing, f"add one line each to the tree in docs/architecture.md, in its folder: {missing}"
+    assert not gone, f"take these lines out of the tree in docs/architecture.md, no such files exist: {gone}"
+
+
+def test_a_line_of_the_tree_begins_with_a_noun_or_a_verb() -> None:
+    headless = {"what", "which", "whether", "how", "where", "who"}
+    assert not [path for path, words in drawn_tree().items() if words.split()[0].lower() in headless]
+
+
+@pytest.mark.parametrize("page", [p.relative_to(REPO) for p in [*REPO.glob("*.md"), *REPO.glob("docs/*.md")]], ids=str)
+def test_modules_that_a_page_quotes_exist(page: Path) -> None:
+    """`save/copy.py` is one of the package, `tests/...` and the like are paths from the top."""
+    if page.name == "CHANGELOG.md":  # tells of old names
+        return
+    for quoted in re.findall(r"`([\w/]+/\w+\.py)`", (REPO / page).read_text()):
+        assert any((top / quoted).exists() for top in (REPO, REPO / "src" / "rekindle")), f"{page}: {quoted}"
+
+
+def test_the_glossary_is_short() -> None:
+    rows = (REPO / "docs" / "architecture.md").read_text().split("## Glossary")[1].split("\n## ")[0].count("\n| ") - 1
+    assert 0 < rows <= 25, f"{rows} words of our own; take the field's word where there is one"
 
 
 def test_the_format_page_names_every_dtype_and_type_tag() -> None:
