@@ -32,7 +32,7 @@ from safetensors.numpy import load_file
 from rekindle.format.names import receipt_name, root_path, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.listing import values_of
+from rekindle.storage.listing import list_values
 
 EXAMPLE = Path(__file__).with_name("train_gpt.py")
 RANKS, STEPS = 2, 90
@@ -211,7 +211,7 @@ def content(root: Path) -> dict[str, object]:
         path = root / step_dir(STEPS) / receipt_name(rank, RANKS)
         tensors = load_file(path.with_suffix(".safetensors"))  # stock safetensors: Rekindle is not its own witness
         found |= {f"{name} of rank {rank}": (t.dtype, t.shape, t.tobytes()) for name, t in tensors.items()}
-        values = values_of(Receipt.decode(path.read_bytes(), path))
+        values = list_values(Receipt.decode(path.read_bytes(), path))
         found |= {f"{name} of rank {rank}": value for name, value in values}
     # The example seeds torch's generator alone; these two begin elsewhere in each run.
     return {name: value for name, value in found.items() if not name.startswith(("rng.python", "rng.numpy"))}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from rekindle.agent.watchdog import floor_of
+from rekindle.agent.watchdog import silence_floor
 from rekindle.errors import MemoryStoreError, NonFiniteLossError, NotDurableError, UsageError
 from rekindle.faults.guard import Guard, Hooks
 from rekindle.faults.guarding import Guarding
@@ -50,7 +50,7 @@ from rekindle.storage.checks import begins_anew
 from rekindle.storage.open import open_store
 from rekindle.storage.pins import unpin_step
 from rekindle.storage.roots import root_to_train
-from rekindle.storage.throttle import rate
+from rekindle.storage.throttle import parse_rate
 
 __all__ = ["Checkpoint", "Checkpointer", "Metrics"]
 
@@ -141,7 +141,7 @@ class Checkpointer:
         optional |= {"memory_limit": memory_limit, "memory_headroom": memory_headroom}
         times = {"fallback_after": fallback_after, "idle_timeout": idle_timeout, "persist_seconds": persist_seconds}
         check_settings(overlap, snapshot_budget, {"snapshot_every": every}, optional, times)
-        limit = rate(drain_limit)
+        limit = parse_rate(drain_limit)
         self.root = root_to_train(root)
         self.metrics = Metrics()
         self._strict = strict
@@ -378,7 +378,7 @@ class Checkpointer:
         self._check_open()
         trainer = Guarding(self._saves, self._store, self._stamp, self._job, self._group, self._meeting, fence)
         hooks = Hooks(on_stop, on_clean, on_gasp, on_exit)
-        return Guard(trainer, lambda: self._saves.reached, floor_of(watchdog), gasp_deadline, notices, hooks)
+        return Guard(trainer, lambda: self._saves.reached, silence_floor(watchdog), gasp_deadline, notices, hooks)
 
     def pause_watchdog(self, what: str) -> AbstractContextManager[None]:
         """A long pause that is no fault, such as an evaluation: ``with ckpt.pause_watchdog("evaluation"):``."""

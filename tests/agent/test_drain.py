@@ -25,7 +25,7 @@ from rekindle.format.names import step_dir
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.session.agent_keeper import AgentKeeper, spawn
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import Disk, commit, make_shard
@@ -78,7 +78,7 @@ def wait_for(condition: Callable[[], object], timeout: float = 20.0) -> None:
 
 
 def assert_sound(root: Path, step: int = 1) -> None:
-    copies = survey(None, PosixStore(root))
+    copies = find_copies(None, PosixStore(root))
     assert [(copy.step, verify(copy)) for copy in copies] == [(step, [])]
 
 
@@ -144,7 +144,7 @@ def test_a_limit_that_the_job_comes_back_with_holds_for_the_next_drain(job, root
     began = time.monotonic()
     assert drainer.tick()
     assert 1.5 < time.monotonic() - began < 6
-    assert [copy.step for copy in survey(None, PosixStore(root))] == [2, 1]
+    assert [copy.step for copy in find_copies(None, PosixStore(root))] == [2, 1]
 
 
 def test_somebody_who_waits_for_the_end_lifts_the_limit(job, root, snapshot):
@@ -325,7 +325,7 @@ def test_what_gone_ranks_saved_last_outlives_the_drain_of_an_older_step_and_is_d
         assert drainer.progress.durable == 2
         assert in_memory(job) == [(1, 1, 0), (2, 1, 0)]
         assert of_rank_1(job) == []
-    copies = survey(None, PosixStore(root))
+    copies = find_copies(None, PosixStore(root))
     assert [(copy.step, copy.world, verify(copy)) for copy in copies] == [(2, 2, []), (1, 2, [])]
 
 

@@ -19,7 +19,7 @@ from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.memory.status import StatusPage
 from rekindle.session.agent_keeper import spawn
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import commit, make_shard
@@ -58,7 +58,7 @@ def save(job: JobDir, root: Path, step: int) -> None:
     commit(slots, receipt, data)
     slots.close()
     wait_for(lambda: PosixStore(root).find(step))
-    assert verify(survey(None, PosixStore(root))[0]) == []
+    assert verify(find_copies(None, PosixStore(root))[0]) == []
 
 
 def connected(path: Path) -> socket.socket:

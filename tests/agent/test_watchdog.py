@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rekindle.agent.watchdog import FAST, PATIENT, floor_of, limit_of
+from rekindle.agent.watchdog import FAST, PATIENT, silence_floor, silence_limit
 from rekindle.errors import UsageError
 from rekindle.memory.status import STABLE, TRAINING, Status
 
@@ -16,7 +16,7 @@ PAGE = Status(1, 1, STABLE, TRAINING, 0, 3, 3, -1, 0.0, 0, "", 0.0)
 
 
 def allowed(floor: float | None, longest: float, pause: float = 0.0) -> float:
-    limit = limit_of([floor], [replace(PAGE, longest=longest, pause=max(pause, longest))])
+    limit = silence_limit([floor], [replace(PAGE, longest=longest, pause=max(pause, longest))])
     assert limit is not None
     return limit.seconds
 
@@ -37,8 +37,8 @@ def test_no_false_alarm_in_an_hour_of_irregular_steps(seed: int, typical: float)
 
 
 def test_what_is_allowed() -> None:
-    assert limit_of([PATIENT], [PAGE]) is None, "nothing is known yet"
-    assert limit_of([PATIENT, PATIENT], [PAGE, replace(PAGE, longest=1.0)]) is None, "one of them may be compiling"
+    assert silence_limit([PATIENT], [PAGE]) is None, "nothing is known yet"
+    assert silence_limit([PATIENT, PATIENT], [PAGE, replace(PAGE, longest=1.0)]) is None, "one of them may be compiling"
     assert allowed(FAST, 2.0) == 7.0
     assert allowed(FAST, 2.0, pause=50.0) == 7.0, "such a job declares its pauses"
     assert allowed(PATIENT, 0.01) == 60.0
@@ -53,13 +53,13 @@ def test_a_pause_that_was_seen_is_allowed_for_again_within_bounds() -> None:
 
 def test_the_most_patient_rank_speaks_for_all() -> None:
     pages = [replace(PAGE, longest=0.1), replace(PAGE, longest=0.2)]
-    limit = limit_of([FAST, 90.0], pages)
+    limit = silence_limit([FAST, 90.0], pages)
     assert limit is not None and limit.seconds == 90.0 and "watchdog=SECONDS" in limit.why
-    assert limit_of([FAST, None], pages) is None
+    assert silence_limit([FAST, None], pages) is None
 
 
 def test_settings() -> None:
-    assert [floor_of(given) for given in (True, False, "fast", 10, 0.5)] == [PATIENT, None, FAST, 10.0, 0.5]
+    assert [silence_floor(given) for given in (True, False, "fast", 10, 0.5)] == [PATIENT, None, FAST, 10.0, 0.5]
     for odd in (0, -1, float("nan"), float("inf"), "slow", None, [60]):
         with pytest.raises(UsageError, match="watchdog is"):
-            floor_of(odd)
+            silence_floor(odd)

@@ -18,7 +18,7 @@ from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.memory.job_dir import Job as Info
 from rekindle.memory.job_dir import JobDir
 from rekindle.save.to_storage import DirectSaver
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from tests.conftest import make_shard
 from tests.crash.disk import Tree
@@ -281,7 +281,7 @@ def _export(form: str) -> Callable[[Run], None]:
         from rekindle.transfer.progress import Progress
 
         newest = newest_of(run.store.published())
-        copies = [c for c in survey(None, run.store) if newest is not None and c.checkpoint == newest.checkpoint]
+        copies = [c for c in find_copies(None, run.store) if newest is not None and c.checkpoint == newest.checkpoint]
         if copies:
             out = run.place.world / f"out-{len(run.exports)}"
             export(copies[0], out, form, None, 4000, Progress())  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from rekindle.errors import UsageError
 from rekindle.format.lineage import Incarnation, ShardId, retired
 from rekindle.format.names import MANIFEST, receipt_name, shard_name, step_dir
 from rekindle.memory.job_dir import JobDir
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.crash.disk import Tree
@@ -62,7 +62,7 @@ Known = Mapping[Key, Mapping[str, bytes]]
 def look(root: Path, promise: Promise, known: Known) -> Iterator[str]:
     """What is wrong with the checkpoints that are offered."""
     store = PosixStore(root)
-    for copy in survey(None, store):
+    for copy in find_copies(None, store):
         name = f"step {copy.step} of start {copy.incarnation.generation}"
         for problem in verify(copy):
             yield f"{name} is offered and torn: {problem}"
@@ -140,7 +140,7 @@ def _export_again(place: Place) -> Iterator[str]:
         out = place.world / name
         there = out.exists()
         try:
-            export(survey(None, PosixStore(place.root))[0], out, "safetensors", None, 4000, Progress())
+            export(find_copies(None, PosixStore(place.root))[0], out, "safetensors", None, 4000, Progress())
         except UsageError:
             if not there:
                 yield f"{name} can't be exported again"

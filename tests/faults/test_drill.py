@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.cli.drill import drill
-from rekindle.cli.operations import pages
+from rekindle.cli.operations import status_pages
 from rekindle.errors import NotFoundError
 from rekindle.memory.job_dir import JobDir
 from tests.faults.cluster import Cell, Outcome, run
@@ -23,7 +23,9 @@ def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
     cell, outcomes = Cell(root, memory, steps=80), list[Outcome]()
     trainer = threading.Thread(target=lambda: outcomes.append(run(cell)))
     trainer.start()
-    wait_for(lambda: len(pages(job)) == 2 and min(p.step for p in pages(job).values()) > 5, what="training")
+    wait_for(
+        lambda: len(status_pages(job)) == 2 and min(p.step for p in status_pages(job).values()) > 5, what="training"
+    )
     lines: list[str] = []
     report = drill(job, fault, None, 60, lines.append)
     trainer.join(90)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.memory.job_dir import JobDir
-from rekindle.storage.catalog import list_checkpoints, survey
+from rekindle.storage.catalog import find_copies, list_checkpoints
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.faults.cluster import MOMENTS, Cell, lines_of, run, start
@@ -121,7 +121,7 @@ def test_a_gasp_reaches_storage_though_nobody_comes_back(fault: str, root: Path,
     codes = start(cell, 0, time.monotonic() + 60)
     assert 0 not in codes
     deadline = time.monotonic() + 20
-    while not (found := survey(None, PosixStore(root))) or str(found[0].files).endswith(".partial"):
+    while not (found := find_copies(None, PosixStore(root))) or str(found[0].files).endswith(".partial"):
         assert time.monotonic() < deadline, job.log.read_text()
         time.sleep(0.05)
     assert [(copy.step, len(copy.ranks)) for copy in found] == [(cell.at - 1, cell.world)]

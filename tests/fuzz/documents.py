@@ -19,8 +19,8 @@ from rekindle.restore.reshard import Have, Want, plan
 from rekindle.restore.saved import Saved
 from rekindle.state.codec import decode, encode, has_pickle
 from rekindle.state.tree import assemble, entries
-from rekindle.storage.listing import values_of
-from rekindle.storage.throttle import amount, rate
+from rekindle.storage.listing import list_values
+from rekindle.storage.throttle import parse_rate, parse_size
 from rekindle.transfer.merge import leaves, merge, part
 from tests.fuzz.choices import Case, Choices, apply, edits, text
 from tests.fuzz.fence import preparing
@@ -79,7 +79,7 @@ class receipt:
                     use(others)
                 except RekindleError:
                     continue
-        list(values_of(found))
+        list(list_values(found))
         assert sum(stop - start for start, stop in found.layout.blocks) == found.layout.nbytes
         try:
             _saved(found, mate)
@@ -293,8 +293,8 @@ class names:
         match = STEP_DIR.match(name)
         if match:
             assert name.startswith(f"step-{int(match['step']):010d}")
-        amount(name)
-        for call in (rate, root_path, root_of):
+        parse_size(name)
+        for call in (parse_rate, root_path, root_of):
             try:
                 made: Any = call(name.encode("utf-8", "surrogatepass") if case["bytes"] else name)  # type: ignore[operator, arg-type]
             except RekindleError:

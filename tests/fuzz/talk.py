@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.agent.http import ask, serve
-from rekindle.agent.watch import Watch
+from rekindle.agent.monitor import RankMonitor
 from rekindle.errors import RekindleError
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
@@ -127,7 +127,7 @@ async def _watched(job: JobDir, lines: list[bytes], page: list[int]) -> None:
     failed: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
     files = len(os.listdir("/proc/self/fd"))
-    watching = Watch(job, lambda on: None)
+    watching = RankMonitor(job, lambda on: None)
     ours, theirs = socket.socketpair()
     _, to_agent = await asyncio.open_connection(sock=ours)
     from_rank, to_rank = await asyncio.open_connection(sock=theirs, limit=1 << 20)

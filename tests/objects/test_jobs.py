@@ -31,7 +31,7 @@ from rekindle.format.names import root_of
 from rekindle.memory.job_dir import Job, JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage import bucket as bucket_module
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.objects import ObjectStore
 from rekindle.storage.open import open_store
 from rekindle.storage.verify import verify
@@ -212,12 +212,12 @@ def test_an_agent_killed_while_it_sends_leaves_nothing_half(s3: Server, snapshot
         time.sleep(luck.uniform(0, 0.8))
         agent.send_signal(signal.SIGKILL)
         agent.wait()
-        assert [copy.step for copy in survey(None, open_store(url))] == [step - 1] * (step > 1)
+        assert [copy.step for copy in find_copies(None, open_store(url))] == [step - 1] * (step > 1)
         assert uploads(s3, name), "was killed too late for this test"
         drainer = Drainer(job)
         drainer.hurry()
         assert drainer.tick(), drainer.progress.error
-        copies = survey(None, open_store(url))
+        copies = find_copies(None, open_store(url))
         assert [(copy.step, verify(copy)) for copy in copies] == [(step, [])]
         assert uploads(s3, name) == []
         assert len(s3.client().list_objects_v2(Bucket=name)["Contents"]) == 3
@@ -398,7 +398,7 @@ def test_a_url_that_a_path_has_taken_a_slash_from_is_no_directory(tmp_path: Path
 
 def test_only_who_uses_an_object_store_needs_obstore(tmp_path: Path) -> None:
     without = "import sys; sys.modules['obstore'] = None; from rekindle.storage.open import open_store; "
-    path = f"import rekindle.agent.main; open_store({str(tmp_path)!r}).published()"
+    path = f"import rekindle.agent.service; open_store({str(tmp_path)!r}).published()"
     assert subprocess.run([sys.executable, "-c", without + path], check=False).returncode == 0
     code = "from rekindle.cli.main import main; sys.argv = ['rekindle', 'ls', 's3://b/x']; main()"
     done = subprocess.run([sys.executable, "-c", without + code], capture_output=True, text=True, check=False)

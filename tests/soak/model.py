@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rekindle.format.lineage import ShardId
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.soak.job import Line, Spec
@@ -84,7 +84,7 @@ class Model:
 
     def verify(self) -> None:
         """Read all that storage has."""
-        for copy in survey(None, PosixStore(self.spec.root)):
+        for copy in find_copies(None, PosixStore(self.spec.root)):
             try:
                 problems = verify(copy, self._count)
             except FileNotFoundError:  # pruned meanwhile

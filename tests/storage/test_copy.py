@@ -15,7 +15,7 @@ import pytest
 from rekindle.errors import CorruptError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import shard_name
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.posix import PosixStore
@@ -126,7 +126,7 @@ def test_the_file_is_the_source_byte_for_byte(tmp_path, mounted, where, shape, l
     assert sum(counted) == len(data)
     assert (store.partial(STAMP) / shard_name(0, 1)).read_bytes() == data
     assert store.publish(STAMP)
-    assert [verify(copy) for copy in survey(None, store)] == [[]]
+    assert [verify(copy) for copy in find_copies(None, store)] == [[]]
 
 
 @pytest.mark.parametrize("limit", [4_000_000, 100_000_000])
@@ -256,7 +256,7 @@ def test_a_disk_that_is_full_half_way_is_an_error_and_leaves_no_file(mounted, ki
     assert files(store.partial(STAMP)) == set()
     assert os.statvfs(disk).f_bavail >= free - 16
     assert [p.stamp.step for p in store.published()] == [1]
-    assert [verify(copy) for copy in survey(None, store)] == [[]]
+    assert [verify(copy) for copy in find_copies(None, store)] == [[]]
 
 
 def test_a_file_over_the_limit_of_the_process_is_an_error(tmp_path):

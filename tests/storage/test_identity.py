@@ -12,7 +12,7 @@ import pytest
 
 from rekindle.memory.job_dir import JobDir, Trace
 from rekindle.storage.checks import trace_of
-from rekindle.storage.identity import trace, was_deleted
+from rekindle.storage.identity import shows_deletion, take_trace
 from rekindle.storage.posix import PosixStore
 
 
@@ -27,7 +27,7 @@ def mount(*command: str | Path) -> None:
 def written(root: Path) -> Trace:
     root.mkdir(parents=True, exist_ok=True)
     (root / "checkpoint").write_text("of a run")
-    return trace(root)
+    return take_trace(root)
 
 
 @pytest.mark.parametrize("how", ["root", "parents", "root made again", "parents made again", "contents", "moved away"])
@@ -42,7 +42,7 @@ def test_a_root_that_is_no_more_was_deleted(how: str, tmp_path: Path) -> None:
         shutil.rmtree(root.parents[1] if how.startswith("parents") else root)
     if how.endswith("again"):
         root.mkdir(parents=True)
-    assert was_deleted(then, trace(root))
+    assert shows_deletion(then, take_trace(root))
 
 
 @pytest.fixture(params=["bind", "tmpfs", "overlay"])
@@ -70,14 +70,16 @@ def test_a_root_on_a_disk_that_is_not_mounted_was_not_deleted(inside: str, disk:
     root = place / inside
     then = written(root)
     umount(place)
-    assert not was_deleted(then, trace(root)), "with the mount point there, and empty"
+    assert not shows_deletion(then, take_trace(root)), "with the mount point there, and empty"
     root.mkdir(parents=True, exist_ok=True)
-    assert not was_deleted(then, trace(root)), "something has been made below the mount point"
+    assert not shows_deletion(then, take_trace(root)), "something has been made below the mount point"
     shutil.rmtree(place)
-    assert not was_deleted(then, trace(root)), "the mount point is gone, too"
+    assert not shows_deletion(then, take_trace(root)), "the mount point is gone, too"
     place.mkdir()
     mount("-t", "tmpfs", "tmpfs", place)
-    assert not was_deleted(then, trace(root)), "another one is mounted in its place, with the same device and inode"
+    assert not shows_deletion(then, take_trace(root)), (
+        "another one is mounted in its place, with the same device and inode"
+    )
 
 
 def test_a_root_that_was_deleted_from_a_mounted_disk(disk: tuple[Path, list[str | Path]]) -> None:
@@ -85,14 +87,14 @@ def test_a_root_that_was_deleted_from_a_mounted_disk(disk: tuple[Path, list[str 
     root = place / "runs" / "17"
     then = written(root)
     shutil.rmtree(root.parent)
-    assert was_deleted(then, trace(root))
+    assert shows_deletion(then, take_trace(root))
 
 
 def test_a_root_that_is_the_mount_point_and_was_emptied(disk: tuple[Path, list[str | Path]]) -> None:
     place, _ = disk
     then = written(place)
     (place / "checkpoint").unlink()
-    assert was_deleted(then, trace(place))
+    assert shows_deletion(then, take_trace(place))
 
 
 def test_a_disk_that_was_mounted_again_without_the_root(tmp_path: Path, mounted: Callable[..., Path]) -> None:
@@ -105,9 +107,9 @@ def test_a_disk_that_was_mounted_again_without_the_root(tmp_path: Path, mounted:
     then = written(root)
     subprocess.run(["umount", str(place)], check=True)
     mount("-o", "loop", image, place)
-    assert (root / "checkpoint").exists() and then == trace(root)
+    assert (root / "checkpoint").exists() and then == take_trace(root)
     shutil.rmtree(root)
-    assert was_deleted(then, trace(root))
+    assert shows_deletion(then, take_trace(root))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
@@ -117,7 +119,7 @@ def test_a_root_that_something_is_mounted_over_was_not_deleted(tmp_path: Path) -
     then = written(root)
     mount("-t", "tmpfs", "tmpfs", tmp_path / "disk")
     try:
-        assert not was_deleted(then, trace(root))
+        assert not shows_deletion(then, take_trace(root))
     finally:
         umount(tmp_path / "disk")
 
@@ -146,7 +148,7 @@ def test_what_was_not_seen_is_not_noted_and_an_older_note_goes(root: Path, memor
     (root / "step-0000000001").mkdir(parents=True)
     (root / "step-0000000001" / "checkpoint.json").write_text("{}")
     note(job, PosixStore(root), 1)
-    assert job.trace() == trace(root)
+    assert job.trace() == take_trace(root)
     note(job, PosixStore(root), 2)
     assert (job.durable(), job.trace()) == (2, None)
     note(job, PosixStore(root), 1)

@@ -17,7 +17,7 @@ from rekindle.errors import CorruptError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import parse
-from rekindle.storage.catalog import STORAGE, survey
+from rekindle.storage.catalog import STORAGE, find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import make_shard
@@ -56,7 +56,7 @@ def files(root: Path) -> set[str]:
 
 
 def assert_sound(store: PosixStore) -> None:
-    for copy in survey(None, store):
+    for copy in find_copies(None, store):
         assert verify(copy) == []
 
 
@@ -403,6 +403,6 @@ def test_a_killed_writers_leftovers_are_written_over(store, root):
 def test_a_survey_lists_the_newest_first(store):
     save(store, 3, 5)
     save(store, 5, incarnation=SECOND)
-    copies = survey(None, store)
+    copies = find_copies(None, store)
     assert [(c.step, c.incarnation.generation) for c in copies] == [(5, 2), (5, 1), (3, 1)]
     assert all(c.place == STORAGE and c.ranks == {0} for c in copies)

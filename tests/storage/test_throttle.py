@@ -12,7 +12,7 @@ import time
 import pytest
 
 from rekindle.errors import UsageError
-from rekindle.storage.throttle import Budget, lower_priority, rate
+from rekindle.storage.throttle import Budget, lower_priority, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ from rekindle.storage.throttle import Budget, lower_priority, rate
     ],
 )
 def test_rates_that_people_write(text, expected):
-    assert rate(text) == expected
+    assert parse_rate(text) == expected
 
 
 TEXTS = ["", "fast", "500Mb/s", "500mb/s", "-1MB/s", "1,5GB/s", "1 000MB/s", "MB/s", "1e9", "500MB/m", "1GB/s/s", "0"]
@@ -46,7 +46,7 @@ OTHERS = ["9" * 400, "0.4B/s", 0, -1, 0.5, math.inf, math.nan, True, b"1MB/s", [
 @pytest.mark.parametrize("nonsense", [*TEXTS, *OTHERS])
 def test_what_is_no_rate_is_refused_with_an_example(nonsense):
     with pytest.raises(UsageError, match="'500MB/s'") as caught:
-        rate(nonsense)
+        parse_rate(nonsense)
     assert repr(nonsense) in str(caught.value)
 
 

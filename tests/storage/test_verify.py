@@ -19,7 +19,7 @@ from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.restore.restore import restore
 from rekindle.session.group import SingleProcess
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import commit, make_shard
@@ -62,7 +62,7 @@ def report(wrong: dict[str, str]) -> str:
 
 
 def problems(store: PosixStore, step: int = 2) -> list[str]:
-    return [str(error) for copy in survey(None, store) if copy.step == step for error in verify(copy)]
+    return [str(error) for copy in find_copies(None, store) if copy.step == step for error in verify(copy)]
 
 
 def place(store: PosixStore, tensor: str) -> int:
@@ -74,7 +74,7 @@ def place(store: PosixStore, tensor: str) -> int:
 
 def test_a_sound_checkpoint_has_no_problems(store):
     counted: list[int] = []
-    for copy in survey(None, store):
+    for copy in find_copies(None, store):
         assert verify(copy, counted.append) == []
     assert sum(counted) == sum(path.stat().st_size for path in store.root.rglob("*.safetensors"))
 

@@ -21,7 +21,7 @@ import torch
 import rekindle
 from rekindle.cli.main import main
 from rekindle.format.names import receipt_name, shard_name
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.transfer.exporting import export
 from rekindle.transfer.progress import Progress
@@ -159,7 +159,7 @@ class Counted(Progress):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_progress_ends_where_it_said(halves: Path, root: Path, tmp_path: Path, form: Any) -> None:
-    (copy,) = survey(None, PosixStore(root))
+    (copy,) = find_copies(None, PosixStore(root))
     progress = Counted()
     export(copy, tmp_path / "out", form, None, 1 << 30, progress)
     own_format = 2048 if form == "torch" else 0  # torch's file is more than the tensors' bytes

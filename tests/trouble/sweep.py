@@ -189,12 +189,12 @@ class _Job:
 
     def sound(self, newest: int) -> list[str]:
         """What is wrong with what is on storage."""
-        from rekindle.storage.catalog import survey
+        from rekindle.storage.catalog import find_copies
         from rekindle.storage.posix import PosixStore
         from rekindle.storage.verify import verify
 
         wrong = []
-        copies = survey(None, PosixStore(self.root))
+        copies = find_copies(None, PosixStore(self.root))
         if (copies[0].step if copies else 0) < newest:
             wrong.append(f"step {newest} was durable, and is not there")
         for copy in copies:
@@ -277,7 +277,7 @@ def _heal(job: _Job, outcome: Outcome) -> None:
     import torch
 
     import rekindle
-    from rekindle.storage.catalog import survey
+    from rekindle.storage.catalog import find_copies
 
     for step in (5, 6):
         job.step(step)
@@ -288,7 +288,7 @@ def _heal(job: _Job, outcome: Outcome) -> None:
     outcome.wrong += job.sound(6) + job.garbage(6)
     if metrics.failed:
         outcome.wrong.append(f"{metrics.failed} saves failed though one store was well")
-    if metrics.memory_lost != metrics.memory_back or not any(c.step == 6 for c in survey(job.job, None)):
+    if metrics.memory_lost != metrics.memory_back or not any(c.step == 6 for c in find_copies(job.job, None)):
         outcome.wrong.append(f"memory was lost {metrics.memory_lost} times and came back {metrics.memory_back} times")
     if job.drainer.progress.error:
         outcome.wrong.append(f"the drain still complains: {job.drainer.progress.error}")

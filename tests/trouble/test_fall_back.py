@@ -18,13 +18,13 @@ import torch
 
 import rekindle
 from rekindle.agent.process import Process
-from rekindle.common.backoff import SOON, Tries, pauses
+from rekindle.common.backoff import SOON, Backoff, delays
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, step_dir
 from rekindle.format.receipt import parse
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import read_status
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import Disk, make_shard
@@ -36,7 +36,7 @@ Alarms = Callable[[], list[str]]
 
 def sound(root: Path) -> list[int]:
     """Steps on storage, newest first, each read and verified."""
-    copies = survey(None, PosixStore(root))
+    copies = find_copies(None, PosixStore(root))
     assert [verify(copy) for copy in copies] == [[]] * len(copies)
     return [copy.step for copy in copies]
 
@@ -77,7 +77,7 @@ def until(condition: Callable[[], object], ckpt: rekindle.Checkpointer, weights:
 
 def test_three_tries_take_the_time_that_was_given_and_then_they_become_rare() -> None:
     now = [100.0]
-    tries, tried = Tries(6.0, lambda: now[0]), []
+    tries, tried = Backoff(6.0, lambda: now[0]), []
     for _ in range(2000):
         if tries.due():
             tried.append(now[0] - 100.0)
@@ -87,7 +87,7 @@ def test_three_tries_take_the_time_that_was_given_and_then_they_become_rare() ->
     assert tried[-1] - tried[-2] == 60.0
     tries.succeed()
     assert tries.due() and tries.failed == 0
-    first = [pause for _, pause in zip(range(SOON), pauses(10.0), strict=False)]
+    first = [pause for _, pause in zip(range(SOON), delays(10.0), strict=False)]
     assert sum(first) == 10.0 and first == sorted(first)
 
 

@@ -21,7 +21,7 @@ from rekindle.cli.operations import job_status
 from rekindle.format.names import MANIFEST, step_dir
 from rekindle.format.receipt import _PREFIX, checksum
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.listing import list_copies
+from rekindle.storage.listing import list_copies_within
 from tests.faults.harness import end_agent, wait_for
 from tests.forks import context
 from tests.trouble.test_fall_back import Alarms, newest, sound
@@ -332,7 +332,7 @@ def test_nobody_writes_a_deleted_run_anew_while_it_is_not_trained(
     status = job_status(job)
     assert status["durable_step"] is None and "was deleted, and memory still has steps [" in str(status["problem"])
     assert "next start gives them up" in status["problem"] and "restore(step=6)" in status["problem"]
-    listed, trouble = list_copies(root, memory_base(memory), 30.0)
+    listed, trouble = list_copies_within(root, memory_base(memory), 30.0)
     assert max(one.copy.step for one in listed) == 6 and str(status["problem"]) in str(trouble)
     end_agent(job)
     drainer = Drainer(job)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.faults.harness import Run, leftovers, traced, wait_for
@@ -68,7 +68,7 @@ def steps(run: Run) -> int:
 
 
 def durable(root: Path) -> list[int]:
-    return [copy.step for copy in survey(None, PosixStore(root))]
+    return [copy.step for copy in find_copies(None, PosixStore(root))]
 
 
 def told(job: JobDir) -> str:
@@ -119,7 +119,7 @@ def test_storage_that_hangs_holds_nobody_up_and_gets_all_once_it_answers(trouble
     stopped = ask("stop", root)
     assert stopped.returncode == 0, stopped.stderr
     assert durable(root)[0] == 199 and not job.path.exists() and leftovers(root) == []
-    assert all(verify(copy) == [] for copy in survey(None, PosixStore(root)))
+    assert all(verify(copy) == [] for copy in find_copies(None, PosixStore(root)))
 
 
 @rare
@@ -171,13 +171,15 @@ def test_storage_in_trouble_for_a_while(trouble: str, troubled: Troubled, memory
         time.sleep(0.005)
     if trouble == "eio":
         assert "look at the disk" in wait_for(lambda: told(job), what="an alarm")
-        assert [verify(copy) for copy in survey(None, PosixStore(root))] == [[]], "what was durable is, and no more"
+        assert [verify(copy) for copy in find_copies(None, PosixStore(root))] == [[]], (
+            "what was durable is, and no more"
+        )
     troubled.do("")
     ckpt.close(timeout=30)
     assert ckpt.metrics.failed == 0
     wait_for(lambda: not job.path.exists())
     assert durable(root)[0] == step and leftovers(root) == []
-    assert all(verify(copy) == [] for copy in survey(None, PosixStore(root)))
+    assert all(verify(copy) == [] for copy in find_copies(None, PosixStore(root)))
 
 
 def disk_image(tmp_path: Path, kind: str) -> Path:
@@ -236,4 +238,4 @@ def test_a_disk_that_fills_up_becomes_read_only_and_heals(
     assert ckpt.metrics.failed == 0
     wait_for(lambda: not job.path.exists())
     assert durable(root)[0] == step and leftovers(root) == []
-    assert all(verify(copy) == [] for copy in survey(None, PosixStore(root)))
+    assert all(verify(copy) == [] for copy in find_copies(None, PosixStore(root)))

@@ -17,7 +17,7 @@ import torch
 import rekindle
 from rekindle.common.failpoints import POINTS
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.faults.harness import Run, digest_of, finish, leftovers, restored, start, train, wait_for
@@ -45,7 +45,7 @@ def run_script(
 
 
 def sound(root: Path) -> list[int]:
-    copies = survey(None, PosixStore(root))
+    copies = find_copies(None, PosixStore(root))
     assert [verify(copy) for copy in copies] == [[]] * len(copies)
     return [copy.step for copy in copies]
 

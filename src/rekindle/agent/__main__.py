@@ -6,7 +6,7 @@ import logging
 import sys
 from pathlib import Path
 
-from rekindle.agent.main import run
+from rekindle.agent.service import run
 from rekindle.errors import RekindleError
 from rekindle.memory.job_dir import JobDir
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["address"]
+__all__ = ["socket_address"]
 
 _ROOM = 100
 """Bytes of a path. Linux has room for 107, others for a little less."""
 
 
 @contextmanager
-def address(path: Path) -> Iterator[str]:
+def socket_address(path: Path) -> Iterator[str]:
     """A name for a socket that fits, to bind or connect to at once: a longer one begins with its directory, open."""
     if len(os.fsencode(path)) <= _ROOM:
         yield str(path)

@@ -14,11 +14,11 @@ from rekindle.format.lineage import CheckpointKey, ShardId, elsewhere, live
 from rekindle.format.shard import OpenShard
 from rekindle.memory.job_dir import Job, JobDir, Trace
 from rekindle.storage.back import prune_chosen
-from rekindle.storage.catalog import StoredCopy, survey
+from rekindle.storage.catalog import StoredCopy, find_copies
 from rekindle.storage.checks import check_written, lacks, newest_on, overtaken, rival, trace_of, was_deleted
 from rekindle.storage.open import open_store
 from rekindle.storage.store import Store
-from rekindle.storage.throttle import Budget, rest
+from rekindle.storage.throttle import Budget, drain_interval
 
 __all__ = ["TICK", "Drainer", "DrainProgress"]
 
@@ -165,7 +165,7 @@ class Drainer:
 
         return [
             c
-            for c in live(survey(self.job, None))
+            for c in live(find_copies(self.job, None))
             if c.checkpoint not in self._broken and (waiting or c.checkpoint not in self._waiting) and has_all(c)
         ]
 
@@ -211,7 +211,7 @@ class Drainer:
         if info.persist_seconds is None:
             return False
         began, seconds = self.job.drained() or (-math.inf, 0.0)
-        return not seconds <= time.monotonic() - began < rest(info.persist_seconds, seconds)
+        return not seconds <= time.monotonic() - began < drain_interval(info.persist_seconds, seconds)
 
     def _was_deleted(self, store: Store) -> bool:
         return was_deleted(store, self.job.durable(), self.job.trace())
@@ -242,7 +242,7 @@ class Drainer:
 
     def _newest_durable(self, store: Store) -> ShardId | None:
         """The newest checkpoint on storage that no start of the job has abandoned, as far as this node can tell."""
-        starts = {copy.incarnation for copy in survey(self.job, None)}
+        starts = {copy.incarnation for copy in find_copies(self.job, None)}
         return newest_on(store, self.job.durable(), starts, self.job.trace())
 
     def pending(self) -> int | None:
@@ -287,7 +287,7 @@ class Drainer:
             if overtaken(store, stamps[0]):  # another node has removed what was written of it, for it is of no use
                 return False
             raise
-        if not copy.pinned and any(c.pinned for c in survey(self.job, None) if c.checkpoint == copy.checkpoint):
+        if not copy.pinned and any(c.pinned for c in find_copies(self.job, None) if c.checkpoint == copy.checkpoint):
             store.pin(stamps[0])  # asked for since
         self.progress.drained += 1
         self.progress.seconds = time.monotonic() - began

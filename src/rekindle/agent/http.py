@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from rekindle.agent.address import address
+from rekindle.agent.address import socket_address
 from rekindle.errors import AgentError
 from rekindle.format.fields import loads
 
@@ -72,7 +72,7 @@ async def serve(
         return handler
 
     socket.unlink(missing_ok=True)
-    with address(socket) as name:
+    with socket_address(socket) as name:
         doors.append(await loop.create_unix_server(meet, name))
     return runner
 
@@ -95,7 +95,7 @@ def ask(socket: Path, method: str, path: str, timeout: float = 5.0) -> dict[str,
             return answer
 
     try:
-        with address(socket) as name:
+        with socket_address(socket) as name:
             return asyncio.run(exchange(name))
     except (OSError, ValueError, aiohttp.ClientError, asyncio.TimeoutError) as error:
         raise AgentError(f"agent at {socket} does not answer: {str(error) or type(error).__name__}") from error

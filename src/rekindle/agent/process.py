@@ -18,7 +18,7 @@ which a pidfd says nothing yet (measured)."""
 
 
 @dataclass(frozen=True)
-class Look:
+class ProcessState:
     """A process at one moment."""
 
     over: bool
@@ -38,15 +38,15 @@ class Process:
         self.pid = pid
         self._fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
-    def look(self) -> Look:
+    def look(self) -> ProcessState:
         try:
             fields = os.pread(self._fd, 1024, 0).rpartition(b")")[2].split()
         except ProcessLookupError:
             fields = []
         if not fields:
-            return Look(True, False, None)
+            return ProcessState(True, False, None)
         over = fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
-        return Look(over, fields[0] in (b"T", b"t"), int(fields[49]) if over else None)
+        return ProcessState(over, fields[0] in (b"T", b"t"), int(fields[49]) if over else None)
 
     def send(self, number: int) -> None:
         """Send a signal, if it is still there."""
@@ -109,7 +109,7 @@ def children(pids: Iterable[int]) -> dict[int, list[Child]]:
     return found
 
 
-def describe(status: int | None, oom: bool) -> tuple[str, str]:
+def describe_end(status: int | None, oom: bool) -> tuple[str, str]:
     """Cause, and one line about it, of an end. ``oom``: whether the kernel has been killing for want of memory."""
     if status is None:
         return "exit", "is gone, and its exit code with it"

@@ -10,7 +10,7 @@ from pathlib import Path
 from rekindle.errors import UsageError
 from rekindle.memory.status import Status
 
-__all__ = ["FAST", "PATIENT", "Limit", "floor_of", "limit_of", "traced"]
+__all__ = ["FAST", "PATIENT", "SilenceLimit", "silence_floor", "silence_limit", "is_traced"]
 
 PATIENT = 60.0
 """Seconds without progress that are never a hang, unless the job says otherwise: evaluations, checkpoints of other
@@ -26,7 +26,7 @@ as long; NCCL's own collectives give up after ten minutes, too."""
 
 
 @dataclass(frozen=True)
-class Limit:
+class SilenceLimit:
     """How long a node's ranks may go without progress."""
 
     seconds: float
@@ -34,7 +34,7 @@ class Limit:
     """Where the figure comes from, for people."""
 
 
-def floor_of(watchdog: object) -> float | None:
+def silence_floor(watchdog: object) -> float | None:
     """The floor that ``guard(watchdog=...)`` asks for, in seconds; None: no watchdog. Raises UsageError."""
     if watchdog is True:
         return PATIENT
@@ -47,7 +47,7 @@ def floor_of(watchdog: object) -> float | None:
     raise UsageError(f'watchdog is {watchdog!r}: must be True, False, "fast" or a number of seconds above 0')
 
 
-def limit_of(floors: Iterable[float | None], pages: Iterable[Status]) -> Limit | None:
+def silence_limit(floors: Iterable[float | None], pages: Iterable[Status]) -> SilenceLimit | None:
     """The limit for ranks with these floors; None while it can't be told, and where a rank has no watchdog.
 
     Ranks wait for each other, so the most patient of them speaks for all.
@@ -59,15 +59,17 @@ def limit_of(floors: Iterable[float | None], pages: Iterable[Status]) -> Limit |
     if len(patient) < len(asked):
         return None
     longest, pause, floor = max(p.longest for p in seen), max(p.pause for p in seen), max(patient)
-    limits = [Limit(_FACTOR * longest + _MARGIN, f"{_FACTOR:g} x the longest recent step + {_MARGIN:g} s")]
+    limits = [SilenceLimit(_FACTOR * longest + _MARGIN, f"{_FACTOR:g} x the longest recent step + {_MARGIN:g} s")]
     if floor > FAST:
-        limits.append(Limit(floor, "the floor that ckpt.guard(watchdog=SECONDS) sets"))
+        limits.append(SilenceLimit(floor, "the floor that ckpt.guard(watchdog=SECONDS) sets"))
         learned = min(_FACTOR * pause + _MARGIN, pause + _MOST_MORE)
-        limits.append(Limit(learned, f"what the job's longest pause so far, {pause:.1f} s, gives reason to expect"))
+        limits.append(
+            SilenceLimit(learned, f"what the job's longest pause so far, {pause:.1f} s, gives reason to expect")
+        )
     return max(limits, key=lambda limit: limit.seconds)
 
 
-def traced(pid: int) -> bool:
+def is_traced(pid: int) -> bool:
     """Whether a debugger such as gdb or strace is attached to a process."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

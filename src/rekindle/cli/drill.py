@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rekindle.agent.http import ask
-from rekindle.cli.operations import pages
+from rekindle.cli.operations import status_pages
 from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.format.fields import loads
 from rekindle.format.receipt import read
@@ -19,7 +19,7 @@ from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import DONE, SECURED, STAGES, STARTING, Status, read_status
 
-__all__ = ["FAULTS", "Report", "drill"]
+__all__ = ["FAULTS", "DrillReport", "drill"]
 
 FAULTS = {
     "kill": "SIGKILL to the rank",
@@ -34,7 +34,7 @@ _POLL = 0.002
 
 
 @dataclass
-class Report:
+class DrillReport:
     """What came of a drill. Times in seconds since the fault; None for what was not seen."""
 
     fault: str
@@ -63,18 +63,18 @@ class Report:
         return {**asdict(self), "lost": self.lost}
 
 
-def drill(job: JobDir, fault: str, rank: int | None, timeout: float, tell: Callable[[str], object]) -> Report:
+def drill(job: JobDir, fault: str, rank: int | None, timeout: float, tell: Callable[[str], object]) -> DrillReport:
     """Strike, and watch until the first new step is complete, for ``timeout`` seconds at most.
 
     ``tell`` is given a line at each event. Raises NotFoundError when no such rank trains inside of ``guard()`` here.
     """
-    before = pages(job)
+    before = status_pages(job)
     if not before or (rank is not None and rank not in before):
         raise NotFoundError(
             f"{job.path}: no rank{'' if rank is None else f' {rank}'} trains inside of ckpt.guard() here"
         )
     victim = max(before) if rank is None else rank
-    report = Report(fault, victim, min(page.step for page in before.values()))
+    report = DrillReport(fault, victim, min(page.step for page in before.values()))
     began = time.monotonic()
     _strike(job, fault, victim, before[victim].pid)
     tell(f"{fault}: {FAULTS[fault]}, rank {victim}, step {report.step}")
@@ -105,10 +105,10 @@ def _no_agent(job: JobDir) -> int:
     raise NotFoundError(f"{job.path}: has no agent")
 
 
-def _watch_agent(job: JobDir, report: Report, began: float, until: float, tell: Callable[[str], object]) -> None:
+def _watch_agent(job: JobDir, report: DrillReport, began: float, until: float, tell: Callable[[str], object]) -> None:
     """A job goes on without its agent, and gets a new one."""
     while time.monotonic() < until and report.again is None:
-        found = pages(job)
+        found = status_pages(job)
         if job.agent() is not None and found and min(page.step for page in found.values()) > report.step:
             report.again = report.back = time.monotonic() - began
             report.resumed = report.step
@@ -118,7 +118,7 @@ def _watch_agent(job: JobDir, report: Report, began: float, until: float, tell: 
 
 class _Watcher:
     def __init__(
-        self, job: JobDir, report: Report, began: float, before: dict[int, Status], tell: Callable[[str], object]
+        self, job: JobDir, report: DrillReport, began: float, before: dict[int, Status], tell: Callable[[str], object]
     ) -> None:
         self._job, self._report, self._began, self._tell = job, report, began, tell
         self._ranks = set(before)

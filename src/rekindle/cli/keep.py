@@ -12,7 +12,7 @@ from rekindle.errors import NotFoundError
 from rekindle.format.names import Root
 from rekindle.storage.open import open_store
 from rekindle.storage.pins import pin_step, unpin_step
-from rekindle.storage.roots import describe
+from rekindle.storage.roots import describe_root
 from rekindle.storage.store import Store
 
 __all__ = ["pin_command", "prune_command", "unpin_command"]
@@ -80,7 +80,7 @@ def _on_storage(root: Root, work: Callable[[], object]) -> None:
         with_timeout(PATIENCE, root, work)
     except (NotFoundError, NotADirectoryError) as error:
         text = str(error) if isinstance(error, NotFoundError) else f"{root}: no checkpoint on storage"
-        what = with_timeout(PATIENCE, root, lambda: describe(root))
+        what = with_timeout(PATIENCE, root, lambda: describe_root(root))
         raise NotFoundError(f"{text}: {what}" if what else text) from error
 
 

@@ -18,7 +18,7 @@ from rich.filesize import decimal
 from rich.progress import Progress
 from rich.table import Table
 
-from rekindle.agent.main import run as run_agent
+from rekindle.agent.service import run as run_agent
 from rekindle.cli.drill import FAULTS, drill
 from rekindle.cli.keep import pin_command, prune_command, unpin_command
 from rekindle.cli.operations import stop
@@ -30,15 +30,15 @@ from rekindle.cli.terminal import (
     PATIENCE,
     ROOT,
     STEP,
-    Waits,
+    DrainDisplay,
     asks_for_json,
-    bar_of,
-    directories,
+    complete_directory,
     local_time,
+    make_table,
+    parse_root,
     print_json,
+    progress_bar,
     show,
-    table_of,
-    to_root,
 )
 from rekindle.cli.transfer import export_command, import_command
 from rekindle.common.os_errors import explain
@@ -47,7 +47,16 @@ from rekindle.errors import CorruptError, RekindleError, UsageError
 from rekindle.format.boxes import Box
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.listing import Listed, copies_of, info_of, job_of, jobs, list_copies, receipts, values_of
+from rekindle.storage.listing import (
+    ListedCopy,
+    job_in_memory,
+    job_info,
+    jobs_in_memory,
+    list_copies,
+    list_copies_within,
+    list_values,
+    read_receipts,
+)
 from rekindle.storage.verify import verify
 
 __all__ = ["main"]
@@ -103,8 +112,8 @@ main.add_command(run_command)
 main.add_command(status_command)
 
 
-def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list[Listed]:
-    return with_timeout(PATIENCE, root, lambda: copies_of(root, memory_base(memory), step))
+def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list[ListedCopy]:
+    return with_timeout(PATIENCE, root, lambda: list_copies(root, memory_base(memory), step))
 
 
 @main.command("ls", short_help="List checkpoints, on storage and in this node's memory.")
@@ -113,7 +122,7 @@ def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list
 @MEMORY
 def ls(root: Root, as_json: bool, memory: Path | None) -> None:
     """List the checkpoints of ROOT: on storage, and in this node's memory."""
-    listed, trouble = list_copies(root, memory_base(memory), PATIENCE)
+    listed, trouble = list_copies_within(root, memory_base(memory), PATIENCE)
     if as_json:
         print_json([entry.to_json() for entry in listed])
     else:
@@ -122,8 +131,8 @@ def ls(root: Root, as_json: bool, memory: Path | None) -> None:
         raise trouble
 
 
-def _copies_table(listed: list[Listed]) -> Table:
-    table = table_of("step", "saved", "where", "condition", "ranks", "size", "start", may_fold=("condition", "start"))
+def _copies_table(listed: list[ListedCopy]) -> Table:
+    table = make_table("step", "saved", "where", "condition", "ranks", "size", "start", may_fold=("condition", "start"))
     for entry in listed:
         copy = entry.copy
         parent = f"step {copy.incarnation.parent_step}" if copy.incarnation.parent else "scratch"
@@ -148,28 +157,28 @@ def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) ->
     """Show the tensors and values of a checkpoint of ROOT: of STEP, or the newest complete one."""
     listed = _copies_of(root, memory, step)
     entry = next((e for e in listed if e.condition == "complete"), listed[0])
-    found = list(receipts(entry.copy))
+    found = list(read_receipts(entry.copy))
     if as_json:
         shards = [
             {
                 "rank": receipt.stamp.rank,
                 "tensors": [chunk.to_json() for chunk in receipt.layout.chunks],
-                "values": dict(values_of(receipt)),
+                "values": dict(list_values(receipt)),
             }
             for receipt in found
         ]
         print_json({**entry.to_json(), "shards": shards})
         return
     click.echo(f"step {entry.copy.step} from {entry.copy.place}, {entry.condition}: {entry.copy.files}\n")
-    tensors = table_of("rank", "tensor", "dtype", "shape", "of which", "bytes")
-    values = table_of("rank", "value", "")
+    tensors = make_table("rank", "tensor", "dtype", "shape", "of which", "bytes")
+    values = make_table("rank", "value", "")
     for receipt in found:
         rank = str(receipt.stamp.rank)
         for chunk in receipt.layout.chunks:
             box = "" if chunk.sizes == chunk.global_shape else str(Box(chunk.offsets, chunk.sizes))
             row = (rank, chunk.name, chunk.dtype, str(list(chunk.global_shape)), box, f"{chunk.nbytes:,}")
             tensors.add_row(*row)
-        for path, value in values_of(receipt):
+        for path, value in list_values(receipt):
             text = json.dumps(value)
             values.add_row(rank, path, text if len(text) <= 60 else f"{text[:57]}...")
     show(tensors)
@@ -185,13 +194,13 @@ def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) ->
 def verify_command(root: Root, step: int | None, as_json: bool, memory: Path | None) -> None:
     """Read every byte of the checkpoints of ROOT, or of one STEP, and compare it with its checksum."""
     results: list[dict[str, Any]] = []
-    with bar_of(as_json) as bar:
+    with progress_bar(as_json) as bar:
         for entry in _copies_of(root, memory, step):
             results.append(_verify_one(entry, bar))
     if as_json:
         print_json(results)
     else:
-        table = table_of("step", "where", "condition", "verdict")
+        table = make_table("step", "where", "condition", "verdict")
         for result in results:
             table.add_row(str(result["step"]), result["place"], result["condition"], result["verdict"])
         show(table)
@@ -202,7 +211,7 @@ def verify_command(root: Root, step: int | None, as_json: bool, memory: Path | N
         raise CorruptError(f"{len(damaged)} of {len(results)} copies are damaged")
 
 
-def _verify_one(entry: Listed, bar: Progress) -> dict[str, Any]:
+def _verify_one(entry: ListedCopy, bar: Progress) -> dict[str, Any]:
     task = bar.add_task(f"step {entry.copy.step} in {entry.copy.place}", total=entry.nbytes)
     try:
         problems = verify(entry.copy, lambda nbytes: bar.advance(task, nbytes))
@@ -213,7 +222,7 @@ def _verify_one(entry: Listed, bar: Progress) -> dict[str, Any]:
 
 
 def _job_of(root: Root, memory: Path | None) -> JobDir:
-    return with_timeout(PATIENCE, root, lambda: job_of(root, memory_base(memory)))
+    return with_timeout(PATIENCE, root, lambda: job_in_memory(root, memory_base(memory)))
 
 
 @main.command("drill", short_help="Let a real fault befall a job, and tell what it cost.")
@@ -250,7 +259,7 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
 
 
 @main.command("stop", short_help="Carry what only memory holds to storage, and give it back.")
-@click.argument("root", required=False, callback=to_root, shell_complete=directories)
+@click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
 @click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
 @click.option("--discard", is_flag=True, help="Give memory back at once; what only memory holds is lost.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")
@@ -261,17 +270,22 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
         raise click.UsageError("give either ROOT or --stale")
     base = memory_base(memory)
     if root is not None:
-        wanted = [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
+        wanted = [job for job in jobs_in_memory(base) if job.path == JobDir.of(root, base).path]
         if not wanted:
             click.echo(f"{root}: has ended, and its step {ended_job(root, base)['durable_step']} is on storage")
     else:
-        wanted = [job for job in jobs(base) if not job.trainers() and job.agent() is None]
+        wanted = [job for job in jobs_in_memory(base) if not job.trainers() and job.agent() is None]
     failures: list[RekindleError] = []
-    with bar_of(False) as bar:
+    with progress_bar(False) as bar:
         for job in wanted:
-            held, info = job.held_bytes(), info_of(job)
+            held, info = job.held_bytes(), job_info(job)
             try:
-                stop(job, timeout, discard, Waits(bar, info.root if info is not None else str(job.path), timeout, info))
+                stop(
+                    job,
+                    timeout,
+                    discard,
+                    DrainDisplay(bar, info.root if info is not None else str(job.path), timeout, info),
+                )
                 click.echo(f"{job.path}: ended, {decimal(held)} given back")
             except RekindleError as error:
                 failures.append(error)

@@ -13,9 +13,9 @@ from typing import Any
 
 from rekindle.agent.drain import TICK, Drainer
 from rekindle.agent.http import ask
-from rekindle.agent.main import unknown
+from rekindle.agent.service import describe_orphan
 from rekindle.common.os_errors import explain
-from rekindle.common.timeouts import behind
+from rekindle.common.timeouts import in_background
 from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError
 from rekindle.format.fields import loads
 from rekindle.format.names import Root
@@ -24,11 +24,11 @@ from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.memory.status import DOES, PHASES, STAGES, Status, read_status
-from rekindle.storage.catalog import survey
-from rekindle.storage.listing import describe_deleted, hint, info_of
+from rekindle.storage.catalog import find_copies
+from rekindle.storage.listing import describe_deleted, job_info, root_hint
 from rekindle.storage.open import open_store
 
-__all__ = ["ended", "job_status", "pages", "stop"]
+__all__ = ["ended_status", "job_status", "status_pages", "stop"]
 
 
 _SHOWN = 10
@@ -41,7 +41,7 @@ _COMPOSING = 5.0
 """Seconds that an agent gets to put dead ranks' snapshots together, for which it takes the place of their trainers."""
 
 
-def pages(job: JobDir) -> dict[int, Status]:
+def status_pages(job: JobDir) -> dict[int, Status]:
     """Status pages of the node's live ranks that train inside of ``guard()``."""
     found = {}
     for rank, pid in job.trainers().items():
@@ -55,12 +55,12 @@ def pages(job: JobDir) -> dict[int, Status]:
 def job_status(job: JobDir) -> dict[str, Any]:
     """What is known of one job; ``problem`` is None when all is well."""
     info, agent, trainers = job.read_job(), job.agent(), job.trainers()
-    memory = survey(job, None)
+    memory = find_copies(job, None)
     status: dict[str, Any] = {
         "root": info.root if info else None,
         "directory": str(job.path),
         "trainers": trainers,
-        "ranks": {rank: _described(page) for rank, page in pages(job).items()},
+        "ranks": {rank: _described(page) for rank, page in status_pages(job).items()},
         "fault": _last_fault(job),
         "agent": agent,
         "memory_bytes": job.held_bytes(),
@@ -86,14 +86,14 @@ def job_status(job: JobDir) -> dict[str, Any]:
     deleted = None if trainers else describe_deleted(job, _LOOK)
     if deleted is not None:
         status["durable_step"] = None
-    problem = deleted or unknown(job) or status["problem"]
+    problem = deleted or describe_orphan(job) or status["problem"]
     status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
     if status["durable_step"] is None and status["drain"] and deleted is None:
         status["durable_step"] = status["drain"]["durable"]  # that of an earlier start of the job
     return status
 
 
-def ended(root: Root, base: Path) -> dict[str, Any]:
+def ended_status(root: Root, base: Path) -> dict[str, Any]:
     """The status of a job that has ended here, which has nothing in memory any more.
 
     Raises NotFoundError when storage has nothing of it either.
@@ -103,7 +103,7 @@ def ended(root: Root, base: Path) -> dict[str, Any]:
     except NotADirectoryError:
         published = []
     if not published:
-        instead = hint(root, base)
+        instead = root_hint(root, base)
         raise NotFoundError(f"{root}: has nothing in memory on this node, and no checkpoint on storage{instead}")
     return {
         **{"root": str(root), "directory": None, "trainers": {}, "ranks": {}, "fault": None, "agent": None},
@@ -143,7 +143,7 @@ def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[st
         time.sleep(TICK)
     if job.trainers():
         raise BusyError(f"{job.path}: is being trained by processes {sorted(job.trainers().values())}")
-    why = unknown(job)
+    why = describe_orphan(job)
     if why is not None and not discard:
         raise NotDurableError(f"{job.path}: {why}")
     if not discard and job.path.exists():
@@ -227,7 +227,7 @@ def _in_time(
 
     Raises NotDurableError.
     """
-    answer = behind(work, "rekindle-stop")
+    answer = in_background(work, "rekindle-stop")
     last = max(deadline, time.monotonic() + 1.0)
     while not wait([answer], TICK).done:
         progress(vars(drainer.progress))
@@ -242,7 +242,7 @@ def _not_in_time(job: JobDir, drainer: Drainer) -> NotDurableError:
     silent = 0.0 if done.moved is None else time.monotonic() - done.moved
     why = done.error or done.waits or _so_far(vars(done))
     if silent > _SILENT:
-        info = info_of(job)
+        info = job_info(job)
         where = info.root if info is not None else job.path
         why = f"{where}: does not answer, for {silent:.0f} s now: its file system hangs, see that the server is there"
     return NotDurableError(f"{job.path}: what memory holds is not on storage: {why}")

@@ -14,25 +14,25 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 
-from rekindle.cli.operations import ended, job_status
+from rekindle.cli.operations import ended_status, job_status
 from rekindle.cli.terminal import (
     JSON,
     MEMORY,
     PATIENCE,
-    directories,
-    facts_of,
+    complete_directory,
+    escaped,
     local_time,
-    plain,
+    make_facts_table,
+    make_table,
+    parse_root,
     print_json,
     show,
-    table_of,
-    to_root,
 )
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import RekindleError
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.listing import jobs
+from rekindle.storage.listing import jobs_in_memory
 
 __all__ = ["ended_job", "status_command"]
 
@@ -41,7 +41,7 @@ _INDENT = (0, 0, 0, 2)
 
 
 @click.command("status", short_help="Show jobs: who is alive, what is in memory, what is on storage.")
-@click.argument("root", required=False, callback=to_root, shell_complete=directories)
+@click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
 @click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
 @JSON
 @MEMORY
@@ -67,11 +67,15 @@ def status_command(root: Root | None, watch: bool, as_json: bool, memory: Path |
 
 def ended_job(root: Root, base: Path) -> dict[str, Any]:
     """The status of a job that has nothing in memory here. Raises TimeoutError where storage doesn't answer."""
-    return with_timeout(PATIENCE, root, lambda: ended(root, base))
+    return with_timeout(PATIENCE, root, lambda: ended_status(root, base))
 
 
 def _statuses(root: Root | None, base: Path) -> list[dict[str, Any]]:
-    wanted = jobs(base) if root is None else [job for job in jobs(base) if job.path == JobDir.of(root, base).path]
+    wanted = (
+        jobs_in_memory(base)
+        if root is None
+        else [job for job in jobs_in_memory(base) if job.path == JobDir.of(root, base).path]
+    )
     if root is not None and not wanted:
         return [ended_job(root, base)]
     return [job_status(job) for job in wanted]
@@ -81,7 +85,7 @@ def _watch(root: Root | None, base: Path) -> None:
     with Live(console=Console(), auto_refresh=False) as live:
         while True:
             found = _statuses(root, base)
-            live.update(Group(_view(found), *map(plain, _problems(found))), refresh=True)
+            live.update(Group(_view(found), *map(escaped, _problems(found))), refresh=True)
             time.sleep(_WATCH_EVERY)
 
 
@@ -100,8 +104,8 @@ def _view(found: list[dict[str, Any]]) -> Group:
         for number, one in enumerate(found):
             if number:
                 yield ""
-            yield plain(_name(one))
-            yield Padding(facts_of(_facts(one)), _INDENT, expand=False)
+            yield escaped(_name(one))
+            yield Padding(make_facts_table(_facts(one)), _INDENT, expand=False)
             if one["ranks"]:
                 yield Padding(_ranks_table(one["ranks"]), _INDENT, expand=False)
 
@@ -124,7 +128,7 @@ def _facts(one: dict[str, Any]) -> dict[str, str]:
 
 
 def _ranks_table(ranks: dict[int, dict[str, Any]]) -> Table:
-    table = table_of("rank", "does", "step", "in memory", "for", "longest step", may_fold=["does"])
+    table = make_table("rank", "does", "step", "in memory", "for", "longest step", may_fold=["does"])
     for rank, page in ranks.items():
         longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
         step = "-" if page["step"] < 0 else str(page["step"])

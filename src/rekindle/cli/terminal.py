@@ -23,8 +23,18 @@ from rekindle.common.timeouts import with_timeout
 from rekindle.format.names import Root, root_of
 from rekindle.memory.job import Job
 
-__all__ = ["JSON", "MEMORY", "PATIENCE", "ROOT", "STEP", "Waits", "asks_for_json", "bar_of", "directories"]
-__all__ += ["facts_of", "local_time", "plain", "print_json", "show", "table_of", "to_root"]
+__all__ = [
+    "JSON",
+    "MEMORY",
+    "PATIENCE",
+    "ROOT",
+    "STEP",
+    "DrainDisplay",
+    "asks_for_json",
+    "progress_bar",
+    "complete_directory",
+]
+__all__ += ["make_facts_table", "local_time", "escaped", "print_json", "show", "make_table", "parse_root"]
 
 _LINKS = 3.0
 """Seconds to follow the links in a root's path."""
@@ -36,7 +46,7 @@ PATIENCE = 10.0
 """Seconds that storage gets to say what there is, before a person is told that it doesn't."""
 
 
-def to_root(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Root | None:
+def parse_root(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Root | None:
     if value is None:
         return None
     try:
@@ -45,12 +55,12 @@ def to_root(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
         return Path(os.path.abspath(os.path.expanduser(value)))
 
 
-def directories(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_directory(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Lets the shell complete a root by itself."""
     return [CompletionItem(incomplete, type="dir")]
 
 
-ROOT = click.argument("root", callback=to_root, shell_complete=directories)
+ROOT = click.argument("root", callback=parse_root, shell_complete=complete_directory)
 STEP = click.argument("step", type=click.IntRange(min=0), required=False)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 MEMORY = click.option("--memory", type=click.Path(path_type=Path), help="Memory store; $REKINDLE_MEMORY if unset.")
@@ -75,16 +85,16 @@ class _Table(Table):
     """Shows texts as they are: what looks like markup is a name, and what a terminal would obey is spelt out."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        super().add_row(*map(plain, cells), **options)
+        super().add_row(*map(escaped, cells), **options)
 
 
-def plain(text: str) -> Text:
+def escaped(text: str) -> Text:
     """A text as it is, folded where a line ends."""
     spelt = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return Text(spelt, overflow="fold")
 
 
-def table_of(*columns: str, may_fold: Collection[str] | None = None) -> Table:
+def make_table(*columns: str, may_fold: Collection[str] | None = None) -> Table:
     """In a terminal that is too narrow only the columns of ``may_fold`` are folded; all of them if it is not given."""
     table = _Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
@@ -93,7 +103,7 @@ def table_of(*columns: str, may_fold: Collection[str] | None = None) -> Table:
     return table
 
 
-def facts_of(facts: Mapping[str, str]) -> Table:
+def make_facts_table(facts: Mapping[str, str]) -> Table:
     """A line for each name and what there is to say of it."""
     table = _Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
@@ -108,12 +118,12 @@ def show(what: RenderableType) -> None:
     Console(width=None if sys.stdout.isatty() else 4000).print(what)
 
 
-def bar_of(as_json: bool) -> Progress:
+def progress_bar(as_json: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty())
 
 
-class Waits:
+class DrainDisplay:
     """Tells a person what ``stop`` waits for: a bar at a terminal, and a line now and then wherever stderr leads."""
 
     def __init__(self, bar: Progress, name: str, timeout: float, job: Job | None) -> None:
@@ -133,7 +143,7 @@ class Waits:
             self._tell_at = now + _TELL_EVERY
             left = max(0.0, self._ends - now)
             line = f"{self._name}: {self._what(progress)}; waits {left:.0f} s more at most"
-            self._bar.console.print(plain(line), soft_wrap=True)
+            self._bar.console.print(escaped(line), soft_wrap=True)
 
     def _what(self, progress: Mapping[str, Any]) -> str:
         if progress["error"]:

@@ -9,14 +9,14 @@ import click
 from rich.filesize import decimal
 from rich.progress import Progress as Bar
 
-from rekindle.cli.terminal import JSON, MEMORY, ROOT, bar_of, directories, print_json
+from rekindle.cli.terminal import JSON, MEMORY, ROOT, complete_directory, print_json, progress_bar
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.format.names import LAST_STEP, Root, root_of
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import STORAGE, StoredCopy
-from rekindle.storage.listing import copies_of
+from rekindle.storage.listing import list_copies
 from rekindle.storage.roots import refuse_inside
-from rekindle.storage.throttle import amount
+from rekindle.storage.throttle import parse_size
 from rekindle.transfer.progress import Progress
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _TRIES = 10
 def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
     if value is None:
         return None
-    nbytes = amount(value)
+    nbytes = parse_size(value)
     if not 1 <= nbytes < 1 << 63:
         raise click.BadParameter(f"{value!r} is not a size: say bytes, or a text like '5GB' or '500MiB'")
     return int(nbytes)
@@ -51,7 +51,7 @@ def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
 
 
 @click.command("export", short_help="Write a checkpoint for other programs.")
-@click.argument("places", nargs=-1, metavar="ROOT [STEP] OUT", callback=_places, shell_complete=directories)
+@click.argument("places", nargs=-1, metavar="ROOT [STEP] OUT", callback=_places, shell_complete=complete_directory)
 @click.option("--format", "form", type=click.Choice(["safetensors", "torch", "dcp"]), required=True)
 @click.option("--only", metavar="ENTRY", help="Only this entry of the state, its tensors by their own names.")
 @click.option(
@@ -79,7 +79,7 @@ def export_command(
     root, step, out = places
     from rekindle.transfer.exporting import export  # noqa: PLC0415  the other commands need no torch
 
-    with bar_of(as_json) as bar:
+    with progress_bar(as_json) as bar:
         for left in reversed(range(_TRIES)):
             copy = _copy(root, step, memory_base(memory))
             progress = _OnBar(bar, f"exporting step {copy.step}")
@@ -100,7 +100,7 @@ def export_command(
 
 def _copy(root: Root, step: int | None, base: Path) -> StoredCopy:
     """What to export: the newest complete checkpoint; of a given step an abandoned one too, if it is all there is."""
-    listed = copies_of(root, base, step)
+    listed = list_copies(root, base, step)
     fit = [e for e in listed if e.condition == "complete" or (step is not None and e.condition == "abandoned")]
     whole = [e for e in fit if len(e.copy.ranks) == e.copy.world]
     if not whole:
@@ -134,7 +134,7 @@ def import_command(
     from rekindle.transfer.importing import adopt  # noqa: PLC0415
 
     job = JobDir.of(root, memory_base(memory))
-    with bar_of(as_json) as bar:
+    with progress_bar(as_json) as bar:
         done = adopt(source, job, root, step, entry, allow_pickle, _OnBar(bar, f"importing step {step}"))
     if as_json:
         print_json(done.to_json())

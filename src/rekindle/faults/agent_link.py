@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from rekindle.agent.address import address
+from rekindle.agent.address import socket_address
 from rekindle.format.fields import loads
 from rekindle.memory.job_dir import JobDir
 from rekindle.session.agent_keeper import spawn
@@ -48,7 +48,7 @@ class Line:
             began = time.monotonic()
             try:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                    with address(self._job.watch_socket) as name:
+                    with socket_address(self._job.watch_socket) as name:
                         line.connect(name)
                     line.sendall(json.dumps(self._hello).encode() + b"\n")
                     self._socket = line

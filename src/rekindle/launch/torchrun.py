@@ -24,7 +24,7 @@ from rekindle.format.names import Root, root_of
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import MEMORY
-from rekindle.storage.listing import Listed, list_copies
+from rekindle.storage.listing import ListedCopy, list_copies_within
 
 __all__ = ["MAX_RESTARTS", "launch"]
 
@@ -186,7 +186,7 @@ def _saved(root: Root, base: Path) -> str:
     until = time.monotonic() + _COMPOSING
     while True:
         try:
-            listed, trouble = list_copies(root, base, _SAY)
+            listed, trouble = list_copies_within(root, base, _SAY)
         except NotFoundError:
             return "nothing is saved, so the next start begins anew"
         except (OSError, RekindleError) as error:
@@ -201,7 +201,7 @@ def _saved(root: Root, base: Path) -> str:
     return _newest(listed)
 
 
-def _newest(listed: list[Listed]) -> str:
+def _newest(listed: list[ListedCopy]) -> str:
     complete = [entry.copy for entry in listed if entry.condition == "complete"]
     if not complete:
         return "nothing is saved completely: 'rekindle ls ROOT' tells what there is"

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from rekindle.storage.throttle import rest
+from rekindle.storage.throttle import drain_interval
 
 __all__ = ["Auto", "Cadence", "Fixed", "Sparing", "Storing", "agreement"]
 
@@ -157,7 +157,7 @@ class Sparing:
         if self._last is None:
             return True
         step, at = self._last
-        passed, wanted = self._clock() - at, rest(self._seconds, self._took())
+        passed, wanted = self._clock() - at, drain_interval(self._seconds, self._took())
         if self._world == 1 or n <= step:
             return passed >= wanted
         pace = max(passed, 1e-9) / (n - step)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
-from rekindle.common.backoff import Tries
+from rekindle.common.backoff import Backoff
 from rekindle.common.os_errors import describe_error
-from rekindle.common.timeouts import behind, with_timeout
+from rekindle.common.timeouts import in_background, with_timeout
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
 from rekindle.format.lineage import ShardId
 from rekindle.memory.local_state import Smalls
@@ -89,7 +89,7 @@ class Saves:
         """The newest step that was not saved because it was not its turn."""
         self._how_often = ""
         self._metrics, self._strict = metrics, strict
-        self._tries = Tries(fallback_after)
+        self._tries = Backoff(fallback_after)
         self._trial: Flight | None = None
         """What is to show that memory takes saves again."""
         self._promised = False
@@ -264,7 +264,7 @@ class Saves:
                 self._finish_direct()
                 if with_timeout(_LOOK, self._store.root, partial(pin_if_there, self._store, stamp)):
                     return
-        behind(partial(pin_when_there, self._store, stamp), "rekindle-pin")
+        in_background(partial(pin_when_there, self._store, stamp), "rekindle-pin")
 
     def _see_pins(self, stamp: ShardId, keeper: AgentKeeper | None, timeout: float) -> None:
         """Return when what was to be pinned before ``stamp`` is on storage: memory keeps one such snapshot, not more.

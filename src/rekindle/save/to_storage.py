@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
-from rekindle.common.timeouts import behind
+from rekindle.common.timeouts import in_background
 from rekindle.errors import NotDurableError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
@@ -121,7 +121,7 @@ class DirectSaver:
 
         self._stamp, self._error = receipt.stamp, None
         self._began, self._took = time.monotonic(), None
-        self._writing = behind(work, "rekindle-direct")
+        self._writing = in_background(work, "rekindle-direct")
         atexit.unregister(self._finish_at_exit)  # once is enough
         atexit.register(self._finish_at_exit)
         self._late = False

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from rekindle.agent.drain import TICK, Drainer
-from rekindle.common.backoff import SOON, pauses
-from rekindle.common.timeouts import behind
+from rekindle.common.backoff import SOON, delays
+from rekindle.common.timeouts import in_background
 from rekindle.errors import RekindleError
 from rekindle.format.fields import loads
 from rekindle.memory.job_dir import Job, JobDir
@@ -107,7 +107,7 @@ class AgentKeeper:
 
     def _keep(self) -> None:
         """Start an agent, again and again until one stays; after three that didn't, drain here in between."""
-        for number, pause in enumerate(pauses(self._within), 1):
+        for number, pause in enumerate(delays(self._within), 1):
             why = self._start()
             here = number > SOON
             if self._came(min(pause, _START_WITHIN) if here else pause):
@@ -124,7 +124,7 @@ class AgentKeeper:
                 self._changed(False)
             if number >= SOON:
                 try:  # in another thread: an agent would inherit its priority
-                    behind(partial(self._drain, pause), "rekindle-drain").result()
+                    in_background(partial(self._drain, pause), "rekindle-drain").result()
                 except RuntimeError as error:  # no thread can be had
                     self._drained(str(error))
                     self._stop.wait(pause)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from rekindle.common.os_errors import describe_error
-from rekindle.common.timeouts import behind
+from rekindle.common.timeouts import in_background
 from rekindle.errors import NotDurableError
 from rekindle.format.lineage import ShardId
 from rekindle.memory.job_dir import JobDir
@@ -54,7 +54,7 @@ def wait_durable(
         why = "storage is slow, or hangs, or drain_limit is low"
         lost: list[int] | None = []
         try:  # storage that hangs must not keep us for longer
-            looked = behind(partial(_lost, stamp, store, job, local_ranks), "rekindle-look")
+            looked = in_background(partial(_lost, stamp, store, job, local_ranks), "rekindle-look")
             if wait([looked], max(_LOOK, deadline - time.monotonic())).done:
                 lost = looked.result()
         except (OSError, RuntimeError) as error:  # it may be back in a moment; or no thread is to be had for now
@@ -78,7 +78,7 @@ def wait_durable(
 def _lacks(stamp: ShardId, store: Store) -> str | None:
     """Whose part is missing, if this rank's is there, and storage says so soon."""
     with suppress(OSError, RuntimeError):
-        looked = behind(lambda: lacks(store, stamp) if store.has_shard(stamp) else None, "rekindle-look")
+        looked = in_background(lambda: lacks(store, stamp) if store.has_shard(stamp) else None, "rekindle-look")
         if wait([looked], _LOOK).done:
             return looked.result()
     return None

@@ -12,7 +12,7 @@ from rekindle.format.names import MANIFEST, MANIFEST_KIND
 from rekindle.format.receipt import parse
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.back import Anew
-from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_in
+from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_from
 from rekindle.storage.checks import DELETED, was_deleted
 from rekindle.storage.store import Contents, Store
 
@@ -89,7 +89,7 @@ def take_inventory(job: JobDir | None, store: Store, rank: int) -> Inventory:
             deleted = with_timeout(_LISTING, store.root, lambda: was_deleted(store, noted, trace))
     except OSError as failure:
         error, number = f"{store.root}: {describe_error(failure)}", failure.errno
-    copies = copies_in(job, contents)
+    copies = copies_from(job, contents)
     found: dict[CheckpointKey, list[StoredCopy]] = {}
     for copy in copies:
         found.setdefault(copy.checkpoint, []).append(copy)

@@ -17,11 +17,11 @@ __all__ = [
     "STORAGE",
     "Checkpoint",
     "StoredCopy",
-    "copies_in",
+    "copies_from",
     "list_checkpoints",
     "newest_stored",
     "refuse_behind",
-    "survey",
+    "find_copies",
 ]
 
 MEMORY = "memory"
@@ -53,15 +53,15 @@ class StoredCopy:
         return ShardId(self.step, 0, self.world, self.incarnation, self.persist, pinned=self.pinned)
 
 
-def survey(job: JobDir | None, store: Store | None) -> list[StoredCopy]:
+def find_copies(job: JobDir | None, store: Store | None) -> list[StoredCopy]:
     """All copies in this node's memory and on storage, newest first, memory before storage.
 
     Raises OSError when storage can't be listed. Who is to go on from the newest needs ``refuse_behind`` too.
     """
-    return copies_in(job, None if store is None else store.contents())
+    return copies_from(job, None if store is None else store.contents())
 
 
-def copies_in(job: JobDir | None, stored: Contents | None) -> list[StoredCopy]:
+def copies_from(job: JobDir | None, stored: Contents | None) -> list[StoredCopy]:
     """The same, of what storage has shown."""
     found = [] if job is None else _in_memory(job.stamps())
     for entry in stored.published if stored is not None else ():
@@ -127,7 +127,7 @@ class Checkpoint:
 def list_checkpoints(job: JobDir | None, store: Store | None, local_ranks: Collection[int]) -> list[Checkpoint]:
     """All complete ones that this node can see, newest first; abandoned ones are left out."""
     found: dict[CheckpointKey, Checkpoint] = {}
-    for copy in live(survey(job, store)):
+    for copy in live(find_copies(job, store)):
         if copy.place == STORAGE or copy.ranks.issuperset(local_ranks):
             known = found.get(copy.checkpoint)
             places = (*known.places, copy.place) if known else (copy.place,)

@@ -14,7 +14,7 @@ from rekindle.format.receipt import Receipt
 from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.throttle import Budget
 
-__all__ = ["copy_shard", "verified"]
+__all__ = ["copy_shard", "verified_pieces"]
 
 _PIECE = 4 << 20
 """Bytes hashed and then written in one go."""
@@ -33,12 +33,12 @@ def copy_shard(
     what was written is then worthless.
     """
     with _Writers(file) as writers:
-        for nbytes in writers.write(verified(receipt, source, budget)):
+        for nbytes in writers.write(verified_pieces(receipt, source, budget)):
             progress(nbytes)
             reach("drain.copying", receipt.stamp.step)
 
 
-def verified(receipt: Receipt, source: memoryview, budget: Budget) -> Iterator[tuple[memoryview, int]]:
+def verified_pieces(receipt: Receipt, source: memoryview, budget: Budget) -> Iterator[tuple[memoryview, int]]:
     """The source in whole pages, each piece with its offset, once it has been hashed and may be written.
 
     Checksums end where tensors do, not where pages do: what a piece ends with is compared with the piece after it.

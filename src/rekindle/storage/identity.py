@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rekindle.memory.job_dir import Entry, Trace
 
-__all__ = ["was_deleted", "trace"]
+__all__ = ["shows_deletion", "take_trace"]
 
 
-def trace(root: Path) -> Trace:
+def take_trace(root: Path) -> Trace:
     """Looks at every directory on the way to ``root``. Raises OSError where one can't be looked at."""
     mounts = [_mount(path) for path in (root, *root.parents)]
     entries: Trace = []
@@ -47,7 +47,7 @@ def _mount(path: Path) -> str | None:
         os.close(fd)
 
 
-def was_deleted(then: Trace | None, now: Trace) -> bool:
+def shows_deletion(then: Trace | None, now: Trace) -> bool:
     """Whether a root whose checkpoints could be seen ``then`` is on the same file system ``now``.
 
     Going up from the root, the first directory that is the one that it was decides, if no mount begins below it, now or

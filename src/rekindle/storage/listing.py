@@ -16,22 +16,22 @@ from rekindle.format.lineage import Incarnation, retired
 from rekindle.format.names import Root, receipt_name
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import Job, JobDir
-from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_in
+from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_from
 from rekindle.storage.checks import newest_on, was_deleted
 from rekindle.storage.open import open_store
-from rekindle.storage.roots import describe
+from rekindle.storage.roots import describe_root
 
 __all__ = [
-    "Listed",
-    "copies_of",
-    "describe_deleted",
-    "hint",
-    "info_of",
-    "job_of",
-    "jobs",
+    "ListedCopy",
     "list_copies",
-    "receipts",
-    "values_of",
+    "describe_deleted",
+    "root_hint",
+    "job_info",
+    "job_in_memory",
+    "jobs_in_memory",
+    "list_copies_within",
+    "read_receipts",
+    "list_values",
 ]
 
 _SHOWN = 10
@@ -39,7 +39,7 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedCopy:
     """One copy of a checkpoint and what it is worth."""
 
     copy: StoredCopy
@@ -68,18 +68,20 @@ class Listed:
         }
 
 
-def list_copies(root: Root, base: Path, seconds: float) -> tuple[list[Listed], OSError | RekindleError | None]:
-    """As ``copies_of``, and what is wrong: the root was deleted, or storage can't say what it has within ``seconds``.
+def list_copies_within(
+    root: Root, base: Path, seconds: float
+) -> tuple[list[ListedCopy], OSError | RekindleError | None]:
+    """As ``list_copies``, and what is wrong: the root was deleted, or storage can't say what it has within ``seconds``.
 
     In the second case it gives what memory holds; raises what is wrong when memory holds nothing.
     """
     job = JobDir.of(root, base)
 
-    def everywhere() -> list[Listed]:
+    def everywhere() -> list[ListedCopy]:
         noted = job.durable()
         if noted is not None:
             newest_on(open_store(root), noted, (), job.trace())  # else it is not mounted
-        return copies_of(root, base)
+        return list_copies(root, base)
 
     try:
         listed = with_timeout(seconds, root, everywhere)
@@ -89,11 +91,11 @@ def list_copies(root: Root, base: Path, seconds: float) -> tuple[list[Listed], O
         raise
     except OSError as error:
         with suppress(NotFoundError):
-            return copies_of(root, base, stored=False), error
+            return list_copies(root, base, stored=False), error
         raise
 
 
-def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = True) -> list[Listed]:
+def list_copies(root: Root, base: Path, step: int | None = None, stored: bool = True) -> list[ListedCopy]:
     """Every copy of every checkpoint of ``root`` that this node can see, newest first; of one step if given.
 
     Without ``stored`` nothing is asked of storage. Raises NotFoundError when there is none, which tells what is at
@@ -105,10 +107,10 @@ def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = Tr
     try:
         contents = open_store(root).contents() if stored else None
     except NotADirectoryError as error:
-        if copies_in(job, None):
+        if copies_from(job, None):
             raise
-        raise NotFoundError(f"{root}: no checkpoint{hint(root, base)}") from error
-    copies = copies_in(job, contents)
+        raise NotFoundError(f"{root}: no checkpoint{root_hint(root, base)}") from error
+    copies = copies_from(job, contents)
     seen = {copy.incarnation for copy in copies}
     when = {entry.stamp.checkpoint: entry.saved_at for entry in contents.published} if contents is not None else {}
     listed = []
@@ -120,11 +122,11 @@ def copies_of(root: Root, base: Path, step: int | None = None, stored: bool = Tr
         if retired(copy.step, copy.incarnation, seen):
             condition = "abandoned"
         saved_at = when.get(copy.checkpoint) if copy.place == STORAGE else _saved_at(copy)
-        listed.append(Listed(copy, _bytes(copy), condition, saved_at))
+        listed.append(ListedCopy(copy, _bytes(copy), condition, saved_at))
     for number, files in contents.damaged if contents is not None else ():
         if step is None or number == step:
             listed.append(
-                Listed(StoredCopy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged")
+                ListedCopy(StoredCopy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged")
             )
     if not listed:
         raise NotFoundError(f"{root}: {_none_of(step, copies, root, base, stored)}")
@@ -136,26 +138,26 @@ def _none_of(step: int | None, copies: list[StoredCopy], root: Root, base: Path,
     if copies:
         newest = list(dict.fromkeys(str(copy.step) for copy in copies))
         return f"{wanted}: it has {', '.join(newest[:_SHOWN])}{', ...' if len(newest) > _SHOWN else ''}"
-    return wanted + (hint(root, base) if stored else "")
+    return wanted + (root_hint(root, base) if stored else "")
 
 
-def hint(root: Root, base: Path) -> str:
-    what = describe(root, [info.root for job in jobs(base) if (info := info_of(job)) is not None])
+def root_hint(root: Root, base: Path) -> str:
+    what = describe_root(root, [info.root for job in jobs_in_memory(base) if (info := job_info(job)) is not None])
     return f": {what}" if what else ""
 
 
-def info_of(job: JobDir) -> Job | None:
+def job_info(job: JobDir) -> Job | None:
     """As it was written down; None where it can't be read, which another command tells of."""
     with suppress(OSError, FormatError):
         return job.read_job()
     return None
 
 
-def job_of(root: Root, base: Path) -> JobDir:
+def job_in_memory(root: Root, base: Path) -> JobDir:
     """The job of ``root`` on this node. Raises NotFoundError when it has no memory here."""
     job = JobDir.of(root, base)
     if not job.path.is_dir():
-        raise NotFoundError(f"{root}: has nothing in memory on this node{hint(root, base)}")
+        raise NotFoundError(f"{root}: has nothing in memory on this node{root_hint(root, base)}")
     return job
 
 
@@ -182,14 +184,14 @@ def _iso(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def receipts(copy: StoredCopy) -> Iterator[Receipt]:
+def read_receipts(copy: StoredCopy) -> Iterator[Receipt]:
     """The receipts of one copy, rank by rank. Raises CorruptError or FileNotFoundError."""
     for rank in sorted(copy.ranks):
         name = receipt_name(rank, copy.world)
         yield Receipt.decode(copy.files.read(name), copy.files.named(name))
 
 
-def values_of(receipt: Receipt) -> Iterator[tuple[str, Any]]:
+def list_values(receipt: Receipt) -> Iterator[tuple[str, Any]]:
     """(path, typed JSON) of every value in the state that is not a tensor."""
 
     def walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -213,7 +215,7 @@ def values_of(receipt: Receipt) -> Iterator[tuple[str, Any]]:
     return walk(receipt.structure, "")
 
 
-def jobs(base: Path) -> list[JobDir]:
+def jobs_in_memory(base: Path) -> list[JobDir]:
     """Every job that has memory on this node."""
     if not base.is_dir():
         return []
@@ -228,7 +230,7 @@ def describe_deleted(job: JobDir, seconds: float) -> str | None:
 
     None where that isn't so, and where storage doesn't say within ``seconds``.
     """
-    info, steps, trace = info_of(job), sorted({stamp.step for stamp, _ in job.stamps()}), job.trace()
+    info, steps, trace = job_info(job), sorted({stamp.step for stamp, _ in job.stamps()}), job.trace()
     if info is None or not steps or trace is None:
         return None
     root = info.root

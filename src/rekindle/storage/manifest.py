@@ -14,7 +14,7 @@ from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST_KIND, receipt_name, shard_name
 from rekindle.format.receipt import Receipt, checksum, parse, seal
 
-__all__ = ["Head", "head_of", "manifest"]
+__all__ = ["Head", "read_head", "build_manifest"]
 
 
 _LAST_SECOND = 1 << 37
@@ -29,7 +29,7 @@ class Head(NamedTuple):
     """When it was written, in seconds since 1970 by the clock of the node that did; None where it doesn't say."""
 
 
-def manifest(receipts: Sequence[Receipt], stamp: ShardId) -> bytes:
+def build_manifest(receipts: Sequence[Receipt], stamp: ShardId) -> bytes:
     """The manifest of a checkpoint of which these are all receipts, by rank.
 
     Raises CorruptError when the parts don't make up a whole.
@@ -46,7 +46,7 @@ def manifest(receipts: Sequence[Receipt], stamp: ShardId) -> bytes:
     return seal(ShardId(stamp.step, 0, stamp.world, stamp.incarnation), MANIFEST_KIND, text)
 
 
-def head_of(data: bytes, where: str | os.PathLike[str]) -> Head:
+def read_head(data: bytes, where: str | os.PathLike[str]) -> Head:
     """The head of a manifest. Raises FormatError when it is damaged, or makes no sense."""
     fields = parse(data, MANIFEST_KIND, where)
     try:

@@ -26,11 +26,11 @@ from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
 from rekindle.memory.job_dir import Trace
 from rekindle.storage.bucket import Bucket, Object
-from rekindle.storage.copy import verified
-from rekindle.storage.manifest import Head, head_of, manifest
-from rekindle.storage.store import Contents, Published, Store, unread
+from rekindle.storage.copy import verified_pieces
+from rekindle.storage.manifest import Head, build_manifest, read_head
+from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
-from rekindle.storage.uploads import abort, unfinished
+from rekindle.storage.uploads import abort_upload, list_unfinished
 
 __all__ = ["ObjectStore"]
 
@@ -125,7 +125,7 @@ class ObjectStore(Store):
                 if m.head is not None
             ],
             [(m.step, _Objects(self.bucket, m.step, m.object.name)) for m in manifests if m.stamp is None],
-            [unread(m.step, f"{self.root}/{m.object.name}", m.error) for m in manifests if m.error is not None],
+            [unread_entry(m.step, f"{self.root}/{m.object.name}", m.error) for m in manifests if m.error is not None],
         )
 
     def below(self) -> list[str]:
@@ -168,7 +168,7 @@ class ObjectStore(Store):
         except FileNotFoundError:
             return None
         try:
-            head = head_of(data, name)
+            head = read_head(data, name)
             sound = head.stamp.step == _step(name) and _SHARDS.match(_directory(head.stamp))
         except FormatError:
             sound = None
@@ -220,7 +220,7 @@ class ObjectStore(Store):
         receipts = _at_once(partial(self._receipt, self._files(stamp)), names)
         if len(receipts) < len(names):
             return self.durable(stamp)
-        document = manifest(receipts, stamp)
+        document = build_manifest(receipts, stamp)
         if any(receipt.stamp.pinned for receipt in receipts):
             self.bucket.put(_pin(stamp), b"")
         self._write_manifest(stamp, found, document)
@@ -298,9 +298,9 @@ class ObjectStore(Store):
     def _abort(self, overtaken: Callable[[str], bool]) -> None:
         """Remove the parts that killed drains have left; none of those that anybody may still be sending."""
         prefix = f"{self.bucket.prefix}/" if self.bucket.prefix else ""
-        for key, upload in list(unfinished(self.bucket.bucket, f"{prefix}step-")):
+        for key, upload in list(list_unfinished(self.bucket.bucket, f"{prefix}step-")):
             if overtaken(key.removeprefix(prefix).partition("/")[0]):
-                abort(self.bucket.bucket, key, upload)
+                abort_upload(self.bucket.bucket, key, upload)
 
     def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
         removed = []
@@ -378,7 +378,7 @@ def _step(name: str) -> int:
 def _counted(
     receipt: Receipt, source: memoryview, progress: Callable[[int], object], budget: Budget
 ) -> Iterator[memoryview]:
-    for piece, _ in verified(receipt, source, budget):
+    for piece, _ in verified_pieces(receipt, source, budget):
         yield piece
         progress(len(piece))
         reach("drain.copying", receipt.stamp.step)

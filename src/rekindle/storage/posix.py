@@ -25,9 +25,9 @@ from rekindle.memory.job_dir import Trace
 from rekindle.storage import disk, identity
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.direct_io import UncachedFile
-from rekindle.storage.manifest import Head, head_of, manifest
+from rekindle.storage.manifest import Head, build_manifest, read_head
 from rekindle.storage.retention import MOST
-from rekindle.storage.store import Contents, Published, Store, unread
+from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
 
 __all__ = ["PosixStore"]
@@ -78,7 +78,7 @@ class PosixStore(Store):
         return Contents(
             [Published(e.stamp, Directory(e.path), e.head.saved_at, e.pinned) for e in durable],
             [(step, Directory(path)) for step, path in damaged + [(step, path) for step, path, _ in refused]],
-            [unread(step, str(path / MANIFEST), error) for step, path, error in refused],
+            [unread_entry(step, str(path / MANIFEST), error) for step, path, error in refused],
         )
 
     def _look(self) -> _Found:
@@ -106,7 +106,7 @@ class PosixStore(Store):
         if path.is_symlink():
             return None
         try:
-            return head_of(read(path / MANIFEST), path / MANIFEST)
+            return read_head(read(path / MANIFEST), path / MANIFEST)
         except (FileNotFoundError, NotADirectoryError, FormatError):
             return None
 
@@ -115,11 +115,11 @@ class PosixStore(Store):
         return None if head is None else head.stamp
 
     def trace(self, step: int) -> Trace | None:
-        found = identity.trace(self.root)
+        found = identity.take_trace(self.root)
         return found if any(self.root.glob(f"{step_dir(step)}*")) else None
 
     def was_deleted(self, trace: Trace | None) -> bool:
-        return identity.was_deleted(trace, identity.trace(self.root))
+        return identity.shows_deletion(trace, identity.take_trace(self.root))
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class PosixStore(Store):
         directory = self.partial(stamp)
         try:
             receipts = [self._receipt(directory, rank, stamp.world) for rank in range(stamp.world)]
-            document = manifest(receipts, stamp)
+            document = build_manifest(receipts, stamp)
             if any(receipt.stamp.pinned for receipt in receipts):
                 _mark(directory)
             disk.sync(directory)  # other writers' receipts may have been found before they were synced

@@ -15,7 +15,7 @@ from rekindle.errors import UsageError
 from rekindle.format.names import MANIFEST, STEP_DIR, Root, root_of
 from rekindle.storage.open import urls_below
 
-__all__ = ["describe", "refuse_inside", "root_to_train"]
+__all__ = ["describe_root", "refuse_inside", "root_to_train"]
 
 _SHOWN = 10
 """Roots, or names of files, that a message lists at most."""
@@ -39,7 +39,7 @@ class _Inside(NamedTuple):
     step: int
 
 
-def describe(root: Root, known: Iterable[str] = ()) -> str | None:
+def describe_root(root: Root, known: Iterable[str] = ()) -> str | None:
     """One line on what is at ``root`` instead of checkpoints, and what to do; None where nothing is wrong with it.
 
     ``known`` are roots of this node's jobs, which may have nothing on storage yet. Only looks; a search for roots is

@@ -16,7 +16,7 @@ from rekindle.memory.job_dir import Trace
 from rekindle.storage.retention import surviving
 from rekindle.storage.throttle import Budget
 
-__all__ = ["Contents", "Published", "Store", "unread"]
+__all__ = ["Contents", "Published", "Store", "unread_entry"]
 
 log = logging.getLogger("rekindle")
 
@@ -46,7 +46,7 @@ class Contents:
     """Steps, and what keeps their manifests from being read. They may be sound, and of any start of the job."""
 
 
-def unread(step: int, where: str, error: OSError) -> tuple[int, str]:
+def unread_entry(step: int, where: str, error: OSError) -> tuple[int, str]:
     """An entry of ``Contents.unread``. The log tells of it once."""
     what = f"{where}: {describe_error(error)}"
     if where not in _told:

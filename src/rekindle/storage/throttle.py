@@ -13,7 +13,7 @@ from contextlib import suppress
 from rekindle.errors import UsageError
 from rekindle.format.layout import PAGE
 
-__all__ = ["Budget", "amount", "rate", "rest", "lower_priority"]
+__all__ = ["Budget", "parse_size", "parse_rate", "drain_interval", "lower_priority"]
 
 _SLICE = 0.05
 """Seconds' worth of bytes that are written in one go under a budget, and that a late writer may catch up with: short
@@ -29,13 +29,13 @@ _UNITS |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "K": 1000
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?((?:[KMGT]i|[kKMGT])?)B?")
 
 
-def amount(text: str) -> float:
+def parse_size(text: str) -> float:
     """Bytes that a text such as ``"5GB"`` or ``"1.5 GiB"`` stands for; not a number for anything else."""
     match = _AMOUNT.fullmatch(text.strip())
     return float(match[1]) * _UNITS[match[2]] if match else math.nan
 
 
-def rate(value: str | int | float | None) -> int | None:
+def parse_rate(value: str | int | float | None) -> int | None:
     """Bytes per second of ``"500MB/s"``, ``"1.5GiB/s"`` or a number of bytes. None, for no limit, stays None.
 
     Units are powers of 1000 (kB, MB, GB, TB) or of 1024 (KiB, MiB, GiB, TiB). Raises UsageError for anything else, and
@@ -45,7 +45,7 @@ def rate(value: str | int | float | None) -> int | None:
         return None
     number = math.nan
     if isinstance(value, str):
-        number = amount(value.strip().removesuffix("/s"))
+        number = parse_size(value.strip().removesuffix("/s"))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number = value
     if not 1 <= number < 1 << 63:
@@ -56,7 +56,7 @@ def rate(value: str | int | float | None) -> int | None:
     return int(number)
 
 
-def rest(seconds: float, took: float) -> float:
+def drain_interval(seconds: float, took: float) -> float:
     """Seconds from the beginning of one write of a checkpoint, which ``took`` so long, to that of the next.
 
     At least ``seconds``, and so many that storage is written to for at most a tenth of the time.

@@ -15,13 +15,13 @@ from contextlib import suppress
 from http.client import HTTPException
 from xml.etree import ElementTree
 
-__all__ = ["abort", "unfinished"]
+__all__ = ["abort_upload", "list_unfinished"]
 
 _TIMEOUT = 20.0
 _EMPTY = hashlib.sha256(b"").hexdigest()
 
 
-def unfinished(bucket: str, prefix: str) -> Iterator[tuple[str, str]]:
+def list_unfinished(bucket: str, prefix: str) -> Iterator[tuple[str, str]]:
     """Name and id of uploads that were begun and neither completed nor aborted, at most a thousand.
 
     Those under way are among them. Nothing is found where the environment has no keys (a role of the machine has its
@@ -35,7 +35,7 @@ def unfinished(bucket: str, prefix: str) -> Iterator[tuple[str, str]]:
                 yield fields.get("Key", ""), fields.get("UploadId", "")
 
 
-def abort(bucket: str, name: str, upload: str) -> None:
+def abort_upload(bucket: str, name: str, upload: str) -> None:
     """Remove an upload's parts; in vain where that isn't allowed, or another process was faster."""
     with suppress(OSError, HTTPException):
         _ask("DELETE", bucket, name, {"uploadId": upload})

@@ -30,7 +30,7 @@ from rekindle.errors import CorruptError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import step_dir
 from rekindle.format.reader import ShardReader, Sink, read_blocks
-from rekindle.storage.catalog import StoredCopy, survey
+from rekindle.storage.catalog import StoredCopy, find_copies
 from rekindle.storage.open import open_store
 from rekindle.storage.store import Store
 from rekindle.storage.throttle import Budget
@@ -132,10 +132,10 @@ class StoreContract:
         return [entry.stamp.step for entry in self.open().published()]
 
     def copy(self, step: int) -> StoredCopy:
-        return next(copy for copy in survey(None, self.open()) if copy.step == step)
+        return next(copy for copy in find_copies(None, self.open()) if copy.step == step)
 
     def assert_sound(self) -> None:
-        for copy in survey(None, self.open()):
+        for copy in find_copies(None, self.open()):
             assert verify(copy) == []
 
     # -- visibility ---------------------------------------------------------------------------------------------

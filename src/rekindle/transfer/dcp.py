@@ -26,8 +26,8 @@ from rekindle.state.codec import encode, is_plain
 from rekindle.state.tree import assemble
 from rekindle.transfer.progress import Progress
 from rekindle.transfer.shards import Shards
-from rekindle.transfer.sidecar import NOTE, Note
-from rekindle.transfer.staging import os_error, scratch, spread, view
+from rekindle.transfer.sidecar import SIDECAR, Sidecar
+from rekindle.transfer.staging import lay_out, map_scratch, os_error, tensor_view
 
 __all__ = ["DcpSource", "is_dcp", "write"]
 
@@ -61,7 +61,7 @@ def _cause(error: CheckpointException) -> BaseException:
 
 def write(shards: Shards, directory: Path, only: str | None, progress: Progress) -> None:
     """Fill an empty directory with the state, or with what ``only`` names of its entries."""
-    Note.check_names(shards)
+    Sidecar.check_names(shards)
     progress.begin(shards.reads + shards.nbytes)
     tensors, places = shards.gather(directory.parent, progress.advance)
     values = [value if is_plain(value) else encode(value) for value in shards.values]
@@ -80,7 +80,7 @@ def write(shards: Shards, directory: Path, only: str | None, progress: Progress)
         if isinstance(cause, ValueError):  # two places in the state with one name
             raise UnsupportedValueError(f"step {shards.copy.step}: DCP can't name its state: {cause}") from error
         raise os_error(cause) or cause from error
-    Note.of(shards, places, directory / NOTE).write(shards.copy.stamp)
+    Sidecar.of(shards, places, directory / SIDECAR).write(shards.copy.stamp)
 
 
 def _listed(node: Any) -> Any:
@@ -126,7 +126,7 @@ class DcpSource:
             )
         self._path = path
         self._reader = FileSystemReader(path)
-        self.note = Note.read(path / NOTE)
+        self.note = Sidecar.read(path / SIDECAR)
         try:
             self._metadata: Metadata = self._reader.read_metadata()
             self._kept = dict(self._metadata.state_dict_metadata)
@@ -153,10 +153,11 @@ class DcpSource:
 
         DCP reads a stored piece of a tensor at a time, as a whole. Raises CorruptError.
         """
-        slices, size = spread(self._sizes)
-        memory = scratch(aside, size)
+        slices, size = lay_out(self._sizes)
+        memory = map_scratch(aside, size)
         tensors = {
-            key: view(memory[slices[key]], kept.properties.dtype, kept.size) for key, kept in self._tensors.items()
+            key: tensor_view(memory[slices[key]], kept.properties.dtype, kept.size)
+            for key, kept in self._tensors.items()
         }
         state: dict[str, Any] = dict(tensors)
         if self.note is None:

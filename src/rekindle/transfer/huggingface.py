@@ -18,8 +18,8 @@ from rekindle.format.fields import LARGEST, loads, numbers, texts
 from rekindle.format.layout import DTYPES, MOST_DIMENSIONS, Chunk, Layout
 from rekindle.transfer.progress import Progress
 from rekindle.transfer.shards import Item, Shards, nbytes
-from rekindle.transfer.sidecar import NOTE, Note
-from rekindle.transfer.staging import mapped, put, view
+from rekindle.transfer.sidecar import SIDECAR, Sidecar
+from rekindle.transfer.staging import map_new_file, tensor_view, write_file
 
 __all__ = ["is_safetensors", "read", "write"]
 
@@ -34,13 +34,13 @@ _LONGEST = 100_000_000
 
 def write(shards: Shards, directory: Path, limit: int, progress: Progress) -> None:
     """Fill an empty directory with files of at most ``limit`` bytes of tensors; a larger tensor has one of its own."""
-    Note.check_names(shards)
+    Sidecar.check_names(shards)
     files = list(_files(shards.items, limit))
     places: dict[str, memoryview] = {}
     index: dict[str, str] = {}
     for number, layout in enumerate(files, 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        data = mapped(directory / name, layout.file_bytes)
+        data = map_new_file(directory / name, layout.file_bytes)
         base = len(layout.header)
         data[:base] = layout.header
         for chunk in layout.chunks:
@@ -51,8 +51,8 @@ def write(shards: Shards, directory: Path, limit: int, progress: Progress) -> No
     if len(files) > 1:
         total = sum(layout.nbytes for layout in files)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-        put(directory / _INDEX, (text + "\n").encode())
-    Note.of(shards, places, directory / NOTE).write(shards.copy.stamp)
+        write_file(directory / _INDEX, (text + "\n").encode())
+    Sidecar.of(shards, places, directory / SIDECAR).write(shards.copy.stamp)
 
 
 def _files(items: Sequence[Item], limit: int) -> Iterator[Layout]:
@@ -77,7 +77,7 @@ def is_safetensors(path: Path) -> bool:
     return head[8:] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= min(_LONGEST, path.stat().st_size - 8)
 
 
-def read(path: Path) -> tuple[dict[str, torch.Tensor], Note | None]:
+def read(path: Path) -> tuple[dict[str, torch.Tensor], Sidecar | None]:
     """All tensors of a file, or of a directory, by name; mapped, so not read yet.
 
     Raises CorruptError when they are not all there, UsageError when it is not clear which files to take.
@@ -86,7 +86,7 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], Note | None]:
         return _tensors(path), None
     indices = sorted(path.glob("*.safetensors.index.json"))
     files = sorted(path.glob("*.safetensors"))
-    note = Note.read(path / NOTE)
+    note = Sidecar.read(path / SIDECAR)
     if len(indices) > 1 or (not indices and len(files) != 1):
         what = indices if len(indices) > 1 else files
         names = ", ".join(file.name for file in what[:3])
@@ -146,4 +146,4 @@ def _tensor(path: Path, key: str, entry: Any, data: memoryview) -> torch.Tensor:
     dtype, size = _CODES[code]
     if not start <= stop <= len(data) or math.prod(shape) * size != stop - start:
         raise CorruptError(f"{path}: tensor {key!r} does not lie where the header says: the file is damaged or cut off")
-    return view(data[start:stop], getattr(torch, dtype), shape)
+    return tensor_view(data[start:stop], getattr(torch, dtype), shape)

@@ -26,13 +26,13 @@ from rekindle.save.copy import ShardWriter
 from rekindle.save.plan import CopyPlan
 from rekindle.state.tree import Flat, flatten
 from rekindle.storage import disk
-from rekindle.storage.catalog import copies_in, refuse_behind
+from rekindle.storage.catalog import copies_from, refuse_behind
 from rekindle.storage.open import open_store
 from rekindle.storage.store import Store
 from rekindle.transfer import dcp, huggingface, torchfile
 from rekindle.transfer.progress import Progress
-from rekindle.transfer.sidecar import Note
-from rekindle.transfer.staging import scratch
+from rekindle.transfer.sidecar import Sidecar
+from rekindle.transfer.staging import map_scratch
 
 __all__ = ["Adopted", "adopt"]
 
@@ -116,7 +116,7 @@ def _stamp(job: JobDir, root: Root, step: int) -> ShardId:
     if job.trainers() or job.agent() is not None:
         raise BusyError(f"{root}: a job runs there, or its agent does: wait for its end, or run 'rekindle stop ROOT'")
     contents = open_store(root).contents()
-    copies = copies_in(job, contents)
+    copies = copies_from(job, contents)
     incarnation = Incarnation.begin(1 + max((copy.incarnation.generation for copy in copies), default=0))
     newest = next(iter(live(copies)), None)
     refuse_behind(newest.step if newest else 0, contents.unread, "move it elsewhere, or mend it")
@@ -137,7 +137,7 @@ def _adopt(
     progress: Progress,
 ) -> Adopted:
     form = _form(source)
-    note: Note | None = None
+    note: Sidecar | None = None
     tree: Any
     loaded = 0
     if form == "dcp":
@@ -218,11 +218,11 @@ def _write(
     stamp: ShardId,
     plan: CopyPlan,
     values: bytes,
-    note: Note | None,
+    note: Sidecar | None,
     progress: Callable[[int], object],
 ) -> None:
     """The only shard of a checkpoint: put together in a file without a name, then carried over as a drain would."""
-    memory = scratch(aside, plan.layout.file_bytes)
+    memory = map_scratch(aside, plan.layout.file_bytes)
     sums = _copy(plan, memory, progress)
     if note is not None:
         by_name, at = {}, 0

@@ -23,7 +23,7 @@ from rekindle.state.tree import entries
 from rekindle.storage.catalog import STORAGE, StoredCopy
 from rekindle.storage.verify import check_manifest
 from rekindle.transfer.merge import Merged, Whole, leaves, merge, part
-from rekindle.transfer.staging import scratch, spread, view
+from rekindle.transfer.staging import lay_out, map_scratch, tensor_view
 
 __all__ = ["Item", "Shards", "nbytes"]
 
@@ -87,12 +87,13 @@ class Shards:
 
         A file without a name in the directory ``aside`` is behind it. Raises what ``read`` raises.
         """
-        slices, size = spread({item.key: nbytes(item.whole) for item in self.items})
-        memory = scratch(aside, size)
+        slices, size = lay_out({item.key: nbytes(item.whole) for item in self.items})
+        memory = map_scratch(aside, size)
         places = {key: memory[at] for key, at in slices.items()}
         self.read(places, aside, progress)
         tensors = {
-            item.name: view(places[item.key], getattr(torch, item.whole.dtype), item.whole.shape) for item in self.items
+            item.name: tensor_view(places[item.key], getattr(torch, item.whole.dtype), item.whole.shape)
+            for item in self.items
         }
         return tensors, places
 
@@ -176,8 +177,8 @@ class Shards:
         try:
             _pour(reader, straight, progress)
             for batch in _batches(rows, [chunk.nbytes for chunk in layout.chunks]):
-                slices, size = spread({index: layout.chunks[index].nbytes for index in batch})
-                memory = scratch(aside, size)
+                slices, size = lay_out({index: layout.chunks[index].nbytes for index in batch})
+                memory = map_scratch(aside, size)
                 _pour(reader, {index: memory[slices[index]] for index in batch}, progress)
                 for index in batch:
                     for item, box in chunks[index]:
@@ -249,7 +250,7 @@ def _batches(indices: Iterable[int], sizes: list[int]) -> Iterator[list[int]]:
 def _copy(box: Box, chunk: Chunk, source: memoryview, whole: Whole, target: memoryview) -> None:
     """Copy what ``box`` covers of a tensor from a chunk of it to all of it."""
     kind = SAME_SIZE[DTYPES[chunk.dtype][1]]
-    there, here = view(target, kind, whole.shape), view(source, kind, chunk.sizes)
+    there, here = tensor_view(target, kind, whole.shape), tensor_view(source, kind, chunk.sizes)
     for d, (at, size, first) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
         there, here = there.narrow(d, at, size), here.narrow(d, at - first, size)
     there.copy_(here)

@@ -20,16 +20,16 @@ from rekindle.state.codec import encodes, has_pickle
 from rekindle.state.strides import reorder
 from rekindle.state.tree import assemble
 from rekindle.transfer.shards import Shards
-from rekindle.transfer.staging import put
+from rekindle.transfer.staging import write_file
 
-__all__ = ["NOTE", "Note", "Noted"]
+__all__ = ["SIDECAR", "Sidecar", "TensorEntry"]
 
-NOTE = "rekindle.json"
+SIDECAR = "rekindle.json"
 _KIND = "rekindle-export"
 
 
 @dataclass(frozen=True)
-class Noted:
+class TensorEntry:
     """A tensor of the export."""
 
     key: str
@@ -44,34 +44,34 @@ class Noted:
     """As in a receipt; empty where the tensor was row-major."""
 
 
-def _noted(value: Any) -> Noted:
+def _noted(value: Any) -> TensorEntry:
     key, name, dtype = texts([value["key"], value["name"], value["dtype"]])
     if dtype not in DTYPES:
         raise ValueError(f"dtype of {key[:200]!r}")
     shape, order = list(numbers(value["shape"], MOST_DIMENSIONS)), list(order_in(value))
     if order and len(order) != len(shape):
         raise ValueError(f"order of {key[:200]!r}")
-    return Noted(key, name, dtype, shape, texts(value["checksums"]), order)
+    return TensorEntry(key, name, dtype, shape, texts(value["checksums"]), order)
 
 
 @dataclass(frozen=True)
-class Note:
+class Sidecar:
     """Structure and values of the state that was exported, and all of its tensors."""
 
     structure: Any
     values: list[Any]
-    tensors: list[Noted]
+    tensors: list[TensorEntry]
     path: Path
 
     @staticmethod
-    def of(shards: Shards, places: Mapping[str, memoryview], path: Path) -> Note:
+    def of(shards: Shards, places: Mapping[str, memoryview], path: Path) -> Sidecar:
         """The note on ``shards``, whose tensors lie in ``places``."""
         tensors = []
         for key, name, whole in shards.items:
             data = places[key]
             sums = [checksum(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-            tensors.append(Noted(key, name, whole.dtype, list(whole.shape), sums, list(whole.order)))
-        return Note(shards.structure, shards.values, tensors, path)
+            tensors.append(TensorEntry(key, name, whole.dtype, list(whole.shape), sums, list(whole.order)))
+        return Sidecar(shards.structure, shards.values, tensors, path)
 
     def write(self, stamp: ShardId) -> None:
         fields = {
@@ -80,7 +80,7 @@ class Note:
             "values": self.values,
             "tensors": list(map(asdict, self.tensors)),
         }
-        put(self.path, seal(stamp, _KIND, json.dumps(fields, separators=(",", ":")).encode()[1:-1]))
+        write_file(self.path, seal(stamp, _KIND, json.dumps(fields, separators=(",", ":")).encode()[1:-1]))
 
     @staticmethod
     def check_names(shards: Shards) -> None:
@@ -93,7 +93,7 @@ class Note:
                 )
 
     @staticmethod
-    def read(path: Path) -> Note | None:
+    def read(path: Path) -> Sidecar | None:
         """The note in a file, if there is one. Raises FormatError."""
         try:
             fields = parse(read(path), _KIND, path)
@@ -107,7 +107,7 @@ class Note:
             strange = {*tensors_in(fields["structure"])} - {entry.name for entry in tensors}
             if strange or type(fields["structure"]) is not dict:
                 raise ValueError(f"its structure has {min(strange, default='no entries')[:200]!r}")
-            return Note(fields["structure"], fields["values"], tensors, path)
+            return Sidecar(fields["structure"], fields["values"], tensors, path)
         except FormatError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -124,7 +124,7 @@ class Note:
         found = {entry.name: self._typed(entry, tensors[entry.key]) for entry in self.tensors}
         return assemble(self.structure, self.values, found.__getitem__, allow_pickle)
 
-    def _typed(self, entry: Noted, tensor: torch.Tensor) -> torch.Tensor:
+    def _typed(self, entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
         dtype, (code, size) = getattr(torch, entry.dtype), DTYPES[entry.dtype]
         if code == "U8" and tensor.dtype == torch.uint8 and list(tensor.shape) == [*entry.shape, size]:  # as its bytes
             tensor = tensor.view(dtype).squeeze(-1) if tensor.numel() else torch.empty(entry.shape, dtype=dtype)
@@ -140,4 +140,4 @@ class Note:
 
     @property
     def _advice(self) -> str:
-        return f"Where the tensors were changed on purpose, remove {NOTE}: they are then taken as they are"
+        return f"Where the tensors were changed on purpose, remove {SIDECAR}: they are then taken as they are"

@@ -21,7 +21,7 @@ import torch
 from rekindle.errors import BusyError, NotFoundError, UsageError
 from rekindle.storage import disk
 
-__all__ = ["mapped", "os_error", "publish", "put", "scratch", "spread", "staging", "view"]
+__all__ = ["map_new_file", "os_error", "publish", "write_file", "map_scratch", "lay_out", "staging", "tensor_view"]
 
 _ALIGNED = 64
 """Bytes: what torch aligns storages to in its own files, and enough for any element."""
@@ -93,13 +93,13 @@ def os_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def put(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     """A new file of these bytes. Raises OSError when there is no room."""
     fd = disk.create(path)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[disk.write(fd, view) :]
+        rest = memoryview(data)
+        while rest:
+            rest = rest[disk.write(fd, rest) :]
     finally:
         os.close(fd)
 
@@ -109,7 +109,7 @@ def _allocated(fd: int, nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(fd, nbytes))
 
 
-def mapped(path: Path, nbytes: int) -> memoryview:
+def map_new_file(path: Path, nbytes: int) -> memoryview:
     """A new file of ``nbytes``, at least one, to be written through memory. Raises OSError when there is no room."""
     fd = disk.create(path)
     try:
@@ -118,7 +118,7 @@ def mapped(path: Path, nbytes: int) -> memoryview:
         os.close(fd)
 
 
-def scratch(directory: Path, nbytes: int) -> memoryview:
+def map_scratch(directory: Path, nbytes: int) -> memoryview:
     """Memory with a file of no name in ``directory`` behind it: gone with the last view, however the process ends.
 
     Raises OSError when there is no room.
@@ -129,7 +129,7 @@ def scratch(directory: Path, nbytes: int) -> memoryview:
         return _allocated(file.fileno(), nbytes)
 
 
-def spread(sizes: Mapping[Key, int]) -> tuple[dict[Key, slice], int]:
+def lay_out(sizes: Mapping[Key, int]) -> tuple[dict[Key, slice], int]:
     """Where pieces of so many bytes lie, aligned, in one piece of memory, and how large that is."""
     places, first = {}, 0
     for key, nbytes in sizes.items():
@@ -139,7 +139,7 @@ def spread(sizes: Mapping[Key, int]) -> tuple[dict[Key, slice], int]:
     return places, first
 
 
-def view(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
+def tensor_view(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
     """Bytes as a tensor that shares them, in a storage of just these bytes. Never write to one of read-only bytes."""
     shape = tuple(shape)
     if not len(data):

@@ -26,7 +26,7 @@ from rekindle.format.receipt import Receipt, checksum, seal
 from rekindle.integrations.dcp import RekindleReader, RekindleWriter
 from rekindle.integrations.dcp import session as runs
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.catalog import MEMORY, survey
+from rekindle.storage.catalog import MEMORY, find_copies
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import take_away
 from tests.integrations.dcp.ranks import attempt, flip, ranks, wait_until
@@ -292,7 +292,9 @@ def test_a_shard_of_another_checkpoint_is_not_taken_for_its_own(memory: Path, ro
 def test_ranks_that_have_not_all_committed_have_no_checkpoint(memory: Path, root: Path) -> None:
     """As when all ranks die while they save: memory has one of two parts."""
     attempt(2, die_while_the_other_commits, root)
-    assert {copy.step for copy in survey(JobDir.of(root, memory_base(memory)), None) if copy.place == MEMORY} >= {2}
+    assert {copy.step for copy in find_copies(JobDir.of(root, memory_base(memory)), None) if copy.place == MEMORY} >= {
+        2
+    }
     assert ranks(1, load_n, root) == [1]
     error = error_of(lambda: dcp.load({"n": 0}, checkpoint_id=2, storage_reader=RekindleReader(root)))
     assert isinstance(error, NotFoundError) and "ranks [1] of 2 are missing" in str(error)

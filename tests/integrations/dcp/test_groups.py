@@ -18,7 +18,7 @@ from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt, checksum
 from rekindle.integrations.dcp import RekindleReader, RekindleWriter
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.catalog import survey
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from tests.integrations.dcp.ranks import ranks
 
@@ -244,7 +244,7 @@ def test_shards_of_two_saves_in_memory_are_no_checkpoint(memory: Path, root: Pat
             receipt, data = shard(step, rank, save)
             (job.path / step_dir(step) / shard_name(rank, 2)).write_bytes(data)
             (job.path / step_dir(step) / receipt_name(rank, 2)).write_bytes(receipt.raw)
-    whole = [copy.step for copy in survey(job, None) if len(copy.ranks) == 2]
+    whole = [copy.step for copy in find_copies(job, None) if len(copy.ranks) == 2]
     assert whole == [3, 2], "those of before have no save to tell by"
     found = {"x": torch.zeros(8, dtype=torch.uint8)}
     dcp.load(found, storage_reader=RekindleReader(root))

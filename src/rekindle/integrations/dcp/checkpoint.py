@@ -32,7 +32,7 @@ from rekindle.integrations.dcp.items import Path as Way
 from rekindle.memory.job_dir import JobDir
 from rekindle.state.codec import decode
 from rekindle.state.tree import assemble, entries
-from rekindle.storage.catalog import STORAGE, StoredCopy, copies_in, refuse_behind, survey
+from rekindle.storage.catalog import STORAGE, StoredCopy, copies_from, find_copies, refuse_behind
 from rekindle.storage.open import open_store
 from rekindle.storage.verify import check_manifest
 
@@ -139,9 +139,9 @@ def _find(root: Root, look: _Look, step: int | None) -> DcpCheckpoint:
 def _survey(root: Root, job: JobDir) -> _Seen:
     try:
         contents = open_store(root).contents()
-        return _Seen(copies_in(job, contents), contents.unread, out_of_sight(job, contents))
+        return _Seen(copies_from(job, contents), contents.unread, out_of_sight(job, contents))
     except OSError as error:
-        copies = survey(job, None)
+        copies = find_copies(job, None)
         why = f"{root} can't be listed: {error.strerror or error}"
         if not copies:
             raise NotFoundError(f"nothing to load in memory, and {why}") from error

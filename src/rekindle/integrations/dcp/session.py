@@ -31,7 +31,7 @@ from rekindle.session.group import node_id, this_group
 from rekindle.session.rendezvous import Meeting, take_place
 from rekindle.session.root import warn_of_weakness
 from rekindle.state.device import page_lock
-from rekindle.storage.catalog import STORAGE, StoredCopy, copies_in
+from rekindle.storage.catalog import STORAGE, StoredCopy, copies_from
 from rekindle.storage.checks import DELETED, newest_on, refuse_elsewhere, trace_of, was_deleted
 from rekindle.storage.open import open_store
 
@@ -195,7 +195,7 @@ class Run:
         storage = ""
         try:
             contents = self._store.contents()
-            copies = copies_in(self._job, contents)
+            copies = copies_from(self._job, contents)
             if was_deleted(self._store, self._noted, self._trace):
                 storage = DELETED
         except OSError as error:

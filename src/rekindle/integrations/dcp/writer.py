@@ -22,7 +22,7 @@ from rekindle.integrations.dcp.names import is_place, name_of, place_of, step_of
 from rekindle.integrations.dcp.session import Settings, run_of
 from rekindle.integrations.dcp.stager import RekindleStager
 from rekindle.settings import check_settings
-from rekindle.storage.throttle import rate
+from rekindle.storage.throttle import parse_rate
 
 __all__ = ["RekindleWriter"]
 
@@ -72,7 +72,9 @@ class RekindleWriter(StorageWriter, AsyncStager):
         check_settings(True, 0.5, {}, {"keep": keep}, {})
         self._wanted: str | os.PathLike[str] | int | None
         path, self._wanted = place_of(root)
-        self._run = run_of(path, Settings(keep, rate(drain_limit), None if memory is None else str(root_path(memory))))
+        self._run = run_of(
+            path, Settings(keep, parse_rate(drain_limit), None if memory is None else str(root_path(memory)))
+        )
         self._stager = RekindleStager()
         self._offer: Letter | None = None
         self._stamp: ShardId | None = None

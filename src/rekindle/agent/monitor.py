@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rekindle.agent.address import address
-from rekindle.agent.process import Child, Process, children, describe, oom_kills
+from rekindle.agent.address import socket_address
+from rekindle.agent.process import Child, Process, children, describe_end, oom_kills
 from rekindle.agent.report import report_name, write_report
-from rekindle.agent.watchdog import Limit, limit_of, traced
+from rekindle.agent.watchdog import SilenceLimit, is_traced, silence_limit
 from rekindle.errors import FormatError
 from rekindle.format.fields import loads, number, seconds
 from rekindle.format.names import MOST_RANKS
@@ -30,7 +30,7 @@ from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import DOES, DONE, SECURING, Status, StatusReader
 
-__all__ = ["Watch"]
+__all__ = ["RankMonitor"]
 
 log = logging.getLogger("rekindle.agent")
 
@@ -101,7 +101,7 @@ class _Rank:
 
 
 @dataclass
-class Watch:
+class RankMonitor:
     """All watched ranks of one job on this node. For the agent's event loop."""
 
     job: JobDir
@@ -128,7 +128,7 @@ class Watch:
     async def serve(self) -> None:
         """Listen for ranks, and look after them until cancelled."""
         self.job.watch_socket.unlink(missing_ok=True)
-        with address(self.job.watch_socket) as name:
+        with socket_address(self.job.watch_socket) as name:
             self._server = await asyncio.start_unix_server(self._meet, name, limit=_LINE)
         self._looked = time.monotonic()
         try:
@@ -232,11 +232,11 @@ class Watch:
         self._part(rank)
         if self._dies(rank) or page.phase == DONE:
             return
-        cause, what = describe(status, oom_kills(rank.process.pid) > rank.ooms)
+        cause, what = describe_end(status, oom_kills(rank.process.pid) > rank.ooms)
         self.strike(Fault(cause, rank.rank, page.generation, page.step, f"rank {rank.rank} {what}"), rank)
 
-    def _limit(self, pages: dict[int, Status]) -> Limit | None:
-        return limit_of((rank.floor for rank in self.ranks.values()), pages.values())
+    def _limit(self, pages: dict[int, Status]) -> SilenceLimit | None:
+        return silence_limit((rank.floor for rank in self.ranks.values()), pages.values())
 
     def _look_for_hang(self, now: float) -> None:
         pages = {rank.rank: rank.status() for rank in self.ranks.values()}
@@ -270,7 +270,7 @@ class Watch:
         if self._debugged and now - self._debugged < _AGAIN:
             self._hold(now)
             return True
-        if any(traced(rank.process.pid) for rank in self.ranks.values()):
+        if any(is_traced(rank.process.pid) for rank in self.ranks.values()):
             self._see_debugger(now, "a debugger is attached to a rank")
             return True
         if not self._doubted:
@@ -291,7 +291,7 @@ class Watch:
         self._doubted, self._debugged = 0.0, now
         self._hold(now)
 
-    def _hangs(self, pages: dict[int, Status], limit: Limit) -> None:
+    def _hangs(self, pages: dict[int, Status], limit: SilenceLimit) -> None:
         stopped = {number for number, rank in self.ranks.items() if rank.process.look().stopped}
         behind = min(pages, key=lambda number: (number not in stopped, pages[number].step, pages[number].progress))
         lines = [f"rank {behind} made no progress for the {limit.seconds:.2f} s that are allowed: {limit.why}"]

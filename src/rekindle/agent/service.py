@@ -18,7 +18,7 @@ from typing import Any
 
 from rekindle.agent.drain import TICK, Drainer
 from rekindle.agent.http import serve
-from rekindle.agent.watch import Watch
+from rekindle.agent.monitor import RankMonitor
 from rekindle.common.os_errors import explain
 from rekindle.errors import FormatError, RekindleError
 from rekindle.format.receipt import write_atomic
@@ -27,7 +27,7 @@ from rekindle.memory.lock import Lock
 from rekindle.memory.rebuild import compose_for_the_dead
 from rekindle.storage.throttle import lower_priority
 
-__all__ = ["run", "unknown"]
+__all__ = ["run", "describe_orphan"]
 
 log = logging.getLogger("rekindle.agent")
 
@@ -47,7 +47,7 @@ class Agent:
         self.job = job
         self.lock = lock
         self.drainer = Drainer(job)
-        self.watch = Watch(job, self._urgent)
+        self.monitor = RankMonitor(job, self._urgent)
         self.stopping = False
         """Leave, and give the memory back, once everything is durable."""
         self.quitting = False
@@ -73,7 +73,7 @@ class Agent:
             "stopping": self.stopping,
             "trainers": self.job.trainers(),
             "memory_bytes": self.job.held_bytes(),
-            "fault": self.watch.fault.what if self.watch.fault is not None else None,
+            "fault": self.monitor.fault.what if self.monitor.fault is not None else None,
             **self._progress(),
         }
 
@@ -89,7 +89,7 @@ class Agent:
         silent = self._silent()
         if silent > _SILENT:
             progress["error"] = f"storage does not answer, for {silent // 10 * 10:.0f} s now: see that its server is up"
-        progress["error"] = unknown(self.job) or progress["error"]
+        progress["error"] = describe_orphan(self.job) or progress["error"]
         return progress
 
     def _write_status(self) -> None:
@@ -129,8 +129,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._quit)
-        runner = await serve(self.job.socket, self.status, self._stop, self.watch.tell)
-        tasks = [loop.create_task(self.watch.serve()), loop.create_task(self._go_on_telling())]
+        runner = await serve(self.job.socket, self.status, self._stop, self.monitor.tell)
+        tasks = [loop.create_task(self.monitor.serve()), loop.create_task(self._go_on_telling())]
         log.info("agent %d serves %s", os.getpid(), self.job.path)
         try:
             while not self.quitting and self.lock.held():  # else the job has another agent, or none
@@ -164,7 +164,7 @@ class Agent:
             if info is None:
                 return alone > _NO_JOB or not self.job.path.exists()
             empty = next(self.job.stamps(), None) is None
-            if not (empty or self.stopping or alone > info.idle_timeout) or self.watch.reporting:
+            if not (empty or self.stopping or alone > info.idle_timeout) or self.monitor.reporting:
                 return False
             return self.drainer.pending() is None and self.job.remove()
         except (OSError, RekindleError) as error:
@@ -172,7 +172,7 @@ class Agent:
             return False
 
 
-def unknown(job: JobDir) -> str | None:
+def describe_orphan(job: JobDir) -> str | None:
     """What to tell of snapshots that nobody can drain, for somebody has removed what the trainers wrote of the job."""
     if os.path.exists(job.path / "job.json"):
         return None
