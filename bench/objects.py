@@ -82,7 +82,7 @@ def _rekindle_up(url: str, job: str, options: tuple[int, int]) -> Turn:
     from rekindle.memory.job_dir import JobDir
 
     drainer = Drainer(JobDir(Path(job)))
-    drainer.job.forget_durable()  # the turn before was removed by us, not lost
+    drainer.job.notes.forget_durable()  # the turn before was removed by us, not lost
 
     def drain() -> None:
         if not drainer.tick():
@@ -211,7 +211,8 @@ def _snapshot(url: str, nbytes: int, memory: Path) -> Iterator[tuple[str, str]]:
     from rekindle.format.lineage import Incarnation, ShardId
     from rekindle.format.names import shard_name, step_dir
     from rekindle.format.receipt import Receipt, checksum
-    from rekindle.memory.job_dir import Job, JobDir, memory_base
+    from rekindle.memory.job import JobInfo
+    from rekindle.memory.job_dir import JobDir, memory_base
     from rekindle.memory.slots import Slots
 
     sizes = [min(_TENSOR, nbytes - at) for at in range(0, nbytes, _TENSOR)]
@@ -219,7 +220,7 @@ def _snapshot(url: str, nbytes: int, memory: Path) -> Iterator[tuple[str, str]]:
     stamp = ShardId(1, 0, 1, Incarnation.begin(1))
     job = JobDir.of(url, memory_base(str(memory)))
     job.create()
-    job.write_job(Job(url, [0], 1, 1, None, 600.0))
+    job.write_job(JobInfo(url, [0], 1, 1, None, 600.0))
     slots = Slots(job, 0, 1, [0])
     slot = slots.acquire(1, stamp.incarnation, layout.file_bytes)
     assert slot.map is not None

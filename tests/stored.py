@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import step_dir
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
@@ -30,7 +31,7 @@ def job_in(memory: Path, root: Path, world: int = 1, drain_limit: int | None = N
     """A job that has memory on this node, as its trainers left it when they died."""
     job = JobDir.of(root, memory_base(memory))
     job.create()
-    job.write_job(Job(str(root), list(range(world)), world, 2, None, 900.0, drain_limit))
+    job.write_job(JobInfo(str(root), list(range(world)), world, 2, None, 900.0, drain_limit))
     return job
 
 
@@ -39,4 +40,4 @@ def remember(job: JobDir, step: int, rank: int = 0, world: int = 1, nbytes: int 
     stamp = ShardId(step, rank, world, START, True)
     receipt, shard = make_shard(stamp, {"a": bytes(nbytes)})
     commit(Slots(job, rank, world, list(range(world))), receipt, shard)
-    return next(path for found, path in job.stamps() if (found.step, found.rank) == (step, rank))
+    return next(path for found, path in job.snapshots.shard_ids() if (found.step, found.rank) == (step, rank))

@@ -147,7 +147,7 @@ def test_a_look_at_a_job_takes_nothing_from_its_memory(root: Path, memory: Path)
     assert list_checkpoints(job, PosixStore(root), [0])[0].places == ("memory",)
     assert train(looking) == [0]
     [kept] = list_checkpoints(job, PosixStore(root), [0])
-    assert kept.step == 3 and kept.durable and not any(job.stamps())
+    assert kept.step == 3 and kept.durable and not any(job.snapshots.shard_ids())
 
 
 def test_restore_of_an_older_step_leaves_newer_ones_until_the_new_branch_is_durable(root: Path, memory: Path) -> None:
@@ -350,9 +350,12 @@ def test_memory_of_ranks_that_are_no_more_is_given_back(root: Path, memory: Path
 
     assert train(Run(root, memory, world=2, points={0: "save.committed@3"}))[0] == -9
     job = JobDir.of(root, memory_base(memory))
-    assert job.rank_files(1)
+    assert job.snapshots.rank_files(1)
     processes = start(Run(root, memory, world=1, steps=1000, pause=0.05))
-    wait_for(lambda: job.rank_files(0) and not job.rank_files(1), what="the second rank's memory to be given back")
+    wait_for(
+        lambda: job.snapshots.rank_files(0) and not job.snapshots.rank_files(1),
+        what="the second rank's memory to be given back",
+    )
     kill(processes[0].pid or 0)
     finish(processes)
 

@@ -22,7 +22,8 @@ from rekindle.faults.notices import Notice
 from rekindle.faults.torchelastic import introduce
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.rebuild import compose
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
@@ -174,7 +175,7 @@ class Checkpointer:
         self._saves.lock = self._meeting.lock
         self._storing = Storing(persist_every, persist_seconds, self._meeting.nodes)
         self._saves.spare(self._storing.pause, self._group.world)
-        info = Job(
+        info = JobInfo(
             *(str(self.root), self._meeting.local_ranks, self._group.world, keep, keep_every, idle_timeout, limit),
             *(self._storing.pause, self._incarnation.id),
         )
@@ -193,7 +194,7 @@ class Checkpointer:
 
     # -- starting -----------------------------------------------------------------------------------------------
 
-    def _with_memory(self, job: JobDir, info: Job, room: Room, fallback_after: float) -> None:
+    def _with_memory(self, job: JobDir, info: JobInfo, room: Room, fallback_after: float) -> None:
         local_ranks, rank, nbytes = self._meeting.local_ranks, self._group.rank, self._meeting.nbytes
         if rank == local_ranks[0]:
             tell_what_a_node_costs(self._storing.pause, self._storing.every)

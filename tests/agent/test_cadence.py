@@ -12,7 +12,8 @@ import pytest
 import rekindle
 from rekindle.agent.drain import Drainer
 from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from tests.conftest import commit, make_shard
@@ -28,7 +29,7 @@ def job(memory: Path, root: Path) -> Iterator[JobDir]:
     """One that is being trained, and sends a checkpoint to storage every 30 s."""
     job = JobDir.of(root, memory_base())
     job.create()
-    job.write_job(Job(str(root), [0], 1, 9, None, 600.0, persist_seconds=30.0))
+    job.write_job(JobInfo(str(root), [0], 1, 9, None, 600.0, persist_seconds=30.0))
     lock = job.lock_rank(0, 1.0)
     yield job
     lock.release()
@@ -56,7 +57,7 @@ def test_the_first_goes_at_once_and_the_next_when_its_time_has_come(job: JobDir,
         save(step)
         Drainer(job).tick()  # a new one each time: it remembers nothing
     assert steps(root) == [1]
-    job.write_drained(time.monotonic() - 31, 1.0)
+    job.notes.write_last_drain(time.monotonic() - 31, 1.0)
     save(3)
     Drainer(job).tick()
     assert steps(root) == [1, 3]
@@ -74,17 +75,19 @@ def test_what_was_asked_for_goes_at_once_and_once(job: JobDir, root: Path, save:
 
 
 def test_storage_is_written_to_for_a_tenth_of_the_time(job: JobDir, root: Path, save: Save) -> None:
-    job.write_drained(time.monotonic() - 50, 6.0)
+    job.notes.write_last_drain(time.monotonic() - 50, 6.0)
     save(1)
     assert not Drainer(job).tick()
-    job.write_drained(time.monotonic() - 61, 6.0)
+    job.notes.write_last_drain(time.monotonic() - 61, 6.0)
     assert Drainer(job).tick() and steps(root) == [1]
 
 
 @pytest.mark.parametrize("note", ["ahead", "longer than it has been", "nonsense", "endless"])
 def test_a_clock_that_jumps_costs_one_drain_and_stops_none(job: JobDir, root: Path, save: Save, note: str) -> None:
     now = time.monotonic()
-    job.write_drained(*{"ahead": (now + 1e6, 1.0), "longer than it has been": (now - 5, 1e6)}.get(note, (now, 1.0)))
+    job.notes.write_last_drain(
+        *{"ahead": (now + 1e6, 1.0), "longer than it has been": (now - 5, 1e6)}.get(note, (now, 1.0))
+    )
     if note in ("nonsense", "endless"):
         (job.path / "drained").write_text({"nonsense": "?", "endless": f"{now} inf"}[note])
     save(1)
@@ -96,8 +99,8 @@ def test_a_clock_that_jumps_costs_one_drain_and_stops_none(job: JobDir, root: Pa
 def test_when_the_last_trainer_has_gone_storage_gets_all_there_is(memory: Path, root: Path) -> None:
     job = JobDir.of(root, memory_base())
     job.create()
-    job.write_job(Job(str(root), [0], 1, 9, None, 600.0, persist_seconds=30.0))
-    job.write_drained(time.monotonic(), 1.0)
+    job.write_job(JobInfo(str(root), [0], 1, 9, None, 600.0, persist_seconds=30.0))
+    job.notes.write_last_drain(time.monotonic(), 1.0)
     slots = Slots(job, 0, 1, [0])
     receipt, data = make_shard(ShardId(1, 0, 1, FIRST, persist=False), {"x": b"x" * 1000})
     commit(slots, receipt, data)
@@ -106,11 +109,13 @@ def test_when_the_last_trainer_has_gone_storage_gets_all_there_is(memory: Path, 
 
 
 def test_a_job_file_of_an_older_version_says_that_steps_decide(job: JobDir, root: Path) -> None:
-    said = Job(str(root), [0], 1, None, None, 600.0, persist_seconds=5.5)
+    said = JobInfo(str(root), [0], 1, None, None, 600.0, persist_seconds=5.5)
     job.write_job(said)
     assert job.read_job() == said
     old = {key: value for key, value in said.to_json().items() if key not in ("persist_seconds", "keep_by_age")}
-    assert Job.from_json(old) == Job(str(root), [0], 1, 2, None, 600.0), "and an older agent reads what we write"
+    assert JobInfo.from_json(old) == JobInfo(str(root), [0], 1, 2, None, 600.0), (
+        "and an older agent reads what we write"
+    )
 
 
 def test_training_fast_writes_seldom_and_the_end_loses_nothing(

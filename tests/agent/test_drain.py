@@ -22,7 +22,8 @@ from rekindle.agent.drain import Drainer
 from rekindle.agent.http import ask
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import step_dir
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.session.agent_keeper import AgentKeeper, spawn
 from rekindle.storage.catalog import find_copies
@@ -59,7 +60,7 @@ def snapshot(job: JobDir, root: Path) -> Iterator[Callable[..., None]]:
             start: Incarnation = FIRST,
         ) -> None:
             everyone = list(range(ranks))
-            job.write_job(Job(str(root), everyone, ranks, 2, None, 600.0, drain_limit))
+            job.write_job(JobInfo(str(root), everyone, ranks, 2, None, 600.0, drain_limit))
             for rank in everyone if only is None else [only]:
                 stamp = ShardId(step, rank, ranks, start, persist=True)
                 receipt, data = make_shard(stamp, {"x": bytes([rank]) * nbytes})
@@ -83,7 +84,7 @@ def assert_sound(root: Path, step: int = 1) -> None:
 
 
 def drained(job: JobDir) -> int:
-    return int(json.loads(job.agent_status.read_text())["done"]) if job.agent_status.exists() else 0
+    return int(json.loads(job.paths.agent_status.read_text())["done"]) if job.paths.agent_status.exists() else 0
 
 
 def keeper_without_agent(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> AgentKeeper:
@@ -103,7 +104,7 @@ def keeper_without_agent(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> AgentK
 def test_a_job_file_of_before_there_were_limits_still_says_what_the_job_is(job, root):
     old = {"root": str(root), "ranks": [0], "world": 1, "keep": 2, "keep_every": None, "idle_timeout": 600.0}
     (job.path / "job.json").write_text(json.dumps(old))
-    assert job.read_job() == Job(str(root), [0], 1, 2, None, 600.0, None)
+    assert job.read_job() == JobInfo(str(root), [0], 1, 2, None, 600.0, None)
 
 
 def test_a_drain_limit_holds_over_all_ranks_of_the_node(job, root, snapshot):
@@ -166,7 +167,7 @@ def test_an_agent_under_a_low_limit_finishes_its_drain_and_leaves_when_it_is_tol
     process.send_signal(signal.SIGTERM)
     assert process.wait(15) == 0
     assert_sound(root)
-    assert list(job.stamps()), "the memory stays"
+    assert list(job.snapshots.shard_ids()), "the memory stays"
 
 
 def test_a_trainer_that_drains_under_a_low_limit_can_be_closed(job, root, snapshot, monkeypatch):
@@ -256,7 +257,7 @@ def test_checkpoints_that_are_out_of_sight_are_an_alarm_and_no_new_root(disk: Di
         if below:
             root.mkdir()
         ckpt.save(2 + below)
-        wait_for(lambda: "step 1 was there, and nothing is now" in job.drain_error())
+        wait_for(lambda: "step 1 was there, and nothing is now" in job.notes.drain_error())
         assert not list(root.glob("step-*"))
     root.rmdir()
     disk.mount()
@@ -268,14 +269,14 @@ def test_a_memory_store_whose_path_is_too_long_for_a_sockets_address(tmp_path: P
     memory = tmp_path.joinpath(*["long" * 10] * 4)
     memory.mkdir(parents=True)
     job = JobDir.of(root, memory_base(memory))
-    assert len(str(job.socket)) > 150
+    assert len(str(job.paths.agent_socket)) > 150
     ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(a=1)}, memory=memory)
     with ckpt.guard() as guard:
         assert guard.connected(30)
         ckpt.save(1, wait="durable")
-    wait_for(lambda: ask(job.socket, "GET", "/status")["durable"] == 1)
+    wait_for(lambda: ask(job.paths.agent_socket, "GET", "/status")["durable"] == 1)
     ckpt.close()
-    wait_for(lambda: not job.path.exists() or not any(job.stamps()))
+    wait_for(lambda: not job.path.exists() or not any(job.snapshots.shard_ids()))
     end_agent(job)
 
 
@@ -289,7 +290,7 @@ def come_back(job: JobDir, ranks: int, drain_limit: int | None = None) -> Iterat
     assert before is not None
     locks = [job.lock_rank(rank, 1.0) for rank in everyone]
     job.write_job(replace(before, ranks=everyone, world=ranks, drain_limit=drain_limit))
-    job.forget_durable()
+    job.notes.forget_durable()
     try:
         yield
     finally:
@@ -299,7 +300,7 @@ def come_back(job: JobDir, ranks: int, drain_limit: int | None = None) -> Iterat
 
 def in_memory(job: JobDir) -> list[tuple[int, int, int]]:
     """(step, generation, rank) of all snapshots."""
-    return sorted((stamp.step, stamp.incarnation.generation, stamp.rank) for stamp, _ in job.stamps())
+    return sorted((stamp.step, stamp.incarnation.generation, stamp.rank) for stamp, _ in job.snapshots.shard_ids())
 
 
 def of_rank_1(job: JobDir) -> list[str]:
@@ -314,13 +315,13 @@ def test_what_gone_ranks_saved_last_outlives_the_drain_of_an_older_step_and_is_d
     older.start()
     wait_for(lambda: drainer.progress.done)
     snapshot(1 * MB, ranks=2, step=2)
-    job.small_plan(1).write_bytes(b"plan")
+    job.paths.local_state_plan(1).write_bytes(b"plan")
     with come_back(job, ranks=1):
         drainer.hurry()
         older.join(20)
         assert drainer.progress.durable == 1
         assert in_memory(job) == [(1, 1, 0), (2, 1, 0), (2, 1, 1)], "what rank 1 had of the durable step is freed"
-        assert job.small_plan(1).exists()
+        assert job.paths.local_state_plan(1).exists()
         assert drainer.tick()
         assert drainer.progress.durable == 2
         assert in_memory(job) == [(1, 1, 0), (2, 1, 0)]
@@ -333,13 +334,13 @@ def test_what_gone_ranks_saved_and_cannot_be_drained_is_freed_by_the_new_starts_
     snapshot(1 * MB, ranks=2, step=1)
     snapshot(1 * MB, ranks=2, step=2)
     snapshot(1 * MB, ranks=2, step=3, only=1)
-    (job.slots / "rank-00001-7.slot").write_bytes(b"free")
+    (job.paths.slots / "rank-00001-7.slot").write_bytes(b"free")
     drainer = Drainer(job)
     with come_back(job, ranks=1):
         assert drainer.tick() or drainer.tick()  # what is there of step 3 waits for the rest of it
         assert drainer.progress.durable == 2
         assert (3, 1, 1) in in_memory(job) and (2, 1, 1) not in in_memory(job)
-        assert not (job.slots / "rank-00001-7.slot").exists()
+        assert not (job.paths.slots / "rank-00001-7.slot").exists()
         snapshot(1 * MB, step=3, start=SECOND)
         assert drainer.tick()
         assert (3, 2, 0) in in_memory(job)

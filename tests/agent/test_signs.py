@@ -74,7 +74,7 @@ def test_a_process_that_drains_in_an_agents_place_is_let_live(
     ckpt.restore()
     job = JobDir.of(root, memory_base(memory))
     ckpt.save(1, wait="durable", timeout=30)
-    with subprocess.Popen([sys.executable, "-c", HOLDS, str(job.agent_lock)], stdout=subprocess.PIPE) as other:
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(job.paths.agent_lock)], stdout=subprocess.PIPE) as other:
         agent = job.agent()
         assert agent
         os.kill(agent, signal.SIGKILL)

@@ -14,7 +14,8 @@ from rekindle.agent import drain
 from rekindle.agent.drain import Drainer
 from rekindle.cli.operations import stop
 from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.memory.job_dir import Job, JobDir
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
@@ -30,7 +31,7 @@ class Node:
     def __init__(self, memory: Path, root: Path, rank: int, stack: ExitStack) -> None:
         self.job, self.rank = JobDir(memory / f"node-{rank}" / "job"), rank
         self.job.create()
-        self.job.write_job(Job(str(root), [rank], 2, 2, None, 600.0))
+        self.job.write_job(JobInfo(str(root), [rank], 2, 2, None, 600.0))
         self.slots = Slots(self.job, rank, 2, [rank])
         stack.callback(self.slots.close)
         self.drainer = Drainer(self.job)
@@ -65,7 +66,7 @@ def test_a_step_of_which_another_node_lacks_its_part_is_not_given_up(nodes: tupl
     assert one.drainer.pending() == 7, "the agent stays, and keeps the memory"
     with pytest.raises(rekindle.NotDurableError, match=MISSING.format(7, 1)):
         one.stop()
-    assert {stamp.step for stamp, _ in one.job.stamps()} == {7}
+    assert {stamp.step for stamp, _ in one.job.snapshots.shard_ids()} == {7}
     assert other.drain(7)
     one.stop()
     other.stop()

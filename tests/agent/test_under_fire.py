@@ -15,7 +15,8 @@ import pytest
 from rekindle.agent.http import ask
 from rekindle.errors import AgentError
 from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.memory.status import StatusPage
 from rekindle.session.agent_keeper import spawn
@@ -41,12 +42,12 @@ def job(memory: Path, root: Path) -> Iterator[JobDir]:
     """One with a live agent, which the fixture ``memory`` ends. This process is its only trainer."""
     job = JobDir.of(root, memory_base())
     job.create()
-    job.write_job(Job(str(root), [0], 1, 2, None, 600.0))
+    job.write_job(JobInfo(str(root), [0], 1, 2, None, 600.0))
     lock = job.lock_rank(0, 1.0)
     agent = spawn(job)
-    wait_for(lambda: job.socket.exists() and job.watch_socket.exists())
+    wait_for(lambda: job.paths.agent_socket.exists() and job.paths.watch_socket.exists())
     yield job
-    assert agent.poll() is None, job.log.read_text()[-3000:]
+    assert agent.poll() is None, job.paths.agent_log.read_text()[-3000:]
     lock.release()
 
 
@@ -77,7 +78,7 @@ def say(path: Path, data: bytes) -> None:
 def answers(job: JobDir) -> bool:
     """False while there are too many others in the queue before its door."""
     try:
-        return ask(job.socket, "GET", "/status")["error"] is None
+        return ask(job.paths.agent_socket, "GET", "/status")["error"] is None
     except AgentError:
         return False
 
@@ -92,7 +93,7 @@ def held(job: JobDir) -> tuple[int, int]:
 def test_garbage_is_refused(job: JobDir, root: Path) -> None:
     hello = {"rank": 0, "pid": os.getpid(), "watchdog": 60.0, "deadline": 1.0, "stacks": 0, "since": 0.0}
     odd = [{**hello, key: value} for key in hello for value in (None, "x", -1, 10**30, [], 1e308, float("inf"))]
-    StatusPage(job.status_page(0), 1)
+    StatusPage(job.paths.status_page(0), 1)
     save(job, root, 1)
     before = held(job)
     for data in (
@@ -103,21 +104,21 @@ def test_garbage_is_refused(job: JobDir, root: Path) -> None:
         b"x" * (3 << 20),
         b"\n",
     ):
-        say(job.watch_socket, data)
-        say(job.socket, data)
+        say(job.paths.watch_socket, data)
+        say(job.paths.agent_socket, data)
     for one in odd * 5:
-        say(job.watch_socket, json.dumps(one).encode() + b"\n")
+        say(job.paths.watch_socket, json.dumps(one).encode() + b"\n")
     for fault in ({}, {"fault": 5}, {"fault": {"noticed": "now"}}, {"fault": {**dict.fromkeys(hello), "cause": []}}):
-        say(job.watch_socket, json.dumps(hello).encode() + b"\n" + json.dumps(fault).encode() + b"\n")
+        say(job.paths.watch_socket, json.dumps(hello).encode() + b"\n" + json.dumps(fault).encode() + b"\n")
     for line in (b"POST /drill?rank=9e9&fault=x", b"POST /drill", b"GET /%00", b"POST /drill?rank=" + b"9" * 5000):
-        say(job.socket, line + b" HTTP/1.1\r\nHost: a\r\n\r\n")
-    say(job.socket, b"POST /stop HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n")
-    say(job.socket, b"GET /status HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n")
+        say(job.paths.agent_socket, line + b" HTTP/1.1\r\nHost: a\r\n\r\n")
+    say(job.paths.agent_socket, b"POST /stop HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n")
+    say(job.paths.agent_socket, b"GET /status HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n")
     save(job, root, 2)
-    assert ask(job.socket, "GET", "/status")["error"] is None
+    assert ask(job.paths.agent_socket, "GET", "/status")["error"] is None
     wait_for(lambda: held(job)[0] <= before[0] + 2)
     assert held(job)[1] < before[1] + 64
-    log = job.log.read_text()  # aiohttp tells of each malformed question, at length
+    log = job.paths.agent_log.read_text()  # aiohttp tells of each malformed question, at length
     assert "never retrieved" not in log and "could not be looked at" not in log, log[-3000:]
 
 
@@ -126,7 +127,7 @@ def test_half_questions_keep_nobody_out(job: JobDir, root: Path) -> None:
     open_files = len(os.listdir("/proc/self/fd"))
     lines = []
     for number in range(MANY):
-        for path in (job.socket, job.watch_socket):
+        for path in (job.paths.agent_socket, job.paths.watch_socket):
             with suppress(OSError):
                 lines.append(connected(path))
                 lines[-1].sendall((b"GET /status HTTP/1.1\r\nHost: ", b"", b'{"rank": ')[number % 3])

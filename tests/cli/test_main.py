@@ -67,13 +67,13 @@ def test_ls_of_nothing_is_an_error(tmp_path: Path, memory: Path) -> None:
 
 def test_ls_lists_what_memory_holds_and_fails_while_storage_is_away(crashed: JobDir, root: Path) -> None:
     assert run("ls", root).exit_code == 0
-    crashed.write_durable(2)
+    crashed.notes.write_durable(2)
     result = run("ls", root, "--json")
     error = json.loads(result.stderr)["error"]
     assert result.exit_code == error["exit_code"] == 1
     assert error["message"].startswith(f"{root}: step 2 was there, and nothing is now")
     assert [(entry["step"], entry["place"]) for entry in json.loads(result.stdout)] == [(3, "memory"), (2, "memory")]
-    crashed.remove_snapshots()
+    crashed.snapshots.remove()
     result = run("ls", root)
     assert result.exit_code == 1 and "step 2 was there" in result.stderr and not result.stdout
 
@@ -97,7 +97,7 @@ def test_verify_reads_every_byte(trained: Path) -> None:
 def test_status_of_a_live_job(root: Path, memory: Path) -> None:
     processes = start(Run(root, memory, steps=10_000, pause=0.02))
     job = JobDir.of(root, memory_base(memory))
-    wait_for(lambda: job.agent() and job.socket.exists() and job.durable())
+    wait_for(lambda: job.agent() and job.paths.agent_socket.exists() and job.notes.durable())
     (found,) = parsed("status", root)
     assert found["trainers"] == {"0": processes[0].pid}
     assert found["agent"] == job.agent() == found["drain"]["pid"]
@@ -120,7 +120,7 @@ def test_status_of_a_live_job(root: Path, memory: Path) -> None:
 def test_status_of_a_job_without_an_agent_is_a_failure(root: Path, memory: Path) -> None:
     job = JobDir.of(root, memory_base(memory))
     job.create()
-    with open(job.rank_lock(0), "w") as held:
+    with open(job.paths.rank_lock(0), "w") as held:
         code = (
             "import fcntl, sys, time\n"
             "fcntl.flock(int(sys.argv[1]), fcntl.LOCK_EX)\n"
@@ -141,8 +141,8 @@ def test_status_of_a_job_without_an_agent_is_a_failure(root: Path, memory: Path)
 
 def test_status_names_a_job_of_unknown_root_by_its_directory(root: Path, memory: Path) -> None:
     job = JobDir.of(root, memory_base(memory))
-    lock, page = job.lock_rank(0, 5.0), StatusPage(job.status_page(0), 1)
-    job.fault.write_text(json.dumps(Fault("exit", 0, 1, 7, "rank 0 ended").to_json()))
+    lock, page = job.lock_rank(0, 5.0), StatusPage(job.paths.status_page(0), 1)
+    job.paths.fault.write_text(json.dumps(Fault("exit", 0, 1, 7, "rank 0 ended").to_json()))
     result = run("status", root)
     assert result.exit_code == 1 and page.step == -1
     assert result.stdout.count(str(job.path)) == 1 and "None" not in result.output
@@ -157,7 +157,7 @@ def test_snapshots_of_an_unknown_job_are_a_problem_and_stay(crashed: JobDir, roo
         assert result.exit_code in (1, rekindle.NotDurableError.exit_code), result.output
         assert "step 3 stays in memory" in result.stderr and "start the job again" in result.stderr
     with subprocess.Popen([sys.executable, "-m", "rekindle.agent", str(crashed.path)]) as agent:
-        wait_for(lambda: crashed.agent() == agent.pid and "step 3 stays in memory" in crashed.drain_error())
+        wait_for(lambda: crashed.agent() == agent.pid and "step 3 stays in memory" in crashed.notes.drain_error())
         result = run("stop", root)
         assert result.exit_code == rekindle.NotDurableError.exit_code and "start the job again" in result.stderr
         agent.kill()
@@ -167,12 +167,12 @@ def test_snapshots_of_an_unknown_job_are_a_problem_and_stay(crashed: JobDir, roo
 
 
 def test_storage_that_is_away_is_named_once_and_with_what_to_do(crashed: JobDir, root: Path) -> None:
-    crashed.write_durable(2)
+    crashed.notes.write_durable(2)
     away = f"{root}: step 2 was there, and nothing is now: see that it is mounted"
     alone = run("stop", root, "--timeout", "1")
     assert alone.exit_code == rekindle.NotDurableError.exit_code and away in alone.stderr
     with subprocess.Popen([sys.executable, "-m", "rekindle.agent", str(crashed.path)]) as agent:
-        wait_for(lambda: crashed.agent() == agent.pid and "step 2 was there" in crashed.drain_error())
+        wait_for(lambda: crashed.agent() == agent.pid and "step 2 was there" in crashed.notes.drain_error())
         wait_for(lambda: run("status", root).stderr.startswith(f"Error: {away}"))
         stopping = run("stop", root, "--timeout", "1")
         assert stopping.exit_code == rekindle.NotDurableError.exit_code and away in stopping.stderr

@@ -105,11 +105,11 @@ def test_status_fits_the_terminal(tmp_path: Path, memory: Path, columns: int) ->
     root = tmp_path / "a project with a long name" / ("b" * 60) / "run-17"
     job = job_in(memory, root, world=8)
     locks = [job.lock_rank(rank, 5.0) for rank in range(8)]
-    kept = [StatusPage(job.status_page(rank), 1) for rank in range(8)]  # closed when the test ends
+    kept = [StatusPage(job.paths.status_page(rank), 1) for rank in range(8)]  # closed when the test ends
     kept[0].step, kept[0].snapshot, kept[0].longest = 1234567, 1234566, 12.5
     kept[0].note, kept[0].paused = b"evaluation of the whole set", True
     kept[0].write()
-    job.fault.write_text(json.dumps(Fault("exit", 7, 1, 1234, f"rank 7 ended: {'words ' * 30}").to_json()))
+    job.paths.fault.write_text(json.dumps(Fault("exit", 7, 1, 1234, f"rank 7 ended: {'words ' * 30}").to_json()))
     remember(job, 1234566, rank=0, world=8)
     said = at_terminal(["status"], columns=columns)
     table, error = said.text.replace("\r", "").split("Error: ")  # an error is one line, which the terminal folds

@@ -15,7 +15,7 @@ from unittest.mock import patch
 from rekindle.agent.drain import Drainer
 from rekindle.format.lineage import Incarnation, ShardId, retired
 from rekindle.format.names import receipt_name, shard_name, step_dir
-from rekindle.memory.job_dir import Job as Info
+from rekindle.memory.job import JobInfo as Info
 from rekindle.memory.job_dir import JobDir
 from rekindle.save.to_storage import DirectSaver
 from rekindle.storage.catalog import find_copies
@@ -78,7 +78,7 @@ class Place:
                 (directory / shard_name(stamp.rank, stamp.world)).write_bytes(data)
                 (directory / receipt_name(stamp.rank, stamp.world)).write_bytes(receipt.raw)
             self._filled[stamps] = job
-        self._filled[stamps].forget_durable()
+        self._filled[stamps].notes.forget_durable()
         return self._filled[stamps]
 
 
@@ -98,7 +98,7 @@ def content_of(path: Path) -> Tree:
 
 def drain(job: JobDir) -> bool:
     """By an agent that has just come up. Memory is used again in many states: it knows nothing of those before."""
-    job.forget_durable()
+    job.notes.forget_durable()
     return Drainer(job).tick()
 
 

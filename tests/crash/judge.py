@@ -116,7 +116,7 @@ def drained_again(place: Place, promise: Promise, known: Known, memory: Sequence
     for job in [*memory, *memory]:  # the last node to finish publishes; the others learn of it
         drain(job)
     yield from (f"drained again, {wrong}" for wrong in look(place.root, promise, known))
-    memory[0].forget_durable()
+    memory[0].notes.forget_durable()
     if Drainer(memory[0]).pending() is not None:
         yield "drained again, it does not become durable"
 

@@ -187,16 +187,16 @@ def _observe(cell: Cell, out: Outcome) -> None:
         assert any(line[1] == "gasping" for line in lines_of(cell, cell.second)), "nobody was killed in its gasp"
     out.logs = [cell.log(rank).read_text()[-8000:] for rank in range(cell.world)]
     with suppress(OSError):
-        out.logs.append(cell.job.log.read_text()[-8000:])
+        out.logs.append(cell.job.paths.agent_log.read_text()[-8000:])
     with suppress(OSError, ValueError):
-        fault = json.loads(cell.job.fault.read_bytes())
+        fault = json.loads(cell.job.paths.fault.read_bytes())
         out.cause, out.what, out.noticed = fault["cause"], fault["what"], fault["noticed"] - struck[0]
     steps = [[int(line[2]) for line in lines_of(cell, r) if line[1] == "step"] for r in range(cell.world)]
     out.reached = min(max(done, default=0) for done in steps)
     pages = []
     for rank in range(cell.world):
         with suppress(FileNotFoundError):  # nobody had anything in memory: the agent gives it back
-            pages.append(read_status(cell.job.status_page(rank)))
+            pages.append(read_status(cell.job.paths.status_page(rank)))
     out.stages = [STAGES[page.stage] for page in pages]
     secured = [page.progress / 1e9 for page in pages if page.stage == SECURED]
     out.secured = max(secured) - struck[0] if secured else -1.0
@@ -391,7 +391,8 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
                 trainer.at("copying")
             if cell.evaluate:
                 trainer.say(
-                    "pause", read_status(JobDir.of(cell.root, memory_base(cell.memory)).status_page(rank)).pause
+                    "pause",
+                    read_status(JobDir.of(cell.root, memory_base(cell.memory)).paths.status_page(rank)).pause,
                 )
         ckpt.close(timeout=30)
         plain = {**state, "model": getattr(model, "module", model)}

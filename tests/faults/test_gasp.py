@@ -101,7 +101,7 @@ def test_whoever_waits_for_a_rank_that_pauses_does_not_hang(root: Path, memory: 
     """Rank 1 evaluates for longer than a hang takes; rank 0 waits for it in a collective, without having said so."""
     cell = Cell(root, memory, "ddp", evaluate=3.0)
     out = run(cell)
-    assert out.codes == [[0, 0]] and not job.fault.exists()
+    assert out.codes == [[0, 0]] and not job.paths.fault.exists()
     learned = [float(line[2]) for rank in (0, 1) for line in lines_of(cell, rank) if line[1] == "pause"]
     assert len(learned) == 2 and max(learned) < 3.0, "what rank 0 waited for is no measure of its own pauses"
 
@@ -122,7 +122,7 @@ def test_a_gasp_reaches_storage_though_nobody_comes_back(fault: str, root: Path,
     assert 0 not in codes
     deadline = time.monotonic() + 20
     while not (found := find_copies(None, PosixStore(root))) or str(found[0].files).endswith(".partial"):
-        assert time.monotonic() < deadline, job.log.read_text()
+        assert time.monotonic() < deadline, job.paths.agent_log.read_text()
         time.sleep(0.05)
     assert [(copy.step, len(copy.ranks)) for copy in found] == [(cell.at - 1, cell.world)]
     assert verify(found[0]) == []
@@ -134,7 +134,7 @@ def test_a_hang_leaves_a_report_of_where_every_rank_stood(root: Path, memory: Pa
     report = root / "hang-1-step-8" / "report.txt"
     deadline = time.monotonic() + 10
     while not report.exists():
-        assert time.monotonic() < deadline, job.log.read_text()
+        assert time.monotonic() < deadline, job.paths.agent_log.read_text()
         time.sleep(0.05)
     head, first, second = report.read_text().split("== rank ")
     assert "ranks 0, 1 hang after step 8, before its next update" in head and f"will be in {report}" in head

@@ -203,7 +203,7 @@ def _fork(trainer: Trainer) -> None:
 def test_a_forked_child_has_signals_and_an_end_of_its_own(play: Play, job: JobDir) -> None:
     codes, notes, log = play(_fork)
     assert codes == [0], log
-    assert ["child", signal.SIGTERM] in notes and notes[-1] == ["goes on"] and not job.fault.exists()
+    assert ["child", signal.SIGTERM] in notes and notes[-1] == ["goes on"] and not job.paths.fault.exists()
 
 
 def _unsupported(trainer: Trainer) -> None:
@@ -255,7 +255,7 @@ def _long_words(trainer: Trainer) -> None:
 def test_a_very_long_exception_is_told_in_short(play: Play, job: JobDir) -> None:
     codes, _, log = play(_long_words)
     assert codes == [1]
-    fault = json.loads(job.fault.read_bytes())
+    fault = json.loads(job.paths.fault.read_bytes())
     assert fault["cause"] == "exception" and fault["rank"] == 0 and len(fault["what"]) < 1000, log
 
 
@@ -337,7 +337,7 @@ def test_a_signal_that_nobody_can_take(play: Play) -> None:
 def test_a_damaged_plan_of_one_rank_leaves_the_others_alone(root: Path, memory: Path, job: JobDir) -> None:
     cell = Cell(root, memory, "ddp", "kill", "update-first")
     assert 0 not in start(cell, 0, time.monotonic() + 60)
-    job.small_plan(0).write_bytes(b"garbage")
+    job.paths.local_state_plan(0).write_bytes(b"garbage")
     assert start(cell, 1, time.monotonic() + 60) == [0, 0]
 
 

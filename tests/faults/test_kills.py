@@ -96,7 +96,7 @@ def test_two_incarnations_that_saved_the_same_step_are_never_mixed(
     assert _ranks_in_memory(job, 5) == {0}
     second = Run(root, memory, world=2, points={0: "save.copying@5"}, options=options)
     assert train(second)[0] == -9
-    shards = {stamp.rank: stamp.incarnation.generation for stamp, _ in job.stamps() if stamp.step == 5}
+    shards = {stamp.rank: stamp.incarnation.generation for stamp, _ in job.snapshots.shard_ids() if stamp.step == 5}
     assert shards in ({1: 2}, {0: 1, 1: 2}), "half of step 5 by each incarnation, or only the second one's"
     third = Run(root, memory, world=2, options=options)
     assert train(third) == [0, 0], third.log(0).read_text()
@@ -106,7 +106,7 @@ def test_two_incarnations_that_saved_the_same_step_are_never_mixed(
 
 
 def _ranks_in_memory(job: JobDir, step: int) -> set[int]:
-    return {stamp.rank for stamp, _ in job.stamps() if stamp.step == step}
+    return {stamp.rank for stamp, _ in job.snapshots.shard_ids() if stamp.step == step}
 
 
 def test_agent_killed_while_training_goes_on(
@@ -141,7 +141,7 @@ def test_agent_is_spared_by_a_kill_of_the_trainers_process_group_and_holds_no_to
     assert os.getsid(processes[0].pid or 0) != agent
     kill(processes[0].pid or 0)
     assert finish(processes) == [-9]
-    steps = sorted({stamp.step for stamp, _ in job.stamps()})
+    steps = sorted({stamp.step for stamp, _ in job.snapshots.shard_ids()})
     wait_for(lambda: (root / f"step-{steps[-1]:010d}").exists(), what="what memory holds to become durable")
     assert job.agent() == agent
 
@@ -170,14 +170,14 @@ def test_saves_go_on_while_a_drain_stands_still(root: Path, memory: Path, job: J
     run = Run(root, memory, steps=300, pause=0.02, width=512)
     processes = start(run)
     agent = wait_for(job.agent, what="an agent")
-    wait_for(lambda: job.durable() or 0, what="a first durable step")
+    wait_for(lambda: job.notes.durable() or 0, what="a first durable step")
     # Stopped in the middle of a drain, or with one about to begin: its pin, if it has one, stays.
     os.kill(agent, signal.SIGSTOP)
     before = int(traced(run)[-1][1])
     wait_for(lambda: int(traced(run)[-1][1]) > before + 20, what="training to go on for 20 steps")
     files = [p for p in job.path.rglob("*") if p.suffix in (".safetensors", ".slot")]
     assert len(files) <= 3
-    newest = max(stamp.step for stamp, _ in job.stamps())
+    newest = max(stamp.step for stamp, _ in job.snapshots.shard_ids())
     assert newest >= before + 20
     os.kill(agent, signal.SIGCONT)
     assert finish(processes) == [0]

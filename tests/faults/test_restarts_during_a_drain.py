@@ -31,14 +31,14 @@ def test_a_restart_with_fewer_ranks_keeps_the_newest_step(root: Path, memory: Pa
     before = Run(root, memory, steps=1000, world=2, width=WIDTH, pause=0.02, options=SLOW)
     _kill_while_draining(before, job, 5)
     ranks: dict[int, set[int]] = {}
-    for stamp, _ in job.stamps():
+    for stamp, _ in job.snapshots.shard_ids():
         ranks.setdefault(stamp.step, set()).add(stamp.rank)
     newest = max(step for step, have in ranks.items() if have == {0, 1})
 
     options: dict[str, Any] = {**SLOW, "snapshot_every": 10_000}  # as if its first step took long
     again = Run(root, memory, steps=5000, width=WIDTH, pause=0.01, options=options)
     processes = start(again)
-    durable = wait_for(job.durable, timeout=90, what="the end of the older drain")
+    durable = wait_for(job.notes.durable, timeout=90, what="the end of the older drain")
     assert durable < newest
     kill(job.trainers()[0])
     assert finish(processes) == [-signal.SIGKILL]
@@ -61,7 +61,7 @@ def test_a_restart_that_saves_the_step_that_is_being_drained_is_no_other_job(
     try:
         assert ckpt.restore() == 8
         ckpt.save(8, wait="durable", timeout=90)
-        assert "another start" not in job.drain_error()
+        assert "another start" not in job.notes.drain_error()
         newest = ckpt.latest()
         assert newest is not None and (newest.step, newest.generation) == (8, 2)
     finally:

@@ -28,9 +28,10 @@ def ended(job: JobDir) -> bool:
 
 
 def agent_died(job: JobDir) -> None:
-    wait_for(lambda: job.log.exists() and "serves" in job.log.read_text(), what="the agent to come up")
+    log = job.paths.agent_log
+    wait_for(lambda: log.exists() and "serves" in log.read_text(), what="the agent to come up")
     wait_for(lambda: job.agent() is None, what="the agent to die at its point")
-    assert "leaves" not in job.log.read_text(), "the agent left of its own accord"
+    assert "leaves" not in log.read_text(), "the agent left of its own accord"
 
 
 @pytest.mark.parametrize("point", POINTS["save"])

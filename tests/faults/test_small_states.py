@@ -39,7 +39,7 @@ def update(model: torch.nn.Linear, optimizer: Any) -> None:
 
 
 def in_memory(job: JobDir) -> list[int]:
-    return sorted(stamp.step for stamp, _ in job.stamps())
+    return sorted(stamp.step for stamp, _ in job.snapshots.shard_ids())
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_all_ranks_commit_inside_of_step_or_none(
     promised = other != LARGE
     assert os.pread(trace, 100, 0) == b"%d\n" % promised * 2
     if promised:
-        assert {stamp.rank for stamp, _ in job.stamps() if stamp.step == 3} == {0, 1}
+        assert {stamp.rank for stamp, _ in job.snapshots.shard_ids() if stamp.step == 3} == {0, 1}

@@ -92,8 +92,8 @@ def test_full_storage_is_retried_until_there_is_room(
     run = Run(root, memory, steps=40, pause=0.05, width=64)
     job = JobDir.of(root, memory_base(memory))
     processes = start(run)
-    wait_for(lambda: job.agent_status.exists() and json.loads(job.agent_status.read_text())["error"])
-    assert "No space left" in json.loads(job.agent_status.read_text())["error"]
+    wait_for(lambda: job.paths.agent_status.exists() and json.loads(job.paths.agent_status.read_text())["error"])
+    assert "No space left" in json.loads(job.paths.agent_status.read_text())["error"]
     (disk / "ballast").unlink()
     assert finish(processes) == [0], run.log(0).read_text()
     assert (root / "step-0000000040" / "checkpoint.json").exists()

@@ -74,7 +74,7 @@ class _Stuck(IterableDataset[torch.Tensor]):
 
 def _held_up(trainer: Trainer) -> None:
     ckpt = trainer.begin()
-    page = JobDir.of(trainer.root, next(trainer.memory.glob("rekindle-*"))).status_page(0)
+    page = JobDir.of(trainer.root, next(trainer.memory.glob("rekindle-*"))).paths.status_page(0)
     watchdog = "fast" if trainer.attempt != 1 else True
     with ckpt.guard(watchdog=watchdog) as guard:
         assert guard.connected(30)

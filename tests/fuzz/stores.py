@@ -22,7 +22,9 @@ from rekindle.errors import RekindleError
 from rekindle.format.layout import DTYPES, Chunk, Layout
 from rekindle.format.names import MANIFEST, job_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import checksum
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.clean_up import remove_departed_ranks
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.local_state import Smalls, padded
 from rekindle.memory.rebuild import compose_for_the_dead
 from rekindle.memory.slots import Slots
@@ -190,7 +192,7 @@ def _job_seed() -> Path:
     job = JobDir(base / "job")
     job.path.parent.mkdir(mode=0o700)
     job.create()
-    job.write_job(Job(str(root), [0, 1], 2, 2, None, 60.0))
+    job.write_job(JobInfo(str(root), [0, 1], 2, 2, None, 60.0))
     for rank in (0, 1):
         found, data = sharded(rank)
         smalls = [Smalls(job, rank), Smalls(job, rank, before_update=True)]
@@ -206,12 +208,12 @@ def _job_seed() -> Path:
         slots = Slots(job, rank, 2, [0, 1])
         commit(slots, found, data)
         slots.close()
-        StatusPage(job.status_page(rank), 1)
-        job.rank_lock(rank).touch()
-    job.write_durable(3)
-    job.agent_status.write_text(json.dumps({"error": "storage is full", "durable": 3, "step": None, "done": 0}))
+        StatusPage(job.paths.status_page(rank), 1)
+        job.paths.rank_lock(rank).touch()
+    job.notes.write_durable(3)
+    job.paths.agent_status.write_text(json.dumps({"error": "storage is full", "durable": 3, "step": None, "done": 0}))
     fault = {"cause": "hang", "rank": 1, "generation": 1, "step": 5, "what": "rank 1 hangs", "detail": ""}
-    job.fault.write_text(json.dumps({**fault, "noticed": 1.5, "at": 2.5}))
+    job.paths.fault.write_text(json.dumps({**fault, "noticed": 1.5, "at": 2.5}))
     return job.path
 
 
@@ -271,9 +273,11 @@ class memory:
         ):
             command(*given, "--memory", place)
         refused(lambda: job_status(job))
-        refused(lambda: str(job.drain_error()) + str(job.durable()))
+        refused(lambda: str(job.notes.drain_error()) + str(job.notes.durable()))
         refused(lambda: compose_for_the_dead(job))
-        refused(lambda: [job.remove_strangers(stamp.checkpoint) for stamp, _ in list(job.stamps())[:1]])
+        refused(
+            lambda: [remove_departed_ranks(job, stamp.checkpoint) for stamp, _ in list(job.snapshots.shard_ids())[:1]]
+        )
         restored(root, 2, job)
         drainer = Drainer(job)
         for _ in range(2):

@@ -113,7 +113,7 @@ class watch:
     @staticmethod
     def run(case: Case, place: Path) -> None:
         job = JobDir(place)
-        page = StatusPage(job.status_page(0), 1)
+        page = StatusPage(job.paths.status_page(0), 1)
         page.write()
         lines = []
         for name, seed in (("hello", {**watch.HELLO, "pid": os.getpid()}), ("fault", {"fault": dict(watch.FAULT)})):
@@ -135,7 +135,7 @@ async def _watched(job: JobDir, lines: list[bytes], page: list[int]) -> None:
     to_agent.write(b"".join(lines))
     for _ in range(3):
         await asyncio.sleep(0)
-    path = job.status_page(0)
+    path = job.paths.status_page(0)
     data = bytearray(path.read_bytes())
     data[page[0]] = page[1]
     path.write_bytes(data)

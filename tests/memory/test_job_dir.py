@@ -14,7 +14,8 @@ import pytest
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import job_name, receipt_name, shard_name, step_dir
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.lock import Lock
 
 HOLD = """
@@ -74,7 +75,7 @@ def test_without_a_word_memory_is_tmpfs_where_there_is_one(monkeypatch):
 
 def test_what_is_made_is_ours_alone(job):
     job.create()
-    for path in (job.path.parent, job.path, job.slots):
+    for path in (job.path.parent, job.path, job.paths.slots):
         assert path.is_dir() and path.stat().st_mode & 0o777 == 0o700
     job.create()  # again, by the next rank
     job.check()
@@ -93,7 +94,7 @@ def test_an_open_umask_does_not_open_the_directory(job):
 def test_a_symbolic_link_is_refused(job, tmp_path, part):
     target = tmp_path / "trap"
     target.mkdir(mode=0o700)
-    place = {"parent": job.path.parent, "path": job.path, "slots": job.slots}[part]
+    place = {"parent": job.path.parent, "path": job.path, "slots": job.paths.slots}[part]
     for above in reversed(place.relative_to(job.path.parent.parent).parents[:-1]):
         (job.path.parent.parent / above).mkdir(mode=0o700, exist_ok=True)
     place.symlink_to(target)
@@ -218,7 +219,7 @@ def test_a_waiter_does_not_get_a_lock_whose_file_was_removed(tmp_path):
 
 def test_a_rank_is_trained_by_one_process(job):
     job.create()
-    with process(HOLD, job.rank_lock(3)) as holder:
+    with process(HOLD, job.paths.rank_lock(3)) as holder:
         assert job.trainers() == {3: holder.pid}
         with pytest.raises(BusyError, match=str(holder.pid)):
             job.lock_rank(3, 0.05)
@@ -234,7 +235,7 @@ def test_a_rank_is_trained_by_one_process(job):
 def test_the_job_is_what_was_written(job):
     job.create()
     assert job.read_job() is None
-    wanted = Job("/root", [0, 1], 4, 2, None, 900.0)
+    wanted = JobInfo("/root", [0, 1], 4, 2, None, 900.0)
     job.write_job(wanted)
     assert job.read_job() == wanted
     (job.path / "job.json").write_text("{}")
@@ -244,10 +245,10 @@ def test_the_job_is_what_was_written(job):
 
 def test_the_durable_step_is_remembered(job):
     job.create()
-    assert job.durable() is None
-    job.write_durable(41)
-    job.write_durable(42)
-    assert job.durable() == 42
+    assert job.notes.durable() is None
+    job.notes.write_durable(41)
+    job.notes.write_durable(42)
+    assert job.notes.durable() == 42
     assert not list(job.path.glob(".*.tmp"))
 
 
@@ -255,13 +256,13 @@ def test_the_durable_step_is_remembered_in_full_memory_too(small_tmpfs, root):
     """What is noted there is what the next start goes by, should storage be away then."""
     job = JobDir.of(root, memory_base(small_tmpfs(1 << 20)))
     job.create()
-    job.write_durable(9)
+    job.notes.write_durable(9)
     with pytest.raises(OSError, match="No space left"), open(job.path / "in the way", "wb", buffering=0) as file:
         while file.write(bytes(1 << 12)):
             pass
     for step in (10, 9):
-        job.write_durable(step)
-        assert job.durable() == step
+        job.notes.write_durable(step)
+        assert job.notes.durable() == step
     assert not list(job.path.glob(".*.tmp"))
 
 
@@ -277,14 +278,14 @@ def put(job: JobDir, shard_of, step: int, rank: int = 0, world: int = 1) -> Path
 
 
 def test_damaged_and_foreign_files_are_not_taken_for_snapshots(job, shard_of):
-    assert list(job.stamps()) == []
+    assert list(job.snapshots.shard_ids()) == []
     job.create()
     good = put(job, shard_of, 1)
     put(job, shard_of, 2).write_bytes(b"\0" * 100)
     (job.path / "step-0000000003").mkdir()
     (job.path / "step-0000000003" / "notes.json").write_text("{}")
     (job.path / "step-4").mkdir()
-    assert [(stamp.step, path) for stamp, path in job.stamps()] == [(1, good)]
+    assert [(stamp.step, path) for stamp, path in job.snapshots.shard_ids()] == [(1, good)]
 
 
 def test_one_ranks_snapshots_can_be_removed_alone(job, shard_of):
@@ -292,20 +293,20 @@ def test_one_ranks_snapshots_can_be_removed_alone(job, shard_of):
     for step in (1, 2):
         for rank in (0, 1):
             put(job, shard_of, step, rank, 2)
-    (job.slots / "rank-00001-7.slot").write_bytes(b"x")
-    job.remove_snapshots(1)
-    assert sorted((stamp.step, stamp.rank) for stamp, _ in job.stamps()) == [(1, 0), (2, 0)]
-    assert not list(job.slots.iterdir())
-    job.remove_snapshots()
-    assert list(job.stamps()) == [] and not list(job.path.glob("step-*"))
+    (job.paths.slots / "rank-00001-7.slot").write_bytes(b"x")
+    job.snapshots.remove(1)
+    assert sorted((stamp.step, stamp.rank) for stamp, _ in job.snapshots.shard_ids()) == [(1, 0), (2, 0)]
+    assert not list(job.paths.slots.iterdir())
+    job.snapshots.remove()
+    assert list(job.snapshots.shard_ids()) == [] and not list(job.path.glob("step-*"))
 
 
 def test_a_job_is_not_removed_under_a_trainer(job, shard_of):
     job.create()
     put(job, shard_of, 1)
-    with process(HOLD, job.rank_lock(0)):
+    with process(HOLD, job.paths.rank_lock(0)):
         assert not job.remove()
-        assert [stamp.step for stamp, _ in job.stamps()] == [1]
+        assert [stamp.step for stamp, _ in job.snapshots.shard_ids()] == [1]
     assert job.remove()
     assert not job.path.exists()
     assert job.remove()
@@ -314,6 +315,6 @@ def test_a_job_is_not_removed_under_a_trainer(job, shard_of):
 def test_held_and_free_bytes_are_those_of_the_file_system(job):
     job.create()
     before = job.held_bytes()
-    (job.slots / "rank-00000-1.slot").write_bytes(b"x" * 100_000)
+    (job.paths.slots / "rank-00000-1.slot").write_bytes(b"x" * 100_000)
     assert 100_000 <= job.held_bytes() - before <= 200_000
     assert 0 < job.free_bytes() <= os.statvfs(job.path).f_blocks * os.statvfs(job.path).f_frsize

@@ -62,7 +62,7 @@ def test_a_damaged_one_is_left_out(job: JobDir, at: int) -> None:
     smalls = writer(job)
     for step in (1, 2):
         smalls.write(stamp(step), b"[1]", body(b"12345"))
-    path = job.small(0, "1")
+    path = job.paths.local_state(0, "1")
     raw = bytearray(path.read_bytes())
     raw[at] ^= 0xFF
     path.write_bytes(raw)

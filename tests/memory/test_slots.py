@@ -18,7 +18,8 @@ from rekindle.errors import MemoryStoreError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.shard import OpenShard
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slot, Slots
 from rekindle.storage.verify import verify_shard
 from tests.conftest import make_shard
@@ -59,11 +60,11 @@ def save(slots: Slots, step: int, incarnation: Incarnation = FIRST, size: int = 
 
 
 def steps(job: JobDir, rank: int = 0) -> list[int]:
-    return sorted(stamp.step for stamp, _ in job.stamps() if stamp.rank == rank)
+    return sorted(stamp.step for stamp, _ in job.snapshots.shard_ids() if stamp.rank == rank)
 
 
 def files(job: JobDir, rank: int = 0) -> list[Path]:
-    return job.rank_files(rank)
+    return job.snapshots.rank_files(rank)
 
 
 def open_step(job: JobDir, step: int, rank: int = 0, world: int = 1) -> OpenShard:
@@ -85,7 +86,7 @@ def alone(job: JobDir, limit: int | None = None) -> Slots:
 
 
 def test_a_removed_directory_says_what_the_job_is_before_it_has_a_snapshot(job: JobDir) -> None:
-    lock, known = job.lock_rank(0, 5.0), Job("/run", [0], 1, 2, None, 60.0)
+    lock, known = job.lock_rank(0, 5.0), JobInfo("/run", [0], 1, 2, None, 60.0)
     job.write_job(known)
     slots = alone(job)
     save(slots, 1)
@@ -186,7 +187,7 @@ def test_a_receipt_can_be_replaced_in_place(job):
     save(slots, 1, persist=False)
     stamp = ShardId(1, 0, 1, FIRST, persist=True)
     slots.write_receipt(stamp, make_shard(stamp, {"x": content(1)})[0].raw)
-    assert [stamp.persist for stamp, _ in job.stamps()] == [True]
+    assert [stamp.persist for stamp, _ in job.snapshots.shard_ids()] == [True]
     assert_sound(job, 1)
 
 
@@ -198,7 +199,7 @@ def test_closing_gives_the_memory_back_only_when_asked_to(job):
     again = alone(job)
     again.adopt()
     again.close()
-    again.job.remove_snapshots(again.rank)
+    again.job.snapshots.remove(again.rank)
     assert steps(job) == [] and files(job) == []
 
 
@@ -279,7 +280,9 @@ def test_a_successor_uncommits_what_it_left_behind_before_it_writes(job):
     slot = begin(successor, 4, second)
     assert steps(job) == [3]
     end(successor, slot, 4, second)
-    assert [(s.step, s.incarnation.generation) for s, _ in sorted(job.stamps(), key=lambda e: e[0].step)] == [
+    assert [
+        (s.step, s.incarnation.generation) for s, _ in sorted(job.snapshots.shard_ids(), key=lambda e: e[0].step)
+    ] == [
         (3, 1),
         (4, 2),
     ]
@@ -468,7 +471,7 @@ def test_a_snapshot_on_its_way_to_storage_is_not_the_first_to_go(job):
     for step in (1, 2, 3, 4, 5):
         save(slots, step, persist=step == 2)
     assert 2 in steps(job) and 5 in steps(job)
-    job.write_durable(2)
+    job.notes.write_durable(2)
     save(slots, 6)
     save(slots, 7)
     assert 2 not in steps(job)
@@ -489,7 +492,7 @@ def test_the_oldest_snapshot_that_is_to_be_pinned_stays_until_storage_has_it(job
     assert steps(job)[0] == 1 and 2 not in steps(job) and len(files(job)) <= 4
     assert slots.to_pin(ShardId(1, 0, 1, FIRST)) == [], "older ones only"
     assert slots.to_pin(ShardId(9, 0, 1, Incarnation(2, "b" * 16, parent="a" * 16, parent_step=0))) == [], "abandoned"
-    job.write_durable(1)
+    job.notes.write_durable(1)
     assert slots.to_pin(newest) == []
     pin(7)
     for step in (8, 9, 10):
@@ -577,14 +580,14 @@ def test_whatever_happens_a_complete_snapshot_stays_and_pinned_bytes_do_not_chan
             elif what == "unpin" and pins:
                 pins.pop(-1 if flag else 0).close()
             elif what == "durable" and complete():
-                job.write_durable(max(complete()))
+                job.notes.write_durable(max(complete()))
             check(had)
     finally:
         for shard in pins:
             shard.close()
         for slots in ranks:
             slots.close()
-            slots.job.remove_snapshots(slots.rank)
+            slots.job.snapshots.remove(slots.rank)
 
 
 # -- no room ---------------------------------------------------------------------------------------------------------
@@ -664,7 +667,7 @@ def fill(path: Path) -> None:
 
 def test_a_directory_that_went_away_is_an_error_that_names_it(job):
     slots = alone(job)
-    job.slots.rmdir()
+    job.paths.slots.rmdir()
     with pytest.raises(MemoryStoreError, match=str(job.path)):
         slots.acquire(1, FIRST, FILE)
 

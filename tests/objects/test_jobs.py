@@ -28,7 +28,8 @@ from rekindle.common.os_errors import explain
 from rekindle.errors import UsageError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import root_of
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage import bucket as bucket_module
 from rekindle.storage.catalog import find_copies
@@ -60,7 +61,7 @@ def snapshot(memory: Path) -> Iterator[Callable[..., JobDir]]:
         ) -> JobDir:
             job, everyone = JobDir.of(root, memory_base()), list(range(ranks))
             job.create()
-            job.write_job(Job(root, everyone, ranks, 1, None, 600.0, drain_limit))
+            job.write_job(JobInfo(root, everyone, ranks, 1, None, 600.0, drain_limit))
             for rank in everyone:
                 stamp = ShardId(step, rank, ranks, FIRST)
                 receipt, data = make_shard(stamp, {f"x{rank}": random.Random(step).randbytes(nbytes)})
@@ -147,7 +148,7 @@ def test_a_prefix_that_was_emptied_is_a_run_that_was_deleted(
     url: str, snapshot: Callable[..., JobDir], caplog: pytest.LogCaptureFixture
 ) -> None:
     job = snapshot(url, 3, 1000)
-    assert Drainer(job).tick() and job.durable() == 3
+    assert Drainer(job).tick() and job.notes.durable() == 3
     snapshot(url, 4, 1000)
     store = ObjectStore(url)
     store.bucket.delete([found.name for found in store.bucket.walk()])

@@ -45,7 +45,7 @@ class Stores:
             shutil.copytree(other.root, self.root, symlinks=True)
             return
         self.job.create()
-        for directory in other.job.step_dirs():
+        for directory in other.job.snapshots.step_dirs():
             shutil.copytree(directory, self.job.path / directory.name)
 
     def remove(self) -> None:

@@ -86,7 +86,7 @@ def test_what_memory_has_lost_is_not_waited_for(root: Path, memory: Path) -> Non
     ckpt = start(root, training)
     go(ckpt, training, 1, 2)
     ckpt._saves.settle()
-    JobDir.of(root, memory_base(memory)).remove_snapshots(0)
+    JobDir.of(root, memory_base(memory)).snapshots.remove(0)
     with pytest.raises(rekindle.NotDurableError, match="nobody carries it there: rank 0 has no part"):
         closed_within(ckpt)
 
@@ -100,7 +100,7 @@ def test_a_snapshot_that_is_sent_later_is_not_given_up_for_newer_ones(root: Path
     ckpt.save(1)
     go(ckpt, training, 2, 5)
     ckpt._saves.settle()
-    steps = {stamp.step for stamp, _ in JobDir.of(root, memory_base(memory)).stamps()}
+    steps = {stamp.step for stamp, _ in JobDir.of(root, memory_base(memory)).snapshots.shard_ids()}
     root.unlink()
     assert steps >= {1, 5}
     closed_within(ckpt)
@@ -241,7 +241,9 @@ def test_what_was_restored_and_is_durable_stays_in_memory_no_longer(root: Path, 
     ckpt = rekindle.Checkpointer(root, Training().state, persist_every=1000)
     assert ckpt.restore(step=4) == 4
     closed_within(ckpt)
-    assert max(stamp.step for stamp, _ in job.stamps()) == 5, "what was not gone on from is left to the next start"
+    assert max(stamp.step for stamp, _ in job.snapshots.shard_ids()) == 5, (
+        "what was not gone on from is left to the next start"
+    )
     ckpt = rekindle.Checkpointer(root, Training().state, persist_every=1000)
     assert ckpt.restore() == 5 and ckpt.metrics.restored_from == "memory"
     closed_within(ckpt)

@@ -61,7 +61,7 @@ def test_a_list_that_grows_costs_no_new_plan_and_is_one_value(root: Path, memory
         ckpt.save(step, wait="memory")
         plans.add(id(ckpt._capture.prepare()[0]))
     assert len(plans) == 1
-    path = max(path for _, path in job.stamps())
+    path = max(path for _, path in job.snapshots.shard_ids())
     receipt = Receipt.decode(path.read_bytes(), path)
     assert len(receipt.values) == 1
     assert bits(decode(receipt.values[0])) == bits([*FLOATS, 1.0, 2.0, 3.0])

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.memory.job_dir import JobDir, Trace
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.notes import RootIdentity
 from rekindle.storage.checks import trace_of
 from rekindle.storage.identity import shows_deletion, take_trace
 from rekindle.storage.posix import PosixStore
@@ -24,7 +25,7 @@ def mount(*command: str | Path) -> None:
     subprocess.run(["mount", *map(str, command)], check=True)
 
 
-def written(root: Path) -> Trace:
+def written(root: Path) -> RootIdentity:
     root.mkdir(parents=True, exist_ok=True)
     (root / "checkpoint").write_text("of a run")
     return take_trace(root)
@@ -125,7 +126,7 @@ def test_a_root_that_something_is_mounted_over_was_not_deleted(tmp_path: Path) -
 
 
 def note(job: JobDir, store: PosixStore, step: int) -> None:
-    job.write_durable(step, trace_of(store, step))
+    job.notes.write_durable(step, trace_of(store, step))
 
 
 @pytest.mark.parametrize("damage", [b"", b"[", b"{}", b"[[1, 2, 3]]", b'[["1", 2, 3, 4]]', b"[true]", b"7"])
@@ -137,9 +138,9 @@ def test_a_note_that_is_damaged_or_missing_tells_of_no_deletion(damage: bytes, r
     store = PosixStore(root)
     note(job, store, 1)
     shutil.rmtree(root)
-    assert store.was_deleted(job.trace())
+    assert store.was_deleted(job.notes.root_identity())
     (job.path / "root.json").write_bytes(damage)
-    assert not store.was_deleted(job.trace())
+    assert not store.was_deleted(job.notes.root_identity())
 
 
 def test_what_was_not_seen_is_not_noted_and_an_older_note_goes(root: Path, memory: Path) -> None:
@@ -148,9 +149,9 @@ def test_what_was_not_seen_is_not_noted_and_an_older_note_goes(root: Path, memor
     (root / "step-0000000001").mkdir(parents=True)
     (root / "step-0000000001" / "checkpoint.json").write_text("{}")
     note(job, PosixStore(root), 1)
-    assert job.trace() == take_trace(root)
+    assert job.notes.root_identity() == take_trace(root)
     note(job, PosixStore(root), 2)
-    assert (job.durable(), job.trace()) == (2, None)
+    assert (job.notes.durable(), job.notes.root_identity()) == (2, None)
     note(job, PosixStore(root), 1)
-    job.forget_durable()
-    assert (job.durable(), job.trace()) == (None, None)
+    job.notes.forget_durable()
+    assert (job.notes.durable(), job.notes.root_identity()) == (None, None)

@@ -15,7 +15,8 @@ import rekindle
 from rekindle.agent.drain import Drainer
 from rekindle.cli.main import main
 from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from tests.conftest import commit, make_shard
@@ -103,7 +104,7 @@ def test_a_pin_is_there_with_the_checkpoint(
 ) -> None:
     job = JobDir.of(root, memory_base())
     job.create()
-    job.write_job(Job(str(root), [0], 1, 1, None, 600.0))
+    job.write_job(JobInfo(str(root), [0], 1, 1, None, 600.0))
     slots = Slots(job, 0, 1, [0])
     stamp = ShardId(1, 0, 1, FIRST, pinned=asked == "before the drain")
     receipt, data = make_shard(stamp, {"x": b"x" * 1000})

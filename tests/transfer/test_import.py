@@ -334,7 +334,7 @@ def test_not_while_a_job_runs(root: Path, memory: Path, tmp_path: Path) -> None:
     job = JobDir.of(root, memory_base(memory))
     job.create()
     code = "import fcntl, sys, time; fcntl.flock(int(sys.argv[1]), fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)"
-    with open(job.rank_lock(0), "w") as held:
+    with open(job.paths.rank_lock(0), "w") as held:
         fd = held.fileno()
         child = subprocess.Popen([sys.executable, "-c", code, str(fd)], pass_fds=[fd], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline()

@@ -158,7 +158,7 @@ class _Job:
         self.root, self.base = place / "run", memory_base(place / "memory")
         self.job = JobDir.of(self.root, self.base)
         self.job.create()
-        self.lock = Lock(self.job.agent_lock)
+        self.lock = Lock(self.job.paths.agent_lock)
         assert self.lock.acquire()
         self.weights = torch.zeros(5000)
         self.values = rekindle.Values(weights=self.weights)

@@ -106,23 +106,23 @@ def test_memory_that_goes_and_comes_back(how: str, root: Path, memory: Path, job
             (memory / job.path.parent.name).rename(memory / "away")
             (memory / job.path.parent.name).write_text("in the way")
         else:  # a file where the directory of free files should be
-            take_away(job.slots)
-            job.slots.write_text("in the way")
+            take_away(job.paths.slots)
+            job.paths.slots.write_text("in the way")
         step = until(lambda: ckpt.metrics.direct >= 5 and newest(root) > 1, ckpt, weights, step)
         assert ckpt.metrics.memory_lost == 1 and ckpt.metrics.memory_back == 0
         if how == "removed":
             (memory / job.path.parent.name).unlink()
             (memory / "away").rename(memory / job.path.parent.name)
         else:
-            job.slots.unlink()
-            job.slots.mkdir(mode=0o700)
+            job.paths.slots.unlink()
+            job.paths.slots.mkdir(mode=0o700)
         step = until(lambda: ckpt.metrics.memory_back, ckpt, weights, step)
         direct = ckpt.metrics.direct
         step = until(lambda: real_agent(job) and newest(root) > step, ckpt, weights, step)
         if how == "removed":
             assert job.agent() != agent, "the one that had no directory any more has left"
             wait_for(lambda: over(agent))
-        assert read_status(job.status_page(0)).pid == os.getpid()
+        assert read_status(job.paths.status_page(0)).pid == os.getpid()
     ckpt.close(timeout=30)
     assert ckpt.metrics.direct == direct, "all go into memory again"
     changes = [line for line in alarms() if "straight to storage" in line or "memory takes saves again" in line]
@@ -263,7 +263,7 @@ def test_a_restore_from_storage_notes_what_storage_has(disk: Disk, small_tmpfs: 
 
 def test_all_ranks_refuse_what_one_of_them_has_to(root: Path, memory: Path, job: JobDir) -> None:
     job.create()
-    job.write_durable(3)
+    job.notes.write_durable(3)
     run = Run(root, memory, world=2, steps=3)
     assert train(run) == [1, 1]
     for rank in range(2):

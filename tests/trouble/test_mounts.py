@@ -19,7 +19,8 @@ import torch
 import rekindle
 from rekindle.agent.drain import Drainer
 from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.memory.job_dir import Job, JobDir, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
@@ -37,7 +38,7 @@ def put(disk: Disk, memory: Path) -> Iterator[Callable[[int], JobDir]]:
         def save(step: int) -> JobDir:
             job = JobDir.of(disk.root, memory_base())
             job.create()
-            job.write_job(Job(str(disk.root), [0], 1, 1, None, 600.0, None))
+            job.write_job(JobInfo(str(disk.root), [0], 1, 1, None, 600.0, None))
             receipt, data = make_shard(ShardId(step, 0, 1, START), {"x": b"%d" % step})
             slots = Slots(job, 0, 1, [0])
             stack.callback(slots.close)
@@ -67,13 +68,13 @@ def test_an_agent_looks_again_before_it_says_durable(
     assert drainer.tick() and disk.really() == [1]
     put(2)
     before(moment, monkeypatch, disk.unmount)
-    assert not drainer.tick() and drainer.job.durable() == 1
+    assert not drainer.tick() and drainer.job.notes.durable() == 1
     assert "there, and nothing is now" in str(drainer.progress.error) or "is gone" in str(drainer.progress.error)
     drainer._retry_at = 0.0
     assert not drainer.tick() and "step 1 was there, and nothing is now" in str(drainer.progress.error)
     disk.mount()
     drainer._retry_at = 0.0
-    assert drainer.tick() and disk.really() == [2] and drainer.job.durable() == 2
+    assert drainer.tick() and disk.really() == [2] and drainer.job.notes.durable() == 2
 
 
 def test_what_is_gone_when_the_mount_is_back_is_drained_again(
@@ -253,7 +254,7 @@ def test_a_start_that_goes_on_from_memory_knows_what_storage_has(disk: Disk, mem
         for step in steps:
             ckpt.step(step) if step % 2 else ckpt.save(step, wait="durable", timeout=20)
         stored = steps[-1] // 2 * 2
-        wait_until(lambda: job.durable() == stored)  # noqa: B023 - waited for here
+        wait_until(lambda: job.notes.durable() == stored)  # noqa: B023 - waited for here
         ckpt._saves.secure(20)
         agent = job.agent()
         if agent is not None:
@@ -263,7 +264,7 @@ def test_a_start_that_goes_on_from_memory_knows_what_storage_has(disk: Disk, mem
     disk.unmount()
     ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory, persist_every=2)
     assert ckpt.restore() == 5
-    assert job.durable() in (4, 5), "noted still; 5, if an agent came in between"
+    assert job.notes.durable() in (4, 5), "noted still; 5, if an agent came in between"
     disk.mount()
     ckpt.save(6, wait="durable", timeout=20)
     ckpt.close(timeout=20)

@@ -99,7 +99,7 @@ def test_two_jobs_at_one_root_on_different_nodes(root: Path, memory: Path) -> No
     for step in (2, 3, 4, 5):
         first.step(step)
     job = JobDir.of(root, memory_base(memory / "a"))
-    assert "end one of the two" in wait_for(job.drain_error, what="an alarm")
+    assert "end one of the two" in wait_for(job.notes.drain_error, what="an alarm")
     with pytest.raises(rekindle.NotDurableError, match="end one of the two"):
         first.close(timeout=1)
     assert sound(root) == before, "nothing of the later start is touched"
@@ -156,7 +156,7 @@ def test_a_root_that_becomes_read_only(memory: Path, mounted: Callable[..., Path
         weights.fill_(step)
         ckpt.step(step)
     job = JobDir.of(root, memory_base(memory))
-    assert "mount it writable again" in wait_for(job.drain_error, what="an alarm")
+    assert "mount it writable again" in wait_for(job.notes.drain_error, what="an alarm")
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     ckpt.close(timeout=40)
     assert ckpt.metrics.failed == 0 and newest(root) == 5
@@ -282,13 +282,13 @@ def killed(root: Path, memory: Path) -> JobDir:
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     job = JobDir.of(root, memory_base(memory))
-    assert {5, 6} <= {stamp.step for stamp, _ in job.stamps()}
+    assert {5, 6} <= {stamp.step for stamp, _ in job.snapshots.shard_ids()}
     return job
 
 
 def delete(root: Path, job: JobDir) -> None:
     """As a person would, who sees that nothing is written any more."""
-    wait_for(lambda: job.durable() == 6, what="the agent to carry what the killed run has left")
+    wait_for(lambda: job.notes.durable() == 6, what="the agent to carry what the killed run has left")
     while root.exists():
         shutil.rmtree(root, ignore_errors=True)
 
@@ -305,7 +305,9 @@ def test_a_run_that_was_deleted_is_begun_anew(
     for step in (1, 2):
         weights.fill_(step)
         ckpt.step(step)
-        assert {stamp.step for stamp, _ in job.stamps()} <= {1, 2}, "memory has given up the steps of that run"
+        assert {stamp.step for stamp, _ in job.snapshots.shard_ids()} <= {1, 2}, (
+            "memory has given up the steps of that run"
+        )
     ckpt.close(timeout=30)
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert told == [
@@ -373,7 +375,7 @@ def test_a_root_deleted_while_training_is_made_anew(
 
 def test_steps_deleted_from_a_root_that_stays_are_a_deleted_run_too(root: Path, memory: Path) -> None:
     job = killed(root, memory)
-    wait_for(lambda: job.durable() == 6)
+    wait_for(lambda: job.notes.durable() == 6)
     (root / "notes.txt").write_text("mine")
     while list(root.glob("step-*")):
         for path in root.glob("step-*"):
@@ -400,7 +402,7 @@ def _begin_anew_until_killed(root: Path, memory: Path) -> None:
 def back(root: Path, memory: Path) -> Path:
     """A root whose checkpoints were moved away, so that the job began anew and was killed, and then moved back."""
     job = killed(root, memory)
-    wait_for(lambda: job.durable() == 6)
+    wait_for(lambda: job.notes.durable() == 6)
     moved = root.rename(root.with_name("moved"))
     process = context.Process(target=_begin_anew_until_killed, args=(root, memory))
     process.start()
@@ -436,7 +438,7 @@ def test_either_run_is_gone_on_from_on_purpose(step: int, back: Path, memory: Pa
 
 def test_a_run_that_comes_back_while_the_job_runs_is_not_pruned(root: Path, memory: Path) -> None:
     job = killed(root, memory)
-    wait_for(lambda: job.durable() == 6)
+    wait_for(lambda: job.notes.durable() == 6)
     moved = root.rename(root.with_name("moved"))
     ckpt, weights = job_of(root, memory)
     assert ckpt.restore() == 0

@@ -72,7 +72,7 @@ def durable(root: Path) -> list[int]:
 
 
 def told(job: JobDir) -> str:
-    return job.drain_error()
+    return job.notes.drain_error()
 
 
 def ask(*arguments: object, timeout: float = 40) -> subprocess.CompletedProcess[str]:

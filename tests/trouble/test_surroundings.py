@@ -99,11 +99,11 @@ def test_a_drain_whose_mount_vanishes_goes_on_when_it_is_back(
     disk.chmod(0o555)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,ro", "tmpfs", str(disk)], check=True)
     step = 1
-    while "mount it writable again" not in job.drain_error():
+    while "mount it writable again" not in job.notes.drain_error():
         step += 1
         ckpt.step(step)
         time.sleep(0.05)
-        assert step < 400, job.drain_error()
+        assert step < 400, job.notes.drain_error()
     subprocess.run(["umount", str(disk)], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=True)
     ckpt.close(timeout=30)
@@ -223,7 +223,7 @@ def test_files_truncated_in_memory_cost_no_step_that_another_copy_has(
     processes = start(run)
     wait_for(lambda: list(root.glob("step-*/checkpoint.json")), what="a durable step")
     for _ in range(10):
-        for path in [*job.path.glob("step-*/*"), *job.slots.glob("*")]:
+        for path in [*job.path.glob("step-*/*"), *job.paths.slots.glob("*")]:
             with open(path, "ab") as file:
                 file.truncate(100)
         time.sleep(0.1)
@@ -245,7 +245,7 @@ def test_a_truncated_status_page_does_not_end_rekindle_status(root: Path, memory
         ckpt.step(1)
         assert guard.connected(20)
         agent = job.agent()
-        os.truncate(job.status_page(0), 0)
+        os.truncate(job.paths.status_page(0), 0)
         command = [sys.executable, "-m", "rekindle", "status", str(root), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         assert done.returncode == 0, done.stderr

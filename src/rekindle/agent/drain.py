@@ -12,7 +12,10 @@ from rekindle.common.os_errors import describe_error
 from rekindle.errors import CorruptError
 from rekindle.format.lineage import CheckpointKey, ShardId, elsewhere, live
 from rekindle.format.shard import OpenShard
-from rekindle.memory.job_dir import Job, JobDir, Trace
+from rekindle.memory.clean_up import remove_departed_ranks
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.notes import RootIdentity
 from rekindle.storage.back import prune_chosen
 from rekindle.storage.catalog import StoredCopy, find_copies
 from rekindle.storage.checks import check_written, lacks, newest_on, overtaken, rival, trace_of, was_deleted
@@ -87,7 +90,7 @@ class Drainer:
     """Steps of which this node's part is on storage, and other ranks' parts are not; and since when."""
     _tell_at: float = 0.0
     """When to look again whose part is missing."""
-    _trace: Trace | None = None
+    _trace: RootIdentity | None = None
     """Of the root into which something was published last."""
     _ask_at: float = 0.0
     _look_at: float = 0.0
@@ -148,7 +151,7 @@ class Drainer:
         log.warning("not drained, next try in %.1f s: %s", self._delay, self.progress.error)
         self._delay = min(2 * self._delay, _RETRY_LONGEST)
 
-    def _complete(self, info: Job, look: bool = True, waiting: bool = False) -> list[StoredCopy]:
+    def _complete(self, info: JobInfo, look: bool = True, waiting: bool = False) -> list[StoredCopy]:
         """Snapshots in this node's memory that all of its ranks have, newest first, none abandoned or damaged.
 
         With ``waiting`` those too of which this node has nothing left to do, and others have. Without ``look`` nothing
@@ -169,7 +172,7 @@ class Drainer:
             if c.checkpoint not in self._broken and (waiting or c.checkpoint not in self._waiting) and has_all(c)
         ]
 
-    def _next(self, info: Job) -> StoredCopy | None:
+    def _next(self, info: JobInfo) -> StoredCopy | None:
         self.progress.given_up = None
         trained = bool(self.job.trainers())
         look = not trained or time.monotonic() >= self._look_at
@@ -202,7 +205,7 @@ class Drainer:
         ahead = (c for c in complete[::-1] if c.pinned and (self._settled is None or c.checkpoint > self._settled))
         return next(ahead, next(iter(complete), None))
 
-    def _due(self, info: Job) -> bool:
+    def _due(self, info: JobInfo) -> bool:
         """True if storage may get a snapshot unasked: the last drain began long enough ago.
 
         That is noted in a file, so a restart of the agent changes nothing. A clock that was set back, as by a new boot
@@ -210,13 +213,13 @@ class Drainer:
         """
         if info.persist_seconds is None:
             return False
-        began, seconds = self.job.drained() or (-math.inf, 0.0)
+        began, seconds = self.job.notes.last_drain() or (-math.inf, 0.0)
         return not seconds <= time.monotonic() - began < drain_interval(info.persist_seconds, seconds)
 
     def _was_deleted(self, store: Store) -> bool:
-        return was_deleted(store, self.job.durable(), self.job.trace())
+        return was_deleted(store, self.job.notes.durable(), self.job.notes.root_identity())
 
-    def _anew(self, info: Job, complete: list[StoredCopy]) -> StoredCopy | None:
+    def _anew(self, info: JobInfo, complete: list[StoredCopy]) -> StoredCopy | None:
         """What goes into a root that was deleted: what the start that trains now has saved. The rest went with it."""
         ours = next((copy for copy in complete if copy.incarnation.id == info.start), None)
         if ours is not None:
@@ -234,7 +237,7 @@ class Drainer:
     def _is_settled(self, copy: StoredCopy) -> bool:
         return copy.checkpoint == self._settled and time.monotonic() < self._doubt_at
 
-    def _left_behind(self, info: Job, newest: ShardId) -> None:
+    def _left_behind(self, info: JobInfo, newest: ShardId) -> None:
         why = rival(info.root, newest, "what this one saves stays in memory")
         if self.progress.error != why:
             log.warning("not drained: %s", why)
@@ -243,7 +246,7 @@ class Drainer:
     def _newest_durable(self, store: Store) -> ShardId | None:
         """The newest checkpoint on storage that no start of the job has abandoned, as far as this node can tell."""
         starts = {copy.incarnation for copy in find_copies(self.job, None)}
-        return newest_on(store, self.job.durable(), starts, self.job.trace())
+        return newest_on(store, self.job.notes.durable(), starts, self.job.notes.root_identity())
 
     def pending(self) -> int | None:
         """The step in this node's memory that storage lacks, or has this node's part of only. None of a root that was
@@ -272,7 +275,7 @@ class Drainer:
         if self.progress.waits not in (None, told):
             log.warning("%s", self.progress.waits)
 
-    def _drain(self, info: Job, copy: StoredCopy) -> bool:
+    def _drain(self, info: JobInfo, copy: StoredCopy) -> bool:
         began = time.monotonic()
         store = open_store(info.root)
         stamps = [ShardId(copy.step, rank, copy.world, copy.incarnation) for rank in _local(info, copy)]
@@ -292,7 +295,7 @@ class Drainer:
         self.progress.drained += 1
         self.progress.seconds = time.monotonic() - began
         with contextlib.suppress(OSError):  # memory is gone, and with it what else could be drained
-            self.job.write_drained(began, self.progress.seconds)
+            self.job.notes.write_last_drain(began, self.progress.seconds)
         self._became_durable(store, info, copy.checkpoint)
         log.debug("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
         return True
@@ -324,7 +327,7 @@ class Drainer:
         self.progress.done += nbytes
         self.progress.moved = time.monotonic()
 
-    def _ask_again(self, info: Job) -> None:
+    def _ask_again(self, info: JobInfo) -> None:
         """Publish what the other nodes have finished meanwhile; forget what they have given up."""
         store = open_store(info.root)
         self._ask_at = time.monotonic() + max(_OTHER_NODES, store.poll)
@@ -345,12 +348,12 @@ class Drainer:
             elif time.monotonic() >= max(since + _OVERDUE, self._tell_at):
                 self._tell(store, key)
 
-    def _became_durable(self, store: Store, info: Job, key: CheckpointKey) -> None:
+    def _became_durable(self, store: Store, info: JobInfo, key: CheckpointKey) -> None:
         with contextlib.suppress(OSError):  # memory is gone, and the snapshots that the note is for
-            self.job.write_durable(key[0], self._trace)
+            self.job.notes.write_durable(key[0], self._trace)
         self.progress.durable, self.progress.error, self.progress.waits = key[0], None, None
         self._settle(key)
-        self.job.remove_strangers(key)
+        remove_departed_ranks(self.job, key)
         removed = prune_chosen(store, self.job, key[1].generation, info.keep, info.keep_every)
         store.clean_up()
         if removed:
@@ -378,6 +381,6 @@ def _goes_beyond(copy: StoredCopy, newest: ShardId) -> bool:
     return newest.checkpoint < copy.checkpoint and not elsewhere(copy.incarnation, newest.incarnation)
 
 
-def _local(info: Job, copy: StoredCopy) -> list[int]:
+def _local(info: JobInfo, copy: StoredCopy) -> list[int]:
     """This node's ranks in the world that wrote the copy; all of its ranks that are here, if that was another world."""
     return info.ranks if copy.world == info.world else sorted(copy.ranks)

@@ -127,8 +127,8 @@ class RankMonitor:
 
     async def serve(self) -> None:
         """Listen for ranks, and look after them until cancelled."""
-        self.job.watch_socket.unlink(missing_ok=True)
-        with socket_address(self.job.watch_socket) as name:
+        self.job.paths.watch_socket.unlink(missing_ok=True)
+        with socket_address(self.job.paths.watch_socket) as name:
             self._server = await asyncio.start_unix_server(self._meet, name, limit=_LINE)
         self._looked = time.monotonic()
         try:
@@ -168,7 +168,7 @@ class RankMonitor:
     def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Rank:
         index = number(hello["rank"], 0, MOST_RANKS - 1)
         since, deadline = seconds(hello["since"]), seconds(hello["deadline"])
-        stacks, page = number(hello["stacks"], 0, signal.NSIG - 1), StatusReader(self.job.status_page(index))
+        stacks, page = number(hello["stacks"], 0, signal.NSIG - 1), StatusReader(self.job.paths.status_page(index))
         pid, floor = number(hello["pid"], 1), hello["watchdog"]
         if _peer(writer) not in (None, pid):  # it may be killed one day: nobody says so for somebody else
             raise ValueError(f"it says that it is process {pid}, and is {_peer(writer)}")
@@ -334,7 +334,7 @@ class RankMonitor:
         self.urgent(True)
         log.error("%s (%s, step %d)", fault.what, fault.cause, fault.step)
         with suppress(OSError):
-            write_atomic(self.job.fault, json.dumps(fault.to_json()).encode())
+            write_atomic(self.job.paths.fault, json.dumps(fault.to_json()).encode())
         if fault.cause == "hang":
             self._look_for_families()
         for rank in self.ranks.values():

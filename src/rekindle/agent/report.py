@@ -55,7 +55,7 @@ def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
     """
     parts = [f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(fault.at))} {fault.what}", fault.detail]
     for rank in ranks:
-        parts += ["", f"== rank {rank} ==", _in_order(_text(job.stacks(rank))) or "could not tell where it stood"]
+        parts += ["", f"== rank {rank} ==", _in_order(_text(job.paths.stacks(rank))) or "could not tell where it stood"]
     try:
         info = job.read_job()
         if info is None:
@@ -64,7 +64,9 @@ def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
         store.write_extra(report, ("\n".join(parts) + "\n").encode(errors="replace"))
         for rank in ranks:
             with suppress(FileNotFoundError):
-                store.write_extra(report.replace("report.txt", f"rank_{rank}"), job.flight(rank).read_bytes())
+                store.write_extra(
+                    report.replace("report.txt", f"rank_{rank}"), job.paths.flight_record(rank).read_bytes()
+                )
         log.error("the report is %s/%s", info.root, report)
     except (OSError, RekindleError) as error:
         log.error("the report could not be written: %s", error)

@@ -22,7 +22,8 @@ from rekindle.agent.monitor import RankMonitor
 from rekindle.common.os_errors import explain
 from rekindle.errors import FormatError, RekindleError
 from rekindle.format.receipt import write_atomic
-from rekindle.memory.job_dir import Job, JobDir
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.memory.rebuild import compose_for_the_dead
 from rekindle.storage.throttle import lower_priority
@@ -59,7 +60,7 @@ class Agent:
         # The event loop keeps its priority: it must answer, and notice faults, while training has all cores busy.
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=lower_priority)
 
-    def _info(self) -> Job | None:
+    def _info(self) -> JobInfo | None:
         """What the job is; None as long as that is not known, or can't be read, of which the drain tells."""
         with contextlib.suppress(FormatError):
             return self.job.read_job()
@@ -96,7 +97,7 @@ class Agent:
         text = json.dumps({"pid": os.getpid(), **self._progress()})
         if text != self._written and self.job.path.exists():
             with contextlib.suppress(OSError):  # full memory must not end the one who could empty it
-                write_atomic(self.job.agent_status, text.encode())
+                write_atomic(self.job.paths.agent_status, text.encode())
             self._written = text
 
     async def _go_on_telling(self) -> None:
@@ -105,7 +106,7 @@ class Agent:
             await asyncio.sleep(_TELL_EVERY)
             self._write_status()
             with contextlib.suppress(OSError):
-                os.utime(self.job.agent_status)
+                os.utime(self.job.paths.agent_status)
 
     def _stop(self) -> None:
         self.stopping = True
@@ -129,7 +130,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._quit)
-        runner = await serve(self.job.socket, self.status, self._stop, self.monitor.tell)
+        runner = await serve(self.job.paths.agent_socket, self.status, self._stop, self.monitor.tell)
         tasks = [loop.create_task(self.monitor.serve()), loop.create_task(self._go_on_telling())]
         log.info("agent %d serves %s", os.getpid(), self.job.path)
         try:
@@ -163,7 +164,7 @@ class Agent:
             info = self.job.read_job()
             if info is None:
                 return alone > _NO_JOB or not self.job.path.exists()
-            empty = next(self.job.stamps(), None) is None
+            empty = next(self.job.snapshots.shard_ids(), None) is None
             if not (empty or self.stopping or alone > info.idle_timeout) or self.monitor.reporting:
                 return False
             return self.drainer.pending() is None and self.job.remove()
@@ -176,7 +177,7 @@ def describe_orphan(job: JobDir) -> str | None:
     """What to tell of snapshots that nobody can drain, for somebody has removed what the trainers wrote of the job."""
     if os.path.exists(job.path / "job.json"):
         return None
-    newest = max((stamp.step for stamp, _ in job.stamps()), default=None)
+    newest = max((stamp.step for stamp, _ in job.snapshots.shard_ids()), default=None)
     if newest is None:
         return None
     return (
@@ -195,7 +196,7 @@ def _trim() -> None:
 def run(job: JobDir) -> int:
     """Serve one job until it is over. Returns 0 also when another agent is already there."""
     job.check()
-    lock = Lock(job.agent_lock)
+    lock = Lock(job.paths.agent_lock)
     if not job.path.is_dir():
         return 0  # the job ended before its agent had come up
     if not lock.acquire(1.0):

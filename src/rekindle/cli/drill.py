@@ -96,7 +96,7 @@ def _strike(job: JobDir, fault: str, rank: int, pid: int) -> None:
     elif fault == "agent":
         os.kill(job.agent() or _no_agent(job), signal.SIGKILL)
     else:
-        answer = ask(job.socket, "POST", f"/drill?rank={rank}&fault={fault}")
+        answer = ask(job.paths.agent_socket, "POST", f"/drill?rank={rank}&fault={fault}")
         if not answer["told"]:
             raise RekindleError(f"rank {rank} is not connected to its agent")
 
@@ -136,7 +136,7 @@ class _Watcher:
         found: dict[int, Status] = {}
         for rank in self._ranks:
             with suppress(OSError, FormatError):
-                found[rank] = read_status(self._job.status_page(rank))
+                found[rank] = read_status(self._job.paths.status_page(rank))
         old = [page.step for page in found.values() if page.generation == self._generation]
         if len(old) == len(self._ranks):
             report.step = max(report.step, min(old))
@@ -157,7 +157,7 @@ class _Watcher:
 
     def _look_for_notice(self) -> None:
         with suppress(OSError, ValueError):
-            fault = Fault.from_json(loads(read(self._job.fault)))
+            fault = Fault.from_json(loads(read(self._job.paths.fault)))
             if fault.noticed > self._began:
                 self._report.noticed = fault.noticed - self._began
                 self._report.cause, self._report.what = fault.cause, fault.what

@@ -46,7 +46,7 @@ def status_pages(job: JobDir) -> dict[int, Status]:
     found = {}
     for rank, pid in job.trainers().items():
         with suppress(OSError, FormatError):
-            page = read_status(job.status_page(rank))
+            page = read_status(job.paths.status_page(rank))
             if page.pid == pid:
                 found[rank] = page
     return found
@@ -65,13 +65,13 @@ def job_status(job: JobDir) -> dict[str, Any]:
         "agent": agent,
         "memory_bytes": job.held_bytes(),
         "memory_steps": sorted({copy.step for copy in memory}, reverse=True),
-        "durable_step": job.durable(),
+        "durable_step": job.notes.durable(),
         "problem": None,
         "drain": None,
     }
     try:
         if agent is not None:
-            status["drain"] = ask(job.socket, "GET", "/status")
+            status["drain"] = ask(job.paths.agent_socket, "GET", "/status")
     except AgentError as error:
         # A trainer that could get no agent drains in a thread, holds the agent's lock and answers no questions.
         status["problem"] = None if agent in trainers.values() else str(error)
@@ -126,7 +126,7 @@ def _described(page: Status) -> dict[str, Any]:
 
 def _last_fault(job: JobDir) -> dict[str, Any] | None:
     try:
-        return Fault.from_json(loads(read(job.fault))).to_json()
+        return Fault.from_json(loads(read(job.paths.fault))).to_json()
     except (OSError, ValueError):
         return None
 
@@ -169,12 +169,12 @@ def _end_agent(
     if discard and agent > 0:  # 0: it has not written down its process id yet
         os.kill(agent, signal.SIGTERM)  # it leaves after the drain in hand, and leaves the memory to us
     elif not discard:
-        ask(job.socket, "POST", "/stop")
+        ask(job.paths.agent_socket, "POST", "/stop")
     while job.agent() == agent:
         if time.monotonic() > deadline:
             raise NotDurableError(f"{job.path}: agent {agent} is still at it: {_error(job)}")
         try:
-            progress(ask(job.socket, "GET", "/status", timeout=2.0))
+            progress(ask(job.paths.agent_socket, "GET", "/status", timeout=2.0))
         except AgentError:
             pass  # it is just leaving
         time.sleep(TICK)
@@ -182,7 +182,7 @@ def _end_agent(
 
 def _error(job: JobDir) -> str:
     try:
-        progress = ask(job.socket, "GET", "/status", timeout=2.0)
+        progress = ask(job.paths.agent_socket, "GET", "/status", timeout=2.0)
     except AgentError as failure:
         return str(failure)
     return progress["error"] or progress.get("waits") or _so_far(progress)
@@ -196,7 +196,7 @@ def _so_far(progress: Mapping[str, Any]) -> str:
 
 
 def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
-    lock = Lock(job.agent_lock)
+    lock = Lock(job.paths.agent_lock)
     if not lock.acquire(5.0):
         raise BusyError(f"{job.path}: process {job.agent()} has become its agent")
     try:

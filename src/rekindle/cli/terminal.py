@@ -21,7 +21,7 @@ from rich.text import Text
 
 from rekindle.common.timeouts import with_timeout
 from rekindle.format.names import Root, root_of
-from rekindle.memory.job import Job
+from rekindle.memory.job import JobInfo
 
 __all__ = [
     "JSON",
@@ -126,7 +126,7 @@ def progress_bar(as_json: bool) -> Progress:
 class DrainDisplay:
     """Tells a person what ``stop`` waits for: a bar at a terminal, and a line now and then wherever stderr leads."""
 
-    def __init__(self, bar: Progress, name: str, timeout: float, job: Job | None) -> None:
+    def __init__(self, bar: Progress, name: str, timeout: float, job: JobInfo | None) -> None:
         self._bar, self._name, self._job = bar, name, job
         self._task = bar.add_task("carrying to storage", total=None)
         self._began = time.monotonic()

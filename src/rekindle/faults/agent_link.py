@@ -48,7 +48,7 @@ class Line:
             began = time.monotonic()
             try:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                    with socket_address(self._job.watch_socket) as name:
+                    with socket_address(self._job.paths.watch_socket) as name:
                         line.connect(name)
                     line.sendall(json.dumps(self._hello).encode() + b"\n")
                     self._socket = line

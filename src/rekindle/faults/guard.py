@@ -149,7 +149,7 @@ class Guard(ContextDecorator):
         why = "there is no memory store"
         if job is not None:
             try:
-                return StatusPage(job.status_page(self.trainer.rank), self.trainer.generation)
+                return StatusPage(job.paths.status_page(self.trainer.rank), self.trainer.generation)
             except OSError as error:
                 why = f"memory store {job.path}: {describe_error(error)}"
         log.warning("%s, so no agent watches this rank: it notices its own exceptions and signals, nothing else", why)
@@ -160,8 +160,8 @@ class Guard(ContextDecorator):
         trainer, number = self.trainer, 0
         with ExitStack() as undo:
             with suppress(OSError):
-                job.flight(trainer.rank).unlink(missing_ok=True)
-                self._stacks = undo.enter_context(open(job.stacks(trainer.rank), "w"))
+                job.paths.flight_record(trainer.rank).unlink(missing_ok=True)
+                self._stacks = undo.enter_context(open(job.paths.stacks(trainer.rank), "w"))
                 if hasattr(signal, "SIGRTMIN"):
                     number = int(signal.SIGRTMIN) + 7
                     faulthandler.register(number, self._stacks, all_threads=True)
@@ -294,7 +294,7 @@ class Guard(ContextDecorator):
             self._stacks.flush()
             record = recording()
             if record:
-                write_atomic(self.trainer.job.flight(self.trainer.rank), record)
+                write_atomic(self.trainer.job.paths.flight_record(self.trainer.rank), record)
 
     def _mates(self, alive: bool) -> list[Status]:
         """Pages of this start's other ranks on this node; of live ones only, or of those that have ended too."""
@@ -308,7 +308,7 @@ class Guard(ContextDecorator):
                 continue
             with suppress(OSError, FormatError):
                 if rank not in self._pages:
-                    self._pages[rank] = StatusReader(job.status_page(rank))
+                    self._pages[rank] = StatusReader(job.paths.status_page(rank))
                 page = self._pages[rank].read()
                 if page.generation == trainer.generation:
                     found.append(page)

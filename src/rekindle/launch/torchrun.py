@@ -168,7 +168,7 @@ def _noticed(place: Path, since: float) -> str:
     faults = []
     for root, base in _roots(place):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            faults.append(Fault.from_json(loads(JobDir.of(root, base).fault.read_bytes())))
+            faults.append(Fault.from_json(loads(JobDir.of(root, base).paths.fault.read_bytes())))
     told = [fault for fault in faults if fault.at >= since and fault.cause in ("hang", "oom")]
     newest = max(told, key=lambda fault: fault.at, default=None)
     return f" ({newest.what})" if newest is not None else ""

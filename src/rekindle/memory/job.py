@@ -10,11 +10,11 @@ from typing import Any
 from rekindle.format.fields import number, numbers, texts
 from rekindle.format.names import MOST_RANKS, root_of
 
-__all__ = ["Job"]
+__all__ = ["JobInfo"]
 
 
 @dataclass(frozen=True)
-class Job:
+class JobInfo:
     """What a trainer tells its agent, through ``job.json``."""
 
     root: str
@@ -40,7 +40,7 @@ class Job:
         return {**asdict(self), "keep": 2 if self.keep is None else self.keep, "keep_by_age": by_age}
 
     @staticmethod
-    def from_json(value: Any) -> Job:
+    def from_json(value: Any) -> JobInfo:
         """Raises ValueError, TypeError or KeyError when it makes no sense."""
         world = number(value["world"], 1, MOST_RANKS)
         every, limit, idle = value["keep_every"], value.get("drain_limit"), value["idle_timeout"]
@@ -52,7 +52,7 @@ class Job:
         (root,) = texts([value["root"]])
         if (not root.startswith(os.sep) and not isinstance(root_of(root), str)) or b"\0" in os.fsencode(root):
             raise ValueError("its root is neither an absolute path nor a URL")
-        return Job(
+        return JobInfo(
             root=root,
             ranks=list(numbers(value["ranks"], MOST_RANKS, world - 1)),
             world=world,

@@ -75,8 +75,8 @@ class Smalls:
     """The writer's side, for one thread at a time. Methods raise OSError when memory is full, or gone."""
 
     def __init__(self, job: JobDir, rank: int, before_update: bool = False) -> None:
-        self._paths = [job.small(rank, which) for which in ("u" if before_update else "01")]
-        self._plan_path = job.small_plan(rank)
+        self._paths = [job.paths.local_state(rank, which) for which in ("u" if before_update else "01")]
+        self._plan_path = job.paths.local_state_plan(rank)
         self._plan = ""
         self._next = 0
 
@@ -99,7 +99,7 @@ class Smalls:
 
 def read_plan(job: JobDir, rank: int) -> SmallPlan | None:
     """The plan of a rank's small states; None when there is none. Raises FormatError when it is damaged."""
-    path = job.small_plan(rank)
+    path = job.paths.local_state_plan(rank)
     try:
         raw = read(path)
     except FileNotFoundError:
@@ -135,14 +135,14 @@ def read_smalls(job: JobDir, rank: int) -> list[Half]:
     found = []
     for which in "01":
         with suppress(OSError, FormatError):
-            found.append(_read(job.small(rank, which), rank))
+            found.append(_read(job.paths.local_state(rank, which), rank))
     return sorted(found, key=lambda half: (half.stamp.incarnation, half.stamp.step), reverse=True)
 
 
 def read_before_update(job: JobDir, rank: int) -> Half | None:
     """How a rank's small state was before its newest update; its stamp is that of the step which that update makes."""
     with suppress(OSError, FormatError):
-        return _read(job.small(rank, "u"), rank)
+        return _read(job.paths.local_state(rank, "u"), rank)
     return None
 
 

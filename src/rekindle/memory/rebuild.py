@@ -36,7 +36,7 @@ def compose(job: JobDir, slots: Slots) -> list[int]:
         return []
     if plan is None:
         return []
-    own = {stamp.checkpoint for stamp, _ in job.stamps() if stamp.rank == rank}
+    own = {stamp.checkpoint for stamp, _ in job.snapshots.shard_ids() if stamp.rank == rank}
     halves = [half for half in read_smalls(job, rank)[::-1] if plan.fits(half)]
     inferred = infer(job, plan, rank)
     if inferred is not None and all(half.stamp.checkpoint != inferred.stamp.checkpoint for half in halves):
@@ -65,7 +65,7 @@ def compose_for_the_dead(job: JobDir) -> None:
         return
     for rank in info.ranks if info is not None else []:
         assert info is not None
-        if not job.small_plan(rank).exists():
+        if not job.paths.local_state_plan(rank).exists():
             continue
         slots = Slots(job, rank, info.world, info.ranks, limit=0)
         try:

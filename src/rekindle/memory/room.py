@@ -38,7 +38,7 @@ class Room:
             return self.spared
         if not os.path.isdir(_SHARED) or os.stat(job.path).st_dev != os.stat(_SHARED).st_dev:
             return 0
-        return max(_HEADROOM, job.all_bytes() // _PART)
+        return max(_HEADROOM, job.total_bytes() // _PART)
 
     def share(self, ranks: int) -> int | None:
         """Bytes that each rank of a node may hold of the limit, if there is one."""
@@ -65,7 +65,7 @@ class Room:
 
     def _enough(self, job: JobDir, need: int, held: int, free: int) -> int:
         """Bytes, rounded up to whole MiB, of a file system on which ``need`` of them would do."""
-        taken = job.all_bytes() - free - held + need
+        taken = job.total_bytes() - free - held + need
         enough = taken + _SLACK + (self.headroom(job) if self.spared is not None else 0)
         if self.spared is None and self.headroom(job):
             enough = max(taken + _HEADROOM, taken * _PART // (_PART - 1))

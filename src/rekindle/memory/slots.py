@@ -25,7 +25,9 @@ from rekindle.errors import FormatError, MemoryStoreError
 from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.receipt import read_stamp
-from rekindle.memory.job_dir import JobDir, Known, matching
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.paths import matching
+from rekindle.memory.snapshots import Known
 
 __all__ = ["Slot", "Slots"]
 
@@ -140,15 +142,15 @@ class Slots:
 
     def adopt(self) -> None:
         """Take over what an earlier process of this rank left: snapshots to restore from, and free files."""
-        for path in self.job.rank_files(self.rank):
+        for path in self.job.snapshots.rank_files(self.rank):
             slot = Slot(path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
             self.slots.append(slot)
-            if path.parent != self.job.slots:
+            if path.parent != self.job.paths.slots:
                 try:
                     slot.stamp = read_stamp(path.with_suffix(".json"))
                 except (FileNotFoundError, FormatError):
                     self._uncommit(slot)
-        for directory in self.job.step_dirs():
+        for directory in self.job.snapshots.step_dirs():
             for path in matching(directory, f".shard-{self.rank:05d}-*"):
                 path.unlink(missing_ok=True)  # a receipt that its writer did not live to finish
             _remove_empty(directory)
@@ -188,7 +190,7 @@ class Slots:
             slot.prepared = self.prepare(slot.map)
 
     def _new(self) -> Slot:
-        path = self.job.slots / f"rank-{self.rank:05d}-new.slot"
+        path = self.job.paths.slots / f"rank-{self.rank:05d}-new.slot"
         try:
             slot = Slot(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._park(slot)
@@ -206,7 +208,7 @@ class Slots:
         less to others than the headroom, which a ``gasp`` may use up.
         """
         self.ready()
-        if not self.job.slots.is_dir():
+        if not self.job.paths.slots.is_dir():
             raise MemoryStoreError(f"memory store {self.job.path}: has been removed by somebody")
         try:
             if any(slot.fd < 0 for slot in self.slots):  # Ctrl-C has broken off a recovery
@@ -295,7 +297,7 @@ class Slots:
         """Step and incarnation of the snapshots that every rank of this node has, oldest first."""
         ranks: dict[CheckpointKey, set[int]] = {}
         there = set()
-        for stamp, path in self.job.stamps(self._known):
+        for stamp, path in self.job.snapshots.shard_ids(self._known):
             there.add(str(path))
             ranks.setdefault(stamp.checkpoint, set()).add(stamp.rank)
         self._known = {path: seen for path, seen in self._known.items() if path in there}
@@ -318,13 +320,13 @@ class Slots:
 
     def _lacking(self, committed: list[Slot]) -> list[Slot]:
         """Those that are to go to storage, and are not there yet."""
-        durable = self.job.durable()
+        durable = self.job.notes.durable()
         return [s for s in committed if s.stamp and s.stamp.persist and (durable is None or s.stamp.step > durable)]
 
     def _uncommit(self, slot: Slot) -> None:
         """Make a snapshot's file a free one. Whoever has it open reads on; nobody finds it any more."""
         directory = slot.path.parent
-        if directory == self.job.slots:
+        if directory == self.job.paths.slots:
             return
         slot.path.with_suffix(".json").unlink(missing_ok=True)
         self._park(slot)
@@ -332,7 +334,7 @@ class Slots:
 
     def _park(self, slot: Slot) -> None:
         """Move a file back among the free ones, under a name that no other file can have."""
-        free = self.job.slots / f"rank-{self.rank:05d}-{os.fstat(slot.fd).st_ino}.slot"
+        free = self.job.paths.slots / f"rank-{self.rank:05d}-{os.fstat(slot.fd).st_ino}.slot"
         slot.stamp = None
         try:
             os.rename(slot.path, free)
@@ -395,7 +397,7 @@ class Slots:
         Free files are removed, not used again: threads of the save that broke off may still be writing into one.
         """
         self.close()
-        for path in matching(self.job.slots, f"rank-{self.rank:05d}-*.slot"):
+        for path in matching(self.job.paths.slots, f"rank-{self.rank:05d}-*.slot"):
             path.unlink(missing_ok=True)
         self.adopt()
 

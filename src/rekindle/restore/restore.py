@@ -69,7 +69,7 @@ def restore(
     """
     sight = take_inventory(job, store, group.rank)
     sight.half_loaded = half_loaded(state)
-    sight.anew = job.anew() if job is not None else None
+    sight.anew = job.notes.fresh_start() if job is not None else None
     sights = group.gather(sight)
     if len({s.stored for s in sights}) > 1:  # a step became durable between two ranks' looks, or one of them sees none
         sight = replace(take_inventory(job, store, group.rank), half_loaded=sight.half_loaded, anew=sight.anew)

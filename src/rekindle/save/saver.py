@@ -308,7 +308,7 @@ class Saves:
             return STORAGE
         with suppress(OSError):
             return STORAGE if with_timeout(_LOOK, self._store.root, lambda: self._store.durable(base)) else ""
-        stamps = self.memory.slots.job.stamps() if self.memory is not None else ()
+        stamps = self.memory.slots.job.snapshots.shard_ids() if self.memory is not None else ()
         return MEMORY if any(stamp.checkpoint == base.checkpoint and stamp.persist for stamp, _ in stamps) else ""
 
     def hold(self) -> None:

@@ -292,7 +292,7 @@ class MemorySaver:
         ``settle`` first.
         """
         ours = newest.rank, newest.incarnation
-        found = [(s, path) for s, path in self.slots.job.stamps() if (s.rank, s.incarnation) == ours]
+        found = [(s, path) for s, path in self.slots.job.snapshots.shard_ids() if (s.rank, s.incarnation) == ours]
         for stamp, path in sorted(found, key=lambda one: one[0].step, reverse=True):  # none is asked for needlessly
             wanted = replace(stamp, persist=True, pinned=stamp.pinned or (pin and stamp.step == newest.step))
             if stamp.step <= newest.step and wanted != stamp:

@@ -15,7 +15,8 @@ from rekindle.common.timeouts import in_background
 from rekindle.errors import NotDurableError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
-from rekindle.memory.job_dir import JobDir, Trace
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.notes import RootIdentity
 from rekindle.save.live import Live
 from rekindle.save.plan import CopyPlan
 from rekindle.save.to_memory import Flight
@@ -48,7 +49,7 @@ class DirectSaver:
         """Where to note what is on storage: the next start then knows, should storage be away. None without memory."""
         self._noted: int | None = None
         """The newest step that this rank has seen to be on storage."""
-        self._trace: Trace | None = None
+        self._trace: RootIdentity | None = None
         """Of the root that showed it."""
         self._written: ShardId | None = None
         """The newest of which this rank has written its part, and others had not yet."""
@@ -143,14 +144,14 @@ class DirectSaver:
         self._noted, self._trace = receipt.stamp.step, trace
         if self.job is not None:
             with suppress(OSError):  # there is no memory any more
-                self.job.write_durable(self._noted, self._trace)
+                self.job.notes.write_durable(self._noted, self._trace)
         prune_chosen(self._store, self.job, receipt.stamp.incarnation.generation, *self._keep)
         self._store.clean_up()
 
-    def _known(self) -> tuple[int | None, Trace | None]:
+    def _known(self) -> tuple[int | None, RootIdentity | None]:
         """A step that storage must show something of, if there is one, and the trace of where it did."""
         if self._noted is None and self.job is not None:
-            self._noted, self._trace = self.job.durable(), self.job.trace()
+            self._noted, self._trace = self.job.notes.durable(), self.job.notes.root_identity()
         if self._noted is None and self._written is not None and not self._store.has_shard(self._written):
             return self._written.step, None  # the last one of the ranks has made it durable since
         return self._noted, self._trace

@@ -20,7 +20,8 @@ from rekindle.common.backoff import SOON, delays
 from rekindle.common.timeouts import in_background
 from rekindle.errors import RekindleError
 from rekindle.format.fields import loads
-from rekindle.memory.job_dir import Job, JobDir
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.storage.checks import made_anew
 from rekindle.storage.throttle import lower_priority
@@ -43,7 +44,7 @@ class AgentKeeper:
     """Sees to it that somebody drains this job's memory: an agent or, while none will live, a thread of ours."""
 
     def __init__(
-        self, job: JobDir, info: Job, within: float = 10.0, changed: Callable[[bool], object] = lambda there: None
+        self, job: JobDir, info: JobInfo, within: float = 10.0, changed: Callable[[bool], object] = lambda there: None
     ) -> None:
         """``info`` is what an agent needs to know; one that does not come ``within`` seconds is done without.
 
@@ -87,8 +88,8 @@ class AgentKeeper:
         Only time in which this process was looking counts: a node that sleeps takes both along.
         """
         try:
-            sign = self.job.agent_status.stat().st_mtime_ns
-            status = loads(self.job.agent_status.read_bytes())
+            sign = self.job.paths.agent_status.stat().st_mtime_ns
+            status = loads(self.job.paths.agent_status.read_bytes())
             pid, error, anew = status["pid"], status["error"], status.get("anew")
         except (OSError, ValueError, KeyError, TypeError):
             return
@@ -138,7 +139,7 @@ class AgentKeeper:
             self._process = spawn(self.job)
         except (OSError, RekindleError) as error:
             return str(error)
-        return f"it did not stay, see {self.job.log}"
+        return f"it did not stay, see {self.job.paths.agent_log}"
 
     def _came(self, within: float) -> bool:
         """Whether an agent comes ``within`` so many seconds, and stays. False at once when nobody needs one more."""
@@ -156,7 +157,7 @@ class AgentKeeper:
 
     def _drain(self, seconds: float) -> None:
         lower_priority()
-        until, lock = time.monotonic() + seconds, Lock(self.job.agent_lock)
+        until, lock = time.monotonic() + seconds, Lock(self.job.paths.agent_lock)
         try:
             if lock.acquire(1.0):
                 while time.monotonic() < until and not self._stop.wait(TICK) and lock.held():
@@ -196,7 +197,7 @@ def spawn(job: JobDir) -> subprocess.Popen[bytes]:
     package = str(Path(__file__).resolve().parents[2])
     installed = Path(package).name in ("site-packages", "dist-packages")  # then it is found without our help
     path = os.pathsep.join(filter(None, ["" if installed else package, os.environ.get("PYTHONPATH", "")]))
-    with open(job.log, "ab") as output:
+    with open(job.paths.agent_log, "ab") as output:
         return subprocess.Popen(
             [*_last_at_the_disk(), sys.executable, "-m", "rekindle.agent", str(job.path)],
             stdin=subprocess.DEVNULL,

@@ -14,6 +14,7 @@ from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import in_background
 from rekindle.errors import NotDurableError
 from rekindle.format.lineage import ShardId
+from rekindle.memory.clean_up import remove_superfluous
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.session.agent_keeper import AgentKeeper
@@ -48,7 +49,7 @@ def wait_durable(
     """
     deadline = time.monotonic() + seconds
     while True:
-        noted = job.durable() if once and job is not None else None
+        noted = job.notes.durable() if once and job is not None else None
         if noted is not None and noted >= stamp.step:
             return
         why = "storage is slow, or hangs, or drain_limit is low"
@@ -69,7 +70,7 @@ def wait_durable(
         if keeper is not None:
             keeper.check()
         if time.monotonic() > deadline:
-            told = job.drain_error() if job is not None else ""
+            told = job.notes.drain_error() if job is not None else ""
             why = told or _lacks(stamp, store) or why
             raise NotDurableError(f"step {stamp.step} is not on storage after {seconds:.0f} s: {why}")
         time.sleep(store.poll)
@@ -86,14 +87,14 @@ def _lacks(stamp: ShardId, store: Store) -> str | None:
 
 def _lost(stamp: ShardId, store: Store, job: JobDir | None, local_ranks: Collection[int]) -> list[int] | None:
     """Ranks whose parts can't get to storage any more; None when the checkpoint is there."""
-    noted = job.durable() if job is not None else None
+    noted = job.notes.durable() if job is not None else None
     if (
         job is None or not local_ranks or (noted is not None and noted >= stamp.step)
     ):  # it was there, and may be back soon
         return None if store.durable(stamp) else []
     # In this order: a rank that has ended or gone on does nothing more for it, and parts go from memory to storage.
     over = {rank for rank in local_ranks if rank == stamp.rank or _ended(job, rank)}
-    stamps = [s for s, _ in job.stamps() if s.incarnation == stamp.incarnation]
+    stamps = [s for s, _ in job.snapshots.shard_ids() if s.incarnation == stamp.incarnation]
     over |= {s.rank for s in stamps if s.step > stamp.step}
     over -= {s.rank for s in stamps if s.step == stamp.step and (s.persist or s.rank != stamp.rank)}
     lost = [rank for rank in sorted(over) if not store.has_shard(replace(stamp, rank=rank))]
@@ -101,7 +102,7 @@ def _lost(stamp: ShardId, store: Store, job: JobDir | None, local_ranks: Collect
 
 
 def _ended(job: JobDir, rank: int) -> bool:
-    lock = job.rank_lock(rank)
+    lock = job.paths.rank_lock(rank)
     return lock.exists() and Lock.holder(lock) is None  # without its file, as in memory that was removed, nobody knows
 
 
@@ -112,7 +113,9 @@ def _see_out(job: JobDir) -> None:
     """
     began = time.monotonic()
     while job.path.exists() and job.agent() not in (None, os.getpid()):
-        stays = job.trainers() or any(job.stamps())  # for other ranks, or for what one of them has not seen saved
+        stays = job.trainers() or any(
+            job.snapshots.shard_ids()
+        )  # for other ranks, or for what one of them has not seen saved
         if time.monotonic() - began > (_OTHERS if stays else _LEAVE):
             return
         time.sleep(_POLL)
@@ -125,14 +128,14 @@ def let_go(
 
     A start that has not ``begun``, because storage didn't show what was there, leaves the note of it to the next one.
     """
-    saved = durable is not None and (job is None or job.give_back(rank, durable.checkpoint))
+    saved = durable is not None and (job is None or remove_superfluous(job, rank, durable.checkpoint))
     if keeper is not None:
         keeper.close(_FINISH if saved else _LOOK)
     if lock is not None:
         lock.release()
-    if job is None or (not begun and job.durable() is not None):
+    if job is None or (not begun and job.notes.durable() is not None):
         return
     if saved:
         _see_out(job)
-    if job.agent() is None and (saved or not any(job.stamps())):
+    if job.agent() is None and (saved or not any(job.snapshots.shard_ids())):
         job.remove()  # else the agent does it, once the last rank has left

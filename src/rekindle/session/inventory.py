@@ -81,8 +81,8 @@ _LISTING = 120.0
 def take_inventory(job: JobDir | None, store: Store, rank: int) -> Inventory:
     """What this rank could restore from. A rank beyond a smaller world's shards reads those from the start again."""
     error, contents, damaged = None, None, list[tuple[int, str, CorruptError | None]]()
-    noted = job.durable() if job is not None else None
-    trace, deleted, number = job.trace() if job is not None else None, False, None
+    noted = job.notes.durable() if job is not None else None
+    trace, deleted, number = job.notes.root_identity() if job is not None else None, False, None
     try:
         contents, damaged = with_timeout(_LISTING, store.root, lambda: _listed(store))
         if not contents.published:

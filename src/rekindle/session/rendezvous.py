@@ -62,9 +62,9 @@ class Meeting:
             return
         with suppress(OSError):
             if stored is not None:
-                job.write_durable(stored, trace_of(store, stored))
+                job.notes.write_durable(stored, trace_of(store, stored))
             elif anyway:
-                job.forget_durable()
+                job.notes.forget_durable()
 
     def note_anew(
         self, job: JobDir | None, rank: int, ours: Incarnation, base: Incarnation | None, *, back: bool, chosen: bool
@@ -76,12 +76,12 @@ class Meeting:
         if job is None or rank != self.local_ranks[0]:
             return
         with suppress(OSError):
-            anew = job.anew()
+            anew = job.notes.fresh_start()
             if base is None and not chosen and self.deleted:
-                job.write_anew(ours.generation)
+                job.notes.write_fresh_start(ours.generation)
             elif anew is not None and (chosen or base is None or back):
                 counts = ours if base is None or back else base
-                job.write_anew(anew[0], counts.generation)
+                job.notes.write_fresh_start(anew[0], counts.generation)
 
 
 def meet(
@@ -150,11 +150,11 @@ def take_place(job: JobDir, rank: int, *, dying: bool = True) -> tuple[Lock | No
         return None, refusal, None
     try:
         try:
-            if Lock.holder(job.rank_lock(rank)) == os.getpid():
+            if Lock.holder(job.paths.rank_lock(rank)) == os.getpid():
                 gc.collect()  # nobody but garbage may be left of it, such as what a traceback held
             return job.lock_rank(rank, _SOON), None, None
         except BusyError as error:
-            if Lock.holder(job.rank_lock(rank)) == os.getpid():
+            if Lock.holder(job.paths.rank_lock(rank)) == os.getpid():
                 what = f"process {os.getpid()}, which is this one, trains rank {rank} of this root already"
                 return None, f"{what}: call close() there first", None
             if not dying:

@@ -13,7 +13,7 @@ from rekindle.storage.store import Store
 __all__ = ["Anew", "prune_chosen", "refuse_unchosen"]
 
 Anew = tuple[int, int]
-"""See ``JobDir.write_anew``."""
+"""See ``Notes.write_fresh_start``."""
 
 
 def refuse_unchosen(seen: Iterable[tuple[int, int, Iterable[str]]], anew: Anew) -> None:
@@ -35,11 +35,11 @@ def refuse_unchosen(seen: Iterable[tuple[int, int, Iterable[str]]], anew: Anew) 
 
 def prune_chosen(store: Store, job: JobDir | None, generation: int, keep: int | None, every: int | None) -> list[int]:
     """As ``Store.prune``, once a checkpoint of ``generation`` is durable; nothing while somebody has yet to choose."""
-    anew = job.anew() if job is not None else None
+    anew = job.notes.fresh_start() if job is not None else None
     if job is not None and anew is not None:
         if generation >= anew[1]:
             with suppress(OSError):  # memory is gone, and the note with it
-                job.forget_anew()
+                job.notes.forget_fresh_start()
         elif any(entry.stamp.incarnation.generation < anew[0] for entry in store.published()):
             return []
     return store.prune(keep, every)

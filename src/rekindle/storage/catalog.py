@@ -63,7 +63,7 @@ def find_copies(job: JobDir | None, store: Store | None) -> list[StoredCopy]:
 
 def copies_from(job: JobDir | None, stored: Contents | None) -> list[StoredCopy]:
     """The same, of what storage has shown."""
-    found = [] if job is None else _in_memory(job.stamps())
+    found = [] if job is None else _in_memory(job.snapshots.shard_ids())
     for entry in stored.published if stored is not None else ():
         stamp, everyone = entry.stamp, frozenset(range(entry.stamp.world))
         found.append(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rekindle.format.lineage import Incarnation, ShardId, elsewhere, live
 from rekindle.format.names import Root
-from rekindle.memory.job_dir import Trace
+from rekindle.memory.notes import RootIdentity
 from rekindle.storage.store import Store
 
 __all__ = [
@@ -34,7 +34,7 @@ DELETED = "deleted"
 
 
 def newest_on(
-    store: Store, noted: int | None, starts: Iterable[Incarnation] = (), trace: Trace | None = None
+    store: Store, noted: int | None, starts: Iterable[Incarnation] = (), trace: RootIdentity | None = None
 ) -> ShardId | None:
     """The newest checkpoint that no start of the job has left behind; ``starts`` are known from elsewhere.
 
@@ -48,7 +48,7 @@ def newest_on(
     return next(reversed(live([entry.stamp for entry in published], starts)), None)
 
 
-def was_deleted(store: Store, noted: int | None, trace: Trace | None) -> bool:
+def was_deleted(store: Store, noted: int | None, trace: RootIdentity | None) -> bool:
     """Whether ``noted`` and all else that was on storage was deleted, with the root or without, as seen from here."""
     return noted is not None and not store.published() and not store.damaged() and store.was_deleted(trace)
 
@@ -72,7 +72,7 @@ def made_anew(root: Root, step: int) -> str:
     return f"{root} was deleted while the job runs: it is made anew, with step {step} as its oldest checkpoint"
 
 
-def trace_of(store: Store, step: int) -> Trace | None:
+def trace_of(store: Store, step: int) -> RootIdentity | None:
     """``Store.trace``; None where that can't be told at the moment.
 
     To be asked before ``step`` is published, so that it is known whatever becomes of the root once it is.
@@ -123,7 +123,9 @@ def lacks(store: Store, stamp: ShardId) -> str | None:
     )
 
 
-def refuse_elsewhere(store: Store, stamp: ShardId, noted: int | None, trace: Trace | None = None) -> ShardId | None:
+def refuse_elsewhere(
+    store: Store, stamp: ShardId, noted: int | None, trace: RootIdentity | None = None
+) -> ShardId | None:
     """What is newest there. Raises FileExistsError where another start writes: it would soon prune ``stamp``, unheard.
 
     Raises FileNotFoundError as ``newest_on`` does.

@@ -9,22 +9,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rekindle.memory.job_dir import Entry, Trace
+from rekindle.memory.notes import DirectoryIdentity, RootIdentity
 
 __all__ = ["shows_deletion", "take_trace"]
 
 
-def take_trace(root: Path) -> Trace:
+def take_trace(root: Path) -> RootIdentity:
     """Looks at every directory on the way to ``root``. Raises OSError where one can't be looked at."""
     mounts = [_mount(path) for path in (root, *root.parents)]
-    entries: Trace = []
+    entries: RootIdentity = []
     for index, path in enumerate((root, *root.parents)):
         above = mounts[index + 1] if index + 1 < len(mounts) else None
         entries.append(_entry(path, int(mounts[index] != above)))
     return entries
 
 
-def _entry(path: Path, begins: int) -> Entry | None:
+def _entry(path: Path, begins: int) -> DirectoryIdentity | None:
     try:
         info = os.stat(path)
         return [info.st_ino, info.st_dev, os.statvfs(path).f_fsid, begins]
@@ -47,7 +47,7 @@ def _mount(path: Path) -> str | None:
         os.close(fd)
 
 
-def shows_deletion(then: Trace | None, now: Trace) -> bool:
+def shows_deletion(then: RootIdentity | None, now: RootIdentity) -> bool:
     """Whether a root whose checkpoints could be seen ``then`` is on the same file system ``now``.
 
     Going up from the root, the first directory that is the one that it was decides, if no mount begins below it, now or
@@ -65,7 +65,7 @@ def shows_deletion(then: Trace | None, now: Trace) -> bool:
     return False
 
 
-def _same(old: Entry, new: Entry) -> bool:
+def _same(old: DirectoryIdentity, new: DirectoryIdentity) -> bool:
     """A number of a device is given again to what is mounted next, and every tmpfs begins with inode 1: none of the
     three will do alone. A file system that is mounted again may have another device, and keeps its id, if it has one.
     """

@@ -15,7 +15,8 @@ from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.format.lineage import Incarnation, retired
 from rekindle.format.names import Root, receipt_name
 from rekindle.format.receipt import Receipt
-from rekindle.memory.job_dir import Job, JobDir
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir
 from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_from
 from rekindle.storage.checks import newest_on, was_deleted
 from rekindle.storage.open import open_store
@@ -78,9 +79,9 @@ def list_copies_within(
     job = JobDir.of(root, base)
 
     def everywhere() -> list[ListedCopy]:
-        noted = job.durable()
+        noted = job.notes.durable()
         if noted is not None:
-            newest_on(open_store(root), noted, (), job.trace())  # else it is not mounted
+            newest_on(open_store(root), noted, (), job.notes.root_identity())  # else it is not mounted
         return list_copies(root, base)
 
     try:
@@ -146,7 +147,7 @@ def root_hint(root: Root, base: Path) -> str:
     return f": {what}" if what else ""
 
 
-def job_info(job: JobDir) -> Job | None:
+def job_info(job: JobDir) -> JobInfo | None:
     """As it was written down; None where it can't be read, which another command tells of."""
     with suppress(OSError, FormatError):
         return job.read_job()
@@ -230,12 +231,16 @@ def describe_deleted(job: JobDir, seconds: float) -> str | None:
 
     None where that isn't so, and where storage doesn't say within ``seconds``.
     """
-    info, steps, trace = job_info(job), sorted({stamp.step for stamp, _ in job.stamps()}), job.trace()
+    info, steps, trace = (
+        job_info(job),
+        sorted({stamp.step for stamp, _ in job.snapshots.shard_ids()}),
+        job.notes.root_identity(),
+    )
     if info is None or not steps or trace is None:
         return None
     root = info.root
     with suppress(OSError):
-        if with_timeout(seconds, root, lambda: was_deleted(open_store(root), job.durable(), trace)):
+        if with_timeout(seconds, root, lambda: was_deleted(open_store(root), job.notes.durable(), trace)):
             return (
                 f"was deleted, and memory still has steps {steps} of it: the next start gives them up, as 'rekindle "
                 f"stop --discard ROOT' does; a start with restore(step={steps[-1]}) goes on from there"

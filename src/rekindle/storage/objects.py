@@ -24,7 +24,7 @@ from rekindle.format.lineage import ShardId, live
 from rekindle.format.names import MANIFEST, PINNED, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
-from rekindle.memory.job_dir import Trace
+from rekindle.memory.notes import RootIdentity
 from rekindle.storage.bucket import Bucket, Object
 from rekindle.storage.copy import verified_pieces
 from rekindle.storage.manifest import Head, build_manifest, read_head
@@ -174,7 +174,7 @@ class ObjectStore(Store):
             sound = None
         return _Manifest(found, _step(name), head if sound else None)
 
-    def was_deleted(self, trace: Trace | None) -> bool:
+    def was_deleted(self, trace: RootIdentity | None) -> bool:
         """A bucket that answers shows all that it has."""
         return True
 

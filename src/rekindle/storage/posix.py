@@ -21,7 +21,7 @@ from rekindle.format.files import Directory
 from rekindle.format.lineage import ShardId, live
 from rekindle.format.names import MANIFEST, PINNED, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
 from rekindle.format.receipt import Receipt, read
-from rekindle.memory.job_dir import Trace
+from rekindle.memory.notes import RootIdentity
 from rekindle.storage import disk, identity
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.direct_io import UncachedFile
@@ -114,11 +114,11 @@ class PosixStore(Store):
         head = self._head(path)
         return None if head is None else head.stamp
 
-    def trace(self, step: int) -> Trace | None:
+    def trace(self, step: int) -> RootIdentity | None:
         found = identity.take_trace(self.root)
         return found if any(self.root.glob(f"{step_dir(step)}*")) else None
 
-    def was_deleted(self, trace: Trace | None) -> bool:
+    def was_deleted(self, trace: RootIdentity | None) -> bool:
         return identity.shows_deletion(trace, identity.take_trace(self.root))
 
     # -- writing ------------------------------------------------------------------------------------------------

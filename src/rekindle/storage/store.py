@@ -12,7 +12,7 @@ from rekindle.format.files import Files
 from rekindle.format.lineage import Incarnation, ShardId, live
 from rekindle.format.names import Root
 from rekindle.format.receipt import Receipt
-from rekindle.memory.job_dir import Trace
+from rekindle.memory.notes import RootIdentity
 from rekindle.storage.retention import surviving
 from rekindle.storage.throttle import Budget
 
@@ -97,14 +97,14 @@ class Store(ABC):
     def durable(self, stamp: ShardId) -> bool:
         """Whether the checkpoint is durable and the one that its step is known by. A look-up, not a listing."""
 
-    def trace(self, step: int) -> Trace | None:
+    def trace(self, step: int) -> RootIdentity | None:
         """What ``was_deleted`` has to know later of the file system that shows ``step``, durable or not.
 
         None where none does, or where nothing needs to be known.
         """
         return None
 
-    def was_deleted(self, trace: Trace | None) -> bool:
+    def was_deleted(self, trace: RootIdentity | None) -> bool:
         """Whether a root that shows nothing was deleted, or emptied, since ``trace`` was taken; else it may be out of
         sight. Raises OSError when that can't be told."""
         return False

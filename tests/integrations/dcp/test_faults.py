@@ -150,7 +150,7 @@ def test_storage_that_takes_nothing_is_told_of_at_the_next_save(
     root = small_tmpfs(2 * MIB) / "run"
     save(root, 1.0)
     assert loaded(root) == 1.0, "from memory"
-    wait_until(JobDir.of(root, memory_base(memory)).drain_error)
+    wait_until(JobDir.of(root, memory_base(memory)).notes.drain_error)
     monkeypatch.setattr("rekindle.integrations.dcp.session._PATIENCE", 1.0)
     error = error_of(lambda: save(root, 2.0))
     assert isinstance(error, NotDurableError) and "No space left" in str(error)

@@ -19,7 +19,7 @@ def out_of_sight(job: JobDir, contents: Contents | None) -> int:
 
     ``contents`` is what storage has shown; None where it can't be listed.
     """
-    noted = job.durable() or 0
+    noted = job.notes.durable() or 0
     shown: list[int] = []
     if contents is not None:
         shown = [entry.stamp.step for entry in contents.published] + [step for step, _ in contents.damaged]
@@ -30,9 +30,9 @@ def refuse_deleted(root: Root, job: JobDir) -> None:
     """Raise NotFoundError where all that storage had was deleted: what memory still has of it is not the newest one."""
     deleted = False
     with suppress(OSError):  # storage that doesn't say has not shown that it was
-        deleted = was_deleted(open_store(root), job.durable(), job.trace())
+        deleted = was_deleted(open_store(root), job.notes.durable(), job.notes.root_identity())
     if deleted:
-        steps = sorted({stamp.step for stamp, _ in job.stamps()})
+        steps = sorted({stamp.step for stamp, _ in job.snapshots.shard_ids()})
         rest = f"; memory still has steps {steps}, to be loaded by checkpoint_id" if steps else ""
         raise NotFoundError(f"the checkpoints in {root} were deleted{rest}")
 

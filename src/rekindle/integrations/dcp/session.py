@@ -19,8 +19,10 @@ from rekindle.format.receipt import Receipt
 from rekindle.integrations.dcp.agree import Arrival, Offer, Ruling, Start, agree
 from rekindle.integrations.dcp.away import out_of_sight
 from rekindle.integrations.dcp.letters import Letter, open_box, take_box
-from rekindle.memory.job_dir import Job, JobDir, Trace, memory_base
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.lock import Lock
+from rekindle.memory.notes import RootIdentity
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.save.copy import ShardWriter
@@ -252,7 +254,7 @@ class Run:
             start.incarnation, local_ranks, len(set(start.places)), self._place, None, True, start.anew, 0
         )
         if start.anew and self._job is not None:
-            self._job.remove_snapshots(rank)  # before the note of what was deleted goes, or they would be drained
+            self._job.snapshots.remove(rank)  # before the note of what was deleted goes, or they would be drained
         meeting.go_on(self._job, self._store, rank, start.stored, anyway=start.anyway)
         no_memory = start.no_memory.get(start.places[rank])
         if no_memory is not None:
@@ -268,7 +270,7 @@ class Run:
         world = start.world
         if rank == local_ranks[0]:
             limit, ours = self.settings.drain_limit, start.incarnation.id
-            info = Job(str(self.root), local_ranks, world, *self.settings.retention, _IDLE, limit, start=ours)
+            info = JobInfo(str(self.root), local_ranks, world, *self.settings.retention, _IDLE, limit, start=ours)
             self._keeper = AgentKeeper(self._job_dir, info)
             self._keeper.check()
         self._slots = Slots(self._job_dir, rank, world, local_ranks, None, page_lock, Room().headroom(self._job_dir))
@@ -302,12 +304,12 @@ class Run:
     @property
     def _noted(self) -> int | None:
         """The newest step that is known to be on storage."""
-        return self._job.durable() if self._job is not None else None
+        return self._job.notes.durable() if self._job is not None else None
 
     @property
-    def _trace(self) -> Trace | None:
+    def _trace(self) -> RootIdentity | None:
         """Of the root that showed it."""
-        return self._job.trace() if self._job is not None else None
+        return self._job.notes.root_identity() if self._job is not None else None
 
     def _to_memory(self, slots: Slots, stamp: ShardId, plan: CopyPlan, values: bytes) -> None:
         slot = slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
@@ -343,7 +345,7 @@ class Run:
             self.wait_durable(stamp, _PATIENCE)  # the agent carries the parts that memory took, and publishes it
         if self._job is not None:
             with suppress(OSError):  # full memory, or none any more: the checkpoint is none the worse for it
-                self._job.write_durable(stamp.step, trace)
+                self._job.notes.write_durable(stamp.step, trace)
         with suppress(OSError):  # what is left over goes next time
             self._store.prune(*self.settings.retention)
             self._store.clean_up()
@@ -366,7 +368,7 @@ class Run:
     def _unfinished(self, stamp: ShardId) -> bool:
         """Whether a rank of this node has failed to write its part, so that nobody will carry the others'."""
         have = (
-            {s.rank for s, _ in self._job.stamps() if s.checkpoint == stamp.checkpoint}
+            {s.rank for s, _ in self._job.snapshots.shard_ids() if s.checkpoint == stamp.checkpoint}
             if self._job is not None
             else set()
         )

@@ -1,0 +1,129 @@
+"""Keeps the small notes of a job: its newest step on storage, its newest drain, the start that began anew.
+
+They lie in the job's directory, so that other processes and the next start read them. Each is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rekindle.format.fields import loads
+from rekindle.format.receipt import read, write_atomic
+from rekindle.memory.paths import JobPaths
+
+__all__ = ["DirectoryIdentity", "Notes", "RootIdentity"]
+
+_NO_GENERATION = 1 << 62
+"""Above every generation that a job can reach."""
+
+DirectoryIdentity = list[int]
+RootIdentity = list[DirectoryIdentity | None]
+"""Identities of a root and of the directories above it, see ``rekindle.storage.identity``."""
+
+
+class Notes:
+    """Reads and writes one job's notes. Safe to use from any thread or process.
+
+    A note that is missing or damaged reads as None. Writing raises OSError when the directory is gone.
+    """
+
+    def __init__(self, paths: JobPaths) -> None:
+        directory = paths.directory
+        self._durable, self._root = directory / "durable", directory / "root.json"
+        self._drained, self._anew = directory / "drained", directory / "anew"
+        self._agent_status = paths.agent_status
+
+    def durable(self) -> int | None:
+        """Returns the newest step that is known to be on storage."""
+        try:
+            return int(read(self._durable))
+        except (OSError, ValueError):
+            return None
+
+    def write_durable(self, step: int, identity: RootIdentity | None = None) -> None:
+        """Notes the newest step that is on storage, and the identity of the root that showed it.
+
+        Ranks then know which snapshots they may give up. The next start knows the step, should storage be away then.
+        """
+        self._write_root_identity(identity)
+        _write(self._durable, b"%020d" % step)
+
+    def root_identity(self) -> RootIdentity | None:
+        """Returns the identity of the root in which the newest durable step was seen."""
+        try:
+            return [None if entry is None else _four(entry) for entry in loads(read(self._root))]
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _write_root_identity(self, identity: RootIdentity | None) -> None:
+        """Replaces the root's identity. An outdated one could make a missing mount look like a deleted root."""
+        if identity is not None and identity == self.root_identity():
+            return
+        try:
+            if identity is not None:
+                write_atomic(self._root, json.dumps(identity).encode())
+                return
+        except OSError:  # memory is full: without the note, a deleted root looks like a missing mount, which is safe
+            pass
+        self._root.unlink(missing_ok=True)
+
+    def forget_durable(self) -> None:
+        """Removes the note on the durable step: a new start may have gone back to before it."""
+        self._durable.unlink(missing_ok=True)
+        self._root.unlink(missing_ok=True)
+
+    def last_drain(self) -> tuple[float, float] | None:
+        """Returns when the newest drain began, by this machine's monotonic clock, and how many seconds it took."""
+        try:
+            began, seconds = map(float, read(self._drained).split())
+        except (OSError, ValueError):
+            return None
+        return began, seconds
+
+    def write_last_drain(self, began: float, seconds: float) -> None:
+        _write(self._drained, b"%020.3f %020.3f" % (began, seconds))
+
+    def fresh_start(self) -> tuple[int, int] | None:
+        """Returns the generations ``(since, until)`` that ``write_fresh_start`` noted."""
+        try:
+            since, until = map(int, read(self._anew).split())
+        except (OSError, ValueError):
+            return None
+        return since, until
+
+    def write_fresh_start(self, since: int, until: int = _NO_GENERATION) -> None:
+        """Notes that the job began anew with generation ``since``, because all checkpoints on storage were deleted.
+
+        From generation ``until`` on it continues from a checkpoint that the user chose, even if the deleted ones are
+        back.
+        """
+        _write(self._anew, b"%020d %020d" % (since, until))
+
+    def forget_fresh_start(self) -> None:
+        """Removes the note on the fresh start: the chosen checkpoint is on storage."""
+        self._anew.unlink(missing_ok=True)
+
+    def drain_error(self) -> str:
+        """Returns the error or the wait that the agent's status names for the drain; empty when there is none."""
+        try:
+            status = loads(read(self._agent_status))
+            return str(status["error"] or status.get("waits") or "")
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+
+def _write(path: Path, note: bytes) -> None:
+    """Replaces a note. ``note`` has the same length each time."""
+    try:
+        write_atomic(path, note)
+    except OSError:  # full memory has no page for another file, and needs none to write over this one
+        with open(path, "r+b", buffering=0) as file:
+            file.write(note)
+
+
+def _four(value: Any) -> DirectoryIdentity:
+    if type(value) is not list or len(value) != 4 or {type(part) for part in value} != {int}:
+        raise ValueError("an entry should be four numbers")
+    return value

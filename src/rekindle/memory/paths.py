@@ -1,0 +1,114 @@
+"""Names the files of a job's directory in the memory store.
+
+::
+
+    /dev/shm/rekindle-<uid>/             mode 0700, owned by the user
+      <job>/                             derived from the root, so a restarted job finds it
+        job.json                         what the agent must know of the job
+        durable  root.json               the newest step on storage; the identity of the root that showed it
+        drained                          when the newest drain began, and its duration
+        anew                             the start that began anew because all checkpoints on storage had been deleted
+        agent.lock  agent.sock  agent.log  agent.json
+        rank-00000.lock                  held by that rank's trainer while it lives
+        rank-00000.status                the rank's status page
+        rank-00000.plan .small-0 -1 -u   the rank's local state, and the plan that describes its bytes
+        rank-00000.stacks .flight        at a hang: stacks of its threads, and torch's flight record
+        watch.sock  fault.json           where ranks and agent tell each other of faults; the newest fault
+        slots/                           free files, which hold no snapshot
+        step-0000000012/                 the same files as on storage, without a manifest
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["JobPaths", "matching", "rank_of"]
+
+_RANK = "rank-" + 5 * "[0-9]"
+
+RANK_LOCKS = f"{_RANK}.lock"
+"""Matches the names of all ranks' locks."""
+
+RANK_SLOTS = f"{_RANK}-*.slot"
+"""Matches the names of all ranks' free files."""
+
+
+def matching(directory: Path, pattern: str) -> list[Path]:
+    """Returns the files in ``directory`` whose names match ``pattern``.
+
+    The directory may vanish at any moment, and then has no files. ``Path.glob`` would raise an error.
+    """
+    try:
+        return [directory / name for name in os.listdir(directory) if fnmatch.fnmatchcase(name, pattern)]
+    except OSError:
+        return []
+
+
+def rank_of(path: Path) -> int:
+    """Returns the rank whose file ``path`` is, from a name such as ``rank-00003.lock``."""
+    return int(path.name[5:10])
+
+
+@dataclass(frozen=True)
+class JobPaths:
+    """Names the files of one job's directory. Touches none of them."""
+
+    directory: Path
+
+    @property
+    def slots(self) -> Path:
+        """Directory of the free files."""
+        return self.directory / "slots"
+
+    @property
+    def job(self) -> Path:
+        return self.directory / "job.json"
+
+    @property
+    def fault(self) -> Path:
+        return self.directory / "fault.json"
+
+    @property
+    def watch_socket(self) -> Path:
+        return self.directory / "watch.sock"
+
+    @property
+    def agent_lock(self) -> Path:
+        return self.directory / "agent.lock"
+
+    @property
+    def agent_status(self) -> Path:
+        return self.directory / "agent.json"
+
+    @property
+    def agent_socket(self) -> Path:
+        return self.directory / "agent.sock"
+
+    @property
+    def agent_log(self) -> Path:
+        return self.directory / "agent.log"
+
+    def rank_lock(self, rank: int) -> Path:
+        return self._of(rank, "lock")
+
+    def status_page(self, rank: int) -> Path:
+        return self._of(rank, "status")
+
+    def local_state(self, rank: int, which: str) -> Path:
+        """Returns the file of a rank's local state: ``which`` is "0", "1", or "u" for before the newest update."""
+        return self._of(rank, f"small-{which}")
+
+    def local_state_plan(self, rank: int) -> Path:
+        return self._of(rank, "plan")
+
+    def stacks(self, rank: int) -> Path:
+        return self._of(rank, "stacks")
+
+    def flight_record(self, rank: int) -> Path:
+        return self._of(rank, "flight")
+
+    def _of(self, rank: int, kind: str) -> Path:
+        return self.directory / f"rank-{rank:05d}.{kind}"

@@ -1,0 +1,98 @@
+"""Finds and removes the snapshots in a job's directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from rekindle.errors import FormatError
+from rekindle.format.lineage import ShardId
+from rekindle.format.names import STEP_DIR, shard_pattern
+from rekindle.format.receipt import read_stamp
+from rekindle.memory.paths import JobPaths, matching
+
+__all__ = ["Known", "Snapshots"]
+
+Known = tuple[tuple[int, int], ShardId]
+"""Inode and modification time of a receipt, and its shard id. A receipt is replaced, never written over."""
+
+
+class Snapshots:
+    """Finds and removes one job's snapshots. Safe to use from any thread or process."""
+
+    def __init__(self, paths: JobPaths) -> None:
+        self._paths = paths
+
+    def shard_ids(self, known: dict[str, Known] | None = None) -> Iterator[tuple[ShardId, Path]]:
+        """Yields every committed snapshot as (shard id, path of its receipt). Skips damaged and vanished ones.
+
+        ``known`` is a cache that the caller keeps. With it, a receipt that has not changed since is not read again,
+        which takes 2 microseconds instead of 30.
+        """
+        for directory in self.step_dirs():
+            try:
+                entries = list(os.scandir(directory))
+            except OSError:
+                continue
+            for entry in entries:
+                match = shard_pattern(entry.name)
+                if match and match[2] == "json":
+                    try:
+                        stamp = _shard_id(entry, known)
+                    except (OSError, FormatError):
+                        continue
+                    if match[:2] == (stamp.rank, stamp.world):
+                        yield stamp, directory / entry.name
+
+    def step_dirs(self) -> list[Path]:
+        """Returns the directories that may hold snapshots."""
+        directory = self._paths.directory
+        try:
+            names = [name for name in os.listdir(directory) if STEP_DIR.match(name)]
+            return [path for path in (directory / name for name in names) if not path.is_symlink()]
+        except OSError:
+            return []
+
+    def rank_files(self, rank: int) -> list[Path]:
+        """Returns all shards and free files of a rank."""
+        found = matching(self._paths.slots, f"rank-{rank:05d}-*.slot")
+        for directory in self.step_dirs():
+            found += matching(directory, f"shard-{rank:05d}-of-*.safetensors")
+        return found
+
+    def remove(self, rank: int | None = None, spared: Collection[Path] = ()) -> None:
+        """Removes the snapshots, free files and local state of one rank, or of all ranks.
+
+        Receipts go first, so that no half-removed snapshot is ever visible. Snapshots whose receipts are ``spared``
+        stay; if there are any, the local state stays too.
+        """
+        pattern = "shard-*" if rank is None else f"shard-{rank:05d}-of-*"
+        for name in (f"{pattern}.json", f".{pattern}.json.tmp", f"{pattern}.safetensors"):
+            for directory in self.step_dirs():
+                for path in matching(directory, name):
+                    if path.with_suffix(".json") not in spared:
+                        path.unlink(missing_ok=True)
+        for path in matching(self._paths.slots, "*.slot" if rank is None else f"rank-{rank:05d}-*.slot"):
+            path.unlink(missing_ok=True)
+        for kind in () if spared else ("plan", "small-?"):
+            for path in matching(
+                self._paths.directory, f"rank-*.{kind}" if rank is None else f"rank-{rank:05d}.{kind}"
+            ):
+                path.unlink(missing_ok=True)
+        for directory in self.step_dirs():
+            try:
+                directory.rmdir()
+            except OSError:
+                continue
+
+
+def _shard_id(entry: os.DirEntry[str], known: dict[str, Known] | None) -> ShardId:
+    if known is None:
+        return read_stamp(Path(entry.path))
+    info = entry.stat()
+    mark = info.st_ino, info.st_mtime_ns
+    found = known.get(entry.path)
+    if found is None or found[0] != mark:
+        found = known[entry.path] = mark, read_stamp(Path(entry.path))
+    return found[1]
