@@ -19,7 +19,7 @@ from rekindle.errors import MemoryStoreError, NonFiniteLossError, NotDurableErro
 from rekindle.faults.guard import Guard, Hooks
 from rekindle.faults.guarding import Guarding
 from rekindle.faults.notices import Notice
-from rekindle.faults.torchelastic import introduce
+from rekindle.faults.torchelastic import introduce, warn_of_reused_store
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.job import JobInfo
@@ -30,13 +30,12 @@ from rekindle.memory.slots import Slots
 from rekindle.restore.partial import choose_parts
 from rekindle.restore.restore import restore
 from rekindle.save.agree import agree_on_overlap, share_out
-from rekindle.save.cadence import Auto, Cadence, Fixed, Storing, agreement
 from rekindle.save.capture import Capture
 from rekindle.save.fence import Fence
 from rekindle.save.leaving import Leaving, tell_copies
 from rekindle.save.metrics import Metrics
-from rekindle.save.plan import Overlap
 from rekindle.save.saver import Saves
+from rekindle.save.schedule import Schedule
 from rekindle.save.steps import check_step
 from rekindle.save.updates import Updates
 from rekindle.session.agent_keeper import AgentKeeper
@@ -44,14 +43,13 @@ from rekindle.session.finish import let_go, wait_durable
 from rekindle.session.group import this_group
 from rekindle.session.rendezvous import meet
 from rekindle.session.takeover import GIVE_WAY, occupy
-from rekindle.settings import check_settings, tell_what_a_node_costs, warn_of_shared_store, what_storage_alone_means
+from rekindle.settings import Overlap, Settings
 from rekindle.state.device import page_lock
 from rekindle.storage.catalog import STORAGE, Checkpoint, list_checkpoints
 from rekindle.storage.checks import begins_anew
 from rekindle.storage.open import open_store
 from rekindle.storage.pins import unpin_step
 from rekindle.storage.roots import root_to_train
-from rekindle.storage.throttle import parse_rate
 
 __all__ = ["Checkpoint", "Checkpointer", "Metrics"]
 
@@ -68,8 +66,7 @@ class Checkpointer:
     root
         Directory, or ``file://`` URL, that checkpoints are kept in; the same one on all ranks.
     state
-        Maps names to modules, optimizers and anything else with ``state_dict()`` and ``load_state_dict()``;
-        ``rekindle.Values`` holds plain values.
+        Maps names to modules, optimizers, ``rekindle.Values``, and others with ``state_dict`` and ``load_state_dict``.
     snapshot_every
         ``step(n)`` saves into memory when n is a multiple of this. "auto" takes the smallest number at which that slows
         training by no more than ``snapshot_budget``, and goes on measuring.
@@ -119,40 +116,50 @@ class Checkpointer:
         root: str | os.PathLike[str],
         state: Mapping[str, Any],
         *,
-        snapshot_every: int | Literal["auto"] = 1,
-        snapshot_budget: float = 0.01,
-        persist_every: int | None = None,
-        persist_seconds: float = 30.0,
-        drain_limit: int | str | None = None,
-        keep: int | None = None,
-        keep_every: int | None = None,
-        overlap: Overlap = "auto",
-        rng: bool = True,
-        allow_pickle: bool = False,
-        allow_missing: bool = False,
-        strict: bool = False,
-        memory: str | os.PathLike[str] | None = None,
-        memory_limit: int | None = None,
-        memory_headroom: int | None = None,
-        idle_timeout: float = 900.0,
-        fallback_after: float = 10.0,
+        snapshot_every: int | Literal["auto"] = Settings.snapshot_every,
+        snapshot_budget: float = Settings.snapshot_budget,
+        persist_every: int | None = Settings.persist_every,
+        persist_seconds: float = Settings.persist_seconds,
+        drain_limit: int | str | None = Settings.drain_limit,
+        keep: int | None = Settings.keep,
+        keep_every: int | None = Settings.keep_every,
+        overlap: Overlap = Settings.overlap,
+        rng: bool = Settings.rng,
+        allow_pickle: bool = Settings.allow_pickle,
+        allow_missing: bool = Settings.allow_missing,
+        strict: bool = Settings.strict,
+        memory: str | os.PathLike[str] | None = Settings.memory,
+        memory_limit: int | None = Settings.memory_limit,
+        memory_headroom: int | None = Settings.memory_headroom,
+        idle_timeout: float = Settings.idle_timeout,
+        fallback_after: float = Settings.fallback_after,
     ) -> None:
-        every = 1 if snapshot_every == "auto" else snapshot_every
-        optional = {"persist_every": persist_every, "keep": keep, "keep_every": keep_every}
-        optional |= {"memory_limit": memory_limit, "memory_headroom": memory_headroom}
-        times = {"fallback_after": fallback_after, "idle_timeout": idle_timeout, "persist_seconds": persist_seconds}
-        check_settings(overlap, snapshot_budget, {"snapshot_every": every}, optional, times)
-        limit = parse_rate(drain_limit)
+        self._settings = settings = Settings(
+            snapshot_every=snapshot_every,
+            snapshot_budget=snapshot_budget,
+            persist_every=persist_every,
+            persist_seconds=persist_seconds,
+            drain_limit=drain_limit,
+            keep=keep,
+            keep_every=keep_every,
+            overlap=overlap,
+            rng=rng,
+            allow_pickle=allow_pickle,
+            allow_missing=allow_missing,
+            strict=strict,
+            memory=memory,
+            memory_limit=memory_limit,
+            memory_headroom=memory_headroom,
+            idle_timeout=idle_timeout,
+            fallback_after=fallback_after,
+        )
         self.root = root_to_train(root)
         self.metrics = Metrics()
-        self._strict = strict
         self._capture = Capture(state, rng, allow_pickle)
         self._store = open_store(self.root)
         self._job: JobDir | None = JobDir.of(self.root, memory_base(memory))
         self._keeper: AgentKeeper | None = None
-        self._saves = Saves(self._capture, self._store, (keep, keep_every), self.metrics, strict, fallback_after)
-        self._seen = 0
-        """Saves that the cadence has been told of."""
+        self._saves = Saves(self._capture, self._store, settings, self.metrics)
         self._fence = Fence(self._capture.state, self._saves.hold)
         self._capture.overlap(self._fence)
         self._updates = Updates(self._capture.state, self._fence)
@@ -160,45 +167,40 @@ class Checkpointer:
         self._begun = self._closed = self._ended = False
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
-        settings: dict[str, Any] = {"persist_every": persist_every, "snapshot_every": snapshot_every}
-        settings |= {"snapshot_budget": snapshot_budget, "overlap": overlap, "persist_seconds": persist_seconds}
-        settings |= {"allow_missing": allow_missing}
         size = partial(share_out, self._group, self._capture, allow_missing)
         room = Room(memory_limit, memory_headroom)
-        self._meeting = meet(self._group, self._job, self.root, size, room, settings)
+        self._meeting = meet(self._group, self._job, self.root, size, room, settings.agreed())
         occupy(self._job.path, self._group.rank, self)
-        often = snapshot_every == "auto"
-        self._overlap, self._in_step = agree_on_overlap(self._group, self._capture, overlap, often=often)
+        self._overlap, self._in_step = agree_on_overlap(self._group, self._capture, settings)
         self._incarnation = self._meeting.incarnation
         if self._group.rank == self._meeting.local_ranks[0]:
             introduce(self._job, self.root)
         self._saves.lock = self._meeting.lock
-        self._storing = Storing(persist_every, persist_seconds, self._meeting.nodes)
-        self._saves.spare(self._storing.pause, self._group.world)
+        self._schedule = Schedule(settings, self._meeting.nodes, self._group.world, self.metrics)
+        self._saves.spare(self._schedule.pause, self._group.world)
         info = JobInfo(
-            *(str(self.root), self._meeting.local_ranks, self._group.world, keep, keep_every, idle_timeout, limit),
-            *(self._storing.pause, self._incarnation.id),
+            *(str(self.root), self._meeting.local_ranks, self._group.world, keep, keep_every, idle_timeout),
+            *(settings.drain_rate, self._schedule.pause, self._incarnation.id),
         )
         self._leaving = Leaving(self._saves, self._store, self._job, self._meeting.local_ranks, self._group.rank)
         try:
             if self._meeting.no_memory:
                 self._without_memory(self._meeting.no_memory)
             else:
-                self._with_memory(self._job, info, room, fallback_after)
+                self._with_memory(self._job, info, room)
         except BaseException:
             self._let_go(None)  # else whoever keeps the traceback would keep the rank's place
             raise
         self._saves.direct.job = self._job
-        self._cadence: Cadence = Auto(snapshot_budget, agreement(self._group.world)) if often else Fixed(every)
-        warn_of_shared_store(self._group.rank)
+        warn_of_reused_store(self._group.rank)
 
     # -- starting -----------------------------------------------------------------------------------------------
 
-    def _with_memory(self, job: JobDir, info: JobInfo, room: Room, fallback_after: float) -> None:
+    def _with_memory(self, job: JobDir, info: JobInfo, room: Room) -> None:
         local_ranks, rank, nbytes = self._meeting.local_ranks, self._group.rank, self._meeting.nbytes
         if rank == local_ranks[0]:
-            tell_what_a_node_costs(self._storing.pause, self._storing.every)
-            self._keeper = AgentKeeper(job, info, fallback_after, self.metrics.agent)
+            self._schedule.tell_cost_of_a_node()
+            self._keeper = AgentKeeper(job, info, self._settings.fallback_after, self.metrics.agent)
             self._keeper.check()
         slots = Slots(
             job, rank, self._group.world, local_ranks, room.share(len(local_ranks)), page_lock, room.headroom(job)
@@ -214,11 +216,10 @@ class Checkpointer:
         self._saves.promise(self._in_step, tell=rank == 0)
 
     def _without_memory(self, why: str) -> None:
-        if self._strict:
+        if self._settings.strict:
             raise MemoryStoreError(why)
         if self._group.rank == self._meeting.local_ranks[0]:
-            means = what_storage_alone_means(self._storing.pause)
-            log.warning("%s. Checkpoints go straight to storage, %s.", why, means)
+            log.warning("%s. Checkpoints go straight to storage, %s.", why, self._schedule.describe_direct_saves())
         if self._meeting.lock is None:
             self._job = None
 
@@ -285,18 +286,11 @@ class Checkpointer:
         self._saves.settle()
         self._check_step(n)
         self._begin()
-        saved, self._seen = self.metrics.saves > self._seen, self.metrics.saves
-        due = self._cadence.due(n, self.metrics.last_stall if saved else None)
-        self.metrics.snapshot_every = self._cadence.every
-        persist = self._storing.asks_for(n)
-        if self._saves.memory is None and self._storing.every:
-            due = persist
-        if persist or due:
-            self._save(n, self._storing.also_wants(n))
-            return
-        self._saves.live.note(self._stamp(n))
-        if self._keeper is not None:
-            self._keeper.check()
+        if self._schedule.due(n, memory=self._saves.memory is not None):
+            self._save(n, self._schedule.persists(n))
+        else:
+            self._saves.live.note(self._stamp(n))
+            self._check_agent()
 
     def save(
         self,
@@ -394,12 +388,15 @@ class Checkpointer:
             raise NonFiniteLossError(f"the loss of the step after step {self._saves.reached} is {value}")
 
     def _save(self, n: int, persist: bool, pin: bool = False) -> None:
-        if self._keeper is not None:
-            self._keeper.check()
+        self._check_agent()
         base = self._base if self._saves.newest is None else None
         if base is not None and base.step == n and (not persist or self._saves.kept(base)):
             return  # it has just been restored, and there is nothing to add
         self._saves.save(replace(self._stamp(n, persist), pinned=pin))
+
+    def _check_agent(self) -> None:
+        if self._keeper is not None:
+            self._keeper.check()
 
     def _stamp(self, n: int, persist: bool = False) -> ShardId:
         return ShardId(n, self._group.rank, self._group.world, self._incarnation, persist)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,9 @@ from rekindle.format.receipt import write_atomic
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 
-__all__ = ["LAUNCH", "introduce", "tell_launcher"]
+__all__ = ["LAUNCH", "introduce", "tell_launcher", "warn_of_reused_store"]
+
+log = logging.getLogger("rekindle")
 
 LAUNCH = "REKINDLE_LAUNCH"
 """Environment variable: the directory in which ``rekindle run`` learns of the job's roots."""
@@ -45,3 +48,13 @@ def introduce(job: JobDir, root: Root) -> None:
         with suppress(OSError):
             told = [str(root), str(job.path.parents[1])]
             write_atomic(Path(place) / f"{job.path.name}.json", json.dumps(told).encode())
+
+
+def warn_of_reused_store(rank: int) -> None:
+    """Warn, on rank 0, where restarted workers may meet the addresses of dead ones: torchrun of torch 2.13 does so."""
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        log.warning(
+            "torchrun reuses its store after a restart, and restarted ranks may fail to find each other: launch with "
+            "'rekindle run', or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with several nodes use --rdzv-backend c10d "
+            "rather than --master-addr and --master-port"
+        )

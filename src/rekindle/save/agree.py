@@ -9,8 +9,8 @@ from typing import Any
 from rekindle.errors import UsageError
 from rekindle.save.capture import Capture
 from rekindle.save.missing import describe_missing
-from rekindle.save.plan import Overlap
 from rekindle.session.group import ProcessGroup, SingleProcess
+from rekindle.settings import Overlap, Settings
 
 __all__ = ["agree_on_overlap", "share_out"]
 
@@ -28,16 +28,14 @@ def _refuse_missing(group: SingleProcess | ProcessGroup, state: Mapping[str, Any
             )
 
 
-def agree_on_overlap(
-    group: SingleProcess | ProcessGroup, capture: Capture, overlap: Overlap, *, often: bool
-) -> tuple[Overlap, bool]:
+def agree_on_overlap(group: SingleProcess | ProcessGroup, capture: Capture, settings: Settings) -> tuple[Overlap, bool]:
     """The overlap that counts, and whether snapshots are committed inside of ``step()``. A collective.
 
-    All ranks do so or none: a step is only as safe as its last part. ``often``: what can be hidden behind training
-    counts for nothing then, so that more snapshots can be had.
+    All ranks do so or none: a step is only as safe as its last part.
     """
-    if often and overlap == "auto":
-        overlap = True
+    overlap = settings.overlap
+    if overlap == "auto" and settings.snapshot_every == "auto":
+        overlap = True  # what is hidden behind training costs the budget nothing, so that more snapshots can be had
     in_step = all(group.gather(capture.copied_in_step(overlap)))
     return overlap if in_step or overlap != "auto" else True, in_step
 

@@ -9,13 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from rekindle.storage.throttle import drain_interval
-
-__all__ = ["Auto", "Cadence", "Fixed", "Sparing", "Storing", "agreement"]
+__all__ = ["Auto", "Cadence", "Fixed", "agreement", "cadence_of"]
 
 log = logging.getLogger("rekindle")
 
@@ -33,9 +32,6 @@ _FEWEST = 3
 _STICKY = 0.75
 """A longer interval is kept until a shorter one, of at most this share of it, would do."""
 _AGREE_WITHIN = timedelta(seconds=30)
-
-_SEVERAL_NODES_EVERY = 100
-"""Steps between those that several nodes send to storage, unless they are told: they must choose the same ones."""
 
 Agreement = Callable[[float], Callable[[], float]]
 """Takes this rank's number; what it returns gives, later, the largest of all ranks' numbers."""
@@ -120,58 +116,9 @@ class Auto:
 Cadence = Fixed | Auto
 
 
-class Storing:
-    """Chooses the steps that go to storage, by their number or by time."""
-
-    def __init__(self, every: int | None, seconds: float, nodes: int) -> None:
-        self.every = _SEVERAL_NODES_EVERY if every is None and nodes > 1 else every
-        self.pause = None if self.every is not None or seconds == 0 else seconds
-        """Least seconds between two snapshots that storage gets unasked; None if it gets none of them."""
-
-    def asks_for(self, n: int) -> bool:
-        """True if step ``n`` has to be saved and sent to storage."""
-        return self.every is not None and n % self.every == 0
-
-    def also_wants(self, n: int) -> bool:
-        """True if step ``n``, once saved, goes to storage as soon as that is free."""
-        return self.asks_for(n) or (self.every is None and self.pause is None)
-
-
-class Sparing:
-    """Limits the saves that go straight to storage unasked: to one every ``seconds``, and to a tenth of the time.
-
-    Several ranks choose alike without talking, so their saves are of one step: each takes multiples of a power of two,
-    the smallest that lasts long enough by its own clock. Clocks and disks that differ by less than a factor of two make
-    powers that are neighbours, which have every second multiple in common.
-    """
-
-    def __init__(
-        self, seconds: float, world: int, took: Callable[[], float], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """``took`` gives the seconds that the newest write has taken so far."""
-        self._seconds, self._world, self._took, self._clock = seconds, world, took, clock
-        self._last: tuple[int, float] | None = None
-
-    def due(self, n: int) -> bool:
-        """True if step ``n`` may be saved now. The first step always may."""
-        if self._last is None:
-            return True
-        step, at = self._last
-        passed, wanted = self._clock() - at, drain_interval(self._seconds, self._took())
-        if self._world == 1 or n <= step:
-            return passed >= wanted
-        pace = max(passed, 1e-9) / (n - step)
-        every = 1 << max(0, math.ceil(math.log2(max(wanted / pace, 1))))
-        return n % every == 0 and passed >= wanted / 2
-
-    def saved(self, n: int) -> None:
-        """Step ``n`` is being written from now on."""
-        self._last = n, self._clock()
-
-    def failed(self) -> None:
-        """The newest save failed. A single rank tries again at the next step; several keep to the steps they share."""
-        if self._world == 1:
-            self._last = None
+def cadence_of(every: int | Literal["auto"], budget: float, world: int) -> Cadence:
+    """The cadence for ``snapshot_every`` and ``snapshot_budget``. A collective for "auto"."""
+    return Auto(budget, agreement(world)) if every == "auto" else Fixed(every)
 
 
 def agreement(world: int) -> Agreement:

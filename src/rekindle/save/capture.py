@@ -22,8 +22,9 @@ from rekindle.format.layout import DTYPES, PAGE, Chunk, Layout
 from rekindle.format.receipt import checksum
 from rekindle.save.fence import Fence
 from rekindle.save.partition import Item, share
-from rekindle.save.plan import IN_STEP, CopyPlan, Overlap, Piece, batches
+from rekindle.save.plan import IN_STEP, CopyPlan, Piece, batches
 from rekindle.save.unchanged import StateWatch
+from rekindle.settings import Overlap
 from rekindle.state.codec import encode
 from rekindle.state.content import StateContent
 from rekindle.state.parts import Held, hold, memory

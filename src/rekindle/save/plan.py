@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -14,11 +14,7 @@ from rekindle.format.layout import Chunk, Layout, blocks
 from rekindle.format.receipt import Receipt
 from rekindle.state.traits import Trait
 
-__all__ = ["IN_STEP", "Batch", "Overlap", "Piece", "CopyPlan", "Unit", "batches"]
-
-Overlap = bool | Literal["auto", "verify"]
-"""When to copy what stays as it is until the next update: behind ``step()`` (True, and "verify", which looks for
-writers that come too late), inside of it (False), or as the snapshot's size has it ("auto")."""
+__all__ = ["IN_STEP", "Batch", "Piece", "CopyPlan", "Unit", "batches"]
 
 IN_STEP = 16 << 20
 """Bytes of a rank's snapshot up to which ``step()`` copies and commits all of it itself, if all of it is on the host.

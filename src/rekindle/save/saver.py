@@ -18,16 +18,16 @@ from rekindle.memory.local_state import Smalls
 from rekindle.memory.lock import Lock
 from rekindle.memory.slots import Slots
 from rekindle.memory.status import STABLE
-from rekindle.save.cadence import Sparing
 from rekindle.save.capture import Capture
 from rekindle.save.gate import Gate
 from rekindle.save.live import Live
 from rekindle.save.metrics import Metrics
-from rekindle.save.plan import Overlap
+from rekindle.save.schedule import DirectSaveLimit
 from rekindle.save.to_memory import Flight, MemorySaver
 from rekindle.save.to_storage import DirectSaver
 from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.session.finish import wait_durable
+from rekindle.settings import Overlap, Settings
 from rekindle.storage.catalog import MEMORY, STORAGE
 from rekindle.storage.pins import pin_if_there, pin_when_there
 from rekindle.storage.store import Store
@@ -55,20 +55,17 @@ class Saves:
         self,
         capture: Capture,
         store: Store,
-        keep: tuple[int | None, int | None],
+        settings: Settings,
         metrics: Metrics,
-        strict: bool,
-        fallback_after: float,
     ) -> None:
-        """``keep``: how many checkpoints stay on storage, and the multiple of which all do, as for ``Store.prune``.
+        """Memory that fails is tried again three times within ``fallback_after`` seconds, then now and then.
 
-        Memory that fails is tried again three times within ``fallback_after`` seconds, then now and then. The saves in
-        between go straight to storage.
+        The saves in between go straight to storage.
         """
         self.live = Live(capture)
         self.memory: MemorySaver | None = None
         """None where there is no memory store."""
-        self.direct = DirectSaver(self.live, store, keep)
+        self.direct = DirectSaver(self.live, store, settings.retention)
         self._store = store
         self.lock: Lock | None = None
         """What makes this process the rank's trainer: it stays so while a copy is on its way, whoever forgets us."""
@@ -83,13 +80,13 @@ class Saves:
         """The newest completed step that we were told of, or that was restored."""
         self.restored = 0
         self._stepping = False
-        self._sparing: Sparing | None = None
+        self._limit: DirectSaveLimit | None = None
         """Limits the saves that go straight to storage unasked; None for no limit."""
         self._left_out: ShardId | None = None
         """The newest step that was not saved because it was not its turn."""
         self._how_often = ""
-        self._metrics, self._strict = metrics, strict
-        self._tries = Backoff(fallback_after)
+        self._metrics, self._strict = metrics, settings.strict
+        self._tries = Backoff(settings.fallback_after)
         self._trial: Flight | None = None
         """What is to show that memory takes saves again."""
         self._promised = False
@@ -102,7 +99,7 @@ class Saves:
         """
         if seconds is None:
             return
-        self._sparing = Sparing(seconds, world, self.direct.took)
+        self._limit = DirectSaveLimit(seconds, world, self.direct.took)
         self._how_often = f", at most every {seconds:g} s,"
 
     def use_memory(self, slots: Slots, overlap: Overlap) -> None:
@@ -145,13 +142,13 @@ class Saves:
                     raise
                 self._fall_back(stamp.step, error)
         self._metrics.committed_in_step = False
-        if self._sparing is not None and not stamp.persist and not self._sparing.due(stamp.step):
+        if self._limit is not None and not stamp.persist and not self._limit.due(stamp.step):
             self._leave_out(stamp)
             return None
         self._finish_direct()
         nbytes = self.direct.save(stamp)
-        if self._sparing is not None:
-            self._sparing.saved(stamp.step)
+        if self._limit is not None:
+            self._limit.saved(stamp.step)
         self._metrics.direct += 1
         return nbytes
 
@@ -226,8 +223,8 @@ class Saves:
             return
         with self.pause("waiting for storage"):
             error = self.direct.finish()
-        if error is not None and self._sparing is not None:
-            self._sparing.failed()
+        if error is not None and self._limit is not None:
+            self._limit.failed()
         if error is not None and self.newest is not None:
             self._failed(self.newest.step, error)
 

@@ -17,7 +17,8 @@ from rekindle.memory.lock import Lock
 from rekindle.memory.slots import Slot, Slots
 from rekindle.save.copy import Copying, fingerprints
 from rekindle.save.live import Live
-from rekindle.save.plan import CopyPlan, Overlap
+from rekindle.save.plan import CopyPlan
+from rekindle.settings import Overlap
 
 __all__ = ["Changed", "Flight", "MemorySaver"]
 

@@ -37,7 +37,7 @@ from rekindle.storage.catalog import STORAGE, StoredCopy, copies_from
 from rekindle.storage.checks import DELETED, newest_on, refuse_elsewhere, trace_of, was_deleted
 from rekindle.storage.open import open_store
 
-__all__ = ["Run", "Settings", "note_loaded", "run_of", "saves_to"]
+__all__ = ["Run", "WriterSettings", "note_loaded", "run_of", "saves_to"]
 
 log = logging.getLogger("rekindle")
 
@@ -48,7 +48,7 @@ _IDLE = 900.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class WriterSettings:
     """What a writer was given besides its root."""
 
     keep: int | None
@@ -67,7 +67,7 @@ _loaded: dict[Root, dict[CheckpointKey, bool]] = {}
 """By root: what this process has loaded before its first save there, and whether it had asked for that very step."""
 
 
-def run_of(root: Root, settings: Settings) -> Run:
+def run_of(root: Root, settings: WriterSettings) -> Run:
     """This process's start of the job that saves to ``root``. Raises BusyError where no other ranks need to know it."""
     run = _runs.get(root)
     if run is not None and run.forked:
@@ -109,7 +109,7 @@ class Run:
     rank that fails is an error on all of them, and nobody waits for a rank that doesn't save.
     """
 
-    def __init__(self, root: Root, settings: Settings) -> None:
+    def __init__(self, root: Root, settings: WriterSettings) -> None:
         self.root, self.settings = root, settings
         self.world = _world()
         self.finished: ShardId | None = None

@@ -19,10 +19,9 @@ from rekindle.format.names import root_path
 from rekindle.integrations.dcp.items import plan_shard
 from rekindle.integrations.dcp.letters import Letter
 from rekindle.integrations.dcp.names import is_place, name_of, place_of, step_of
-from rekindle.integrations.dcp.session import Settings, run_of
+from rekindle.integrations.dcp.session import WriterSettings, run_of
 from rekindle.integrations.dcp.stager import RekindleStager
-from rekindle.settings import check_settings
-from rekindle.storage.throttle import parse_rate
+from rekindle.settings import Settings
 
 __all__ = ["RekindleWriter"]
 
@@ -69,11 +68,11 @@ class RekindleWriter(StorageWriter, AsyncStager):
         drain_limit: int | str | None = None,
         memory: str | os.PathLike[str] | None = None,
     ) -> None:
-        check_settings(True, 0.5, {}, {"keep": keep}, {})
+        given = Settings(keep=keep, drain_limit=drain_limit, memory=memory)
         self._wanted: str | os.PathLike[str] | int | None
         path, self._wanted = place_of(root)
         self._run = run_of(
-            path, Settings(keep, parse_rate(drain_limit), None if memory is None else str(root_path(memory)))
+            path, WriterSettings(keep, given.drain_rate, None if memory is None else str(root_path(memory)))
         )
         self._stager = RekindleStager()
         self._offer: Letter | None = None

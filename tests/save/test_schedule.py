@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rekindle
-from rekindle.save.cadence import Sparing
+from rekindle.save.schedule import DirectSaveLimit
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import Run, restored, train
 
@@ -22,12 +22,12 @@ class Rank:
 
     def __init__(self, world: int, took: float = 1.0) -> None:
         self.now, self.saved = 0.0, list[tuple[int, float]]()
-        self.sparing = Sparing(30.0, world, lambda: took, lambda: self.now)
+        self.limit = DirectSaveLimit(30.0, world, lambda: took, lambda: self.now)
 
     def step(self, n: int, seconds: float) -> None:
         self.now += seconds
-        if self.sparing.due(n):
-            self.sparing.saved(n)
+        if self.limit.due(n):
+            self.limit.saved(n)
             self.saved.append((n, self.now))
 
     @property
@@ -50,8 +50,8 @@ def test_what_failed_is_tried_again_by_one_rank_alone() -> None:
     for world, due in ((1, True), (2, False)):
         rank = Rank(world)
         rank.step(1, 0.25)
-        rank.sparing.failed()
-        assert rank.sparing.due(2) is due
+        rank.limit.failed()
+        assert rank.limit.due(2) is due
 
 
 @given(st.floats(0.003, 100), st.floats(0.8, 1.25), st.floats(0.1, 20), st.floats(0.6, 1.6), st.integers(1, 10**6))

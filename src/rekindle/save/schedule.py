@@ -1,0 +1,119 @@
+"""Chooses the steps that are saved, and those that go to storage."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from rekindle.save.cadence import cadence_of
+from rekindle.save.metrics import Metrics
+from rekindle.settings import Settings
+from rekindle.storage.throttle import drain_interval
+
+__all__ = ["DirectSaveLimit", "Schedule"]
+
+log = logging.getLogger("rekindle")
+
+_SEVERAL_NODES_EVERY = 100
+"""Steps between those that several nodes send to storage, unless they are told: they must choose the same ones."""
+
+
+class Schedule:
+    """The steps of one start that are saved unasked. All ranks choose the same ones without talking."""
+
+    def __init__(self, settings: Settings, nodes: int, world: int, metrics: Metrics) -> None:
+        """A collective where ``snapshot_every`` is "auto"."""
+        every, seconds = settings.persist_every, settings.persist_seconds
+        self.persist_every = _SEVERAL_NODES_EVERY if every is None and nodes > 1 else every
+        """Multiples of this go to storage; None where time decides."""
+        self.pause = None if self.persist_every is not None or seconds == 0 else seconds
+        """Least seconds between two snapshots that storage gets unasked; None if it gets none of them."""
+        self._cadence = cadence_of(settings.snapshot_every, settings.snapshot_budget, world)
+        self._metrics = metrics
+        self._saves = 0
+        """Saves that the cadence has been told of."""
+
+    def due(self, n: int, *, memory: bool) -> bool:
+        """True if step ``n`` is to be saved. Called once a step, in order.
+
+        Without a ``memory`` store each save goes to storage, so only the steps for storage are saved, where a number
+        chooses them.
+        """
+        saved, self._saves = self._metrics.saves > self._saves, self._metrics.saves
+        due = self._cadence.due(n, self._metrics.last_stall if saved else None)
+        self._metrics.snapshot_every = self._cadence.every
+        if not memory and self.persist_every is not None:
+            due = False
+        return due or self._is_multiple(n)
+
+    def persists(self, n: int) -> bool:
+        """True if step ``n``, once saved, goes to storage as soon as that is free."""
+        return self._is_multiple(n) or (self.persist_every is None and self.pause is None)
+
+    def _is_multiple(self, n: int) -> bool:
+        return self.persist_every is not None and n % self.persist_every == 0
+
+    def tell_cost_of_a_node(self) -> None:
+        """Log the training that the loss of this node would lose. Silent where storage gets all that it can take."""
+        if self.persist_every is not None:
+            log.info(
+                "storage gets every step that is a multiple of %d: if this node is lost, up to %d steps are lost, and "
+                "those made while the last of them was written (persist_every)",
+                *(self.persist_every, self.persist_every),
+            )
+        elif self.pause is not None:
+            log.info(
+                "storage gets a checkpoint at most every %g s, and is written to for at most a tenth of the time: if "
+                "this node is lost, up to %g s of training are lost, and more if writing a checkpoint takes over %g s "
+                "(persist_seconds, persist_every). A fault of processes loses none of this: memory has the newest "
+                "snapshot",
+                *(self.pause, self.pause, self.pause / 10),
+            )
+
+    def describe_direct_saves(self) -> str:
+        """Words on how often checkpoints go straight to storage, and at what price, where there is no memory store."""
+        if self.pause is None:
+            return "which slows training at each save"
+        return (
+            f"at most every {self.pause:g} s and for at most a tenth of the time: a process that dies loses what was "
+            "trained since, unless guard() secures it (persist_seconds, persist_every)"
+        )
+
+
+class DirectSaveLimit:
+    """Limits the saves that go straight to storage unasked: to one every ``seconds``, and to a tenth of the time.
+
+    Several ranks choose alike without talking, so their saves are of one step: each takes multiples of a power of two,
+    the smallest that lasts long enough by its own clock. Clocks and disks that differ by less than a factor of two make
+    powers that are neighbours, which have every second multiple in common.
+    """
+
+    def __init__(
+        self, seconds: float, world: int, took: Callable[[], float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``took`` gives the seconds that the newest write has taken so far."""
+        self._seconds, self._world, self._took, self._clock = seconds, world, took, clock
+        self._last: tuple[int, float] | None = None
+
+    def due(self, n: int) -> bool:
+        """True if step ``n`` may be saved now. The first step always may."""
+        if self._last is None:
+            return True
+        step, at = self._last
+        passed, wanted = self._clock() - at, drain_interval(self._seconds, self._took())
+        if self._world == 1 or n <= step:
+            return passed >= wanted
+        pace = max(passed, 1e-9) / (n - step)
+        every = 1 << max(0, math.ceil(math.log2(max(wanted / pace, 1))))
+        return n % every == 0 and passed >= wanted / 2
+
+    def saved(self, n: int) -> None:
+        """Step ``n`` is being written from now on."""
+        self._last = n, self._clock()
+
+    def failed(self) -> None:
+        """The newest save failed. A single rank tries again at the next step; several keep to the steps they share."""
+        if self._world == 1:
+            self._last = None
