@@ -6,6 +6,7 @@ import ast
 import sys
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,33 +14,39 @@ import rekindle
 
 PACKAGE = Path(rekindle.__file__).parent
 
-LAYERS = {
-    "errors": 0,
-    "common": 1,
-    "format": 2,
-    "memory": 3,
-    "state": 3,
-    "storage": 4,
-    "agent": 5,
-    "testing": 5,
-    "settings": 5,
-    "session": 6,
-    "save": 7,
-    "restore": 7,
-    "faults": 8,
-    "transfer": 8,
-    "integrations": 9,
-    "checkpointer": 9,
-    "launch": 9,
-    "cli": 10,
-    "__main__": 11,
-}
-"""Imports point to a lower number, or stay within one folder. Folders of equal number never import each other."""
 
-TORCH_FREE = {"errors", "common", "format", "memory", "storage", "agent"}
-TORCH_FREE_AT_IMPORT = {*TORCH_FREE, "launch"}
-"""``launch`` asks for torch inside of functions only."""
+class Room(NamedTuple):
+    layer: int
+    """Imports point to a lower number, or stay within one room. Rooms of equal number never import each other."""
+    torch: str = "anywhere"
+    """Where torch may be imported: "never", "in functions", or "anywhere"."""
+
+
+ROOMS = {
+    "errors": Room(0, torch="never"),
+    "common": Room(1, torch="never"),
+    "format": Room(2, torch="never"),
+    "memory": Room(3, torch="never"),
+    "state": Room(3),
+    "storage": Room(4, torch="never"),
+    "agent": Room(5, torch="never"),
+    "testing": Room(5),
+    "settings": Room(5),
+    "session": Room(6),
+    "save": Room(7),
+    "restore": Room(7),
+    "faults": Room(8),
+    "transfer": Room(8),
+    "integrations": Room(9),
+    "checkpointer": Room(9),
+    "launch": Room(9, torch="in functions"),
+    "cli": Room(10),
+    "__main__": Room(11),
+}
+TOP = {"__init__.py", "__main__.py", "checkpointer.py", "errors.py", "py.typed", "settings.py"}
+"""All files at the top of the package; everything else is in a room."""
 LONGEST = 500
+"""Lines of a module."""
 
 
 def module_name(path: Path) -> str:
@@ -52,8 +59,12 @@ FACADE = "rekindle"
 
 
 def part_of(module: str) -> str:
-    """``snapshot`` for rekindle.format.layout."""
+    """``format`` for rekindle.format.layout."""
     return module.split(".")[1]
+
+
+def torch_of(module: str) -> str:
+    return "anywhere" if module == FACADE else ROOMS[part_of(module)].torch
 
 
 @cache
@@ -72,7 +83,7 @@ def imports(module: str, functions: bool = True) -> tuple[tuple[str, int], ...]:
                 base = ".".join(
                     [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
                 )
-            for alias in node.names:  # "from rekindle.snapshot import layout" imports a module
+            for alias in node.names:  # "from rekindle.format import layout" imports a module
                 inner = f"{base}.{alias.name}"
                 found.append((inner if inner in MODULES else base, node.lineno))
     return tuple(found)
@@ -83,8 +94,13 @@ def ours(module: str) -> list[tuple[str, int]]:
 
 
 def test_every_module_has_its_place_in_the_layers():
-    unplaced = {part_of(m) for m in MODULES if m != FACADE} - LAYERS.keys()
-    assert not unplaced, f"say in LAYERS where {sorted(unplaced)} belong"
+    parts = {part_of(m) for m in MODULES if m != FACADE}
+    assert not parts - ROOMS.keys(), f"say in ROOMS where {sorted(parts - ROOMS.keys())} belong"
+    assert not ROOMS.keys() - parts, f"take {sorted(ROOMS.keys() - parts)} out of ROOMS"
+
+
+def test_nothing_else_stands_at_the_top():
+    assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == TOP, "put other modules into a room"
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m != FACADE])
@@ -97,20 +113,20 @@ def test_imports_point_down(module):
             )
             continue
         here, there = part_of(module), part_of(name)
-        if here != there and LAYERS[there] >= LAYERS[here]:
+        if here != there and ROOMS[there].layer >= ROOMS[here].layer:
             wrong.append(f"{module}:{line} imports {name}")
     assert not wrong
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m != FACADE and part_of(m) in TORCH_FREE])
+@pytest.mark.parametrize("module", [m for m in MODULES if torch_of(m) == "never"])
 def test_what_outlives_the_trainer_never_imports_torch(module):
     assert not [(name, line) for name, line in imports(module) if name.split(".")[0] == "torch"]
 
 
 def test_what_a_torchless_module_imports_is_torchless_too():
     """Follows the chain of imports: a helper in between would bring torch in just as well."""
-    for start in (m for m in MODULES if m != FACADE and part_of(m) in TORCH_FREE_AT_IMPORT):
-        everywhere = part_of(start) in TORCH_FREE
+    for start in (m for m in MODULES if torch_of(m) != "anywhere"):
+        everywhere = torch_of(start) == "never"
         seen, todo = set(), [start]
         while todo:
             module = todo.pop()
