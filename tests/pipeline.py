@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rekindle.format.boxes import Box
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.format.receipt import Receipt
@@ -58,7 +57,7 @@ class Pipeline:
             raise mismatch(problems)
         wants = fit.wants
         chunks = receipt.layout.chunks
-        found = plan([want for _, want, _ in wants], [Have(c.name, Box(c.offsets, c.sizes)) for c in chunks])
+        found = plan([want for _, want, _ in wants], [Have(c.name, c.box) for c in chunks])
         assert not found.missing and not fit.absent
         filling = Filling(receipt.layout, Sides())
         for move in found.moves:

@@ -24,7 +24,7 @@ from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.memory.rebuild import compose
+from rekindle.memory.rebuild import rebuild
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.restore.partial import choose_parts
@@ -251,7 +251,7 @@ class Checkpointer:
         if self._saves.newest is not None:
             raise UsageError("restore() comes before the first save of a run")
         if self._saves.memory is not None and self._job is not None and step != 0:
-            compose(self._job, self._saves.memory.slots)
+            rebuild(self._job, self._saves.memory.slots)
         done, seen = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle, parts)
         self._incarnation = replace(self._incarnation, generation=max(self._incarnation.generation, 1 + seen))
         if self._saves.memory is not None and not self._begun and self._meeting.found:

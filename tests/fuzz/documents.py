@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.errors import RekindleError
-from rekindle.format.boxes import Box, lacking, uncovered
+from rekindle.format.boxes import Box, uncovered
+from rekindle.format.completeness import find_defect
 from rekindle.format.names import STEP_DIR, job_name, root_of, root_path, shard_pattern
 from rekindle.format.receipt import Receipt, read_stamp
 from rekindle.memory.status import DOES, PHASES, STAGES, StatusPage, read_status
@@ -74,7 +75,7 @@ class receipt:
             return
         mate = sharded(1 - case["rank"])[0]
         for others in ([found], [found, mate], [mate, found]):
-            for use in (lacking, _merged, _wanted):
+            for use in (find_defect, _merged, _wanted):
                 try:
                     use(others)
                 except RekindleError:

@@ -25,8 +25,8 @@ from rekindle.format.receipt import checksum
 from rekindle.memory.clean_up import remove_departed_ranks
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.memory.local_state import Smalls, padded
-from rekindle.memory.rebuild import compose_for_the_dead
+from rekindle.memory.local_state import LocalStateWriter, padded
+from rekindle.memory.rebuild import rebuild_dead_ranks
 from rekindle.memory.slots import Slots
 from rekindle.memory.status import StatusPage
 from rekindle.restore.restore import restore
@@ -195,7 +195,7 @@ def _job_seed() -> Path:
     job.write_job(JobInfo(str(root), [0, 1], 2, 2, None, 60.0))
     for rank in (0, 1):
         found, data = sharded(rank)
-        smalls = [Smalls(job, rank), Smalls(job, rank, before_update=True)]
+        smalls = [LocalStateWriter(job, rank), LocalStateWriter(job, rank, before_update=True)]
         numbers = [n for n, (a, b) in enumerate(found.layout.blocks) if b - a < 20]
         sizes = [b - a for n, (a, b) in enumerate(found.layout.blocks) if n in numbers]
         body = memoryview(b"".join(bytes([n]) * padded(size) for n, size in enumerate(sizes)))
@@ -274,7 +274,7 @@ class memory:
             command(*given, "--memory", place)
         refused(lambda: job_status(job))
         refused(lambda: str(job.notes.drain_error()) + str(job.notes.durable()))
-        refused(lambda: compose_for_the_dead(job))
+        refused(lambda: rebuild_dead_ranks(job))
         refused(
             lambda: [remove_departed_ranks(job, stamp.checkpoint) for stamp, _ in list(job.snapshots.shard_ids())[:1]]
         )

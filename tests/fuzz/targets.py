@@ -39,7 +39,7 @@ TARGETS = {
     "values": Target(documents.values.make, documents.values.run, "typed values"),
     "receipt": Target(documents.receipt.make, documents.receipt.run, "a sealed receipt, and all that is made of one"),
     "checkpoint": Target(stores.checkpoint.make, stores.checkpoint.run, "ls, inspect, verify, export, restore"),
-    "memory": Target(stores.memory.make, stores.memory.run, "a job's memory: ls, status, compose, drain, restore"),
+    "memory": Target(stores.memory.make, stores.memory.run, "a job's memory: ls, status, rebuild, drain, restore"),
     "safetensors": Target(foreign.safetensors.make, foreign.safetensors.run, "import of safetensors and an index"),
     "note": Target(foreign.note.make, foreign.note.run, "import of an export of ours", _is_dcp),
     "torchfile": Target(foreign.torchfile.make, foreign.torchfile.run, "import of a torch.save file"),

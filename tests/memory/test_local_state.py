@@ -12,9 +12,15 @@ import pytest
 from rekindle.format.layout import Chunk, Layout
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.receipt import Receipt
-from rekindle.memory.infer import infer
+from rekindle.memory.infer import infer_local_state
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.local_state import Smalls, padded, read_before_update, read_plan, read_smalls
+from rekindle.memory.local_state import (
+    LocalStateWriter,
+    padded,
+    read_before_update,
+    read_local_state_plan,
+    read_local_states,
+)
 
 FIRST = Incarnation(1, "a" * 16)
 LAYOUT = Layout.build([Chunk("buffer", "uint8", (5,), (0,), (5,)), Chunk("weight", "float32", (4,), (0,), (4,))])
@@ -33,8 +39,8 @@ def job(tmp_path: Path) -> Iterator[JobDir]:
     return job
 
 
-def writer(job: JobDir, rank: int = 0, before_update: bool = False) -> Smalls:
-    smalls = Smalls(job, rank, before_update)
+def writer(job: JobDir, rank: int = 0, before_update: bool = False) -> LocalStateWriter:
+    smalls = LocalStateWriter(job, rank, before_update)
     smalls.plan(stamp(0, rank), STATIC, [1], REPLICAS)
     return smalls
 
@@ -47,11 +53,11 @@ def test_the_newest_two_steps_are_there(job: JobDir) -> None:
     smalls = writer(job)
     for step in range(1, 6):
         smalls.write(stamp(step), json.dumps([step]).encode(), body(b"step%d" % step))
-    halves = read_smalls(job, 0)
+    halves = read_local_states(job, 0)
     assert [half.stamp.step for half in halves] == [5, 4]
     assert [json.loads(half.values) for half in halves] == [[5], [4]]
     assert bytes(halves[0].tensors[:5]) == b"step5"
-    plan = read_plan(job, 0)
+    plan = read_local_state_plan(job, 0)
     assert plan is not None and plan.digest == halves[0].plan == halves[1].plan
     assert plan.layout == LAYOUT and plan.blocks == [1] and plan.replicas == REPLICAS
     assert not list(job.path.glob(".*"))
@@ -66,22 +72,22 @@ def test_a_damaged_one_is_left_out(job: JobDir, at: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[at] ^= 0xFF
     path.write_bytes(raw)
-    assert [half.stamp.step for half in read_smalls(job, 0)] == [1]
+    assert [half.stamp.step for half in read_local_states(job, 0)] == [1]
     path.write_bytes(raw[:4])
-    assert [half.stamp.step for half in read_smalls(job, 0)] == [1]
+    assert [half.stamp.step for half in read_local_states(job, 0)] == [1]
 
 
 def test_a_new_plan_takes_the_old_states_along(job: JobDir) -> None:
     smalls = writer(job)
     smalls.write(stamp(1), b"[1]", body(b"12345"))
     smalls.plan(stamp(1), STATIC, [0], REPLICAS)
-    assert read_smalls(job, 0) == []
+    assert read_local_states(job, 0) == []
 
 
 def put(job: JobDir, rank: int, before: tuple[list[int], bytes], after: tuple[list[int], bytes] | None) -> None:
     writer(job, rank, before_update=True).write(stamp(7, rank), json.dumps(before[0]).encode(), body(before[1]))
     if after is not None:
-        smalls = Smalls(job, rank)
+        smalls = LocalStateWriter(job, rank)
         smalls.plan(stamp(0, rank), STATIC, [1], REPLICAS)
         smalls.write(stamp(7, rank), json.dumps(after[0]).encode(), body(after[1]))
 
@@ -105,9 +111,9 @@ def test_what_a_dead_rank_would_have_become(
 ) -> None:
     put(job, 0, theirs_before, theirs_after)
     put(job, 1, ours, None)
-    plan = read_plan(job, 1)
+    plan = read_local_state_plan(job, 1)
     assert plan is not None and read_before_update(job, 1) is not None
-    found = infer(job, plan, 1)
+    found = infer_local_state(job, plan, 1)
     if expected is None:
         assert found is None
     else:
@@ -118,6 +124,6 @@ def test_what_a_dead_rank_would_have_become(
 def test_another_program_says_nothing(job: JobDir) -> None:
     put(job, 0, ([3], b"other"), ([4], b"other"))
     put(job, 1, ([3], b"mine."), None)
-    plan = read_plan(job, 1)
+    plan = read_local_state_plan(job, 1)
     assert plan is not None
-    assert infer(job, replace(plan, static=b"another layout"), 1) is None
+    assert infer_local_state(job, replace(plan, static=b"another layout"), 1) is None

@@ -66,7 +66,7 @@ def test_every_element_comes_once_from_the_cheapest_that_has_it(
 @given(st.data(), SHAPES)
 def test_runs_move_the_same_bytes_as_slicing(data: st.DataObject, shape: tuple[int, ...]) -> None:
     source, target = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
-    box = source.meet(target)
+    box = source.intersect(target)
     if box is None:
         return
     whole = np.arange(np.prod(shape, dtype=int), dtype=np.int16).reshape(shape)
@@ -90,7 +90,7 @@ def test_runs_move_the_same_bytes_as_slicing(data: st.DataObject, shape: tuple[i
 @given(st.data(), SHAPES)
 def test_a_box_and_its_rest(data: st.DataObject, shape: tuple[int, ...]) -> None:
     outer = data.draw(boxes_of(shape))
-    inner = outer.meet(data.draw(boxes_of(shape)))
+    inner = outer.intersect(data.draw(boxes_of(shape)))
     if inner is None:
         return
     rest = outer.without(inner)

@@ -25,7 +25,7 @@ from rekindle.format.receipt import write_atomic
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
-from rekindle.memory.rebuild import compose_for_the_dead
+from rekindle.memory.rebuild import rebuild_dead_ranks
 from rekindle.storage.throttle import lower_priority
 
 __all__ = ["run", "describe_orphan"]
@@ -147,7 +147,7 @@ class Agent:
     def _work(self) -> bool:
         alone = not self.job.trainers()
         if alone and not self._idle:
-            compose_for_the_dead(self.job)
+            rebuild_dead_ranks(self.job)
         self._idle = alone
         busy = self.drainer.tick()
         self._write_status()

@@ -44,7 +44,6 @@ from rekindle.cli.transfer import export_command, import_command
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import CorruptError, RekindleError, UsageError
-from rekindle.format.boxes import Box
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.listing import (
@@ -175,7 +174,7 @@ def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) ->
     for receipt in found:
         rank = str(receipt.stamp.rank)
         for chunk in receipt.layout.chunks:
-            box = "" if chunk.sizes == chunk.global_shape else str(Box(chunk.offsets, chunk.sizes))
+            box = "" if chunk.sizes == chunk.global_shape else str(chunk.box)
             row = (rank, chunk.name, chunk.dtype, str(list(chunk.global_shape)), box, f"{chunk.nbytes:,}")
             tensors.add_row(*row)
         for path, value in list_values(receipt):

@@ -1,33 +1,29 @@
-"""Boxes of a tensor's elements, and whether shards together hold all of every tensor that they speak of."""
+"""Computes with boxes of a tensor's elements: intersections, remainders, gaps."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from rekindle.errors import CorruptError
 
-if TYPE_CHECKING:
-    from rekindle.format.lineage import ShardId
-    from rekindle.format.receipt import Receipt
-
-__all__ = ["Box", "Rest", "lacking", "tensors_in", "uncovered"]
+__all__ = ["Box", "Remainder", "uncovered"]
 
 
 class Box(NamedTuple):
-    """A box of a tensor's elements. A scalar is the box of no dimensions, of one element."""
+    """A box of a tensor's elements, in elements of each dimension. A scalar is a box of no dimensions, volume 1."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def volume(self) -> int:
+        """Number of elements."""
         return math.prod(self.sizes)
 
-    def meet(self, other: Box) -> Box | None:
-        """What two boxes have in common; None when that is nothing."""
+    def intersect(self, other: Box) -> Box | None:
+        """Returns the box that both have in common; None if there is none."""
         offsets, sizes = [], []
         for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             low, high = a if a > b else b, min(a + m, b + n)
@@ -38,7 +34,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def without(self, inner: Box) -> list[Box]:
-        """The rest, in boxes that don't overlap: at most two for each dimension. ``inner`` lies inside."""
+        """Returns the rest as boxes that don't overlap, at most two for each dimension. ``inner`` must lie inside."""
         rest: list[Box] = []
         offsets, sizes = list(self.offsets), list(self.sizes)
         for d, (low, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
@@ -56,94 +52,42 @@ class Box(NamedTuple):
         return "[" + ", ".join(f"{at}:{at + size}" for at, size in pairs) + "]"
 
 
-class Rest:
-    """What is left of a box while others are taken from it.
+class Remainder:
+    """Tracks the parts of a box that are left while others are taken from it.
 
-    A tensor that is cut up as a grid leaves a few parts at any time, whose number times that of the boxes is the work.
-    Boxes that were made up can leave as many parts as there are boxes: then it is given up, with a CorruptError.
+    A tensor that is cut up as a grid leaves a few parts at any time; their number times that of the boxes is the work.
+    Forged boxes can leave as many parts as there are boxes. The work is bounded, so that they cost a CorruptError
+    instead of hours.
     """
 
-    def __init__(self, whole: Box, pieces: int) -> None:
-        """``pieces`` is the number of boxes to be expected."""
+    def __init__(self, whole: Box, expected: int) -> None:
+        """Starts with all of ``whole``. ``expected`` is the number of boxes that will be taken."""
         self.parts = [whole] if whole.volume else []
-        self._work = 20_000 + 50 * pieces
+        self._work = 20_000 + 50 * expected
 
     def take(self, box: Box) -> list[Box]:
-        """Take ``box`` away; what it had of the rest."""
+        """Takes ``box`` away and returns the parts of it that were left. Raises CorruptError beyond the bound."""
         self._work -= len(self.parts)
         if self._work < 0:
-            raise CorruptError(f"what shards say that they hold is cut up as no tensor is, in some place at {box}")
-        found, left = [], []
+            raise CorruptError(f"the boxes of a tensor, such as {box}, divide it as no sharding does")
+        taken, left = [], []
         for part in self.parts:
-            common = part.meet(box)
+            common = part.intersect(box)
             if common is None:
                 left.append(part)
             else:
-                found.append(common)
+                taken.append(common)
                 left += part.without(common)
         self.parts = left
-        return found
+        return taken
 
 
 def uncovered(whole: Box, boxes: Iterable[Box]) -> list[Box]:
-    """What of ``whole`` is in none of ``boxes``. Raises CorruptError for boxes that no sharding makes."""
-    there = sorted(set(boxes))
-    rest = Rest(whole, len(there))
-    for box in there:
-        if not rest.parts:
+    """Returns the parts of ``whole`` that none of ``boxes`` covers. Raises CorruptError for boxes of no sharding."""
+    distinct = sorted(set(boxes))
+    remainder = Remainder(whole, len(distinct))
+    for box in distinct:
+        if not remainder.parts:
             break
-        rest.take(box)
-    return rest.parts
-
-
-def tensors_in(structure: Any) -> Iterator[str]:
-    """Names of all tensors that a receipt's structure speaks of."""
-    if isinstance(structure, list):
-        for child in structure:
-            yield from tensors_in(child)
-    elif isinstance(structure, dict):
-        if isinstance(structure.get("$tensor"), str):
-            yield structure["$tensor"]
-        else:
-            yield from tensors_in(list(structure.values()))
-
-
-def lacking(receipts: Iterable[Receipt]) -> str | None:
-    """What is wrong with shards that are to make up a checkpoint: what is said of a tensor twice, or is nowhere.
-
-    None when every tensor that one of them speaks of is there with all its elements.
-    """
-    boxes: defaultdict[str, list[Box]] = defaultdict(list)
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    named: dict[str, int] = {}
-    first: ShardId | None = None
-    for receipt in receipts:
-        rank = receipt.stamp.rank
-        first = first or receipt.stamp
-        if receipt.stamp.save != first.save:
-            return f"rank {rank}'s shard is of another save than rank {first.rank}'s"
-        for chunk in receipt.layout.chunks:
-            kind = chunk.dtype, chunk.global_shape
-            there = boxes[chunk.name]
-            if chunk.own:
-                continue
-            if kinds.setdefault(chunk.name, kind) != kind:
-                return f"{chunk.name} is {_kind(*kind)} on rank {rank}, {_kind(*kinds[chunk.name])} on another"
-            there.append(Box(chunk.offsets, chunk.sizes))
-        for name in tensors_in(receipt.structure):
-            named.setdefault(name, rank)
-    for name, rank in named.items():
-        if name not in boxes:
-            return f"{name}, which rank {rank} speaks of, is in no shard"
-    for name, (_, shape) in kinds.items():
-        try:
-            missing = uncovered(Box((0,) * len(shape), shape), boxes[name])
-        except CorruptError as error:
-            return f"{name}: {error}"
-        if missing:
-            return f"{name}{missing[0]} is in no shard"
-    return None
-
-
-def _kind(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}"
+        remainder.take(box)
+    return remainder.parts

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from rekindle.errors import FormatError
+from rekindle.format.boxes import Box
 from rekindle.format.fields import LARGEST, number, numbers, texts
 
 __all__ = ["BLOCK", "DTYPES", "MOST_DIMENSIONS", "NEGATIVE", "PAGE", "Chunk", "Layout", "blocks", "order_in"]
@@ -97,6 +98,10 @@ class Chunk:
     @property
     def stop(self) -> int:
         return self.start + self.nbytes
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.sizes)
 
     def _inside(self) -> bool:
         """Whether the box lies inside of the tensor."""

@@ -14,12 +14,19 @@ from typing import Any
 
 from rekindle.errors import FormatError
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.local_state import Half, SmallPlan, padded, read_before_update, read_plan, read_smalls
+from rekindle.memory.local_state import (
+    LocalState,
+    LocalStatePlan,
+    padded,
+    read_before_update,
+    read_local_state_plan,
+    read_local_states,
+)
 
-__all__ = ["infer"]
+__all__ = ["infer_local_state"]
 
 
-def infer(job: JobDir, plan: SmallPlan, rank: int) -> Half | None:
+def infer_local_state(job: JobDir, plan: LocalStatePlan, rank: int) -> LocalState | None:
     """The small state of the step that ``rank`` was about to complete. None if it was not, or can't be inferred."""
     before = read_before_update(job, rank)
     if before is None or not plan.fits(before):
@@ -27,7 +34,7 @@ def infer(job: JobDir, plan: SmallPlan, rank: int) -> Half | None:
     local_ranks = sorted({mate for ranks in plan.replicas.values() for mate in ranks} - {rank})
     for mate in local_ranks:
         try:
-            theirs = read_plan(job, mate)
+            theirs = read_local_state_plan(job, mate)
         except FormatError:
             continue
         theirs_before = read_before_update(job, mate)
@@ -35,13 +42,13 @@ def infer(job: JobDir, plan: SmallPlan, rank: int) -> Half | None:
             continue
         if theirs.static != plan.static or theirs.blocks != plan.blocks or not theirs.fits(theirs_before):
             continue
-        for after in read_smalls(job, mate):
+        for after in read_local_states(job, mate):
             if after.stamp.checkpoint == before.stamp.checkpoint and theirs.fits(after):
                 return _transfer(plan, before, theirs_before, after)
     return None
 
 
-def _transfer(plan: SmallPlan, ours: Half, before: Half, after: Half) -> Half | None:
+def _transfer(plan: LocalStatePlan, ours: LocalState, before: LocalState, after: LocalState) -> LocalState | None:
     values = [json.loads(half.values) for half in (ours, before, after)]
     if len({len(found) for found in values}) != 1:
         return None
@@ -55,7 +62,7 @@ def _transfer(plan: SmallPlan, ours: Half, before: Half, after: Half) -> Half | 
     return replace(ours, values=text, tensors=memoryview(body))
 
 
-def _cut(half: Half, sizes: Iterable[int]) -> Iterator[bytes]:
+def _cut(half: LocalState, sizes: Iterable[int]) -> Iterator[bytes]:
     at = 0
     for size in sizes:
         yield bytes(half.tensors[at : at + size])

@@ -25,7 +25,15 @@ from rekindle.format.names import MOST_RANKS
 from rekindle.format.receipt import Receipt, checksum, parse, read, seal
 from rekindle.memory.job_dir import JobDir
 
-__all__ = ["Half", "SmallPlan", "Smalls", "padded", "read_before_update", "read_plan", "read_smalls"]
+__all__ = [
+    "LocalState",
+    "LocalStatePlan",
+    "LocalStateWriter",
+    "padded",
+    "read_before_update",
+    "read_local_state_plan",
+    "read_local_states",
+]
 
 _LENGTH = struct.Struct("<Q")
 _SMALL, _PLAN = "rekindle-small", "rekindle-plan"
@@ -37,7 +45,7 @@ def padded(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class SmallPlan:
+class LocalStatePlan:
     """What small states are parts of."""
 
     layout: Layout
@@ -53,13 +61,13 @@ class SmallPlan:
     nbytes: int
     """Of the tensors in a small state."""
 
-    def fits(self, half: Half) -> bool:
+    def fits(self, half: LocalState) -> bool:
         """Whether ``half`` is a part of this."""
         return half.plan == self.digest and len(half.tensors) == self.nbytes
 
 
 @dataclass(frozen=True)
-class Half:
+class LocalState:
     """The small state of one step."""
 
     stamp: ShardId
@@ -71,7 +79,7 @@ class Half:
     """The blocks that the plan names, in its order, each beginning at a multiple of 16 bytes."""
 
 
-class Smalls:
+class LocalStateWriter:
     """The writer's side, for one thread at a time. Methods raise OSError when memory is full, or gone."""
 
     def __init__(self, job: JobDir, rank: int, before_update: bool = False) -> None:
@@ -97,7 +105,7 @@ class Smalls:
         self._next = (self._next + 1) % len(self._paths)
 
 
-def read_plan(job: JobDir, rank: int) -> SmallPlan | None:
+def read_local_state_plan(job: JobDir, rank: int) -> LocalStatePlan | None:
     """The plan of a rank's small states; None when there is none. Raises FormatError when it is damaged."""
     path = job.paths.local_state_plan(rank)
     try:
@@ -111,7 +119,7 @@ def read_plan(job: JobDir, rank: int) -> SmallPlan | None:
         raise FormatError(f"{path}: is no plan: {error}") from error
 
 
-def _plan(fields: dict[str, Any], digest: str, path: Path) -> SmallPlan:
+def _plan(fields: dict[str, Any], digest: str, path: Path) -> LocalStatePlan:
     layout = Receipt.layout_of(fields, path)
     kept = {name: fields[name] for name in ("checksum", "shard", "structure", "tensors")}
     static = json.dumps(kept, separators=(",", ":")).encode()[1:-1]
@@ -127,10 +135,10 @@ def _plan(fields: dict[str, Any], digest: str, path: Path) -> SmallPlan:
     if len(set(known)) != len(known) or not all(0 < sizes.get(number, 0) <= BLOCK for number in known):
         raise ValueError("its blocks are no small tensors")
     nbytes = sum(padded(sizes[number]) for number in known)
-    return SmallPlan(layout, fields["structure"], static, known, replicas, digest, nbytes)
+    return LocalStatePlan(layout, fields["structure"], static, known, replicas, digest, nbytes)
 
 
-def read_smalls(job: JobDir, rank: int) -> list[Half]:
+def read_local_states(job: JobDir, rank: int) -> list[LocalState]:
     """A rank's small states, newest first. Damaged ones are left out."""
     found = []
     for which in "01":
@@ -139,14 +147,14 @@ def read_smalls(job: JobDir, rank: int) -> list[Half]:
     return sorted(found, key=lambda half: (half.stamp.incarnation, half.stamp.step), reverse=True)
 
 
-def read_before_update(job: JobDir, rank: int) -> Half | None:
+def read_before_update(job: JobDir, rank: int) -> LocalState | None:
     """How a rank's small state was before its newest update; its stamp is that of the step which that update makes."""
     with suppress(OSError, FormatError):
         return _read(job.paths.local_state(rank, "u"), rank)
     return None
 
 
-def _read(path: Path, rank: int) -> Half:
+def _read(path: Path, rank: int) -> LocalState:
     raw = memoryview(read(path))
     try:
         (length,) = _LENGTH.unpack_from(raw)
@@ -158,7 +166,7 @@ def _read(path: Path, rank: int) -> Half:
         stamp = ShardId.from_json(fields["stamp"])
         if stamp.rank != rank:
             raise FormatError(f"{path}: is that of rank {stamp.rank}")
-        return Half(stamp, str(fields["plan"]), values, tensors)
+        return LocalState(stamp, str(fields["plan"]), values, tensors)
     except (KeyError, ValueError, struct.error) as error:
         raise error if isinstance(error, FormatError) else FormatError(f"{path}: is no small state: {error}") from error
 

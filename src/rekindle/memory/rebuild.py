@@ -7,38 +7,38 @@ from collections.abc import Sequence
 from typing import Any
 
 from rekindle.errors import FormatError, RekindleError
-from rekindle.format.boxes import Box, uncovered
+from rekindle.format.boxes import uncovered
 from rekindle.format.layout import Chunk, Layout, blocks
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import receipt_name, step_dir
 from rekindle.format.receipt import Receipt, checksum
 from rekindle.format.shard import OpenShard
-from rekindle.memory.infer import infer
+from rekindle.memory.infer import infer_local_state
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.local_state import Half, SmallPlan, padded, read_plan, read_smalls
+from rekindle.memory.local_state import LocalState, LocalStatePlan, padded, read_local_state_plan, read_local_states
 from rekindle.memory.slots import Slot, Slots
 
-__all__ = ["compose", "compose_for_the_dead"]
+__all__ = ["rebuild", "rebuild_dead_ranks"]
 
 log = logging.getLogger("rekindle")
 
 
-def compose(job: JobDir, slots: Slots) -> list[int]:
+def rebuild(job: JobDir, slots: Slots) -> list[int]:
     """Put together what can be of the rank's newest steps. Steps that have a snapshot now and had none.
 
     For whoever holds the rank's lock. A step that can't be had is left out, with a line in the log.
     """
     rank, made = slots.rank, []
     try:
-        plan = read_plan(job, rank)
+        plan = read_local_state_plan(job, rank)
     except FormatError as error:
         log.warning("%s", error)
         return []
     if plan is None:
         return []
     own = {stamp.checkpoint for stamp, _ in job.snapshots.shard_ids() if stamp.rank == rank}
-    halves = [half for half in read_smalls(job, rank)[::-1] if plan.fits(half)]
-    inferred = infer(job, plan, rank)
+    halves = [half for half in read_local_states(job, rank)[::-1] if plan.fits(half)]
+    inferred = infer_local_state(job, plan, rank)
     if inferred is not None and all(half.stamp.checkpoint != inferred.stamp.checkpoint for half in halves):
         halves.append(inferred)
     for half in halves:
@@ -52,8 +52,8 @@ def compose(job: JobDir, slots: Slots) -> list[int]:
     return made
 
 
-def compose_for_the_dead(job: JobDir) -> None:
-    """``compose`` for all ranks of this node, whose trainers have gone: so that storage gets what they had secured.
+def rebuild_dead_ranks(job: JobDir) -> None:
+    """``rebuild`` for all ranks of this node, whose trainers have gone: so that storage gets what they had secured.
 
     A restarted rank would do it too; the node may be gone before there is one. Takes no memory but what the ranks'
     files have already.
@@ -72,7 +72,7 @@ def compose_for_the_dead(job: JobDir) -> None:
             lock = job.lock_rank(rank, 0.0)
             try:
                 slots.adopt()
-                compose(job, slots)
+                rebuild(job, slots)
             finally:
                 slots.close()
                 lock.release()
@@ -80,7 +80,7 @@ def compose_for_the_dead(job: JobDir) -> None:
             log.warning("rank %d: its newest steps are left as they are: %s", rank, error)
 
 
-def _compose(job: JobDir, slots: Slots, plan: SmallPlan, half: Half) -> bool:
+def _compose(job: JobDir, slots: Slots, plan: LocalStatePlan, half: LocalState) -> bool:
     kept = set(plan.blocks)
     ours: list[tuple[Chunk, int]] = []
     wanted: list[Chunk] = []
@@ -105,7 +105,7 @@ def _compose(job: JobDir, slots: Slots, plan: SmallPlan, half: Half) -> bool:
     return True
 
 
-def _others_have(job: JobDir, stamp: ShardId, wanted: Sequence[Chunk], plan: SmallPlan) -> bool:
+def _others_have(job: JobDir, stamp: ShardId, wanted: Sequence[Chunk], plan: LocalStatePlan) -> bool:
     """Whether all of ``wanted`` is in snapshots that other ranks of this node have of the step."""
     there: dict[str, list[Chunk]] = {}
     for rank in sorted({rank for chunk in wanted for rank in plan.replicas.get(chunk.name, [])} - {stamp.rank}):
@@ -113,9 +113,9 @@ def _others_have(job: JobDir, stamp: ShardId, wanted: Sequence[Chunk], plan: Sma
             there.setdefault(chunk.name, []).append(chunk)
     return all(
         not uncovered(
-            Box(chunk.offsets, chunk.sizes),
+            chunk.box,
             [
-                Box(other.offsets, other.sizes)
+                other.box
                 for other in there.get(chunk.name, [])
                 if not other.own and (other.dtype, other.global_shape) == (chunk.dtype, chunk.global_shape)
             ],
@@ -133,7 +133,9 @@ def _chunks(job: JobDir, stamp: ShardId, rank: int) -> tuple[Chunk, ...]:
         return ()
 
 
-def _fill(slot: Slot, layout: Layout, plan: SmallPlan, half: Half, numbers: dict[tuple[str, Any], int]) -> bytes:
+def _fill(
+    slot: Slot, layout: Layout, plan: LocalStatePlan, half: LocalState, numbers: dict[tuple[str, Any], int]
+) -> bytes:
     assert slot.map is not None
     base = len(layout.header)
     data = memoryview(slot.map)[base:]

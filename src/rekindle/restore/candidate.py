@@ -10,8 +10,9 @@ from itertools import islice
 from typing import Any
 
 from rekindle.errors import RekindleError, StateMismatchError, UsageError
-from rekindle.format.boxes import Box, tensors_in
-from rekindle.format.layout import Chunk, blocks
+from rekindle.format.boxes import Box
+from rekindle.format.completeness import tensor_names
+from rekindle.format.layout import blocks
 from rekindle.format.lineage import CheckpointKey
 from rekindle.format.reader import read_blocks
 from rekindle.format.receipt import Receipt
@@ -134,7 +135,7 @@ class Candidate:
             return False
         receipt = home.reader.shard.receipt
         check_values(receipt, self._allow_pickle, self._state)
-        if not {chunk.name for chunk in receipt.layout.chunks}.issuperset(tensors_in(receipt.structure)):
+        if not {chunk.name for chunk in receipt.layout.chunks}.issuperset(tensor_names(receipt.structure)):
             self._sources.more()  # it shared the work: nothing can be told without the others
         while True:
             saved = Saved(receipt)
@@ -161,13 +162,13 @@ class Candidate:
         own: dict[str, list[Box]] = {}
         for chunk in home.layout.chunks:
             if chunk.own:
-                own.setdefault(chunk.name, []).append(_box(chunk))
+                own.setdefault(chunk.name, []).append(chunk.box)
         return [
-            (source, number, Have(chunk.name, _box(chunk), source.cost))
+            (source, number, Have(chunk.name, chunk.box, source.cost))
             for source in self._sources.opened
             for number, chunk in enumerate(source.reader.shard.receipt.layout.chunks)
             if source.rank == home.stamp.rank
-            or not (chunk.own and any(box.meet(_box(chunk)) for box in own.get(chunk.name, ())))
+            or not (chunk.own and any(box.intersect(chunk.box) for box in own.get(chunk.name, ())))
         ]
 
     def _whole(self, fit: Match, found: ReadPlan) -> bool:
@@ -214,8 +215,8 @@ class Candidate:
                 digests = list(islice(sums, len(blocks(chunk))))
                 if chunk.own and chunk.name in fit.parameters:
                     known = seen.setdefault(chunk.name, {})
-                    box = _box(chunk)
-                    met = next((other for other in known if other != box and other.meet(box) is not None), box)
+                    box = chunk.box
+                    met = next((other for other in known if other != box and other.intersect(box) is not None), box)
                     rank, other = known.setdefault(met, (source.rank, digests))
                     if other != digests or met != box:
                         raise StateMismatchError(
@@ -285,7 +286,3 @@ class Candidate:
         load(self._state, self.fit, self._trees)
         for entry in self._state.values():
             _half_loaded.pop(id(entry), None)
-
-
-def _box(chunk: Chunk) -> Box:
-    return Box(chunk.offsets, chunk.sizes)

@@ -163,7 +163,7 @@ def _straight(chunk: Chunk, common: Box, box: Box, tensor: torch.Tensor) -> _Win
     """None where the wanted bytes don't lie in one piece on both sides, or are to become others."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or dtype_name(tensor) != chunk.dtype:
         return None
-    source = Box(chunk.offsets, chunk.sizes)
+    source = chunk.box
     found = list(islice(runs(common, source, box, DTYPES[chunk.dtype][1]), 2))
     if len(found) != 1:
         return None

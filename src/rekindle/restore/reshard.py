@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rekindle.format.boxes import Box, Rest
+from rekindle.format.boxes import Box, Remainder
 
 __all__ = ["Have", "Move", "ReadPlan", "Want", "plan", "runs"]
 
@@ -66,7 +66,7 @@ def plan(wants: Sequence[Want], haves: Sequence[Have]) -> ReadPlan:
         if want.name not in shelves:
             shelves[want.name] = _Shelf(haves, by_name.get(want.name, []))
         near = shelves[want.name].near(want.box)
-        rest = Rest(want.box, len(near))
+        rest = Remainder(want.box, len(near))
         for candidate in near:
             if not rest.parts:
                 break

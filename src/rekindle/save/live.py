@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
-from rekindle.memory.local_state import Smalls
+from rekindle.memory.local_state import LocalStateWriter
 from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
 from rekindle.save.local_state import SmallState
@@ -27,7 +27,7 @@ class Live:
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self.writer = ShardWriter()
-        self.files: Callable[[bool], Smalls] | None = None
+        self.files: Callable[[bool], LocalStateWriter] | None = None
         """Makes the files, of each step's end or of its update's beginning, in which small states outlive the process;
         None where there is no memory store."""
         self._small: SmallState | None = None

@@ -12,7 +12,7 @@ import torch
 
 from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
-from rekindle.memory.local_state import Smalls, padded
+from rekindle.memory.local_state import LocalStateWriter, padded
 from rekindle.save.plan import Batch, CopyPlan, Unit
 from rekindle.state.device import Event, mark, reached
 
@@ -28,7 +28,7 @@ class SmallState:
     """The newest step's values, generators, buffers. ``take`` is for the thread that trains, ``plan`` for any other
     one while no step is being taken."""
 
-    def __init__(self, file: Smalls | None, behind: Callable[[Callable[[], object]], Future[object]]) -> None:
+    def __init__(self, file: LocalStateWriter | None, behind: Callable[[Callable[[], object]], Future[object]]) -> None:
         self._file, self._behind = file, behind
         self._writing: Future[object] | None = None
         self.stamp: ShardId | None = None
@@ -101,7 +101,7 @@ class SmallState:
         """Whether other ranks of the node copy a part of what this one holds."""
         return self._plan is not None and self._plan.whole is not self._plan
 
-    def _write(self, file: Smalls, stamp: ShardId, plan: CopyPlan) -> None:
+    def _write(self, file: LocalStateWriter, stamp: ShardId, plan: CopyPlan) -> None:
         told, self._told = self._told, False  # should this fail, the files may be gone, plan and all
         if not told:
             file.plan(stamp, plan.static, [unit.block for unit in self._taken], plan.replicas)

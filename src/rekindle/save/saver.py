@@ -14,7 +14,7 @@ from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import in_background, with_timeout
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
 from rekindle.format.lineage import ShardId
-from rekindle.memory.local_state import Smalls
+from rekindle.memory.local_state import LocalStateWriter
 from rekindle.memory.lock import Lock
 from rekindle.memory.slots import Slots
 from rekindle.memory.status import STABLE
@@ -104,7 +104,7 @@ class Saves:
 
     def use_memory(self, slots: Slots, overlap: Overlap) -> None:
         """From now on saves go into memory."""
-        self.live.files = partial(Smalls, slots.job, slots.rank)
+        self.live.files = partial(LocalStateWriter, slots.job, slots.rank)
         self.memory = MemorySaver(self.live, slots, overlap)
 
     def save(self, stamp: ShardId) -> None:

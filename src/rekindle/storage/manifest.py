@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rekindle.errors import CorruptError, FormatError
-from rekindle.format.boxes import lacking
+from rekindle.format.completeness import find_defect
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST_KIND, receipt_name, shard_name
 from rekindle.format.receipt import Receipt, checksum, parse, seal
@@ -35,7 +35,7 @@ def build_manifest(receipts: Sequence[Receipt], stamp: ShardId) -> bytes:
     Raises CorruptError when the parts don't make up a whole.
     """
     strange = [r.stamp for n, r in enumerate(receipts) if (r.stamp.rank, r.stamp.world) != (n, stamp.world)]
-    problem = f"a shard is that of rank {strange[0].rank} of {strange[0].world}" if strange else lacking(receipts)
+    problem = f"a shard is that of rank {strange[0].rank} of {strange[0].world}" if strange else find_defect(receipts)
     if problem:
         raise CorruptError(f"step {stamp.step} is no whole checkpoint, so it is not published: {problem}")
     body = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rekindle.errors import CorruptError, FormatError
-from rekindle.format.boxes import lacking
+from rekindle.format.completeness import find_defect
 from rekindle.format.fields import texts
 from rekindle.format.files import Files
 from rekindle.format.lineage import ShardId
@@ -83,7 +83,7 @@ def verify(copy: StoredCopy, progress: Callable[[int], object] | None = None) ->
             problems.append(CorruptError(f"{error.filename}: is missing"))
         except CorruptError as error:
             problems.append(error)
-    missing = lacking(receipts) if len(receipts) == copy.world else None
+    missing = find_defect(receipts) if len(receipts) == copy.world else None
     if missing:
         problems.append(CorruptError(f"{copy.files}: {missing}"))
     if problems and copy.place == STORAGE and _gone(copy.files):

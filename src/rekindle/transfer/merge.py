@@ -88,7 +88,7 @@ def _tensors(receipts: Sequence[Receipt]) -> dict[str, Whole]:
                     f"tensor {chunk.name!r} is {chunk.dtype}{list(chunk.global_shape)} to rank {receipt.stamp.rank}, "
                     f"and {whole.dtype}{list(whole.shape)} to a lower one"
                 )
-            whole.parts.append(Part(Box(chunk.offsets, chunk.sizes), number, index))
+            whole.parts.append(Part(chunk.box, number, index))
     return tensors
 
 

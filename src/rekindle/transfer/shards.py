@@ -222,7 +222,7 @@ def _items(structure: Any, only: str | None, merged: Merged, step: int) -> list[
 def _in_one_piece(chunk: Chunk, moves: list[tuple[Item, Box]], places: Mapping[str, memoryview]) -> memoryview | None:
     """Where a chunk's bytes go as they lie; None where its rows, or only some of them, go to different places."""
     ((item, box), *more) = moves
-    here = Box(chunk.offsets, chunk.sizes)
+    here = chunk.box
     if more or box != here:
         return None
     ((_, to, length), *more_runs) = list(_first(runs(box, here, item.whole.box, DTYPES[chunk.dtype][1]), 2))

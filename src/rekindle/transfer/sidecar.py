@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rekindle.errors import CorruptError, FormatError, UnsupportedValueError, UsageError
-from rekindle.format.boxes import tensors_in
+from rekindle.format.completeness import tensor_names
 from rekindle.format.fields import check_structure, check_values, numbers, texts
 from rekindle.format.layout import BLOCK, DTYPES, MOST_DIMENSIONS, order_in
 from rekindle.format.lineage import ShardId
@@ -104,7 +104,7 @@ class Sidecar:
                 raise FormatError(f"{path}: unknown checksum {fields['checksum']}")
             tensors = list(map(_noted, fields["tensors"]))
             check_structure(fields["structure"], len(check_values(fields["values"])))
-            strange = {*tensors_in(fields["structure"])} - {entry.name for entry in tensors}
+            strange = {*tensor_names(fields["structure"])} - {entry.name for entry in tensors}
             if strange or type(fields["structure"]) is not dict:
                 raise ValueError(f"its structure has {min(strange, default='no entries')[:200]!r}")
             return Sidecar(fields["structure"], fields["values"], tensors, path)

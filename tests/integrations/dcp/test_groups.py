@@ -231,7 +231,7 @@ def test_shards_of_two_saves_are_not_published(root: Path) -> None:
     for rank, save in enumerate(("b" * 16, "c" * 16)):
         receipt, data = shard(3, rank, save)
         store.write_shard(receipt, memoryview(data), lambda nbytes: None)
-    with pytest.raises(CorruptError, match=r"rank 1's shard is of another save"):
+    with pytest.raises(CorruptError, match=r"rank 1's shard belongs to another save"):
         store.publish(receipt.stamp)
 
 

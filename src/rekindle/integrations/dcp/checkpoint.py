@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rekindle.errors import CorruptError, FormatError, NotFoundError
-from rekindle.format.boxes import Box, lacking
+from rekindle.format.boxes import Box
+from rekindle.format.completeness import find_defect
 from rekindle.format.files import Files
 from rekindle.format.layout import Chunk
 from rekindle.format.lineage import CheckpointKey, live
@@ -226,7 +227,7 @@ class DcpCheckpoint:
         self._names: dict[str, str] = {}
         """By the name that the state has for a tensor: the one that it is stored by. Tied tensors are stored once."""
         self._ways: dict[str, Way] = {}
-        problem = lacking(shard.receipt for shard in shards)
+        problem = find_defect(shard.receipt for shard in shards)
         if problem:
             raise CorruptError(f"step {key[0]}: {problem}")
         self._gather_boxes()
@@ -241,9 +242,9 @@ class DcpCheckpoint:
                 boxes = self._boxes.setdefault(chunk.name, [])
                 if boxes and (chunk.dtype, chunk.global_shape) != (boxes[0].chunk.dtype, boxes[0].chunk.global_shape):
                     continue  # each has its own; DCP can speak of one tensor only: that of the first rank
-                stored = known.get((chunk.name, _box(chunk)))
+                stored = known.get((chunk.name, chunk.box))
                 if stored is None:
-                    stored = known[chunk.name, _box(chunk)] = Stored(chunk)
+                    stored = known[chunk.name, chunk.box] = Stored(chunk)
                     boxes.append(stored)
                 stored.places[shard.rank] = number
 
@@ -295,10 +296,6 @@ class DcpCheckpoint:
         torch.save(assemble(node, values, _no_tensor, allow_pickle=False), pickled)
         pickled.seek(0)
         return pickled
-
-
-def _box(chunk: Chunk) -> Box:
-    return Box(chunk.offsets, chunk.sizes)
 
 
 def _no_tensor(name: str) -> torch.Tensor:
