@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rekindle.agent.address import socket_address
-from rekindle.agent.process import Child, Process, children, describe_end, oom_kills
+from rekindle.agent.process import Child, Process, ProcessState, children, describe_end, oom_kills
 from rekindle.agent.report import report_name, write_report
 from rekindle.agent.watchdog import SilenceLimit, is_traced, silence_limit
 from rekindle.errors import FormatError
@@ -28,7 +29,7 @@ from rekindle.format.names import MOST_RANKS
 from rekindle.format.receipt import write_atomic
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.status import DOES, DONE, SECURING, Status, StatusReader
+from rekindle.memory.status import DOES, DONE, SECURING, TRAINING, Status, StatusReader
 
 __all__ = ["RankMonitor"]
 
@@ -54,6 +55,8 @@ _AGAIN = 1.0
 """Seconds between two looks at a job that a pause or a debugger holds up."""
 _REPLY = 0.5
 """Seconds that a rank gets to say whether a debugger of Python's holds it. One that lets no thread run can't."""
+_LAST_WORDS = 0.5
+"""Seconds in which the lines that an ended rank has left in its connection should have been read."""
 
 
 def _peer(writer: asyncio.StreamWriter) -> int | None:
@@ -90,6 +93,10 @@ class _Rank:
     family: list[Child] = field(default_factory=list)
     """Processes of its own that are to end with it, at a hang."""
     over: bool = False
+    ended: float = 0.0
+    """When it was first seen to have ended."""
+    heard_out: bool = False
+    """True once its connection is closed and all that it said has been heard."""
 
     def status(self) -> Status:
         """What its page says. One that somebody has damaged says nothing of hangs, until the rank has mended it."""
@@ -98,6 +105,16 @@ class _Rank:
         except FormatError:
             return replace(self.seen, paused=1)
         return self.seen
+
+
+def _first_cause(end: tuple[_Rank, ProcessState]) -> tuple[bool, bool]:
+    """Orders ends that are seen in one look, the likeliest first cause first.
+
+    An agent that gets no processor for a while sees a death and the ends that follow from it at once. A rank that had
+    begun to secure its state knew of a fault; one that still trained did not. A signal is rather a cause than an exit.
+    """
+    rank, state = end
+    return rank.status().stage > TRAINING, state.status is not None and not os.WIFSIGNALED(state.status)
 
 
 @dataclass
@@ -150,6 +167,7 @@ class RankMonitor:
     # -- talking ------------------------------------------------------------------------------------------------
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank: _Rank | None = None
         self._strangers[writer] = None
         for oldest in list(self._strangers)[:-_STRANGERS]:
             oldest.close()
@@ -164,6 +182,8 @@ class RankMonitor:
         finally:
             self._strangers.pop(writer, None)
             writer.close()
+            if rank is not None:
+                rank.heard_out = True
 
     def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Rank:
         index = number(hello["rank"], 0, MOST_RANKS - 1)
@@ -214,10 +234,9 @@ class RankMonitor:
             limit = self._limit({rank.rank: rank.status() for rank in self.ranks.values()})
             self._blind_until = now + (limit.seconds if limit is not None else 0.0)
         self._looked = now
-        for rank in list(self.ranks.values()):
-            seen = rank.process.look()
-            if seen.over:
-                self._ended(rank, seen.status)
+        states = [(rank, rank.process.look()) for rank in self.ranks.values()]
+        for rank, state in sorted((end for end in states if end[1].over), key=_first_cause):
+            self._ended(rank, state.status, now)
         dying = [rank for rank in self.ranks.values() if self._dies(rank)]
         if dying and self.fault is not None:
             self._see_out(now, self.fault, dying)
@@ -227,10 +246,16 @@ class RankMonitor:
     def _dies(self, rank: _Rank) -> bool:
         return self.fault is not None and self.fault.noticed >= rank.since
 
-    def _ended(self, rank: _Rank, status: int | None) -> None:
+    def _ended(self, rank: _Rank, status: int | None, now: float) -> None:
         page = rank.status()
+        rank.ended = rank.ended or now
+        news = not self._dies(rank) and page.phase != DONE
+        # A rank that had begun to secure its state knew of a fault. Its own account may still wait in the connection if
+        # the agent got no processor meanwhile, and says more than an exit code.
+        if news and page.stage > TRAINING and not rank.heard_out and now - rank.ended < _LAST_WORDS:
+            return
         self._part(rank)
-        if self._dies(rank) or page.phase == DONE:
+        if not news:
             return
         cause, what = describe_end(status, oom_kills(rank.process.pid) > rank.ooms)
         self.strike(Fault(cause, rank.rank, page.generation, page.step, f"rank {rank.rank} {what}"), rank)

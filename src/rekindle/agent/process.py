@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Child", "Process", "children", "oom_kills"]
+__all__ = ["Child", "ProcessState", "Process", "children", "oom_kills"]
 
 _EXITING = 0x4
 """PF_EXITING: the process is on its way out. It may take its time: 60 ms for each GB that has to be unmapped, during

@@ -1,0 +1,147 @@
+"""The rank monitor names the first cause of several ends, also when it sees them late."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rekindle.agent.monitor import RankMonitor
+from rekindle.memory.fault import Fault
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.status import SECURED, StatusPage
+from tests.faults.harness import wait_for
+
+RANK = """
+import json, os, socket, sys, time
+rank, path = int(sys.argv[1]), sys.argv[2]
+line = socket.socket(socket.AF_UNIX)
+line.connect(path)
+hello = {"rank": rank, "pid": os.getpid(), "watchdog": None, "deadline": 25.0, "stacks": 0, "since": time.monotonic()}
+line.sendall(json.dumps(hello).encode() + b"\\n")
+words, code = json.loads(sys.stdin.readline())
+line.sendall(words.encode())
+os._exit(code)
+"""
+
+
+class Rank:
+    """A process that is connected to the agent as a rank, and the page that it would write."""
+
+    def __init__(self, job: JobDir, number: int) -> None:
+        self.page = StatusPage(job.status_page(number), 1)
+        command = [sys.executable, "-c", RANK, str(number), str(job.watch_socket)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+
+    def knows_of_a_fault(self) -> None:
+        self.page.stage = SECURED
+        self.page.write()
+
+    def leave(self, code: int, words: str = "") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([words, code]) + "\n")
+        self.process.stdin.flush()
+        self._see_the_end()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self._see_the_end()
+
+    def _see_the_end(self) -> None:
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie, whose status can be read
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Callable[[JobDir], list[Rank]]]:
+    """Starts two ranks; both are collected at the end."""
+    made: list[Rank] = []
+
+    def begin(job: JobDir) -> list[Rank]:
+        made.extend(Rank(job, number) for number in (0, 1))
+        return made
+
+    yield begin
+    for rank in made:
+        rank.process.kill()
+        rank.process.communicate()
+
+
+def first_cause(place: Path, ranks: Callable[[JobDir], list[Rank]], events: Callable[[Rank, Rank], object]) -> Fault:
+    """The fault that an agent takes up which gets no processor while ``events`` befall two ranks."""
+    job = JobDir(place)
+
+    async def monitored() -> Fault:
+        monitor = RankMonitor(job, lambda urgent: None)
+        serving = asyncio.ensure_future(monitor.serve())
+        while not job.watch_socket.exists():
+            await asyncio.sleep(0.01)
+        both = await asyncio.to_thread(ranks, job)
+        until = time.monotonic() + 30
+        while len(monitor.ranks) < 2:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
+        monitor.ranks = dict(sorted(monitor.ranks.items()))  # the order of connecting must not decide
+        events(*both)  # the loop stands still meanwhile
+        while monitor.fault is None:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # several looks more
+        serving.cancel()
+        return monitor.fault
+
+    fault = asyncio.run(monitored())
+    wait_for(job.fault.exists)
+    assert json.loads(job.fault.read_bytes())["what"] == fault.what
+    return fault
+
+
+def test_a_survivor_that_ended_because_of_a_death_is_not_its_cause(
+    tmp_path: Path, ranks: Callable[[JobDir], list[Rank]]
+) -> None:
+    def events(survivor: Rank, victim: Rank) -> None:
+        victim.kill()
+        survivor.knows_of_a_fault()
+        survivor.leave(143)
+
+    fault = first_cause(tmp_path, ranks, events)
+    assert (fault.cause, fault.rank, fault.what) == ("signal", 1, "rank 1 was killed by SIGKILL")
+
+
+def test_nor_one_that_ended_without_a_word(tmp_path: Path, ranks: Callable[[JobDir], list[Rank]]) -> None:
+    def events(survivor: Rank, victim: Rank) -> None:
+        victim.kill()
+        survivor.leave(1)
+
+    fault = first_cause(tmp_path, ranks, events)
+    assert (fault.cause, fault.rank) == ("signal", 1)
+
+
+def test_the_last_words_of_a_rank_say_more_than_its_exit_code(
+    tmp_path: Path, ranks: Callable[[JobDir], list[Rank]]
+) -> None:
+    def events(raises: Rank, other: Rank) -> None:
+        words = {"fault": Fault("exception", 0, 1, 7, "rank 0 raised ValueError: odd").to_json()}
+        raises.knows_of_a_fault()
+        raises.leave(1, json.dumps(words) + "\n")
+
+    fault = first_cause(tmp_path, ranks, events)
+    assert (fault.cause, fault.rank, fault.step) == ("exception", 0, 7)
+
+
+def test_a_rank_that_secured_its_state_and_said_nothing_is_reported_by_its_exit_code(
+    tmp_path: Path, ranks: Callable[[JobDir], list[Rank]]
+) -> None:
+    def events(leaves: Rank, other: Rank) -> None:
+        leaves.knows_of_a_fault()
+        leaves.leave(3)
+
+    fault = first_cause(tmp_path, ranks, events)
+    assert (fault.cause, fault.what) == ("exit", "rank 0 ended with exit code 3")
