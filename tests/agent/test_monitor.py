@@ -37,8 +37,8 @@ class Rank:
     """A process that is connected to the agent as a rank, and the page that it would write."""
 
     def __init__(self, job: JobDir, number: int) -> None:
-        self.page = StatusPage(job.status_page(number), 1)
-        command = [sys.executable, "-c", RANK, str(number), str(job.watch_socket)]
+        self.page = StatusPage(job.paths.status_page(number), 1)
+        command = [sys.executable, "-c", RANK, str(number), str(job.paths.watch_socket)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
 
     def knows_of_a_fault(self) -> None:
@@ -81,7 +81,7 @@ def first_cause(place: Path, ranks: Callable[[JobDir], list[Rank]], events: Call
     async def monitored() -> Fault:
         monitor = RankMonitor(job, lambda urgent: None)
         serving = asyncio.ensure_future(monitor.serve())
-        while not job.watch_socket.exists():
+        while not job.paths.watch_socket.exists():
             await asyncio.sleep(0.01)
         both = await asyncio.to_thread(ranks, job)
         until = time.monotonic() + 30
@@ -98,8 +98,8 @@ def first_cause(place: Path, ranks: Callable[[JobDir], list[Rank]], events: Call
         return monitor.fault
 
     fault = asyncio.run(monitored())
-    wait_for(job.fault.exists)
-    assert json.loads(job.fault.read_bytes())["what"] == fault.what
+    wait_for(job.paths.fault.exists)
+    assert json.loads(job.paths.fault.read_bytes())["what"] == fault.what
     return fault
 
 
