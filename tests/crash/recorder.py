@@ -25,7 +25,7 @@ class Recorder:
     """A context manager. All that lies under ``world`` when it is entered is on the disk; what lies elsewhere is not
     recorded. ``log`` has what was asked for since."""
 
-    CALLS = tuple(name for name in calls.__all__ if name != "make")  # which is made of others
+    CALLS = tuple(name for name in calls.__all__ if name != "make_path")  # which is made of others
 
     def __init__(self, world: Path) -> None:
         self.world = world
@@ -98,7 +98,7 @@ class Recorder:
             self._files[fd], self._at[fd] = there, 0
         return fd
 
-    def _direct(self, real: Callable[..., int], fd: int) -> int:
+    def _open_direct(self, real: Callable[..., int], fd: int) -> int:
         other = real(fd)
         node = self._node(fd)
         if node is not None:

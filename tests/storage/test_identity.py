@@ -13,7 +13,7 @@ import pytest
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.notes import RootIdentity
 from rekindle.storage.checks import trace_of
-from rekindle.storage.identity import shows_deletion, take_trace
+from rekindle.storage.identity import identify_root, shows_deletion
 from rekindle.storage.posix import PosixStore
 
 
@@ -28,7 +28,7 @@ def mount(*command: str | Path) -> None:
 def written(root: Path) -> RootIdentity:
     root.mkdir(parents=True, exist_ok=True)
     (root / "checkpoint").write_text("of a run")
-    return take_trace(root)
+    return identify_root(root)
 
 
 @pytest.mark.parametrize("how", ["root", "parents", "root made again", "parents made again", "contents", "moved away"])
@@ -43,7 +43,7 @@ def test_a_root_that_is_no_more_was_deleted(how: str, tmp_path: Path) -> None:
         shutil.rmtree(root.parents[1] if how.startswith("parents") else root)
     if how.endswith("again"):
         root.mkdir(parents=True)
-    assert shows_deletion(then, take_trace(root))
+    assert shows_deletion(then, identify_root(root))
 
 
 @pytest.fixture(params=["bind", "tmpfs", "overlay"])
@@ -71,14 +71,14 @@ def test_a_root_on_a_disk_that_is_not_mounted_was_not_deleted(inside: str, disk:
     root = place / inside
     then = written(root)
     umount(place)
-    assert not shows_deletion(then, take_trace(root)), "with the mount point there, and empty"
+    assert not shows_deletion(then, identify_root(root)), "with the mount point there, and empty"
     root.mkdir(parents=True, exist_ok=True)
-    assert not shows_deletion(then, take_trace(root)), "something has been made below the mount point"
+    assert not shows_deletion(then, identify_root(root)), "something has been made below the mount point"
     shutil.rmtree(place)
-    assert not shows_deletion(then, take_trace(root)), "the mount point is gone, too"
+    assert not shows_deletion(then, identify_root(root)), "the mount point is gone, too"
     place.mkdir()
     mount("-t", "tmpfs", "tmpfs", place)
-    assert not shows_deletion(then, take_trace(root)), (
+    assert not shows_deletion(then, identify_root(root)), (
         "another one is mounted in its place, with the same device and inode"
     )
 
@@ -88,14 +88,14 @@ def test_a_root_that_was_deleted_from_a_mounted_disk(disk: tuple[Path, list[str 
     root = place / "runs" / "17"
     then = written(root)
     shutil.rmtree(root.parent)
-    assert shows_deletion(then, take_trace(root))
+    assert shows_deletion(then, identify_root(root))
 
 
 def test_a_root_that_is_the_mount_point_and_was_emptied(disk: tuple[Path, list[str | Path]]) -> None:
     place, _ = disk
     then = written(place)
     (place / "checkpoint").unlink()
-    assert shows_deletion(then, take_trace(place))
+    assert shows_deletion(then, identify_root(place))
 
 
 def test_a_disk_that_was_mounted_again_without_the_root(tmp_path: Path, mounted: Callable[..., Path]) -> None:
@@ -108,9 +108,9 @@ def test_a_disk_that_was_mounted_again_without_the_root(tmp_path: Path, mounted:
     then = written(root)
     subprocess.run(["umount", str(place)], check=True)
     mount("-o", "loop", image, place)
-    assert (root / "checkpoint").exists() and then == take_trace(root)
+    assert (root / "checkpoint").exists() and then == identify_root(root)
     shutil.rmtree(root)
-    assert shows_deletion(then, take_trace(root))
+    assert shows_deletion(then, identify_root(root))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
@@ -120,7 +120,7 @@ def test_a_root_that_something_is_mounted_over_was_not_deleted(tmp_path: Path) -
     then = written(root)
     mount("-t", "tmpfs", "tmpfs", tmp_path / "disk")
     try:
-        assert not shows_deletion(then, take_trace(root))
+        assert not shows_deletion(then, identify_root(root))
     finally:
         umount(tmp_path / "disk")
 
@@ -149,7 +149,7 @@ def test_what_was_not_seen_is_not_noted_and_an_older_note_goes(root: Path, memor
     (root / "step-0000000001").mkdir(parents=True)
     (root / "step-0000000001" / "checkpoint.json").write_text("{}")
     note(job, PosixStore(root), 1)
-    assert job.notes.root_identity() == take_trace(root)
+    assert job.notes.root_identity() == identify_root(root)
     note(job, PosixStore(root), 2)
     assert (job.notes.durable(), job.notes.root_identity()) == (2, None)
     note(job, PosixStore(root), 1)

@@ -1,1 +1,1 @@
-"""Where checkpoints are kept, and how a shard gets from one store to another. No torch here."""
+"""Holds the stores of checkpoints and the copy between them. Imports no torch."""

@@ -1,6 +1,6 @@
-"""Objects by name, in S3, Google Cloud Storage or Azure: the only module that knows obstore.
+"""Reads and writes objects by name, in S3, Google Cloud Storage or Azure: the only module that knows obstore.
 
-Foreign errors become OSErrors here. Every wait ends: the library tries again what may succeed, and gives up.
+Turns obstore's errors into OSErrors. Every wait is bounded: obstore retries what may succeed, and gives up.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ if TYPE_CHECKING:
 __all__ = ["Bucket", "Object"]
 
 _CHUNK = 1 << 20
-"""Bytes of a piece of what is read. Small, so that they are hashed and put in place while the next ones come."""
+"""Bytes of a piece of a download. Small, so that a piece is hashed and put in place while the next ones arrive."""
 _PART = 16 << 20
-"""Bytes of an upload's part, at least."""
+"""Fewest bytes of an upload's part."""
 _PARTS = 9000
-"""Parts of an upload, at most: S3 has a limit of 10,000."""
+"""Most parts of an upload: S3 has a limit of 10,000."""
 _IN_FLIGHT = 128 << 20
-"""Bytes of all the parts that are under way at a time. They are sent from where the caller has them."""
+"""Bytes of all parts that are under way at a time. They are sent from the caller's memory, without a copy."""
 _SHORT, _SHORT_IN_ALL = timedelta(seconds=10), timedelta(seconds=20)
-"""For a small request, and until no other try begins."""
+"""Timeout of a small request, and the time after which it is not retried."""
 _LONG, _LONG_IN_ALL = timedelta(seconds=120), timedelta(seconds=180)
-"""The same for a part, and for a range of a shard. 16 MiB, eight at a time, need more than 1.1 MB/s."""
+"""Timeout of an upload's part or a shard's range, and the time after which it is not retried. 16 MiB, eight at a time,
+need more than 1.1 MB/s."""
 _TRIES = 4
+"""Retries of a request within that time."""
 _CODE = re.compile(r"<Code>(\w{1,40})</Code>")
 
 
 @dataclass(frozen=True)
 class Object:
-    """An object, as it was when it was listed or read."""
+    """An object as it was when it was listed or read."""
 
     name: str
     size: int
@@ -55,9 +57,9 @@ class Object:
 
 
 class Bucket:
-    """The objects whose names begin with ``url``, by the rest of their names. Safe to use from any thread.
+    """The objects whose names begin with ``url``, by the rest of their names. Thread-safe.
 
-    Credentials and endpoints come from the environment. Raises UsageError when they make no sense.
+    Credentials and endpoints come from the environment. Raises UsageError when they are malformed.
     """
 
     def __init__(self, url: str) -> None:
@@ -69,7 +71,7 @@ class Bucket:
 
     def _client(self, timeout: timedelta, in_all: timedelta) -> Any:
         kind: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[self.scheme]
-        # Whoever names an endpoint with http:// means it; all others are https:// by themselves.
+        # An endpoint given with http:// is meant to be one; all others are https:// by default.
         options = {"timeout": timeout, "connect_timeout": timedelta(seconds=5), "allow_http": True}
         retries = {"max_retries": _TRIES, "retry_timeout": in_all}
         try:
@@ -81,57 +83,61 @@ class Bucket:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> tuple[bytes, Object]:
-        """A small object. Raises FileNotFoundError."""
+        """Reads a small object. Raises FileNotFoundError."""
         with self._translated(name):
             found = obstore.get(self._quick, name)
             return bytes(found.bytes()), _object(found.meta)
 
     def head(self, name: str) -> Object:
-        """Raises FileNotFoundError."""
+        """Returns an object's size and tags. Raises FileNotFoundError."""
         with self._translated(name):
             return _object(obstore.head(self._quick, name))
 
     def stream(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """A range's bytes as they come in; fewer where the object ends before ``stop``."""
+        """Yields a range's bytes as they arrive; fewer where the object ends before ``stop``."""
         with self._translated(name):
             for chunk in obstore.get(self._bulk, name, options={"range": (start, stop)}).stream(min_chunk_size=_CHUNK):
                 yield memoryview(chunk)
 
     def list(self) -> Sequence[Object]:
-        """The objects at the top, none of those that have a slash in the rest of their names."""
+        """Lists the objects at the top: those without a slash in the rest of their names."""
         with self._translated(""):
             return [_object(meta) for meta in obstore.list_with_delimiter(self._quick)["objects"]]
 
     def directories(self) -> Sequence[str]:
-        """First parts of the names that have a slash in them: one request for a thousand."""
+        """Lists the first parts of the names that have a slash in them: one request for a thousand."""
         with self._translated(""):
             found = obstore.list_with_delimiter(self._quick)["common_prefixes"]
         return [name.rstrip("/").rpartition("/")[2] for name in found]
 
     def walk(self, directory: str | None = None) -> Sequence[Object]:
-        """All objects, or those in a directory. A request for a thousand of them."""
+        """Lists all objects, or those in a directory: one request for a thousand."""
         with self._translated(directory or ""):
             return [_object(meta) for batch in obstore.list(self._quick, directory) for meta in batch]
 
     # -- writing ------------------------------------------------------------------------------------------------
 
     def put(self, name: str, data: bytes) -> None:
+        """Writes a small object, over an older one if there is one."""
         with self._translated(name):
             obstore.put(self._quick, name, data, use_multipart=False)
 
     def create(self, name: str, data: bytes) -> None:
-        """Raises FileExistsError when there is such an object already, NotImplementedError where that can't be told."""
+        """Writes an object that isn't there yet. Raises FileExistsError when it is.
+
+        Raises NotImplementedError where the service has no conditional writes.
+        """
         with self._translated(name, conditional=True):
             obstore.put(self._quick, name, data, mode="create")
 
     def replace(self, seen: Object, data: bytes) -> None:
-        """Write over an object if it is still what was ``seen``; else raises FileExistsError.
+        """Writes over an object if it is still as it was ``seen``; else raises FileExistsError.
 
-        Raises NotImplementedError where that can't be told.
+        Raises NotImplementedError where the service has no conditional writes.
         """
         version: UpdateVersion = {} if seen.version is None else {"version": seen.version}
         tag = seen.etag or ""
-        for spelt in (tag, tag.strip('"')):  # radosgw 16 only knows its tags without quotes
+        for spelt in (tag, tag.strip('"')):  # radosgw 16 matches tags without quotes only
             try:
                 with self._translated(seen.name, conditional=True):
                     obstore.put(self._quick, seen.name, data, mode={"e_tag": spelt, **version})
@@ -141,9 +147,9 @@ class Bucket:
         raise refused
 
     def upload(self, name: str, pieces: Iterator[memoryview], nbytes: int, whole: memoryview) -> None:
-        """Send ``pieces``, which together are the ``nbytes`` of ``whole``, several parts at once, nothing copied.
+        """Sends ``pieces``, which together are the ``nbytes`` of ``whole``: several parts at once, without a copy.
 
-        Each part goes with its SHA-256, which services check. What ``pieces`` raises is raised, and nothing is left.
+        Each part goes with its SHA-256, which services check. An error of ``pieces`` is raised, and no object is left.
         """
         if nbytes <= _PART:
             for _ in pieces:
@@ -157,7 +163,7 @@ class Bucket:
             obstore.put(self._bulk, name, pieces, use_multipart=True, chunk_size=part, max_concurrency=in_flight)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Removes objects. One that isn't there is no error."""
         try:
             if names:
                 with self._translated(names[0]):
@@ -169,7 +175,8 @@ class Bucket:
     # -- errors -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _translated(self, name: str, conditional: bool = False) -> Iterator[None]:
+    def _translated(self, name: str, *, conditional: bool = False) -> Iterator[None]:
+        """Turns obstore's errors into those of the operating system, with the object's URL."""
         where = f"{self.url}/{name}" if name else self.url
         try:
             yield
@@ -179,7 +186,7 @@ class Bucket:
             raise FileExistsError(errno.EEXIST, "has been written by somebody else", where) from error
         except exceptions.BaseError as error:
             denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
-            if denied or "403 Forbidden" in str(error):  # a listing's is not told apart
+            if denied or "403 Forbidden" in str(error):  # obstore has no type for a listing's
                 raise PermissionError(errno.EACCES, _sentence(error), where) from error
             if conditional and (isinstance(error, exceptions.NotSupportedError) or "501 Not Implemented" in str(error)):
                 raise NotImplementedError(_sentence(error)) from error
@@ -191,7 +198,7 @@ def _object(meta: Any) -> Object:
 
 
 def _sentence(error: BaseException) -> str:
-    """What an error says, and its code, without the structures and documents that it comes with."""
+    """Returns an error's text and code in one line, without the structures and documents that obstore adds."""
     if "<Code>NoSuchBucket</Code>" in str(error):
         return "there is no such bucket"
     code = _CODE.search(str(error))

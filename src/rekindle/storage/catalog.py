@@ -1,4 +1,4 @@
-"""What exists, and where: every copy of every checkpoint that this node can see."""
+"""Finds every copy of every checkpoint that this node can see, in memory and on storage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STORAGE = "storage"
 
 @dataclass(frozen=True)
 class StoredCopy:
-    """One checkpoint, or this node's part of one, in one store."""
+    """One copy of a checkpoint, or this node's part of one, in memory or on storage."""
 
     step: int
     incarnation: Incarnation
@@ -39,10 +39,10 @@ class StoredCopy:
     """``memory`` or ``storage``."""
     files: Files
     ranks: frozenset[int]
-    """Ranks whose shards are there; all of them on storage."""
+    """Ranks whose shards are there. On storage these are all ranks."""
     persist: bool
     pinned: bool = False
-    """True if retention has to leave it alone on storage, or will have to once it is there."""
+    """True if retention must not remove it on storage, now or once it is there."""
 
     @property
     def checkpoint(self) -> CheckpointKey:
@@ -54,15 +54,15 @@ class StoredCopy:
 
 
 def find_copies(job: JobDir | None, store: Store | None) -> list[StoredCopy]:
-    """All copies in this node's memory and on storage, newest first, memory before storage.
+    """Finds all copies in this node's memory and on storage, newest first, memory before storage.
 
-    Raises OSError when storage can't be listed. Who is to go on from the newest needs ``refuse_behind`` too.
+    Raises OSError when storage can't be listed. A caller that goes on from the newest needs ``refuse_behind``, too.
     """
     return copies_from(job, None if store is None else store.contents())
 
 
 def copies_from(job: JobDir | None, stored: Contents | None) -> list[StoredCopy]:
-    """The same, of what storage has shown."""
+    """Returns what ``find_copies`` does, with storage as it was ``stored`` when it was listed."""
     found = [] if job is None else _in_memory(job.snapshots.shard_ids())
     for entry in stored.published if stored is not None else ():
         stamp, everyone = entry.stamp, frozenset(range(entry.stamp.world))
@@ -73,9 +73,9 @@ def copies_from(job: JobDir | None, stored: Contents | None) -> list[StoredCopy]
 
 
 def refuse_behind(step: int, unread: Iterable[tuple[int, str]], instead: str) -> None:
-    """Raise NotFoundError where storage has a newer one than ``step`` that can't be read: it may be the job's newest.
+    """Raises NotFoundError where storage has a step newer than ``step`` that can't be read: it may be the job's newest.
 
-    ``instead`` says how to go on from ``step`` on purpose, and ``unread`` is of ``Contents``.
+    ``instead`` says how to go on from ``step`` on purpose. ``unread`` is that of ``Contents``.
     """
     newest, why = max(unread, default=(step, ""))
     if newest > step:
@@ -83,7 +83,7 @@ def refuse_behind(step: int, unread: Iterable[tuple[int, str]], instead: str) ->
 
 
 def newest_stored(copies: Collection[StoredCopy], base: CheckpointKey | None) -> int | None:
-    """The newest step that storage has for a start which goes on from ``base``, wherever it has that from."""
+    """Returns the newest step on storage for a start that goes on from ``base``, wherever it read ``base`` from."""
     if base is None:
         return None
     stands = [copy for copy in live(copies) if copy.place == STORAGE]
@@ -107,17 +107,17 @@ def _in_memory(stamps: Iterable[tuple[ShardId, Path]]) -> list[StoredCopy]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint that exists."""
+    """A checkpoint that exists, in one place or in both."""
 
     step: int
     places: tuple[str, ...]
-    """``memory`` (of this node), ``storage``, or both."""
+    """``memory`` (that of this node), ``storage``, or both."""
     world: int
-    """Ranks that saved it."""
+    """Number of ranks that saved it."""
     generation: int
     """Number of the job's start that saved it."""
     pinned: bool = False
-    """True while retention leaves it alone on storage."""
+    """True while retention must not remove it on storage."""
 
     @property
     def durable(self) -> bool:
@@ -125,7 +125,7 @@ class Checkpoint:
 
 
 def list_checkpoints(job: JobDir | None, store: Store | None, local_ranks: Collection[int]) -> list[Checkpoint]:
-    """All complete ones that this node can see, newest first; abandoned ones are left out."""
+    """Lists the complete checkpoints that this node can see, newest first, without the superseded ones."""
     found: dict[CheckpointKey, Checkpoint] = {}
     for copy in live(find_copies(job, store)):
         if copy.place == STORAGE or copy.ranks.issuperset(local_ranks):

@@ -1,4 +1,4 @@
-"""Old name of ``rekindle.storage.store``, for stores that were written against it."""
+"""Keeps the old name of ``rekindle.storage.store``, for stores that were written against it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one copy: a shard's bytes from one place to another, verified against its receipt in the same pass."""
+"""Copies a shard's bytes from memory to storage, verified against its receipt in the same pass."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["copy_shard", "verified_pieces"]
 _PIECE = 4 << 20
 """Bytes hashed and then written in one go."""
 _WRITERS = 4
-"""Pieces that are being written at a time, while the next one is hashed."""
+"""Threads, each writing one piece while the next one is hashed."""
 _AHEAD = 4
-"""Pieces that lie ready to be written, so that the disk has work while the hashing waits for a core."""
+"""Pieces that are ready to be written, so that the disk has work while the hashing waits for a core."""
 
 
 def copy_shard(
     receipt: Receipt, source: memoryview, file: UncachedFile, progress: Callable[[int], object], budget: Budget
 ) -> None:
-    """Write the shard ``source``, header included, to ``file``. ``progress`` is given byte counts.
+    """Writes the shard ``source``, header included, to ``file``. ``progress`` is given byte counts.
 
-    Raises CorruptError at the first block that differs from its checksum, and OSError when the file can't be written;
-    what was written is then worthless.
+    Raises CorruptError at the first block that differs from its checksum, and OSError when the file can't be written.
+    The file is useless after either error.
     """
     with _Writers(file) as writers:
         for nbytes in writers.write(verified_pieces(receipt, source, budget)):
@@ -39,9 +39,10 @@ def copy_shard(
 
 
 def verified_pieces(receipt: Receipt, source: memoryview, budget: Budget) -> Iterator[tuple[memoryview, int]]:
-    """The source in whole pages, each piece with its offset, once it has been hashed and may be written.
+    """Yields pieces of the source and their offsets, in whole pages, each hashed and paid for from the budget.
 
-    Checksums end where tensors do, not where pages do: what a piece ends with is compared with the piece after it.
+    Checksums end where tensors do, not where pages do: the last block of a piece may be compared only with the next
+    piece, after it was yielded. Raises CorruptError.
     """
     hashing = _Hashing(receipt, source)
     at = 0
@@ -54,17 +55,17 @@ def verified_pieces(receipt: Receipt, source: memoryview, budget: Budget) -> Ite
 
 
 class _Hashing:
-    """Hashes the source from its start on, and compares wherever one of the receipt's checksums ends."""
+    """Hashes the source from its start on, and compares at the end of each of the receipt's blocks."""
 
     def __init__(self, receipt: Receipt, source: memoryview) -> None:
         self._receipt, self._source = receipt, source
         self._state = xxhash.xxh3_64()
         self._block = -1
-        """Number of the block that is being hashed; -1 is the header."""
+        """Number of the block being hashed; -1 is the header."""
         self._at, self._stop = 0, receipt.header_bytes
 
     def go_on(self, to: int) -> None:
-        """Hash up to byte ``to``. Raises CorruptError."""
+        """Hashes up to byte ``to``. Raises CorruptError."""
         while self._at < to:
             until = min(to, self._stop)
             self._state.update(self._source[self._at : until])  # outside of the interpreter lock
@@ -86,7 +87,7 @@ class _Hashing:
 
 
 class _Writers:
-    """Threads that write pieces, while the caller's thread gets the next ones ready. Left when all of them are idle."""
+    """Threads that write pieces while the caller's thread hashes the next ones. Leaving the context joins them."""
 
     def __init__(self, file: UncachedFile) -> None:
         self._file = file
@@ -97,7 +98,7 @@ class _Writers:
     def __enter__(self) -> _Writers:
         try:
             for number in range(_WRITERS):
-                # A daemon, like the thread of a trainer that drains: neither of them keeps a trainer from ending.
+                # A daemon, like the draining thread of a trainer: neither keeps a trainer from ending.
                 thread = threading.Thread(target=self._work, name=f"rekindle-write-{number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -113,7 +114,7 @@ class _Writers:
             thread.join()
 
     def write(self, pieces: Iterator[tuple[memoryview, int]]) -> Iterator[int]:
-        """Write them all. Yields byte counts as they are written; raises what went wrong with the first that failed."""
+        """Writes all pieces. Yields byte counts as they are written; raises the first writer's error."""
         under_way = 0
         for piece in pieces:
             self._todo.put(piece)

@@ -1,4 +1,4 @@
-"""A file that is written without filling the page cache, which belongs to the training's data."""
+"""Writes a file without filling the page cache, which the training's data needs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rekindle.storage import disk
 __all__ = ["UncachedFile"]
 
 _BEHIND = 64 << 20
-"""Bytes of a buffered file that may be on their way to the disk. More, and one of its writers waits for them."""
+"""Bytes of a buffered file that may be on their way to the disk. Beyond that, one of its writers waits for them."""
 _SYNC_FILE_RANGE_WRITE = 2
-_start_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux's own
+_start_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)  # exists on Linux only
 
 
 class UncachedFile:
     """Writes past the page cache to the open, empty file ``fd``, which is to have ``nbytes``.
 
-    If the file system won't have it, each piece is sent on its way to the disk as soon as it is written, and leaves the
-    page cache when it is there. Some file systems open a file for direct I/O and then refuse the write, or can't write
-    from where the data lies: the first refusal ends direct I/O for this file, at whatever piece it comes.
+    Where the file system has no direct I/O, each piece starts on its way to the disk as soon as it is written, and
+    leaves the page cache when it is there. Some file systems open a file for direct I/O and then refuse the write, or
+    can't write from where the data lies: the first refusal ends direct I/O for this file.
 
     Raises OSError when there is no room for ``nbytes``. ``write`` is thread-safe. ``fd`` stays the caller's.
     """
@@ -34,12 +34,12 @@ class UncachedFile:
         self._fd = fd
         self._direct_fd = _open_direct(fd)
         self.direct = self._direct_fd >= 0
-        """Whether whole pages go past the page cache."""
+        """True while whole pages go past the page cache."""
         self._lock = threading.Lock()
         self._behind = 0
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of ``data`` at ``offset``, a multiple of a page. Raises OSError."""
+        """Writes all of ``data`` at ``offset``, a multiple of a page. Raises OSError."""
         nbytes = len(data)
         while data:
             done = self._write_pages(data[: len(data) // PAGE * PAGE], offset) or disk.pwrite(self._fd, data, offset)
@@ -47,7 +47,7 @@ class UncachedFile:
         self._send_off(offset - nbytes, nbytes)
 
     def _write_pages(self, pages: memoryview, offset: int) -> int:
-        """Bytes written past the page cache; none where that isn't to be had."""
+        """Writes past the page cache. Returns the number of bytes written: 0 where direct I/O is refused."""
         if self.direct and pages:
             try:
                 return disk.pwrite(self._direct_fd, pages, offset)
@@ -58,9 +58,9 @@ class UncachedFile:
         return 0
 
     def _send_off(self, offset: int, nbytes: int) -> None:
-        """Keep what has just been written from piling up in the page cache.
+        """Keeps what has just been written from piling up in the page cache.
 
-        Also after direct I/O: some file systems take it and write through the cache all the same.
+        Needed after direct I/O, too: some file systems accept it and write through the cache all the same.
         """
         if _start_writing is not None:
             _start_writing(self._fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
@@ -73,12 +73,12 @@ class UncachedFile:
             self.sync()
 
     def _forget(self) -> None:
-        """Drop all from the page cache that is on storage."""
+        """Drops all from the page cache that is on storage."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Return when all that was written is on storage, and out of the page cache."""
+        """Returns when all that was written is on storage and out of the page cache."""
         disk.fsync(self._fd)
         self._forget()
 
@@ -95,8 +95,8 @@ class UncachedFile:
 
 
 def _open_direct(fd: int) -> int:
-    """The same file for direct I/O; -1 where that isn't to be had."""
+    """Opens the same file for direct I/O. Returns -1 where the file system has none."""
     if hasattr(os, "O_DIRECT"):
         with suppress(OSError):
-            return disk.direct(fd)
+            return disk.open_direct(fd)
     return -1

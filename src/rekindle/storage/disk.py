@@ -1,9 +1,9 @@
-"""All by which checkpoints change a disk: one table of plain functions, called as ``system.rename(...)``.
+"""Holds every call by which checkpoints change a disk: a table of plain functions, called as ``disk.rename(...)``.
 
-That they are called through the module is what lets a test put a recorder in their place, and build every state that a
-power cut could leave of what was asked for (``tests/crash``). Reading needs no such table: a disk doesn't change by it.
+Callers go through the module, so that a test can put a recorder in place of each function and build every state that a
+power cut could leave (``tests/crash``). Reading needs no such table: it doesn't change a disk.
 
-All raise OSError as the operating system does.
+All functions raise OSError as the operating system does.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 __all__ = [
     "allocate",
     "create",
-    "direct",
+    "open_direct",
     "fsync",
-    "make",
+    "make_path",
     "mkdir",
     "pwrite",
     "rename",
@@ -35,51 +35,54 @@ _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # Li
 
 
 def create(path: Path) -> int:
-    """A descriptor of a new file, or of one that is emptied; for writing, and for mapping."""
+    """Opens a new or emptied file, for writing and for mapping. Returns its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
 
-def direct(fd: int) -> int:
-    """Another descriptor of the same file, to be written to past the page cache."""
+def open_direct(fd: int) -> int:
+    """Opens the same file again for direct I/O, past the page cache. Returns the descriptor."""
     return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
 
 
 def write(fd: int, data: bytes | memoryview) -> int:
-    """Bytes written where the last write ended; maybe not all."""
+    """Writes where the last write ended. Returns the number of bytes written, which may be fewer."""
     return os.write(fd, data)
 
 
 def pwrite(fd: int, data: memoryview, offset: int) -> int:
-    """Bytes written at ``offset``; maybe not all. For any number of threads."""
+    """Writes at ``offset``. Returns the number of bytes written, which may be fewer. Thread-safe."""
     return os.pwrite(fd, data, offset)
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Give an empty file its size and its place on the disk, where that can be done; it reads as zeros.
+    """Gives an empty file its size and its blocks, where the file system can. It then reads as zeros.
 
-    Not ``os.posix_fallocate``: where the file system can't do it, glibc touches every block of the file instead.
+    Avoids ``os.posix_fallocate``: where the file system can't allocate, glibc writes to every block of the file.
     """
     if _fallocate is not None and _fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         number = ctypes.get_errno()
-        if number in _NO_ROOM:  # else it can't be done here, and the writes will tell what is wrong
+        if number in _NO_ROOM:  # any other error: can't be done here, and the writes will report a real one
             raise OSError(number, os.strerror(number))
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """The same for a file that is to be mapped, for which it must be done: a store into a hole of a full disk kills."""
+    """Gives a file that is to be mapped its size and its blocks, at any cost.
+
+    A store into a hole of a file on a full disk kills the process with SIGBUS.
+    """
     os.truncate(fd, nbytes)
     if hasattr(os, "posix_fallocate"):
-        # Where the file system can't, a byte of each of its blocks is written: slow, but as sure.
+        # Where the file system can't allocate, glibc writes a byte of each block: slow, and as safe.
         os.posix_fallocate(fd, 0, nbytes)
 
 
 def fsync(fd: int) -> None:
-    """Return when all that was written to the file is on the disk; its name may not be."""
+    """Returns when all that was written to the file is on the disk. Its name may not be."""
     os.fsync(fd)
 
 
 def sync(path: Path) -> None:
-    """The same for a file that is closed, or for the names in a directory: what they lead to may not be there."""
+    """Syncs a closed file, or the names in a directory. The files that the names lead to may not be on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -88,32 +91,32 @@ def sync(path: Path) -> None:
 
 
 def rename(path: Path, to: Path) -> None:
-    """In place of a file that has that name, or of an empty directory."""
+    """Renames a file or directory. Replaces a file of that name, or an empty directory."""
     os.rename(path, to)
 
 
 def unlink(path: Path) -> None:
-    """A file that isn't there is none the worse."""
+    """Removes a file. One that isn't there is no error."""
     path.unlink(missing_ok=True)
 
 
 def mkdir(path: Path) -> None:
-    """A directory that is there already is fine."""
+    """Makes a directory. One that is there already is no error."""
     path.mkdir(exist_ok=True)
 
 
 def rmdir(path: Path) -> None:
-    """An empty directory."""
+    """Removes an empty directory."""
     os.rmdir(path)
 
 
-def make(path: Path) -> None:
-    """A directory with all that are missing above it, their names synced.
+def make_path(path: Path) -> None:
+    """Makes a directory and all that are missing above it, and syncs their names.
 
-    Its own also where it was there already: somebody may have made it and died before he could.
+    Syncs the name of one that was there already, too: its maker may have died before syncing it.
     """
     if not path.is_dir():
-        make(path.parent)
+        make_path(path.parent)
         mkdir(path)
-    with suppress(PermissionError):  # above it may lie what only others may read, and keep
+    with suppress(PermissionError):  # a directory above may be readable to its owner only, who keeps it
         sync(path.parent)

@@ -1,6 +1,6 @@
-"""The identity of the file system that holds a root: it tells a root that was deleted from one that isn't mounted.
+"""Identifies the file system that holds a root, to tell a deleted root from one that isn't mounted.
 
-A trace is a list with an entry for the root and for each directory above it, up to ``/``. An entry is None where there
+A ``RootIdentity`` is a list with an entry for the root and for each directory above it, up to ``/``. An entry is None where there
 is no directory, else ``[inode, device, file system id, begins a mount]``.
 """
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rekindle.memory.notes import DirectoryIdentity, RootIdentity
 
-__all__ = ["shows_deletion", "take_trace"]
+__all__ = ["shows_deletion", "identify_root"]
 
 
-def take_trace(root: Path) -> RootIdentity:
-    """Looks at every directory on the way to ``root``. Raises OSError where one can't be looked at."""
+def identify_root(root: Path) -> RootIdentity:
+    """Returns the identity of ``root`` as it is now. Raises OSError where a directory above it can't be read."""
     mounts = [_mount(path) for path in (root, *root.parents)]
     entries: RootIdentity = []
     for index, path in enumerate((root, *root.parents)):
@@ -33,7 +33,10 @@ def _entry(path: Path, begins: int) -> DirectoryIdentity | None:
 
 
 def _mount(path: Path) -> str | None:
-    """What is equal on paths of one mount at one moment. Device numbers don't tell a bind mount from its source."""
+    """Returns a text that is equal for paths of one mount at one moment; None where there is no such path.
+
+    Device numbers would not do: they don't tell a bind mount from its source.
+    """
     try:
         fd = os.open(path, getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -41,17 +44,17 @@ def _mount(path: Path) -> str | None:
     try:
         with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as file:
             return next(line for line in file if line.startswith("mnt_id:"))
-    except (OSError, StopIteration):  # no Linux, or no /proc
+    except (OSError, StopIteration):  # not Linux, or no /proc
         return str(os.fstat(fd).st_dev)
     finally:
         os.close(fd)
 
 
 def shows_deletion(then: RootIdentity | None, now: RootIdentity) -> bool:
-    """Whether a root whose checkpoints could be seen ``then`` is on the same file system ``now``.
+    """True if a root that had checkpoints ``then`` and has none ``now`` is on the same file system: they were deleted.
 
-    Going up from the root, the first directory that is the one that it was decides, if no mount begins below it, now or
-    then: everything below it has been removed, or was put there since. Where a mount begins first, it may be missing.
+    Going up from the root, the first directory that is unchanged decides, if no mount begins below it, then or now:
+    everything below it was removed or made since. Where a mount began first, it may just not be mounted.
     """
     if then is None or len(then) != len(now):
         return False
@@ -66,7 +69,9 @@ def shows_deletion(then: RootIdentity | None, now: RootIdentity) -> bool:
 
 
 def _same(old: DirectoryIdentity, new: DirectoryIdentity) -> bool:
-    """A number of a device is given again to what is mounted next, and every tmpfs begins with inode 1: none of the
-    three will do alone. A file system that is mounted again may have another device, and keeps its id, if it has one.
+    """True if two entries are of the same directory.
+
+    None of the three numbers will do alone: a device number is given again to the next mount, and every tmpfs begins
+    with inode 1. A file system that is mounted again may get another device, and keeps its id if it has one.
     """
     return old[0] == new[0] and old[2] == new[2] and (old[2] != 0 or old[1] == new[1])

@@ -41,15 +41,15 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class ListedCopy:
-    """One copy of a checkpoint and what it is worth."""
+    """One copy of a checkpoint, with its size and condition."""
 
     copy: StoredCopy
     nbytes: int
     condition: str
-    """``complete``, ``incomplete`` (a rank of this node lacks it), ``abandoned`` (the job went on from before it) or
-    ``damaged`` (its manifest can't be read)."""
+    """``complete``, ``incomplete`` (a rank of this node lacks it), ``abandoned`` (superseded: the job went on from an
+    earlier step) or ``damaged`` (its manifest can't be read)."""
     saved_at: float | None = None
-    """When it was saved into memory, or became durable, in seconds since 1970; None where that is not known."""
+    """Time at which it was saved into memory or became durable, in seconds since 1970; None where unknown."""
 
     def to_json(self) -> dict[str, Any]:
         copy = self.copy
@@ -72,16 +72,16 @@ class ListedCopy:
 def list_copies_within(
     root: Root, base: Path, seconds: float
 ) -> tuple[list[ListedCopy], OSError | RekindleError | None]:
-    """As ``list_copies``, and what is wrong: the root was deleted, or storage can't say what it has within ``seconds``.
+    """Returns what ``list_copies`` does, and an error: the root was deleted, or storage didn't answer in ``seconds``.
 
-    In the second case it gives what memory holds; raises what is wrong when memory holds nothing.
+    When storage didn't answer, the list is of memory only; the error is raised when memory holds nothing.
     """
     job = JobDir.of(root, base)
 
     def everywhere() -> list[ListedCopy]:
         noted = job.notes.durable()
         if noted is not None:
-            newest_on(open_store(root), noted, (), job.notes.root_identity())  # else it is not mounted
+            newest_on(open_store(root), noted, (), job.notes.root_identity())  # raises where the root is not mounted
         return list_copies(root, base)
 
     try:
@@ -96,10 +96,10 @@ def list_copies_within(
         raise
 
 
-def list_copies(root: Root, base: Path, step: int | None = None, stored: bool = True) -> list[ListedCopy]:
-    """Every copy of every checkpoint of ``root`` that this node can see, newest first; of one step if given.
+def list_copies(root: Root, base: Path, step: int | None = None, *, stored: bool = True) -> list[ListedCopy]:
+    """Lists every copy of every checkpoint of ``root`` that this node can see, newest first; of one step if given.
 
-    Without ``stored`` nothing is asked of storage. Raises NotFoundError when there is none, which tells what is at
+    Without ``stored`` storage is not read. Raises NotFoundError when there is none; its message describes what is at
     ``root`` instead.
     """
     job = JobDir.of(root, base)
@@ -143,19 +143,20 @@ def _none_of(step: int | None, copies: list[StoredCopy], root: Root, base: Path,
 
 
 def root_hint(root: Root, base: Path) -> str:
+    """Returns the second half of a message that ``root`` has no checkpoint; empty when nothing more is known."""
     what = describe_root(root, [info.root for job in jobs_in_memory(base) if (info := job_info(job)) is not None])
     return f": {what}" if what else ""
 
 
 def job_info(job: JobDir) -> JobInfo | None:
-    """As it was written down; None where it can't be read, which another command tells of."""
+    """Reads the job's description; None where it can't be read, which ``rekindle status`` reports."""
     with suppress(OSError, FormatError):
         return job.read_job()
     return None
 
 
 def job_in_memory(root: Root, base: Path) -> JobDir:
-    """The job of ``root`` on this node. Raises NotFoundError when it has no memory here."""
+    """Returns the job of ``root`` on this node. Raises NotFoundError when it has no memory here."""
     job = JobDir.of(root, base)
     if not job.path.is_dir():
         raise NotFoundError(f"{root}: has nothing in memory on this node{root_hint(root, base)}")
@@ -173,11 +174,11 @@ def _bytes(copy: StoredCopy) -> int:
 
 
 def _saved_at(copy: StoredCopy) -> float | None:
-    """When the last rank's part came into memory: receipts are written once."""
+    """Returns the time at which the last rank's part came into memory: receipts are written once."""
     names = [copy.files.named(receipt_name(rank, copy.world)) for rank in copy.ranks]
     try:
         return max(os.stat(name).st_mtime for name in names)
-    except OSError:  # a newer step has just taken its place
+    except OSError:  # recycled for a newer step just now
         return None
 
 
@@ -186,14 +187,14 @@ def _iso(seconds: float) -> str:
 
 
 def read_receipts(copy: StoredCopy) -> Iterator[Receipt]:
-    """The receipts of one copy, rank by rank. Raises CorruptError or FileNotFoundError."""
+    """Yields the receipts of one copy, rank by rank. Raises CorruptError or FileNotFoundError."""
     for rank in sorted(copy.ranks):
         name = receipt_name(rank, copy.world)
         yield Receipt.decode(copy.files.read(name), copy.files.named(name))
 
 
 def list_values(receipt: Receipt) -> Iterator[tuple[str, Any]]:
-    """(path, typed JSON) of every value in the state that is not a tensor."""
+    """Yields (path, typed JSON) of every value in the state that is not a tensor."""
 
     def walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
         if isinstance(node, list):
@@ -217,7 +218,7 @@ def list_values(receipt: Receipt) -> Iterator[tuple[str, Any]]:
 
 
 def jobs_in_memory(base: Path) -> list[JobDir]:
-    """Every job that has memory on this node."""
+    """Lists every job that has memory on this node."""
     if not base.is_dir():
         return []
     found = [JobDir(path) for path in sorted(base.iterdir()) if path.is_dir()]
@@ -227,15 +228,12 @@ def jobs_in_memory(base: Path) -> list[JobDir]:
 
 
 def describe_deleted(job: JobDir, seconds: float) -> str | None:
-    """What to tell of a job that isn't trained, and whose root was deleted, while memory still has some of it.
+    """Describes a job that isn't trained and whose root was deleted while memory still has some of it.
 
-    None where that isn't so, and where storage doesn't say within ``seconds``.
+    None where that isn't so, and where storage doesn't answer within ``seconds``.
     """
-    info, steps, trace = (
-        job_info(job),
-        sorted({stamp.step for stamp, _ in job.snapshots.shard_ids()}),
-        job.notes.root_identity(),
-    )
+    info, trace = job_info(job), job.notes.root_identity()
+    steps = sorted({stamp.step for stamp, _ in job.snapshots.shard_ids()})
     if info is None or not steps or trace is None:
         return None
     root = info.root

@@ -1,4 +1,4 @@
-"""The document that makes a checkpoint of shards, the same in every store."""
+"""Builds and reads the manifest: the document that makes a checkpoint of shards, the same in every store."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["Head", "read_head", "build_manifest"]
 
 
 _LAST_SECOND = 1 << 37
-"""In the year 6325: what every calendar function can still show."""
+"""A second in the year 6325, which every calendar function can still show."""
 
 
 class Head(NamedTuple):
-    """What a listing needs of a manifest."""
+    """The fields of a manifest that a listing needs."""
 
     stamp: ShardId
     saved_at: float | None
-    """When it was written, in seconds since 1970 by the clock of the node that did; None where it doesn't say."""
+    """Time of writing, in seconds since 1970 by the writer's clock; None where the manifest doesn't say."""
 
 
 def build_manifest(receipts: Sequence[Receipt], stamp: ShardId) -> bytes:
-    """The manifest of a checkpoint of which these are all receipts, by rank.
+    """Returns the manifest of the checkpoint whose ranks have these ``receipts``, ordered by rank.
 
-    Raises CorruptError when the parts don't make up a whole.
+    Raises CorruptError when the shards don't make up a whole state.
     """
     strange = [r.stamp for n, r in enumerate(receipts) if (r.stamp.rank, r.stamp.world) != (n, stamp.world)]
-    problem = f"a shard is that of rank {strange[0].rank} of {strange[0].world}" if strange else find_defect(receipts)
+    problem = f"a shard belongs to rank {strange[0].rank} of {strange[0].world}" if strange else find_defect(receipts)
     if problem:
         raise CorruptError(f"step {stamp.step} is no whole checkpoint, so it is not published: {problem}")
     body = {
@@ -47,20 +47,20 @@ def build_manifest(receipts: Sequence[Receipt], stamp: ShardId) -> bytes:
 
 
 def read_head(data: bytes, where: str | os.PathLike[str]) -> Head:
-    """The head of a manifest. Raises FormatError when it is damaged, or makes no sense."""
+    """Reads the head of a manifest. Raises FormatError when it is damaged or malformed."""
     fields = parse(data, MANIFEST_KIND, where)
     try:
         stamp = ShardId.from_json(fields["stamp"])
-        # Nobody may be made to count to a number of ranks that the manifest doesn't itself spell out.
+        # A damaged number of ranks must not make a reader loop over billions of them.
         if len(fields["shards"]) == stamp.world:
             return Head(stamp, _seconds(fields.get("saved_at")))
     except (KeyError, TypeError):
         pass
-    raise FormatError(f"{os.fspath(where)}: is no manifest of a checkpoint")
+    raise FormatError(f"{os.fspath(where)}: is not the manifest of a checkpoint")
 
 
 def _seconds(text: object) -> float | None:
-    """Since 1970; nothing of a checkpoint depends on it, so what makes no sense is no reason to refuse one."""
+    """Returns an ISO time as seconds since 1970; None for a malformed one, as no part of a checkpoint depends on it."""
     try:
         seconds = datetime.datetime.fromisoformat(str(text)).timestamp()
     except (ValueError, OverflowError):

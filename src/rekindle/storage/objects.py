@@ -1,8 +1,8 @@
-"""Checkpoints in an object store, which has no directories and no rename: what makes one visible is its manifest.
+"""Stores checkpoints in an object store, which has no rename: a checkpoint becomes visible with its manifest.
 
 Shards and receipts of a step lie under ``step-N.<incarnation>/``, so those of different incarnations never meet. The
-manifest is ``step-N.json``, written last, and only if nobody else has written it meanwhile: of two jobs on one root one
-wins each step, and the other one is told. See docs/format.md and decision 14.
+manifest is ``step-N.json``. It is written last, and only if no other process has written it meanwhile: of two jobs on
+one root one wins each step, and the other gets an error. See docs/format.md and decision 14.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger("rekindle")
 _REQUESTS = 8
 """Small objects that are read at a time."""
 _RACES = 5
-"""Times that a manifest is written while others write it too."""
+"""Attempts at writing a manifest while others write it, too."""
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -50,7 +50,7 @@ _SHARDS = re.compile(r"step-(\d{10})\.([0-9a-f]{16})\Z")
 
 @dataclass(frozen=True)
 class _Objects(Files):
-    """The files of one incarnation's step; the manifest is that of whatever incarnation has the step."""
+    """The files of one incarnation's step. The manifest is that of the incarnation that has published the step."""
 
     bucket: Bucket
     step: int
@@ -90,7 +90,7 @@ class _Objects(Files):
 
 @dataclass(frozen=True)
 class _Manifest:
-    """What ``step-N.json`` is at the moment. ``head`` is None when it makes no sense, or there is an ``error``."""
+    """``step-N.json`` as it was last read. ``head`` is None when it is malformed or could not be read."""
 
     object: Object
     step: int
@@ -111,16 +111,16 @@ class ObjectStore(Store):
         self.root: str = root
         self.bucket = Bucket(root)
         self._known: dict[tuple[str, str | None], Head | None] = {}
-        """By name and tag. Replaced as a whole, for threads."""
+        """Heads of manifests by name and tag. Replaced as a whole, so that threads need no lock."""
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def contents(self) -> Contents:
         objects = self.bucket.list()
-        manifests, names = self._manifests(objects), {o.name for o in objects}
+        manifests, names = self._list_manifests(objects), {o.name for o in objects}
         return Contents(
             [
-                Published(m.head.stamp, self._files(m.head.stamp), m.head.saved_at, _pin(m.head.stamp) in names)
+                Published(m.head.stamp, self._files(m.head.stamp), m.head.saved_at, _pin_name(m.head.stamp) in names)
                 for m in manifests
                 if m.head is not None
             ],
@@ -129,22 +129,22 @@ class ObjectStore(Store):
         )
 
     def below(self) -> list[str]:
-        """URLs one level below the root, those of its own shards left out. Raises OSError."""
+        """Lists the URLs one level below the root, without those of its own shards. Raises OSError."""
         return [f"{self.root}/{name}" for name in self.bucket.directories() if not _SHARDS.match(name)]
 
     def durable(self, stamp: ShardId) -> bool:
-        found = self._manifest(stamp.step)
+        found = self._manifest_of(stamp.step)
         return found is not None and found.stamp is not None and found.stamp.checkpoint == stamp.checkpoint
 
     def _files(self, stamp: ShardId) -> _Objects:
         return _Objects(self.bucket, stamp.step, _directory(stamp))
 
-    def _manifests(self, objects: Iterable[Object] | None = None) -> list[_Manifest]:
-        """All of them, by step: one listing, if it isn't given, and a request for each that has not been read yet."""
+    def _list_manifests(self, objects: Iterable[Object] | None = None) -> list[_Manifest]:
+        """Returns all manifests by step: one listing, unless it is given, and a request for each unread one."""
         listed = [o for o in (self.bucket.list() if objects is None else objects) if _STEP.match(o.name)]
         known = self._known
         found = [_Manifest(o, _step(o.name), known[o.name, o.etag]) for o in listed if (o.name, o.etag) in known]
-        found += _at_once(self._try, [o for o in listed if (o.name, o.etag) not in known])
+        found += _in_parallel(self._try_to_read, [o for o in listed if (o.name, o.etag) not in known])
         errors = [m.error for m in found if m.error is not None]
         if errors and all(m.stamp is None for m in found):
             raise errors[0]
@@ -152,17 +152,17 @@ class ObjectStore(Store):
         self._known = {(m.object.name, m.object.etag): m.head for m in read}
         return sorted(found, key=lambda m: m.step)
 
-    def _try(self, listed: Object) -> _Manifest | None:
+    def _try_to_read(self, listed: Object) -> _Manifest | None:
         try:
-            return self._read(listed.name)
+            return self._read_manifest(listed.name)
         except OSError as error:
             return _Manifest(listed, _step(listed.name), None, error)
 
-    def _manifest(self, step: int) -> _Manifest | None:
-        return self._read(f"{step_dir(step)}.json")
+    def _manifest_of(self, step: int) -> _Manifest | None:
+        return self._read_manifest(f"{step_dir(step)}.json")
 
-    def _read(self, name: str) -> _Manifest | None:
-        """None when there is none."""
+    def _read_manifest(self, name: str) -> _Manifest | None:
+        """Reads a manifest; None when there is none."""
         try:
             data, found = self.bucket.get(name)
         except FileNotFoundError:
@@ -175,7 +175,7 @@ class ObjectStore(Store):
         return _Manifest(found, _step(name), head if sound else None)
 
     def was_deleted(self, trace: RootIdentity | None) -> bool:
-        """A bucket that answers shows all that it has."""
+        """Returns True: a bucket that answers shows all that it has."""
         return True
 
     # -- writing ------------------------------------------------------------------------------------------------
@@ -190,12 +190,12 @@ class ObjectStore(Store):
         progress: Callable[[int], object],
         budget: Budget | None = None,
     ) -> None:
-        """Parts are sent from ``source`` itself. ``progress`` is told of what is on its way, in the caller's thread."""
+        """Sends parts from ``source`` itself. ``progress`` counts bytes on their way, in the caller's thread."""
         stamp = receipt.stamp
         directory = _directory(stamp)
         reach("drain.started", stamp.step)
         name = f"{directory}/{shard_name(stamp.rank, stamp.world)}"
-        pieces = _counted(receipt, source, progress, budget or Budget())
+        pieces = _count_pieces(receipt, source, progress, budget or Budget())
         self.bucket.upload(name, pieces, receipt.file_bytes, source)
         reach("drain.shard", stamp.step)
         self.bucket.put(f"{directory}/{receipt_name(stamp.rank, stamp.world)}", receipt.raw)
@@ -203,26 +203,26 @@ class ObjectStore(Store):
 
     def discard(self, stamp: ShardId) -> None:
         if not self.durable(stamp):
-            self._remove(_directory(stamp))
+            self._remove_shards(_directory(stamp))
 
     def make_room(self, stamp: ShardId) -> None:
-        """There is always room, and what is there need not be sent again."""
+        """Removes nothing: a bucket always has room, and a finished shard need not be sent again."""
 
     def publish(self, stamp: ShardId) -> bool:
-        found = self._manifest(stamp.step)
+        found = self._manifest_of(stamp.step)
         if found is not None and found.stamp is not None and found.stamp.checkpoint == stamp.checkpoint:
             return True
         directory = _directory(stamp)
         there = {o.name for o in self.bucket.walk(directory)}
         names = [receipt_name(rank, stamp.world) for rank in range(stamp.world)]
         if not there.issuperset(f"{directory}/{name}" for name in names):
-            return self.durable(stamp)  # by others, and removed, since we looked
-        receipts = _at_once(partial(self._receipt, self._files(stamp)), names)
+            return self.durable(stamp)  # others may have published it and cleaned up since it was read
+        receipts = _in_parallel(partial(self._receipt, self._files(stamp)), names)
         if len(receipts) < len(names):
             return self.durable(stamp)
         document = build_manifest(receipts, stamp)
         if any(receipt.stamp.pinned for receipt in receipts):
-            self.bucket.put(_pin(stamp), b"")
+            self.bucket.put(_pin_name(stamp), b"")
         self._write_manifest(stamp, found, document)
         reach("drain.manifest", stamp.step)
         reach("drain.published", stamp.step)
@@ -236,7 +236,7 @@ class ObjectStore(Store):
             return None
 
     def _write_manifest(self, stamp: ShardId, found: _Manifest | None, document: bytes) -> None:
-        """Write it if that is still what is ``found``, or what an older start of the job has left."""
+        """Writes a manifest in place of the one ``found``, or of one that an older start of the job wrote meanwhile."""
         name = f"{step_dir(stamp.step)}.json"
         for _ in range(_RACES):
             if found is not None and found.stamp is not None:
@@ -244,8 +244,8 @@ class ObjectStore(Store):
                 if other.checkpoint == stamp.checkpoint:
                     return
                 if other.incarnation.generation >= stamp.incarnation.generation:
-                    raise self._taken(stamp, other)
-            elif found is not None:  # damaged: a person may still want its shards
+                    raise self._step_taken(stamp, other)
+            elif found is not None:  # damaged: keep a copy, as a person may still want its shards
                 self.bucket.put(f"{step_dir(stamp.step)}.{secrets.token_hex(8)}.damaged", self.bucket.get(name)[0])
             try:
                 if found is None:
@@ -254,14 +254,14 @@ class ObjectStore(Store):
                     reach("drain.aside", stamp.step)
                     self.bucket.replace(found.object, document)
                 return
-            except NotImplementedError:  # nobody can promise more here; the job has been told at its start
+            except NotImplementedError:  # capability_warning has told the job at its start
                 self.bucket.put(name, document)
                 return
             except FileExistsError:
-                found = self._manifest(stamp.step)
-        raise OSError(errno.EAGAIN, "others write it all the time", f"{self.root}/{name}")
+                found = self._manifest_of(stamp.step)
+        raise OSError(errno.EAGAIN, "other processes keep writing it", f"{self.root}/{name}")
 
-    def _taken(self, stamp: ShardId, other: ShardId) -> FileExistsError:
+    def _step_taken(self, stamp: ShardId, other: ShardId) -> FileExistsError:
         why = (
             f"step {stamp.step} has been saved there by another start of the job, {other.incarnation.id} of generation "
             f"{other.incarnation.generation}: only one job at a time can use a root. Nothing is lost: this node's "
@@ -273,7 +273,7 @@ class ObjectStore(Store):
 
     def clean_up(self) -> None:
         objects = self.bucket.walk()
-        manifests = self._manifests([o for o in objects if "/" not in o.name])
+        manifests = self._list_manifests([o for o in objects if "/" not in o.name])
         stamps = [m.stamp for m in manifests if m.stamp is not None]
         newest = max((stamp.step for stamp in live(stamps)), default=-1)
         starts = {stamp.incarnation.id for stamp in stamps}
@@ -282,47 +282,48 @@ class ObjectStore(Store):
         spared = {m.step for m in manifests if m.stamp is None}
         spared |= {int(o.name[5:15]) for o in objects if o.name.startswith("step-") and o.name.endswith(".damaged")}
 
-        def overtaken(directory: str) -> bool:
+        def superseded(directory: str) -> bool:
+            # A start whose only manifest can't be read may still be writing its next step.
             match = _SHARDS.match(directory)
             return match is not None and int(match[1]) <= newest and (match[2] in starts or all_read)
 
         def useless(name: str) -> bool:
             directory, _, file = name.partition("/")
-            ours = shard_pattern(file) is not None and overtaken(directory)
+            ours = shard_pattern(file) is not None and superseded(directory)
             return ours and directory not in used and _step(directory) not in spared
 
         self.bucket.delete([o.name for o in objects if useless(o.name)])
         if self.bucket.scheme == "s3":
-            self._abort(overtaken)
+            self._abort_uploads(superseded)
 
-    def _abort(self, overtaken: Callable[[str], bool]) -> None:
-        """Remove the parts that killed drains have left; none of those that anybody may still be sending."""
+    def _abort_uploads(self, superseded: Callable[[str], bool]) -> None:
+        """Removes the parts that killed drains left; none that a live drain may still be sending."""
         prefix = f"{self.bucket.prefix}/" if self.bucket.prefix else ""
         for key, upload in list(list_unfinished(self.bucket.bucket, f"{prefix}step-")):
-            if overtaken(key.removeprefix(prefix).partition("/")[0]):
+            if superseded(key.removeprefix(prefix).partition("/")[0]):
                 abort_upload(self.bucket.bucket, key, upload)
 
     def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
         removed = []
         for stamp in (entry.stamp for entry in self.surplus(keep, keep_every)):
-            if self.durable(stamp):  # else a later start of the job has just written that step anew
+            if self.durable(stamp):  # else a later start of the job has just published that step again
                 self.bucket.delete([f"{step_dir(stamp.step)}.json"])
                 reach("drain.prune", stamp.step)
-                self._remove(_directory(stamp))
+                self._remove_shards(_directory(stamp))
                 removed.append(stamp.step)
         return removed
 
     def pin(self, stamp: ShardId) -> None:
-        self.bucket.put(_pin(stamp), b"")
+        self.bucket.put(_pin_name(stamp), b"")
         if not self.durable(stamp):  # else it was surplus, and removed meanwhile
-            self.bucket.delete([_pin(stamp)])
+            self.bucket.delete([_pin_name(stamp)])
             raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", self.root)
 
     def unpin(self, stamp: ShardId) -> None:
-        self.bucket.delete([_pin(stamp)])
+        self.bucket.delete([_pin_name(stamp)])
 
-    def _remove(self, directory: str) -> None:
-        """Remove a step's shards and receipts. Foreign files are left alone."""
+    def _remove_shards(self, directory: str) -> None:
+        """Removes a step's shards and receipts. Foreign files are left alone."""
         names = [o.name for o in self.bucket.walk(directory)]
         self.bucket.delete([name for name in names if shard_pattern(name.rpartition("/")[2])])
 
@@ -347,14 +348,14 @@ class ObjectStore(Store):
     def capability_warning(self) -> str | None:
         name = f".rekindle-{secrets.token_hex(8)}"
         consequence = (
-            "of two jobs that use this root by mistake, the one that writes a step's manifest last wins it, and the "
-            "other is not told"
+            "if two jobs use this root by mistake, the last to write a step's manifest replaces the other's checkpoint "
+            "without an error. Give each job a root of its own"
         )
         try:
             for _ in range(2):
                 self.bucket.create(name, b"")
             return f"{self.root}: the server ignores conditional writes (If-None-Match): {consequence}"
-        except FileExistsError:  # at once where the first answer was lost, and the question asked again
+        except FileExistsError:  # at the first call already, where its answer was lost and the request retried
             return None
         except NotImplementedError:
             return f"{self.root}: the server has no conditional writes (If-None-Match): {consequence}"
@@ -366,8 +367,8 @@ def _directory(stamp: ShardId) -> str:
     return f"{step_dir(stamp.step)}.{stamp.incarnation.id}"
 
 
-def _pin(stamp: ShardId) -> str:
-    """An object beside the manifests, so that the listing of these shows it."""
+def _pin_name(stamp: ShardId) -> str:
+    """Returns the name of a checkpoint's pin: an object beside the manifests, so that their listing shows it."""
     return f"{_directory(stamp)}.{PINNED}"
 
 
@@ -375,7 +376,7 @@ def _step(name: str) -> int:
     return int(name[5:15])
 
 
-def _counted(
+def _count_pieces(
     receipt: Receipt, source: memoryview, progress: Callable[[int], object], budget: Budget
 ) -> Iterator[memoryview]:
     for piece, _ in verified_pieces(receipt, source, budget):
@@ -385,8 +386,8 @@ def _counted(
     reach("drain.written", receipt.stamp.step)
 
 
-def _at_once(ask: Callable[[_A], _B | None], todo: list[_A]) -> list[_B]:
-    """The answers in order, those that are None left out."""
+def _in_parallel(ask: Callable[[_A], _B | None], todo: list[_A]) -> list[_B]:
+    """Calls ``ask`` for each, several at a time. Returns the answers in order, without those that are None."""
     if len(todo) < 2:
         answers = [ask(one) for one in todo]
     else:

@@ -1,4 +1,4 @@
-"""Which store a root is."""
+"""Opens the store of a root: a directory or an object store."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ __all__ = ["open_store", "urls_below"]
 
 
 def open_store(root: Root) -> Store:
-    """The store of a root as ``root_of`` gives it, or of its text. Costs nothing for a path, and nothing is asked of a
-    server.
+    """Returns the store of a root as ``root_of`` gives it, or of its text. Sends no request to a server.
 
-    Raises UsageError when what it takes for a URL is not installed, or not configured.
+    Raises UsageError when the package that a URL needs is not installed, or not configured.
     """
     text = str(root)
     return _objects(text, os.getpid()) if "://" in text else PosixStore(Path(text))
 
 
 def urls_below(url: str) -> list[str]:
-    """What there is one level below the URL of an object store: one request. Raises OSError, or as ``open_store``."""
+    """Lists the URLs one level below that of an object store: one request. Raises OSError, or as ``open_store``."""
     return _objects(url, os.getpid()).below()
 
 
 @lru_cache(maxsize=16)
 def _objects(url: str, _process: int) -> ObjectStore:
-    """One of each in a process, for its connections are kept open; a forked one can't use those of its parent."""
-    from rekindle.storage.objects import ObjectStore  # noqa: PLC0415  8 MB that an agent of a directory does without
+    """Returns the store of a URL: one per process, as its connections stay open and don't survive a fork."""
+    from rekindle.storage.objects import ObjectStore  # noqa: PLC0415  8 MB that the agent of a directory saves
 
     return ObjectStore(url)

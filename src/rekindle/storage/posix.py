@@ -1,8 +1,8 @@
-"""Checkpoints in a directory: written under temporary names, synced, renamed; the manifest last.
+"""Stores checkpoints in a directory: writes under temporary names, syncs, renames; the manifest comes last.
 
 A step is written in ``step-N.<incarnation>.partial``, so shards of different incarnations never meet. It is durable
-from the moment its manifest is synced there; the rename to ``step-N`` that follows only gives it its proper name.
-Nothing here ever writes over, or removes, a checkpoint before a newer one of the live lineage is durable.
+from the moment its manifest is synced there. The rename to ``step-N`` that follows only gives it its final name.
+No method writes over or removes a checkpoint before a newer one of the live lineage is durable.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ __all__ = ["PosixStore"]
 
 
 class _Durable(NamedTuple):
-    """``kind`` is None once it has its proper name."""
+    """A durable checkpoint and the directory that it lies in."""
 
     head: Head
     path: Path
     kind: str | None
+    """``partial`` or ``retired``; None once the directory has its final name."""
     pinned: bool
 
     @property
@@ -46,7 +47,9 @@ class _Durable(NamedTuple):
         return self.head.stamp
 
 
-class _Found(NamedTuple):
+class _Scan(NamedTuple):
+    """The checkpoints that one listing of the root has shown."""
+
     durable: list[_Durable]
     damaged: list[tuple[int, Path]]
     unread: list[tuple[int, Path, OSError]]
@@ -62,8 +65,8 @@ class PosixStore(Store):
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def _directories(self) -> Iterator[tuple[Path, int, str | None, str | None]]:
-        """(path, step, incarnation id, kind) of every step's directory; id and kind are None for a proper name."""
+    def _step_directories(self) -> Iterator[tuple[Path, int, str | None, str | None]]:
+        """Yields (path, step, incarnation id, kind) of every step's directory; id and kind are None in a final name."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
@@ -74,20 +77,20 @@ class PosixStore(Store):
                 yield self.root / name, int(match["step"]), match["id"], match["kind"]
 
     def contents(self) -> Contents:
-        durable, damaged, refused = self._look()
+        durable, damaged, refused = self._scan()
         return Contents(
             [Published(e.stamp, Directory(e.path), e.head.saved_at, e.pinned) for e in durable],
             [(step, Directory(path)) for step, path in damaged + [(step, path) for step, path, _ in refused]],
             [unread_entry(step, str(path / MANIFEST), error) for step, path, error in refused],
         )
 
-    def _look(self) -> _Found:
-        found = _Found([], [], [])
-        for path, step, _, kind in self._directories():
+    def _scan(self) -> _Scan:
+        found = _Scan([], [], [])
+        for path, step, _, kind in self._step_directories():
             try:
-                head = self._head(path)
+                head = self._read_head(path)
                 if head is not None:
-                    found.durable.append(_Durable(head, path, kind, _pinned(path)))
+                    found.durable.append(_Durable(head, path, kind, _has_pin(path)))
                 elif (path / MANIFEST).exists():
                     found.damaged.append((step, path))
             except OSError as error:
@@ -98,10 +101,11 @@ class PosixStore(Store):
         return found
 
     @staticmethod
-    def _head(path: Path) -> Head | None:
-        """The head of a sound manifest. A link to a directory elsewhere is no checkpoint of this root.
+    def _read_head(path: Path) -> Head | None:
+        """Reads the head of a sound manifest; None where there is none.
 
-        Raises OSError where there may be one, and it can't be read.
+        A link to a directory elsewhere is no checkpoint of this root. Raises OSError where there may be a manifest and
+        it can't be read.
         """
         if path.is_symlink():
             return None
@@ -110,20 +114,21 @@ class PosixStore(Store):
         except (FileNotFoundError, NotADirectoryError, FormatError):
             return None
 
-    def _stamp(self, path: Path) -> ShardId | None:
-        head = self._head(path)
+    def _read_stamp(self, path: Path) -> ShardId | None:
+        head = self._read_head(path)
         return None if head is None else head.stamp
 
     def trace(self, step: int) -> RootIdentity | None:
-        found = identity.take_trace(self.root)
+        found = identity.identify_root(self.root)
         return found if any(self.root.glob(f"{step_dir(step)}*")) else None
 
     def was_deleted(self, trace: RootIdentity | None) -> bool:
-        return identity.shows_deletion(trace, identity.take_trace(self.root))
+        return identity.shows_deletion(trace, identity.identify_root(self.root))
 
     # -- writing ------------------------------------------------------------------------------------------------
 
     def partial(self, stamp: ShardId) -> Path:
+        """Returns the directory in which a step is written until it is published."""
         return self.root / f"{step_dir(stamp.step)}.{stamp.incarnation.id}.partial"
 
     def has_shard(self, stamp: ShardId) -> bool:
@@ -136,12 +141,14 @@ class PosixStore(Store):
         progress: Callable[[int], object],
         budget: Budget | None = None,
     ) -> None:
-        """The page cache is left as it was; it takes a page-aligned ``source`` to do so at full speed. ``progress`` is
-        called in the caller's thread."""
+        """Writes past the page cache, at full speed if ``source`` is page-aligned.
+
+        ``progress`` is called in the caller's thread.
+        """
         stamp = receipt.stamp
         directory = self.partial(stamp)
-        self._stamp(self.root / step_dir(stamp.step))  # what can't be read there would refuse its name in the end
-        disk.make(self.root)
+        self._read_stamp(self.root / step_dir(stamp.step))  # fails now, not after the copy, if it can't be read
+        disk.make_path(self.root)
         disk.mkdir(directory)
         disk.sync(self.root)
         reach("drain.started", stamp.step)
@@ -153,45 +160,46 @@ class PosixStore(Store):
         reach("drain.shard", stamp.step)
         disk.sync(directory)  # else a power cut could leave the receipt and not the shard
         with _synced_file(directory / receipt_name(stamp.rank, stamp.world)) as fd:
-            _write(fd, receipt.raw)
+            _write_all(fd, receipt.raw)
         disk.sync(directory)
         reach("drain.receipt", stamp.step)
 
     def discard(self, stamp: ShardId) -> None:
-        """Not one that has its manifest: another node may have told that it is durable."""
+        """Leaves a step alone that has its manifest: another node may have reported it as durable."""
         directory = self.partial(stamp)
-        if directory.exists() and self._stamp(directory) is None:
+        if directory.exists() and self._read_stamp(directory) is None:
             self._move_aside(directory, stamp.step, None)
 
     def publish(self, stamp: ShardId) -> bool:
-        if self._secure(stamp):
+        if self._sync_published(stamp):
             return True
         directory = self.partial(stamp)
         try:
-            receipts = [self._receipt(directory, rank, stamp.world) for rank in range(stamp.world)]
+            receipts = [self._read_receipt(directory, rank, stamp.world) for rank in range(stamp.world)]
             document = build_manifest(receipts, stamp)
             if any(receipt.stamp.pinned for receipt in receipts):
-                _mark(directory)
+                _write_pin(directory)
             disk.sync(directory)  # other writers' receipts may have been found before they were synced
             # Outside of the directory, which another publisher may rename under us, and each publisher its own: a rank
             # that found no room in memory and its node's agent may be two of them.
             temporary = self.root / f".{directory.name}.{stamp.rank}.{os.getpid()}.tmp"
             with _synced_file(directory / MANIFEST, temporary) as fd:
-                _write(fd, document)
+                _write_all(fd, document)
             disk.sync(directory)
         except FileNotFoundError:
-            return self._secure(stamp)
+            return self._sync_published(stamp)
         reach("drain.manifest", stamp.step)
-        self._name(directory, stamp)
+        self._give_final_name(directory, stamp)
         return True
 
-    def _secure(self, stamp: ShardId) -> bool:
-        """Whether the checkpoint has its manifest, under either of its names; if so it is durable when this returns.
+    def _sync_published(self, stamp: ShardId) -> bool:
+        """Makes a checkpoint durable that has its manifest, under either of its names. Returns False if it has none.
 
-        That the manifest can be seen is not enough: who wrote it may not have come to sync it, or may be dead.
+        A manifest that can be seen is not enough: its writer may have died before syncing it.
         """
-        for path in (self.partial(stamp), self.root / step_dir(stamp.step)):  # it goes from the first to the second
-            found = self._stamp(path)
+        # In this order: it may be renamed from the first to the second meanwhile.
+        for path in (self.partial(stamp), self.root / step_dir(stamp.step)):
+            found = self._read_stamp(path)
             if found is not None and found.checkpoint == stamp.checkpoint:
                 try:
                     disk.sync(path)
@@ -201,16 +209,16 @@ class PosixStore(Store):
         return False
 
     def durable(self, stamp: ShardId) -> bool:
-        found = self._stamp(self.root / step_dir(stamp.step))
+        found = self._read_stamp(self.root / step_dir(stamp.step))
         return found is not None and found.checkpoint == stamp.checkpoint
 
     @staticmethod
-    def _receipt(directory: Path, rank: int, world: int) -> Receipt:
+    def _read_receipt(directory: Path, rank: int, world: int) -> Receipt:
         path = directory / receipt_name(rank, world)
         return Receipt.decode(read(path), path)
 
-    def _name(self, directory: Path, stamp: ShardId) -> None:
-        """Give a durable checkpoint its proper name. What an older incarnation left there is moved aside.
+    def _give_final_name(self, directory: Path, stamp: ShardId) -> None:
+        """Gives a durable checkpoint its final name. A directory of an older incarnation there is moved aside.
 
         Others may be doing the same for the same checkpoint. A rename never replaces a directory that holds anything.
         """
@@ -224,9 +232,9 @@ class PosixStore(Store):
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            other = self._stamp(final)
+            other = self._read_stamp(final)
             if other is not None and other.incarnation.generation > stamp.incarnation.generation:
-                return  # a later start of the job has overtaken this drain
+                return  # a later start of the job has superseded this step
             if other is not None and other.checkpoint == stamp.checkpoint:
                 return
             self._move_aside(final, stamp.step, other)
@@ -235,10 +243,10 @@ class PosixStore(Store):
         reach("drain.published", stamp.step)
 
     def _move_aside(self, path: Path, step: int, seen: ShardId | None) -> None:
-        """Free a name of what was ``seen`` there; what has come there since gets it back.
+        """Frees the name of a directory with the manifest ``seen``, or gives it back if it changed since.
 
-        A directory without a manifest is what a removal has left. One whose manifest is damaged stays: a person may
-        still want its shards.
+        A directory without a manifest is the rest of a removal, and is removed. One whose manifest is damaged is kept
+        under another name: a person may still want its shards.
         """
         name = seen.incarnation.id if seen is not None else secrets.token_hex(8)
         aside = self.root / f"{step_dir(step)}.{name}.retired"
@@ -246,10 +254,10 @@ class PosixStore(Store):
             aside = self.root / f"{step_dir(step)}.{secrets.token_hex(8)}.retired"
         try:
             disk.rename(path, aside)
-            if self._stamp(aside) != seen:
+            if self._read_stamp(aside) != seen:
                 disk.rename(aside, path)
             elif not (aside / MANIFEST).exists():
-                _remove(aside)
+                _remove_checkpoint(aside)
         except FileNotFoundError:  # somebody else has freed it
             return
         except OSError as error:  # somebody else has taken either name
@@ -258,7 +266,7 @@ class PosixStore(Store):
 
     def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int) -> list[int]:
         unfinished = []
-        for path, step, start, kind in self._directories():
+        for path, step, start, kind in self._step_directories():
             if kind == "partial" and start == stamp.incarnation.id:
                 with suppress(FileNotFoundError):  # somebody has just finished it
                     names = os.listdir(path)
@@ -277,20 +285,21 @@ class PosixStore(Store):
     # -- tidying ------------------------------------------------------------------------------------------------
 
     def clean_up(self) -> None:
-        durable, _, refused = self._look()
+        durable, _, refused = self._scan()
         newest = max((stamp.step for stamp in live([p.stamp for p in durable])), default=-1)
         kept = {path for _, path, _ in refused}
         for entry in durable:
             named = self.root / step_dir(entry.stamp.step)
             # Synced before it takes another one's place.
-            if entry.kind == "partial" and named not in kept and self._secure(entry.stamp):
-                self._name(entry.path, entry.stamp)
+            if entry.kind == "partial" and named not in kept and self._sync_published(entry.stamp):
+                self._give_final_name(entry.path, entry.stamp)
         kept |= {entry.path for entry in durable}
         starts = {entry.stamp.incarnation.id for entry in durable}
-        for path, step, start, kind in list(self._directories()):
-            overtaken = step <= newest and (start in starts or not refused)
-            if path not in kept and (kind != "partial" or overtaken) and not (path / MANIFEST).exists():
-                _remove(path)
+        for path, step, start, kind in list(self._step_directories()):
+            # A start whose only manifest can't be read may still be writing its next step.
+            superseded = step <= newest and (start in starts or not refused)
+            if path not in kept and (kind != "partial" or superseded) and not (path / MANIFEST).exists():
+                _remove_checkpoint(path)
         for path in self.root.glob(".step-*.partial.*.tmp"):
             if not (self.root / f"{path.name[1:].rpartition('.partial.')[0]}.partial").exists():
                 disk.unlink(path)
@@ -298,44 +307,44 @@ class PosixStore(Store):
     def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
         surplus = self.surplus(keep, keep_every)
         goes = {entry.stamp for entry in surplus}
-        durable = self._look().durable if surplus else []
+        durable = self._scan().durable if surplus else []
         newest = live([entry.stamp for entry in durable])[-max(keep or MOST, 1) :]
         try:
             for entry in durable:
                 if entry.stamp in newest and entry.stamp not in goes:
                     disk.sync(entry.path)  # another publisher's manifest may be seen before it is synced
         except FileNotFoundError:
-            return []  # it is just getting its proper name; the next time will do
+            return []  # it is just being renamed: prune at the next publish instead
         removed = [entry for entry in durable if entry.stamp in goes and not entry.pinned]
         for entry in removed:
-            _remove(entry.path, entry.stamp.step)
+            _remove_checkpoint(entry.path, entry.stamp.step)
         return [entry.stamp.step for entry in removed]
 
     def pin(self, stamp: ShardId) -> None:
-        for _ in range(2):  # it may just be getting its proper name
-            entry = self._durable(stamp)
+        for _ in range(2):  # the first try may meet the rename to the final name
+            entry = self._find_durable(stamp)
             if entry is not None:
                 with suppress(FileNotFoundError):
-                    _mark(entry.path)
-                    if self._head(entry.path) is not None:  # else it was surplus, and removed meanwhile
+                    _write_pin(entry.path)
+                    if self._read_head(entry.path) is not None:  # else it was surplus, and removed meanwhile
                         return
         raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", str(self.root))
 
     def unpin(self, stamp: ShardId) -> None:
-        entry = self._durable(stamp)
+        entry = self._find_durable(stamp)
         if entry is not None and entry.pinned:
             disk.unlink(entry.path / PINNED)
             disk.sync(entry.path)
 
-    def _durable(self, stamp: ShardId) -> _Durable | None:
-        return next((entry for entry in self._look().durable if entry.stamp.checkpoint == stamp.checkpoint), None)
+    def _find_durable(self, stamp: ShardId) -> _Durable | None:
+        return next((entry for entry in self._scan().durable if entry.stamp.checkpoint == stamp.checkpoint), None)
 
     def write_extra(self, name: str, data: bytes) -> None:
         path = self.root / name
-        disk.make(path.parent)
+        disk.make_path(path.parent)
         fd = disk.create(path)
         try:
-            _write(fd, data)
+            _write_all(fd, data)
         finally:
             os.close(fd)
 
@@ -346,7 +355,7 @@ class PosixStore(Store):
         disk.unlink(self.root / name)
 
     def check_writable(self) -> None:
-        """Looks at the root or, before it is made, at where it would be."""
+        """Checks the root or, before it is made, the nearest directory above it."""
         path = next(path for path in (self.root, *self.root.parents) if path.exists())
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
@@ -361,9 +370,9 @@ class PosixStore(Store):
 
 @contextmanager
 def _synced_file(path: Path, temporary: Path | None = None) -> Iterator[int]:
-    """A new file that gets its name once it is complete and synced. After an error nothing is left of it.
+    """Opens a new file that gets its name once it is complete and synced. After an error nothing is left of it.
 
-    The temporary name is the same each time, so a killed writer's leftover is written over by its successor.
+    The temporary name is the same each time, so the next writer overwrites what a killed one left.
     """
     temporary = temporary or path.with_name(f".{path.name}.tmp")
     fd = disk.create(temporary)
@@ -378,9 +387,9 @@ def _synced_file(path: Path, temporary: Path | None = None) -> Iterator[int]:
         os.close(fd)
 
 
-def _mark(directory: Path) -> None:
-    """Pin the checkpoint in ``directory``. There to stay when this returns."""
-    if not _pinned(directory):  # else it may be a link, and what that leads to is not ours
+def _write_pin(directory: Path) -> None:
+    """Pins the checkpoint in ``directory``. The pin is durable on return."""
+    if not _has_pin(directory):  # else it may be a link, whose target is not ours to truncate
         fd = disk.create(directory / PINNED)
         try:
             disk.fsync(fd)
@@ -389,7 +398,7 @@ def _mark(directory: Path) -> None:
     disk.sync(directory)
 
 
-def _pinned(directory: Path) -> bool:
+def _has_pin(directory: Path) -> bool:
     try:
         os.lstat(directory / PINNED)
     except FileNotFoundError:
@@ -397,16 +406,16 @@ def _pinned(directory: Path) -> bool:
     return True
 
 
-def _write(fd: int, data: bytes) -> None:
+def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[disk.write(fd, view) :]
 
 
-def _remove(directory: Path, step: int = -1) -> None:
-    """Remove a checkpoint, manifest first, so that no moment shows a damaged one. Foreign files are left alone."""
+def _remove_checkpoint(directory: Path, step: int = -1) -> None:
+    """Removes a checkpoint, manifest first, so that no moment shows a damaged one. Foreign files are left alone."""
     if directory.is_symlink():
-        disk.unlink(directory)  # what it leads to is not ours
+        disk.unlink(directory)  # its target is not ours to empty
         return
     try:
         disk.unlink(directory / MANIFEST)

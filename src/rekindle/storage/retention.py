@@ -1,4 +1,4 @@
-"""Retention: the pure function that says which durable checkpoints stay."""
+"""Decides which durable checkpoints retention keeps: a pure function."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rekindle.format.lineage import ShardId
 __all__ = ["MOST", "surviving"]
 
 MOST = 8
-"""Checkpoints that stay where nobody has said how many: enough that each is within a factor of 4 of any age up to some
-60 times the interval, for 8 times a checkpoint's bytes on storage."""
+"""Checkpoints that stay by default. With eight, one is within a factor of 4 of any age up to some 60 times the
+interval, at a price of 8 times a checkpoint's bytes on storage."""
 _NEWEST = 2
-"""The newest ones, which stay by any rule: should the very newest turn out to be damaged, one step is lost."""
+"""Newest checkpoints that stay by default: should the newest turn out to be damaged, only one interval is lost."""
 
 
 def surviving(stands: Sequence[ShardId], keep: int | None, keep_every: int | None) -> set[ShardId]:
-    """Those of ``stands``, oldest first, that stay: the newest ``keep`` and multiples of ``keep_every``.
+    """Returns which of ``stands``, oldest first, stay: the newest ``keep`` and multiples of ``keep_every``.
 
-    With neither the newest two and one of each power-of-two age stay, eight at most.
+    Without either, the newest two and one of each power-of-two age stay, eight at most.
     """
     if keep is None and keep_every is None:
         return set(_spread(stands))
@@ -27,10 +27,10 @@ def surviving(stands: Sequence[ShardId], keep: int | None, keep_every: int | Non
 
 
 def _spread(stands: Sequence[ShardId]) -> list[ShardId]:
-    """Thins out towards the past. Ages are counted in steps, from the newest one.
+    """Thins out towards the past. Ages are counted in steps from the newest checkpoint.
 
-    Of each power of two the oldest stays: it is the next to be of the power after that, so that pruning at every step
-    leaves none without one. Above ``MOST``, the one goes whose neighbours are nearest to each other in age.
+    The oldest of each power of two stays: it is the first to reach the next power, so that pruning at every step leaves
+    no power without one. Above ``MOST``, the one goes whose neighbours are nearest to each other in age.
     """
     oldest: dict[int, ShardId] = {}
     for stamp in stands[:-_NEWEST]:

@@ -1,4 +1,4 @@
-"""Tells what a path is that holds no checkpoints, and which root a person may have meant."""
+"""Describes a path that holds no checkpoints, and finds the root that was probably meant."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rekindle.storage.open import urls_below
 __all__ = ["describe_root", "refuse_inside", "root_to_train"]
 
 _SHOWN = 10
-"""Roots, or names of files, that a message lists at most."""
+"""Most roots, or names of files, that a message lists."""
 _DEPTH = 3
 """Levels below a directory that are searched for roots: runs lie in PROJECT/DATE/RUN at most, as a rule."""
 _DIRECTORIES, _ENTRIES = 1000, 10_000
-"""Directories that a search opens, and entries that it reads of each. On a network file system each costs a
+"""Most directories that a search opens, and most entries that it reads of each. On a network file system each costs a
 millisecond, and a search of a home directory must end."""
 _SECONDS = 3.0
-"""Time that a search may take."""
+"""Longest time that a search may take."""
 
 _STEP = len("step-0123456789")
 _FOREIGN = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -40,10 +40,10 @@ class _Inside(NamedTuple):
 
 
 def describe_root(root: Root, known: Iterable[str] = ()) -> str | None:
-    """One line on what is at ``root`` instead of checkpoints, and what to do; None where nothing is wrong with it.
+    """Describes what is at ``root`` instead of checkpoints, and what to do; None when it is a root with a checkpoint.
 
-    ``known`` are roots of this node's jobs, which may have nothing on storage yet. Only looks; a search for roots is
-    bounded. Raises OSError when the file system refuses.
+    ``known`` are the roots of this node's jobs, which may have nothing on storage yet. Changes nothing; a search for
+    roots is bounded. Raises OSError when the file system refuses.
     """
     inside = _inside(root)
     if inside is not None:
@@ -63,19 +63,19 @@ def describe_root(root: Root, known: Iterable[str] = ()) -> str | None:
     if below:
         return _list_roots(sorted(set(below)), cut_short)
     if cut_short:
-        return "it is no root, and the search for one below it was given up: name the root itself"
+        return "it is no root, and the search for one below it took too long: give the root itself"
     return _describe_directory(root, names) if root.is_dir() else _describe_nothing(root)
 
 
 def refuse_inside(root: Root) -> None:
-    """Raise UsageError for a root that lies inside of a step of another root, where nothing may be written."""
+    """Raises UsageError for a root inside of a step of another root, where nothing may be written."""
     inside = _inside(root)
     if inside is not None:
         raise UsageError(f"{root}: lies inside the root {inside.root}, in its step {inside.step}: give that root")
 
 
 def root_to_train(root: str | os.PathLike[str]) -> Root:
-    """As ``root_of``. Raises UsageError for a place inside of another root, too: a run would begin anew in there."""
+    """Returns what ``root_of`` does. Raises UsageError inside of another root, where a run would begin from step 0."""
     checked = root_of(root)
     refuse_inside(checked)
     return checked
@@ -98,7 +98,7 @@ def _describe_url(url: str, known: list[str]) -> str:
     if known:
         return _list_roots(sorted(known), False)
     below = []
-    with suppress(OSError, UsageError):  # what keeps it from being listed is told by whoever needs it
+    with suppress(OSError, UsageError):  # the command that needs the listing reports the error itself
         below = urls_below(url)
     if not below:
         return "nothing is there: no job has saved there yet"
@@ -113,7 +113,7 @@ def _describe_file(path: Path) -> str:
 
 
 def _describe_unfinished(root: Path, names: list[str]) -> str | None:
-    """Of a root without a single manifest; None when it has one."""
+    """Describes a root without a single manifest; None when it has one."""
     if any(STEP_DIR.match(name) and (root / name / MANIFEST).exists() for name in names):
         return None
     step = max(int(match["step"]) for name in names if (match := STEP_DIR.match(name)))
@@ -126,11 +126,11 @@ def _describe_unfinished(root: Path, names: list[str]) -> str | None:
 def _describe_directory(root: Path, names: list[str]) -> str:
     if not names:
         return "the directory is empty: no job has saved there yet"
-    adopt = f"'rekindle import {root} ROOT STEP' makes a checkpoint of it"
+    import_it = f"'rekindle import {root} ROOT STEP' makes a checkpoint of it"
     if ".metadata" in names:
-        return f"it is a directory of torch.distributed.checkpoint: {adopt} (with --allow-pickle)"
+        return f"it is a directory of torch.distributed.checkpoint: {import_it} (with --allow-pickle)"
     if any(name.endswith(".safetensors") for name in names):
-        return f"it is a directory of safetensors files, such as an export: {adopt}"
+        return f"it is a directory of safetensors files, such as an export: {import_it}"
     hidden_last = sorted(names, key=lambda name: (name.startswith("."), name))
     shown = ", ".join(hidden_last[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return f"neither it nor a directory below has a step-N of Rekindle's; it holds {shown}"
@@ -153,16 +153,16 @@ def _names(directory: str | Path) -> list[str]:
 
 
 def _search(top: Path) -> tuple[list[Path], bool]:
-    """The roots below ``top``, those nearest first, and whether the search ended before all was seen."""
+    """Finds the roots below ``top``, nearest first. The flag is True if the search ended before all was seen."""
     deadline = time.monotonic() + _SECONDS
     found: list[Path] = []
     todo = deque([(top, 0)])
-    looked = 0
+    opened = 0
     while todo:
-        if looked == _DIRECTORIES or len(found) > _SHOWN or time.monotonic() > deadline:
+        if opened == _DIRECTORIES or len(found) > _SHOWN or time.monotonic() > deadline:
             return found[:_SHOWN], True
         directory, depth = todo.popleft()
-        looked += 1
+        opened += 1
         below = _directories(directory)
         if any(STEP_DIR.match(path.name) for path in below):
             found.append(directory)
@@ -172,7 +172,7 @@ def _search(top: Path) -> tuple[list[Path], bool]:
 
 
 def _directories(directory: Path) -> list[Path]:
-    """Those in ``directory``, links left out; none where it may not be read, for a search passes over that."""
+    """Lists the directories in ``directory``, without links; none where it can't be read, which a search skips."""
     try:
         with os.scandir(directory) as entries:
             inside = [entry.name for entry in islice(entries, _ENTRIES) if entry.is_dir(follow_symlinks=False)]

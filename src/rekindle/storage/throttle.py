@@ -1,4 +1,4 @@
-"""How little of the machine a drain takes: bytes per second, and its threads' place in the queue for a core."""
+"""Limits how much of the machine a drain takes: bytes per second, share of the time, priority of its threads."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from rekindle.format.layout import PAGE
 __all__ = ["Budget", "parse_size", "parse_rate", "drain_interval", "lower_priority"]
 
 _SLICE = 0.05
-"""Seconds' worth of bytes that are written in one go under a budget, and that a late writer may catch up with: short
-beside what a disk's other users notice, long beside the clock's resolution."""
+"""Seconds' worth of bytes that are written in one go under a budget, and that a late writer may catch up with. It is
+too short for a disk's other users to notice, and long beside the clock's resolution."""
 _NICENESS = 10
-"""Of a thread that drains: it takes what training leaves of the cores. The kernel derives its place in the queue for
-the disk from it, where it has none of its own."""
+"""Niceness of a draining thread, so that it takes the cores that training leaves. The kernel also derives the thread's
+I/O priority from it, unless that is set."""
 _TIMES = 10
-"""A drain takes cores and the disk from training, and a tenth of the time is what nobody misses. A second more of it
-costs ten of progress should the node be lost."""
+"""Ratio of the time between two drains to the time that one takes. A drain takes cores and the disk from training, and
+a tenth of the time is not missed. The price: a drain that takes a second longer puts ten more seconds of progress at
+risk, should the node be lost."""
 _UNITS = {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "K": 1000}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?((?:[KMGT]i|[kKMGT])?)B?")
 
 
 def parse_size(text: str) -> float:
-    """Bytes that a text such as ``"5GB"`` or ``"1.5 GiB"`` stands for; not a number for anything else."""
+    """Returns the bytes that a text such as ``"5GB"`` or ``"1.5 GiB"`` stands for; NaN for anything else."""
     match = _AMOUNT.fullmatch(text.strip())
     return float(match[1]) * _UNITS[match[2]] if match else math.nan
 
 
 def parse_rate(value: str | int | float | None) -> int | None:
-    """Bytes per second of ``"500MB/s"``, ``"1.5GiB/s"`` or a number of bytes. None, for no limit, stays None.
+    """Returns the bytes per second of ``"500MB/s"``, ``"1.5GiB/s"`` or a number of bytes. None, no limit, stays None.
 
     Units are powers of 1000 (kB, MB, GB, TB) or of 1024 (KiB, MiB, GiB, TiB). Raises UsageError for anything else, and
     for less than one byte per second.
@@ -50,22 +51,25 @@ def parse_rate(value: str | int | float | None) -> int | None:
         number = value
     if not 1 <= number < 1 << 63:
         raise UsageError(
-            f"{value!r} is not a rate: say bytes per second as a number, or a text like '500MB/s' or '1.5GiB/s' "
+            f"{value!r} is not a rate: give bytes per second as a number, or a text like '500MB/s' or '1.5GiB/s' "
             "(kB, MB, GB, TB or KiB, MiB, GiB, TiB), or None for no limit"
         )
     return int(number)
 
 
 def drain_interval(seconds: float, took: float) -> float:
-    """Seconds from the beginning of one write of a checkpoint, which ``took`` so long, to that of the next.
+    """Returns the seconds from the start of one drain, which took ``took`` seconds, to the start of the next.
 
-    At least ``seconds``, and so many that storage is written to for at most a tenth of the time.
+    At least ``seconds``, and enough that storage is written to for at most a tenth of the time.
     """
     return max(seconds, _TIMES * took)
 
 
 class Budget:
-    """Bytes per second, over all that asks it. None is no limit. ``take`` is for one thread, the rest for any."""
+    """A limit of bytes per second shared by all that take from it; None is no limit.
+
+    One thread may call ``take``; any thread may call the other methods.
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -74,14 +78,14 @@ class Budget:
         self._lifted = threading.Event()
 
     def piece(self, most: int) -> int:
-        """How many bytes to write in one go: whole pages, at most ``most``, and no more than a moment's worth."""
+        """Returns how many bytes to write in one go: whole pages, at most ``most`` and at most a slice's worth."""
         limit = self.limit
         if limit is None or self._lifted.is_set():
             return most
         return max(PAGE, min(most, int(limit * _SLICE) // PAGE * PAGE))
 
     def take(self, nbytes: int) -> None:
-        """Return when ``nbytes`` more may be written: when those before them have had their time."""
+        """Waits until ``nbytes`` more may be written: until the time of all bytes before them is over."""
         limit = self.limit
         if limit is None or self._lifted.is_set():
             return
@@ -89,7 +93,7 @@ class Budget:
         self._due = max(self._due, time.monotonic() - _SLICE) + nbytes / limit
 
     def lift(self, on: bool = True) -> None:
-        """No limit from now on: somebody waits for the end. Wakes who waits in ``take``. With False, as before."""
+        """Lifts the limit, because someone waits for the end, and wakes ``take``. ``on=False`` imposes it again."""
         if on:
             self._lifted.set()
         else:
@@ -97,7 +101,7 @@ class Budget:
 
 
 def lower_priority() -> None:
-    """Let this thread, and those that it starts, make way for others. Never fails; without effect but on Linux."""
+    """Lowers the priority of this thread and of those that it starts. Never fails; has an effect on Linux only."""
     if hasattr(os, "setpriority") and sys.platform.startswith("linux"):  # elsewhere it would slow the whole process
         with suppress(OSError):
             thread = threading.get_native_id()

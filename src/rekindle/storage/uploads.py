@@ -1,5 +1,7 @@
-"""Parts that killed uploads have left in S3: found and removed. obstore has no word for that, so these are two requests
-of our own, signed with the keys of the environment. Nothing else here needs to know how S3 is talked to.
+"""Finds and removes the parts that killed uploads left in S3.
+
+obstore can't do that, so these are two requests of our own, signed with the keys of the environment. No other module
+needs to know S3's protocol.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ _EMPTY = hashlib.sha256(b"").hexdigest()
 
 
 def list_unfinished(bucket: str, prefix: str) -> Iterator[tuple[str, str]]:
-    """Name and id of uploads that were begun and neither completed nor aborted, at most a thousand.
+    """Yields name and id of uploads that were begun and neither completed nor aborted, at most a thousand.
 
-    Those under way are among them. Nothing is found where the environment has no keys (a role of the machine has its
-    own), and where the server doesn't tell.
+    Uploads under way are among them. Yields nothing where the environment has no keys, as on a machine with a role,
+    and where the server doesn't list uploads.
     """
     with suppress(OSError, HTTPException, ElementTree.ParseError):
         tree = ElementTree.fromstring(_ask("GET", bucket, "", {"prefix": prefix, "uploads": ""}))
@@ -36,16 +38,16 @@ def list_unfinished(bucket: str, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def abort_upload(bucket: str, name: str, upload: str) -> None:
-    """Remove an upload's parts; in vain where that isn't allowed, or another process was faster."""
+    """Removes an upload's parts. Ignores a refusal, and another process that was faster."""
     with suppress(OSError, HTTPException):
         _ask("DELETE", bucket, name, {"uploadId": upload})
 
 
 def _ask(method: str, bucket: str, name: str, query: dict[str, str]) -> bytes:
-    """One request, signed as AWS wants it (Signature Version 4). Raises OSError."""
+    """Sends one request, signed with AWS Signature Version 4, and returns the answer. Raises OSError."""
     key, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
     if not key or not secret:
-        raise PermissionError("no keys in the environment")
+        raise PermissionError("the environment has no AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     named = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
     endpoint = next(filter(None, named), f"https://s3.{region}.amazonaws.com").rstrip("/")

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole and sound? Every byte is read."""
+"""Verifies that a checkpoint is whole and sound. Reads every byte."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["check_manifest", "read_manifest", "verify", "verify_shard"]
 
 
 def read_manifest(files: Files) -> dict[str, Any]:
-    """The manifest of the checkpoint in ``files``, which names the files that a checkpoint has, and no others.
+    """Returns the manifest of the checkpoint in ``files``.
 
-    Raises CorruptError.
+    Raises CorruptError when it can't be read, or doesn't name exactly the files that a checkpoint has.
     """
     try:
         manifest = parse(files.read(MANIFEST), MANIFEST_KIND, files.named(MANIFEST))
@@ -39,13 +39,13 @@ def read_manifest(files: Files) -> dict[str, Any]:
         raise CorruptError(f"{files.named(MANIFEST)}: field {error} is missing or malformed") from error
     expected = [(shard_name(rank, world), receipt_name(rank, world)) for rank in range(world)]
     if named != expected:
-        strange = next((a for a, b in zip(named, expected, strict=False) if a != b), "too few or too many")
+        strange = next((a for a, b in zip(named, expected, strict=False) if a != b), "too few or too many files")
         raise CorruptError(f"{files.named(MANIFEST)}: names {strange}, which are not the shards of {world} rank(s)")
     return manifest
 
 
 def check_manifest(files: Files) -> list[CorruptError]:
-    """What is wrong with a checkpoint's manifest, or with the receipts that it names."""
+    """Returns an error for each defect of a checkpoint's manifest and of the receipts that it names."""
     try:
         manifest = read_manifest(files)
     except CorruptError as error:
@@ -64,7 +64,7 @@ def check_manifest(files: Files) -> list[CorruptError]:
 
 
 def verify(copy: StoredCopy, progress: Callable[[int], object] | None = None) -> list[CorruptError]:
-    """Everything that is wrong with one copy of a checkpoint; an empty list when it is sound.
+    """Returns an error for each defect of one copy of a checkpoint; an empty list when it is sound.
 
     ``progress`` is given byte counts. Raises FileNotFoundError when the copy is recycled or removed meanwhile.
     """
@@ -94,12 +94,12 @@ def verify(copy: StoredCopy, progress: Callable[[int], object] | None = None) ->
 def _gone(files: Files) -> bool:
     try:
         return not files.exists(MANIFEST)
-    except OSError:  # that can't be told, and a problem has been
+    except OSError:  # unknown; the problem is reported as it was found
         return False
 
 
 def verify_shard(shard: OpenShard, progress: Callable[[int], object] | None = None) -> list[CorruptError]:
-    """An error for the header, and for each tensor, that differs from its checksums. Takes some MiB of memory.
+    """Returns an error for the header and for each tensor that differs from its checksums. Takes some MiB of memory.
 
     ``progress`` is given byte counts.
     """

@@ -100,7 +100,7 @@ def _aside(root: Root) -> Iterator[Path]:
         yield Path(tempfile.gettempdir())
         return
     there = root.is_dir()
-    disk.make(root)
+    disk.make_path(root)
     try:
         yield root
     except BaseException:
