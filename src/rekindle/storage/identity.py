@@ -1,7 +1,7 @@
 """Identifies the file system that holds a root, to tell a deleted root from one that isn't mounted.
 
-A ``RootIdentity`` is a list with an entry for the root and for each directory above it, up to ``/``. An entry is None where there
-is no directory, else ``[inode, device, file system id, begins a mount]``.
+A ``RootIdentity`` is a list with an entry for the root and for each directory above it, up to ``/``. An entry is None
+where there is no directory, else ``[inode, device, file system id, begins a mount]``.
 """
 
 from __future__ import annotations
