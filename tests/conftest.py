@@ -21,11 +21,27 @@ from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.faults.harness import end_agent
+from tests.shares import deal, parse, seconds_of
 
 settings.register_profile("rekindle", deadline=None)  # machines that run tests are busy ones
 settings.load_profile("rekindle")
 
 ShardOf = Callable[..., tuple[Receipt, bytes]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--campaign-share", metavar="N/M", help="with -m '': of the campaigns only the Nth of M shares")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    given = config.getoption("--campaign-share")
+    if given:
+        share, shares = parse(given)
+        costs = {item.nodeid: cost for item in items if (cost := seconds_of(item)) is not None}
+        dealt = deal(costs.items(), shares)
+        others = [item for item in items if dealt.get(item.nodeid, share) != share]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if dealt.get(item.nodeid, share) == share]
 
 
 @pytest.fixture

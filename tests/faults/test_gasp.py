@@ -67,7 +67,7 @@ MORE |= {("bare", "kill", "forward"), ("ddp", "exception", "update-second")}
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(c, id="-".join(c), marks=[pytest.mark.slow] * (c in MORE)) for c in CELLS]
+    "cell", [pytest.param(c, id="-".join(c), marks=[pytest.mark.campaign] * (c in MORE)) for c in CELLS]
 )
 def test_fault(
     cell: tuple[str, str, str], root: Path, memory: Path, job: JobDir, unbroken: Callable[[Path, str, int], list[str]]

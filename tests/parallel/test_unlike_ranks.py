@@ -55,8 +55,8 @@ CASES: dict[str, tuple[str, Callable[[Any], None], str]] = {
     [
         "a parameter more",
         "less of what is sharded",
-        pytest.param("optimizer state less", marks=pytest.mark.slow),
-        pytest.param("another dtype of what is sharded", marks=pytest.mark.slow),
+        pytest.param("optimizer state less", marks=pytest.mark.campaign),
+        pytest.param("another dtype of what is sharded", marks=pytest.mark.campaign),
     ],
 )
 def test_ranks_that_become_unlike(case: str, tmp_path: Path, memory: Path) -> None:

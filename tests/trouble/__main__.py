@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -69,10 +68,10 @@ def _table(played: list[tuple[Cell, Outcome]]) -> list[str]:
 
 
 def _tests(place: Path) -> list[str]:
-    """All tests of this folder, the rare ones too: a row for each file."""
+    """Runs all tests of this folder, the campaigns too: a row for each file."""
     report = place / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).parent), f"--junitxml={report}"]
-    subprocess.run(command, env={**os.environ, "REKINDLE_TROUBLE": "full"}, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", str(Path(__file__).parent), f"--junitxml={report}"]
+    subprocess.run(command, check=False)
     found: dict[str, Counter[str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         what = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")

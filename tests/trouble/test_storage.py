@@ -22,7 +22,6 @@ from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.faults.harness import Run, leftovers, traced, wait_for
-from tests.trouble.rare import rare
 
 REKINDLE = [sys.executable, "-m", "rekindle"]
 
@@ -81,7 +80,7 @@ def ask(*arguments: object, timeout: float = 40) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-@rare
+@pytest.mark.campaign
 def test_storage_that_hangs_holds_nobody_up_and_gets_all_once_it_answers(troubled: Troubled, memory: Path) -> None:
     import torch
 
@@ -122,7 +121,7 @@ def test_storage_that_hangs_holds_nobody_up_and_gets_all_once_it_answers(trouble
     assert all(verify(copy) == [] for copy in find_copies(None, PosixStore(root)))
 
 
-@rare
+@pytest.mark.campaign
 def test_with_storage_hanging_and_no_memory_a_job_still_ends(
     troubled: Troubled, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +149,10 @@ except rekindle.NotDurableError as error:
     troubled.do("")
 
 
-@pytest.mark.parametrize("trouble", [pytest.param("slow", marks=rare), "eio", pytest.param("halves", marks=rare)])
+@pytest.mark.parametrize(
+    "trouble",
+    [pytest.param("slow", marks=pytest.mark.campaign), "eio", pytest.param("halves", marks=pytest.mark.campaign)],
+)
 def test_storage_in_trouble_for_a_while(trouble: str, troubled: Troubled, memory: Path, tmp_path: Path) -> None:
     import torch
 
@@ -194,7 +196,7 @@ def disk_image(tmp_path: Path, kind: str) -> Path:
     return image
 
 
-@pytest.mark.parametrize("kind", ["ext4", pytest.param("xfs", marks=rare)])
+@pytest.mark.parametrize("kind", ["ext4", pytest.param("xfs", marks=pytest.mark.campaign)])
 def test_a_disk_that_fills_up_becomes_read_only_and_heals(
     kind: str, tmp_path: Path, memory: Path, mounted: Callable[..., Path]
 ) -> None:

@@ -21,7 +21,6 @@ from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.faults.harness import Run, digest_of, finish, leftovers, restored, start, train, wait_for
-from tests.trouble.rare import rare
 
 REPO = Path(__file__).parents[2]
 
@@ -50,7 +49,7 @@ def sound(root: Path) -> list[int]:
     return [copy.step for copy in copies]
 
 
-@rare
+@pytest.mark.campaign
 def test_a_process_out_of_file_descriptors_trains_on_and_saves_again_once_there_are_some(
     root: Path, memory: Path
 ) -> None:
@@ -81,7 +80,7 @@ ckpt.close(timeout=20)
     assert "raise the limit of open files (ulimit -n)" in done.stderr
 
 
-@rare
+@pytest.mark.campaign
 def test_a_drain_whose_mount_vanishes_goes_on_when_it_is_back(
     tmp_path: Path, memory: Path, mounted: Callable[..., Path]
 ) -> None:
@@ -148,7 +147,7 @@ time_t time(time_t *to) {
 """
 
 
-@rare
+@pytest.mark.campaign
 def test_a_clock_that_jumps_changes_nothing(root: Path, memory: Path, job: JobDir) -> None:
     source, library, clock = (root.parent / name for name in ("clock.c", "clock.so", "clock"))
     compiler = shutil.which("gcc") or shutil.which("cc")
@@ -183,7 +182,7 @@ print("failed", ckpt.metrics.failed)
     assert "from 40" in done.stdout, "the newest is what steps and generations say, not the clock"
 
 
-@rare
+@pytest.mark.campaign
 def test_a_memory_limit_that_kills_the_trainer_costs_what_a_kill_costs(root: Path, memory: Path, job: JobDir) -> None:
     groups = Path("/sys/fs/cgroup/memory")
     if not (groups / "memory.limit_in_bytes").exists() or not os.access(groups, os.W_OK):

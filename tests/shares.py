@@ -1,0 +1,43 @@
+"""Deals the campaigns out to shares: ``--campaign-share=3/10`` runs the default tests and the third of ten shares.
+
+The campaigns take longer than a change can wait for. ``.ci/run`` runs one share of them with each commit, so that each
+campaign runs once in so many commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+__all__ = ["deal", "parse", "seconds_of"]
+
+_SECONDS = 5.0
+"""Seconds that a campaign takes which doesn't say: ``@pytest.mark.campaign(seconds=60)`` does."""
+
+
+def parse(text: str) -> tuple[int, int]:
+    """Share and number of shares of ``3/10``. Any number is a share: that of a day or of a commit is taken modulo."""
+    share, _, shares = text.partition("/")
+    if not (share.isdigit() and shares.isdigit() and int(shares) > 0):
+        raise pytest.UsageError(f"--campaign-share={text}: give a number and how many shares there are, such as 3/10")
+    return int(share) % int(shares), int(shares)
+
+
+def deal(costs: Iterable[tuple[str, float]], shares: int) -> dict[str, int]:
+    """The share of each test, by its name and its seconds.
+
+    The dearest is dealt first, each to the share that costs least so far: no share takes longer than the mean and one
+    test. A hash of the name would put several long ones into one share. The same tests are always dealt the same way.
+    """
+    found, totals = dict[str, int](), [0.0] * shares
+    for name, cost in sorted(costs, key=lambda one: (-one[1], one[0])):
+        found[name] = totals.index(min(totals))
+        totals[found[name]] += cost
+    return found
+
+
+def seconds_of(item: pytest.Item) -> float | None:
+    """About how long a campaign takes, in seconds; None for a test that is none."""
+    marker = item.get_closest_marker("campaign")
+    return None if marker is None else float(marker.kwargs.get("seconds", _SECONDS))

@@ -1,0 +1,24 @@
+"""The campaigns are dealt out so that each runs once, and no share takes much longer than another."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.shares import deal, parse
+
+COSTS = {f"test_{number}": 5.0 for number in range(40)} | {"test_long": 60.0, "test_longer": 90.0}
+
+
+def test_each_campaign_is_in_one_share_and_no_share_costs_more_than_the_mean_and_one_test() -> None:
+    dealt = deal(COSTS.items(), 10)
+    assert dealt.keys() == COSTS.keys()
+    totals = [sum(COSTS[name] for name, share in dealt.items() if share == number) for number in range(10)]
+    assert min(totals) > 0 and max(totals) <= sum(COSTS.values()) / 10 + max(COSTS.values())
+    assert dealt == deal(reversed(COSTS.items()), 10), "the order of the tests doesn't matter"
+
+
+def test_a_share_is_any_number() -> None:
+    assert parse("3/10") == (3, 10) and parse("1234/10") == (4, 10)
+    for odd in ("", "3", "3/0", "/10", "-1/10"):
+        with pytest.raises(pytest.UsageError, match="campaign-share"):
+            parse(odd)
