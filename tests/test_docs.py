@@ -104,9 +104,18 @@ def test_manifests_are_what_they_say() -> None:
     "page", [p.relative_to(REPO) for p in [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")]], ids=str
 )
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (REPO / page).read_text()):
+    text = (REPO / page).read_text()
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
         if "://" not in target:
-            assert (REPO / page).parent.joinpath(target).exists(), target
+            there = (REPO / page).parent / target if target else REPO / page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors_of(there.read_text()), f"{target}#{anchor}"
+
+
+def anchors_of(text: str) -> set[str]:
+    """The names of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def drawn_tree() -> dict[str, str]:
