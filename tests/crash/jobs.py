@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rekindle.agent.drain import Drainer
-from rekindle.format.lineage import Incarnation, ShardId, retired
+from rekindle.format.lineage import Incarnation, ShardId, superseded_by
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.memory.job import JobInfo as Info
 from rekindle.memory.job_dir import JobDir
@@ -85,7 +85,7 @@ class Place:
 def newest_of(published: list[Any]) -> ShardId | None:
     """What a restore would begin with."""
     seen = {entry.stamp.incarnation for entry in published}
-    live = [e.stamp for e in published if not retired(e.stamp.step, e.stamp.incarnation, seen)]
+    live = [e.stamp for e in published if not superseded_by(e.stamp.step, e.stamp.incarnation, seen)]
     return live[-1] if live else None
 
 

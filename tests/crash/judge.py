@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rekindle.agent.drain import Drainer
 from rekindle.errors import UsageError
-from rekindle.format.lineage import Incarnation, ShardId, retired
+from rekindle.format.lineage import Incarnation, ShardId, superseded_by
 from rekindle.format.names import MANIFEST, receipt_name, shard_name, step_dir
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.catalog import find_copies
@@ -38,7 +38,7 @@ class Promise:
     def newest(self) -> Key | None:
         """The checkpoint that must not be lost: the newest one that no later start of the job has left behind."""
         starts = {incarnation for _, incarnation in self.durable}
-        live = [key for key in self.durable if not retired(*key, starts)]
+        live = [key for key in self.durable if not superseded_by(*key, starts)]
         return max(live, key=lambda key: (key[0], key[1].generation), default=None)
 
     def kept_by(self, newest: ShardId | None) -> str | None:
@@ -51,7 +51,7 @@ class Promise:
             return f"{what} is lost: nothing is offered"
         step, incarnation = newest.checkpoint
         newer = incarnation.generation > mine[1].generation or (incarnation == mine[1] and step > mine[0])
-        if newer and not retired(step, incarnation, {one for _, one in self.durable}):
+        if newer and not superseded_by(step, incarnation, {one for _, one in self.durable}):
             return None
         return f"{what} is lost: step {step} of start {incarnation.generation} is offered"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from rekindle.errors import FormatError
-from rekindle.format.layout import BLOCK, DTYPES, PAGE, Chunk, Layout, blocks
+from rekindle.format.layout import BLOCK, DTYPES, PAGE, Chunk, Layout, block_ranges
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda name: name != "__metadata__")
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -95,17 +95,17 @@ def test_checksum_blocks_cover_every_byte_once(chunks):
     at = 0
     for number, (start, stop) in enumerate(layout.blocks):
         assert start == at < stop <= start + BLOCK
-        assert any(c.name == layout.at(number) and c.start <= start and stop <= c.stop for c in layout.chunks)
+        assert any(c.name == layout.tensor_of(number) and c.start <= start and stop <= c.stop for c in layout.chunks)
         at = stop
     assert at == layout.nbytes
     with pytest.raises(IndexError):
-        layout.at(len(layout.blocks))
+        layout.tensor_of(len(layout.blocks))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
 def test_a_large_tensor_has_a_checksum_for_each_block(nbytes):
     chunk = one("uint8", nbytes, start=4096)
-    ranges = blocks(chunk)
+    ranges = block_ranges(chunk)
     assert len(ranges) == -(-nbytes // BLOCK)
     assert sum(stop - start for start, stop in ranges) == nbytes
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))

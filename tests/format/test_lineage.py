@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.errors import FormatError
-from rekindle.format.lineage import Incarnation, ShardId, retired
+from rekindle.format.lineage import Incarnation, ShardId, superseded_by
 
 FIRST = Incarnation(1, "a" * 16)
 
@@ -19,33 +19,33 @@ def after(generation: int, parent_step: int) -> Incarnation:
 
 
 def test_nothing_is_retired_while_nobody_came_later():
-    assert retired(100, FIRST, []) is None
-    assert retired(100, FIRST, [FIRST]) is None
-    assert retired(100, after(2, 5), [FIRST, after(2, 5)]) is None
+    assert superseded_by(100, FIRST, []) is None
+    assert superseded_by(100, FIRST, [FIRST]) is None
+    assert superseded_by(100, after(2, 5), [FIRST, after(2, 5)]) is None
 
 
 def test_a_successor_retires_what_is_newer_than_the_step_it_continued_from():
     successor = after(2, 5)
-    assert retired(6, FIRST, [FIRST, successor]) == successor
-    assert retired(5, FIRST, [FIRST, successor]) is None
-    assert retired(4, FIRST, [FIRST, successor]) is None
+    assert superseded_by(6, FIRST, [FIRST, successor]) == successor
+    assert superseded_by(5, FIRST, [FIRST, successor]) is None
+    assert superseded_by(4, FIRST, [FIRST, successor]) is None
 
 
 def test_a_fresh_start_retires_everything_but_the_untrained_model():
     fresh = Incarnation(2, "c" * 16)
-    assert retired(1, FIRST, [fresh]) == fresh
-    assert retired(0, FIRST, [fresh]) is None
+    assert superseded_by(1, FIRST, [fresh]) == fresh
+    assert superseded_by(0, FIRST, [fresh]) is None
 
 
 def test_a_predecessor_retires_nothing():
-    assert retired(50, after(3, 40), [FIRST, after(2, 10)]) is None
+    assert superseded_by(50, after(3, 40), [FIRST, after(2, 10)]) is None
 
 
 def test_a_grandchild_can_retire_what_the_child_left_standing():
     child, grandchild = after(2, 8), after(3, 4)
-    assert retired(7, FIRST, [child]) is None
-    assert retired(7, FIRST, [child, grandchild]) == grandchild
-    assert retired(9, child, [child, grandchild]) == grandchild
+    assert superseded_by(7, FIRST, [child]) is None
+    assert superseded_by(7, FIRST, [child, grandchild]) == grandchild
+    assert superseded_by(9, child, [child, grandchild]) == grandchild
 
 
 def test_incarnations_are_ordered_by_generation_and_differ_by_id():

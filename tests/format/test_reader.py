@@ -12,7 +12,7 @@ import pytest
 
 from rekindle.format.layout import BLOCK
 from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.format.reader import NullSink, ShardReader, read_blocks, runs
+from rekindle.format.reader import NullSink, ShardReader, consecutive_runs, read_blocks
 from rekindle.format.shard import OpenShard
 
 STAMP = ShardId(7, 0, 1, Incarnation(1, "a" * 16))
@@ -167,7 +167,7 @@ def test_runs_are_neighbours_of_some_mebibytes(shard_of):
     receipt, _ = shard_of(STAMP, {f"t{n:04}": bytes(60_000) for n in range(500)} | {"u": bytes(3 * BLOCK + 1)})
     layout = receipt.layout
     wanted = [n for n in range(len(layout.blocks)) if n % 100 != 50]
-    found = list(runs(layout, wanted))
+    found = list(consecutive_runs(layout, wanted))
     assert [n for run in found for n in run] == wanted
     for run in found:
         assert run == list(range(run[0], run[-1] + 1))

@@ -12,7 +12,7 @@ from rekindle.errors import CorruptError, FormatError
 from rekindle.format import receipt as receipt_module
 from rekindle.format.layout import Chunk, Layout
 from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.format.receipt import Receipt, checksum, parse, read_stamp, seal
+from rekindle.format.receipt import Receipt, checksum, encode_document, parse_document, read_stamp
 
 INCARNATION = Incarnation(3, "0123456789abcdef", "fedcba9876543210", 7)
 STAMP = ShardId(12, 1, 4, INCARNATION, persist=False)
@@ -122,8 +122,8 @@ def test_a_newer_minor_version_is_read(monkeypatch):
 
 
 def test_another_kind_of_document_is_refused_by_its_name():
-    other = seal(STAMP, "rekindle-checkpoint", b'"shards":[]')
-    assert parse(other, "rekindle-checkpoint", "here")["shards"] == []
+    other = encode_document(STAMP, "rekindle-checkpoint", b'"shards":[]')
+    assert parse_document(other, "rekindle-checkpoint", "here")["shards"] == []
     with pytest.raises(FormatError, match="rekindle-checkpoint"):
         Receipt.decode(other, "here")
 
@@ -138,7 +138,7 @@ def test_too_few_checksums_are_noticed():
 def test_a_missing_field_is_named(field):
     fields = json.loads(SOUND)
     body = {k: v for k, v in fields.items() if k not in ("digest", "stamp", "format", "version", field)}
-    sealed = seal(STAMP, Receipt.KIND, json.dumps(body).encode()[1:-1])
+    sealed = encode_document(STAMP, Receipt.KIND, json.dumps(body).encode()[1:-1])
     with pytest.raises(FormatError, match=field):
         Receipt.decode(sealed, "here")
 

@@ -13,7 +13,7 @@ from typing import Any
 from rekindle.errors import RekindleError
 from rekindle.format.boxes import Box, uncovered
 from rekindle.format.completeness import find_defect
-from rekindle.format.names import STEP_DIR, job_name, root_of, root_path, shard_pattern
+from rekindle.format.names import STEP_DIR, canonical_root, job_name, parse_shard_name, root_path
 from rekindle.format.receipt import Receipt, read_stamp
 from rekindle.memory.status import DOES, PHASES, STAGES, StatusPage, read_status
 from rekindle.restore.reshard import Have, Want, plan
@@ -288,19 +288,19 @@ class names:
     @staticmethod
     def run(case: Case, place: Path) -> None:
         name = case["text"]
-        found = shard_pattern(name)
+        found = parse_shard_name(name)
         if found:
             assert name == f"shard-{found[0]:05d}-of-{found[1]:05d}.{found[2]}"
         match = STEP_DIR.match(name)
         if match:
             assert name.startswith(f"step-{int(match['step']):010d}")
         parse_size(name)
-        for call in (parse_rate, root_path, root_of):
+        for call in (parse_rate, root_path, canonical_root):
             try:
                 made: Any = call(name.encode("utf-8", "surrogatepass") if case["bytes"] else name)  # type: ignore[operator, arg-type]
             except RekindleError:
                 continue
-            if call is root_of:
+            if call is canonical_root:
                 assert os.sep not in job_name(made) and len(job_name(made)) < 40
             if call is root_path:
                 assert made.is_absolute() and os.sep not in job_name(made) and len(job_name(made)) < 40

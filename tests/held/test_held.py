@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.format.names import job_name, root_of
+from rekindle.format.names import canonical_root, job_name
 from rekindle.memory.job_dir import memory_base
 from rekindle.storage.open import open_store
 from tests.held.make import DURABLE, IN_MEMORY, WORLD, state_of
@@ -27,7 +27,7 @@ def unpack(held: Path, place: Path, memory: Path) -> Path:
     with tarfile.open(held) as file:
         file.extractall(place, filter="data")
     (directory,) = place.glob("memory/rekindle-*/*")
-    job = memory_base(memory) / job_name(root_of(root))
+    job = memory_base(memory) / job_name(canonical_root(root))
     job.parent.mkdir(mode=0o700, parents=True)
     shutil.move(directory, job)
     for private in (job, *filter(Path.is_dir, job.iterdir())):

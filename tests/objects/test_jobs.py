@@ -27,7 +27,7 @@ from rekindle.cli.main import main
 from rekindle.common.os_errors import explain
 from rekindle.errors import UsageError
 from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.format.names import root_of
+from rekindle.format.names import canonical_root
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
@@ -370,8 +370,8 @@ def test_a_bucket_that_is_not_there_is_named(s3: Server) -> None:
 
 
 def test_one_root_has_one_name() -> None:
-    assert root_of("s3://b/run/") == root_of("s3://b/run") == "s3://b/run"
-    assert root_of("gs://b/x") == "gs://b/x" and root_of("az://b/c.d/e") == "az://b/c.d/e"
+    assert canonical_root("s3://b/run/") == canonical_root("s3://b/run") == "s3://b/run"
+    assert canonical_root("gs://b/x") == "gs://b/x" and canonical_root("az://b/c.d/e") == "az://b/c.d/e"
     for wrong in (
         "s3://",
         "s3://b",
@@ -385,16 +385,16 @@ def test_one_root_has_one_name() -> None:
         "s3://b/a%20",
     ):
         with pytest.raises(UsageError):
-            root_of(wrong)
+            canonical_root(wrong)
 
 
 def test_a_url_that_a_path_has_taken_a_slash_from_is_no_directory(tmp_path: Path) -> None:
     for text in ("s3://bkt/p", "gs://bkt/p", "az://bkt/p", "file:///bkt/p"):
         with pytest.raises(UsageError, match="pass a str: a Path swallows a slash"):
-            root_of(Path(text))
+            canonical_root(Path(text))
     refused = command("ls", "s3:/bkt/x")
     assert refused.exit_code == 2 and "two slashes" in refused.stderr
-    assert root_of(tmp_path / "s3:" / "x") == tmp_path / "s3:" / "x"
+    assert canonical_root(tmp_path / "s3:" / "x") == tmp_path / "s3:" / "x"
 
 
 def test_only_who_uses_an_object_store_needs_obstore(tmp_path: Path) -> None:

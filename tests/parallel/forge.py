@@ -11,7 +11,7 @@ from typing import Any
 
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST, receipt_name, shard_name
-from rekindle.format.receipt import checksum, seal
+from rekindle.format.receipt import checksum, encode_document
 
 __all__ = ["FORGERIES", "Place"]
 
@@ -68,7 +68,7 @@ def _reseal(path: Path, change: Callable[[Fields], object]) -> None:
     for key in ("digest", "stamp_digest", "version"):
         del fields[key]
     change(fields)
-    path.write_bytes(seal(stamp, kind, json.dumps(fields).encode()[1:-1]))
+    path.write_bytes(encode_document(stamp, kind, json.dumps(fields).encode()[1:-1]))
 
 
 def _from_elsewhere(place: Place) -> None:

@@ -115,7 +115,7 @@ def test_a_pin_is_there_with_the_checkpoint(
         write(self, *args)  # type: ignore[arg-type]
         if asked == "during the drain":
             wanted = ShardId(1, 0, 1, FIRST, pinned=True)
-            slots.write_receipt(wanted, receipt.stamped(wanted))
+            slots.write_receipt(wanted, receipt.with_stamp(wanted))
 
     monkeypatch.setattr(PosixStore, "write_shard", meanwhile)
     assert Drainer(job).tick() and pinned(root) == [1]

@@ -16,7 +16,7 @@ from rekindle.common.failpoints import POINTS
 from rekindle.errors import CorruptError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name, step_dir
-from rekindle.format.receipt import parse
+from rekindle.format.receipt import parse_document
 from rekindle.storage.catalog import STORAGE, find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
@@ -91,7 +91,7 @@ def test_the_manifest_names_every_shard_with_its_receipts_checksum(store, root):
         stamp = write(store, 3, rank, 2)
     assert store.publish(stamp)
     path = root / step_dir(3) / MANIFEST
-    manifest = parse(path.read_bytes(), MANIFEST_KIND, path)
+    manifest = parse_document(path.read_bytes(), MANIFEST_KIND, path)
     assert json.loads(path.read_bytes()) == manifest
     assert [entry["file"] for entry in manifest["shards"]] == [shard_name(0, 2), shard_name(1, 2)]
     for entry in manifest["shards"]:

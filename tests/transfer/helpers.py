@@ -17,7 +17,7 @@ from rekindle.cli.main import main
 from rekindle.format.layout import Chunk, Layout
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
-from rekindle.format.receipt import Receipt, checksum, seal
+from rekindle.format.receipt import Receipt, checksum, encode_document
 from rekindle.storage.posix import PosixStore
 
 FORMATS = ["safetensors", "torch", "dcp"]
@@ -84,7 +84,7 @@ def write(root: Path, ranks: Sequence[Rank], step: int = 1, sound: bool = True) 
         with pytest.raises(rekindle.CorruptError, match="is in no shard"):
             store.publish(stamp)
         manifest = json.dumps({"saved_at": "", "shards": entries})[1:-1].encode()
-        (store.partial(stamp) / MANIFEST).write_bytes(seal(replace(stamp, rank=0), MANIFEST_KIND, manifest))
+        (store.partial(stamp) / MANIFEST).write_bytes(encode_document(replace(stamp, rank=0), MANIFEST_KIND, manifest))
         store.clean_up()
     else:
         assert store.publish(stamp)

@@ -21,7 +21,7 @@ from rekindle.agent.process import Process
 from rekindle.common.backoff import SOON, Backoff, delays
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, step_dir
-from rekindle.format.receipt import parse
+from rekindle.format.receipt import parse_document
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import read_status
 from rekindle.storage.catalog import find_copies
@@ -350,7 +350,7 @@ def test_a_trainer_and_an_agent_that_publish_one_step_at_once_never_write_into_e
                     raw = (directory / MANIFEST).read_bytes()
                 except OSError:
                     continue
-                parse(raw, MANIFEST_KIND, directory)  # FormatError: somebody is still writing into it
+                parse_document(raw, MANIFEST_KIND, directory)  # FormatError: somebody is still writing into it
                 seen.add(raw)
         for process in both:
             process.join()

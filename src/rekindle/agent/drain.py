@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import CorruptError
-from rekindle.format.lineage import CheckpointKey, ShardId, elsewhere, live
+from rekindle.format.lineage import CheckpointKey, ShardId, continued_by_another, drop_superseded
 from rekindle.format.shard import OpenShard
 from rekindle.memory.clean_up import remove_departed_ranks
 from rekindle.memory.job import JobInfo
@@ -168,7 +168,7 @@ class Drainer:
 
         return [
             c
-            for c in live(find_copies(self.job, None))
+            for c in drop_superseded(find_copies(self.job, None))
             if c.checkpoint not in self._broken and (waiting or c.checkpoint not in self._waiting) and has_all(c)
         ]
 
@@ -195,7 +195,7 @@ class Drainer:
             return self._anew(info, complete if trained else [])
         elif newest is None or _goes_beyond(copy, newest):
             return copy
-        elif trained and elsewhere(copy.incarnation, newest.incarnation):
+        elif trained and continued_by_another(copy.incarnation, newest.incarnation):
             self._left_behind(info, newest)
         self._settle(copy.checkpoint)
         return None
@@ -378,7 +378,7 @@ def _pin(copy: StoredCopy, stamp: ShardId) -> OpenShard:
 
 def _goes_beyond(copy: StoredCopy, newest: ShardId) -> bool:
     """Whether storage should get ``copy`` though it has ``newest``, which may be an older start's of the same step."""
-    return newest.checkpoint < copy.checkpoint and not elsewhere(copy.incarnation, newest.incarnation)
+    return newest.checkpoint < copy.checkpoint and not continued_by_another(copy.incarnation, newest.incarnation)
 
 
 def _local(info: JobInfo, copy: StoredCopy) -> list[int]:

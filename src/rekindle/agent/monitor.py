@@ -24,8 +24,8 @@ from rekindle.agent.process import Child, Process, ProcessState, children, descr
 from rekindle.agent.report import report_name, write_report
 from rekindle.agent.watchdog import SilenceLimit, is_traced, silence_limit
 from rekindle.errors import FormatError
-from rekindle.format.fields import loads, number, seconds
-from rekindle.format.names import MOST_RANKS
+from rekindle.format.fields import check_integer, check_seconds, loads
+from rekindle.format.names import MAX_RANKS
 from rekindle.format.receipt import write_atomic
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
@@ -186,13 +186,14 @@ class RankMonitor:
                 rank.heard_out = True
 
     def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Rank:
-        index = number(hello["rank"], 0, MOST_RANKS - 1)
-        since, deadline = seconds(hello["since"]), seconds(hello["deadline"])
-        stacks, page = number(hello["stacks"], 0, signal.NSIG - 1), StatusReader(self.job.paths.status_page(index))
-        pid, floor = number(hello["pid"], 1), hello["watchdog"]
+        index = check_integer(hello["rank"], 0, MAX_RANKS - 1)
+        since, deadline = check_seconds(hello["since"]), check_seconds(hello["deadline"])
+        stacks = check_integer(hello["stacks"], 0, signal.NSIG - 1)
+        page = StatusReader(self.job.paths.status_page(index))
+        pid, floor = check_integer(hello["pid"], 1), hello["watchdog"]
         if _peer(writer) not in (None, pid):  # it may be killed one day: nobody says so for somebody else
             raise ValueError(f"it says that it is process {pid}, and is {_peer(writer)}")
-        floor = None if floor is None else seconds(floor)
+        floor = None if floor is None else check_seconds(floor)
         seen, ooms = page.read(), oom_kills(pid)
         process = Process(pid)  # last: it keeps a file open
         rank = _Rank(index, since, floor, deadline, stacks, process, page, seen, writer, ooms)

@@ -14,7 +14,7 @@ from rekindle.agent.http import ask
 from rekindle.cli.operations import status_pages
 from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.format.fields import loads
-from rekindle.format.receipt import read
+from rekindle.format.receipt import read_file
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import DONE, SECURED, STAGES, STARTING, Status, read_status
@@ -157,7 +157,7 @@ class _Watcher:
 
     def _look_for_notice(self) -> None:
         with suppress(OSError, ValueError):
-            fault = Fault.from_json(loads(read(self._job.paths.fault)))
+            fault = Fault.from_json(loads(read_file(self._job.paths.fault)))
             if fault.noticed > self._began:
                 self._report.noticed = fault.noticed - self._began
                 self._report.cause, self._report.what = fault.cause, fault.what

@@ -19,7 +19,7 @@ from rekindle.common.timeouts import in_background
 from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError
 from rekindle.format.fields import loads
 from rekindle.format.names import Root
-from rekindle.format.receipt import read
+from rekindle.format.receipt import read_file
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
@@ -126,7 +126,7 @@ def _described(page: Status) -> dict[str, Any]:
 
 def _last_fault(job: JobDir) -> dict[str, Any] | None:
     try:
-        return Fault.from_json(loads(read(job.paths.fault))).to_json()
+        return Fault.from_json(loads(read_file(job.paths.fault))).to_json()
     except (OSError, ValueError):
         return None
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rekindle.common.timeouts import with_timeout
-from rekindle.format.names import Root, root_of
+from rekindle.format.names import Root, canonical_root
 from rekindle.memory.job import JobInfo
 
 __all__ = [
@@ -50,7 +50,7 @@ def parse_root(_ctx: click.Context, _param: click.Parameter, value: str | None) 
     if value is None:
         return None
     try:
-        return with_timeout(_LINKS, value, lambda: root_of(value))
+        return with_timeout(_LINKS, value, lambda: canonical_root(value))
     except TimeoutError:  # memory may still be asked
         return Path(os.path.abspath(os.path.expanduser(value)))
 

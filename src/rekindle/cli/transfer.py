@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 
 from rekindle.cli.terminal import JSON, MEMORY, ROOT, complete_directory, print_json, progress_bar
 from rekindle.errors import CorruptError, NotFoundError
-from rekindle.format.names import LAST_STEP, Root, root_of
+from rekindle.format.names import MAX_STEP, Root, canonical_root
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import STORAGE, StoredCopy
 from rekindle.storage.listing import list_copies
@@ -45,9 +45,9 @@ def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
         raise click.BadParameter("give ROOT OUT, or ROOT STEP OUT")
     if not step and out.isdecimal():
         raise click.BadParameter(f"is {out} a step? Then OUT is missing; as the name of the export, write ./{out}")
-    if step and not (step[0].isdecimal() and len(step[0]) <= len(str(LAST_STEP))):
+    if step and not (step[0].isdecimal() and len(step[0]) <= len(str(MAX_STEP))):
         raise click.BadParameter(f"{step[0]!r} is not a step")
-    return root_of(root), int(step[0]) if step else None, Path(out).absolute()
+    return canonical_root(root), int(step[0]) if step else None, Path(out).absolute()
 
 
 @click.command("export", short_help="Write a checkpoint for other programs.")
@@ -116,7 +116,7 @@ def _copy(root: Root, step: int | None, base: Path) -> StoredCopy:
 @click.command("import", short_help="Make a checkpoint of what other programs wrote.")
 @click.argument("source", type=click.Path(path_type=Path))
 @ROOT
-@click.argument("step", type=click.IntRange(0, LAST_STEP))
+@click.argument("step", type=click.IntRange(0, MAX_STEP))
 @click.option("--as", "entry", metavar="ENTRY", help="All of it becomes this entry of the state.")
 @click.option("--allow-pickle", is_flag=True, help="Let SOURCE run code: DCP is made of pickles.")
 @JSON

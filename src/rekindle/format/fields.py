@@ -10,23 +10,23 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
-    "DEEPEST_VALUE",
-    "LARGEST",
+    "MAX_VALUE_DEPTH",
+    "MAX_INTEGER",
     "check_structure",
     "check_values",
     "loads",
-    "number",
-    "numbers",
-    "seconds",
-    "texts",
+    "check_integer",
+    "check_integers",
+    "check_seconds",
+    "check_texts",
 ]
 
-LARGEST = (1 << 63) - 1
+MAX_INTEGER = (1 << 63) - 1
 """The largest number of anything: what C's own integers can hold."""
 
 _DEEPEST = 128
 """Levels of a structure. Writers stop at 100; readers walk through it by recursion."""
-DEEPEST_VALUE = 250
+MAX_VALUE_DEPTH = 250
 """Levels of JSON in a value."""
 _AGES = 1e11
 """Seconds: three thousand years. Calendars go no further."""
@@ -41,7 +41,7 @@ def loads(data: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def number(value: Any, least: int = 0, most: int = LARGEST) -> int:
+def check_integer(value: Any, least: int = 0, most: int = MAX_INTEGER) -> int:
     """An integer, neither a truth value nor a text that looks like one."""
     if type(value) is not int:
         raise ValueError(f"a {type(value).__name__} is where a number should be")
@@ -50,31 +50,31 @@ def number(value: Any, least: int = 0, most: int = LARGEST) -> int:
     return value
 
 
-def numbers(value: Any, count: int = 1 << 20, most: int = LARGEST) -> tuple[int, ...]:
+def check_integers(value: Any, count: int = 1 << 20, most: int = MAX_INTEGER) -> tuple[int, ...]:
     """A list of at most ``count`` numbers, none negative."""
     if type(value) is not list or len(value) > count or not set(map(type, value)) <= {int}:
         raise ValueError(f"there should be a list of at most {count} numbers")
     if value:
-        number(min(value))
-        number(max(value), 0, most)
+        check_integer(min(value))
+        check_integer(max(value), 0, most)
     return tuple(value)
 
 
-def seconds(value: Any) -> float:
+def check_seconds(value: Any) -> float:
     """A moment or a while."""
     if type(value) not in (int, float) or not -_AGES < value < _AGES:
         raise ValueError("that is no number of seconds")
     return float(value)
 
 
-def texts(value: Any) -> list[str]:
+def check_texts(value: Any) -> list[str]:
     """A list of texts."""
     if type(value) is not list or not all(type(each) is str for each in value):
         raise ValueError("there should be a list of texts")
     return value
 
 
-def check_structure(node: Any, values: int = LARGEST, room: int = _DEEPEST) -> None:
+def check_structure(node: Any, values: int = MAX_INTEGER, room: int = _DEEPEST) -> None:
     """Refuse what is no structure of a state. ``values``: how many there are for it to point to, if that is known."""
     if room < 0:
         raise ValueError("the structure is nested too deeply")
@@ -102,9 +102,9 @@ def _check_tagged(node: dict[str, Any], tag: str, values: int, room: int) -> Non
     if len(node) != 1:
         raise ValueError(f"the structure has keys beside {tag!r}")
     if tag == "$value":
-        number(body, 0, values - 1)
+        check_integer(body, 0, values - 1)
     elif tag == "$tensor":
-        texts([body])
+        check_texts([body])
     elif tag == "$tuple" and type(body) is list:
         _check_all(body, values, room)
     elif tag in _MAPPINGS and type(body) is list:
@@ -123,7 +123,7 @@ def check_values(values: Any) -> list[Any]:
     level, depth = values, 0
     while level := [child for each in level for child in _children(each)]:
         depth += 1
-        if depth > DEEPEST_VALUE:
+        if depth > MAX_VALUE_DEPTH:
             raise ValueError("a value is nested too deeply")
     return values
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rekindle.errors import FormatError
 from rekindle.format.names import receipt_name, shard_name
-from rekindle.format.receipt import read
+from rekindle.format.receipt import read_file
 from rekindle.format.shard import OpenShard
 
 __all__ = ["Directory", "Files"]
@@ -60,7 +60,7 @@ class Directory(Files):
     def read(self, name: str) -> bytes:
         if self.path.is_symlink():
             raise FormatError(f"{self.path}: is a symbolic link, not a directory of a checkpoint")
-        return read(self.path / name)
+        return read_file(self.path / name)
 
     def exists(self, name: str) -> bool:
         return (self.path / name).exists()

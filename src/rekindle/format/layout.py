@@ -12,9 +12,9 @@ from typing import Any
 
 from rekindle.errors import FormatError
 from rekindle.format.boxes import Box
-from rekindle.format.fields import LARGEST, number, numbers, texts
+from rekindle.format.fields import MAX_INTEGER, check_integer, check_integers, check_texts
 
-__all__ = ["BLOCK", "DTYPES", "MOST_DIMENSIONS", "NEGATIVE", "PAGE", "Chunk", "Layout", "blocks", "order_in"]
+__all__ = ["BLOCK", "DTYPES", "MAX_DIMENSIONS", "NEGATABLE", "PAGE", "Chunk", "Layout", "block_ranges", "check_order"]
 
 PAGE = 4096
 """Data starts at a multiple of this many bytes, so direct I/O and page-locking need no copy."""
@@ -22,7 +22,7 @@ PAGE = 4096
 BLOCK = 16 << 20
 """Bytes of a tensor under one checksum: large enough to hash at full speed, small enough to overlap with copying."""
 
-MOST_DIMENSIONS = 64
+MAX_DIMENSIONS = 64
 """Of a tensor, as torch and NumPy have it."""
 
 DTYPES: Mapping[str, tuple[str, int]] = {
@@ -62,7 +62,7 @@ _METADATA = "__metadata__"
 
 _COMPLEX = ("complex32", "complex64", "complex128")
 
-NEGATIVE = ("float16", "float32", "float64", "complex64", "complex128")
+NEGATABLE = ("float16", "float32", "float64", "complex64", "complex128")
 """Dtypes of which torch can make a view that negates, as the imaginary part of a conjugated view is one."""
 
 _MARKS = ("own", "conj", "neg", "parameter", "requires_grad")
@@ -108,7 +108,7 @@ class Chunk:
         if not len(self.global_shape) == len(self.offsets) == len(self.sizes) or self.start < 0:
             return False
         spans = zip(self.offsets, self.sizes, self.global_shape, strict=True)
-        return math.prod(max(n, 1) for n in self.global_shape) <= LARGEST and all(
+        return math.prod(max(n, 1) for n in self.global_shape) <= MAX_INTEGER and all(
             at >= 0 and size >= 0 and at + size <= whole for at, size, whole in spans
         )
 
@@ -128,26 +128,26 @@ class Chunk:
     def from_json(value: Any) -> Chunk:
         try:
             chunk = Chunk(
-                name=texts([value["name"]])[0],
-                dtype=texts([value["dtype"]])[0],
-                global_shape=numbers(value["global_shape"], MOST_DIMENSIONS),
-                offsets=numbers(value["offsets"], MOST_DIMENSIONS),
-                sizes=numbers(value["sizes"], MOST_DIMENSIONS),
-                start=number(value["range"][0]),
+                name=check_texts([value["name"]])[0],
+                dtype=check_texts([value["dtype"]])[0],
+                global_shape=check_integers(value["global_shape"], MAX_DIMENSIONS),
+                offsets=check_integers(value["offsets"], MAX_DIMENSIONS),
+                sizes=check_integers(value["sizes"], MAX_DIMENSIONS),
+                start=check_integer(value["range"][0]),
                 own=bool(value.get("own")),
-                order=order_in(value),
+                order=check_order(value),
                 conj=bool(value.get("conj")),
                 neg=bool(value.get("neg")),
                 parameter=bool(value.get("parameter")),
                 requires_grad=bool(value.get("requires_grad")),
             )
-            if (chunk.conj and chunk.dtype not in _COMPLEX) or (chunk.neg and chunk.dtype not in NEGATIVE):
+            if (chunk.conj and chunk.dtype not in _COMPLEX) or (chunk.neg and chunk.dtype not in NEGATABLE):
                 raise FormatError(f"tensor {chunk.name!r}: torch has no such view of a {chunk.dtype}")
             if chunk.requires_grad and "float" not in chunk.dtype and chunk.dtype not in _COMPLEX:
                 raise FormatError(f"tensor {chunk.name!r}: a {chunk.dtype} has no gradients")
             if chunk.order and len(chunk.order) != len(chunk.global_shape):
                 raise FormatError(f"tensor {chunk.name!r}: has {len(chunk.global_shape)} dimensions, and not its order")
-            if chunk.dtype not in DTYPES or chunk.stop != number(value["range"][1]) or not chunk._inside():
+            if chunk.dtype not in DTYPES or chunk.stop != check_integer(value["range"][1]) or not chunk._inside():
                 raise FormatError(f"tensor {chunk.name!r}: dtype, shape, sizes and byte range do not agree")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             if isinstance(error, FormatError):
@@ -158,15 +158,15 @@ class Chunk:
         return chunk
 
 
-def order_in(fields: Mapping[str, Any]) -> tuple[int, ...]:
+def check_order(fields: Mapping[str, Any]) -> tuple[int, ...]:
     """The field ``order`` of a tensor's description, which old ones lack. Raises ValueError for what is no order."""
-    order = numbers(fields.get("order", []), MOST_DIMENSIONS)
+    order = check_integers(fields.get("order", []), MAX_DIMENSIONS)
     if sorted(order) != list(range(len(order))):
         raise ValueError(f"{list(order)} is no order of dimensions")
     return order
 
 
-def blocks(chunk: Chunk) -> list[tuple[int, int]]:
+def block_ranges(chunk: Chunk) -> list[tuple[int, int]]:
     """Byte ranges of the chunk's checksums; none for an empty tensor."""
     return [(at, min(at + BLOCK, chunk.stop)) for at in range(chunk.start, chunk.stop, BLOCK)]
 
@@ -195,7 +195,7 @@ class Layout:
         return Layout(tuple(placed))
 
     @cached_property
-    def keys(self) -> list[str]:
+    def header_keys(self) -> list[str]:
         """What each chunk is called in the safetensors header, which takes a name once.
 
         Of a tensor of which the shard has several boxes none gets the tensor's name: a reader that knows nothing of
@@ -217,7 +217,7 @@ class Layout:
         """The safetensors header, length prefix included, padded so that data starts on a page."""
         sharding: dict[str, Any] = {}
         table: dict[str, Any] = {}
-        for key, chunk in zip(self.keys, self.chunks, strict=True):
+        for key, chunk in zip(self.header_keys, self.chunks, strict=True):
             code, itemsize = DTYPES[chunk.dtype]
             shape, offsets = list(chunk.sizes), list(chunk.offsets)
             if code == "U8" and chunk.dtype != "uint8":
@@ -235,19 +235,19 @@ class Layout:
         return len(self.header) + self.nbytes
 
     @property
-    def count(self) -> int:
+    def block_count(self) -> int:
         """Number of all checksums."""
         return sum(-(-chunk.nbytes // BLOCK) for chunk in self.chunks)
 
     @cached_property
     def blocks(self) -> list[tuple[int, int]]:
         """Byte ranges of all checksums, in the order in which receipts list them."""
-        return [block for chunk in self.chunks for block in blocks(chunk)]
+        return [block for chunk in self.chunks for block in block_ranges(chunk)]
 
-    def at(self, block: int) -> str:
+    def tensor_of(self, block: int) -> str:
         """Name of the tensor that checksum number ``block`` belongs to."""
         for chunk in self.chunks:
-            block -= len(blocks(chunk))
+            block -= len(block_ranges(chunk))
             if block < 0:
                 return chunk.name
         raise IndexError(block)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rekindle.errors import FormatError
-from rekindle.format.fields import number
-from rekindle.format.names import LAST_STEP, MOST_RANKS
+from rekindle.format.fields import check_integer
+from rekindle.format.names import MAX_RANKS, MAX_STEP
 
-__all__ = ["CheckpointKey", "Incarnation", "ShardId", "elsewhere", "live", "retired"]
+__all__ = ["CheckpointKey", "Incarnation", "ShardId", "continued_by_another", "drop_superseded", "superseded_by"]
 
 _ID = re.compile(r"[0-9a-f]{16}\Z")
 _LAST_GENERATION = 1 << 62
@@ -88,16 +88,16 @@ class ShardId:
         try:
             inc = value["incarnation"]
             stamp = ShardId(
-                step=number(value["step"], 0, LAST_STEP),
-                rank=number(value["rank"], 0, MOST_RANKS - 1),
-                world=number(value["world"], 1, MOST_RANKS),
+                step=check_integer(value["step"], 0, MAX_STEP),
+                rank=check_integer(value["rank"], 0, MAX_RANKS - 1),
+                world=check_integer(value["world"], 1, MAX_RANKS),
                 persist=bool(value["persist"]),
                 pinned=bool(value.get("pinned", False)),
                 incarnation=Incarnation(
-                    generation=number(inc["generation"], 0, _LAST_GENERATION),
+                    generation=check_integer(inc["generation"], 0, _LAST_GENERATION),
                     id=_id(inc["id"]),
                     parent=_id(inc["parent"]) if inc["parent"] else "",
-                    parent_step=number(inc["parent_step"], 0, LAST_STEP),
+                    parent_step=check_integer(inc["parent_step"], 0, MAX_STEP),
                 ),
                 save=_id(value["save"]) if value.get("save") else "",
             )
@@ -127,7 +127,7 @@ def _id(value: Any) -> str:
     return value
 
 
-def retired(step: int, incarnation: Incarnation, seen: Iterable[Incarnation]) -> Incarnation | None:
+def superseded_by(step: int, incarnation: Incarnation, seen: Iterable[Incarnation]) -> Incarnation | None:
     """The incarnation that left this step behind, or None while it stands.
 
     A later incarnation that continued from an earlier step has abandoned everything newer than that step which it did
@@ -139,13 +139,13 @@ def retired(step: int, incarnation: Incarnation, seen: Iterable[Incarnation]) ->
     return None
 
 
-def live(found: Collection[_W], also: Iterable[Incarnation] = ()) -> list[_W]:
+def drop_superseded(found: Collection[_W], also: Iterable[Incarnation] = ()) -> list[_W]:
     """Those that no later start of the job has left behind, in the same order. ``also``: more starts to go by."""
     seen = {one.incarnation for one in found} | set(also)
-    return [one for one in found if not retired(one.step, one.incarnation, seen)]
+    return [one for one in found if not superseded_by(one.step, one.incarnation, seen)]
 
 
-def elsewhere(ours: Incarnation, newest: Incarnation) -> bool:
+def continued_by_another(ours: Incarnation, newest: Incarnation) -> bool:
     """Whether the job went on without ``ours``: the ``newest`` on storage is by another start, and that is no older.
 
     Then what this start saves is a branch that nobody follows.

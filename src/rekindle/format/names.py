@@ -12,19 +12,19 @@ from urllib.parse import unquote, urlsplit
 from rekindle.errors import UsageError
 
 __all__ = [
-    "LAST_STEP",
+    "MAX_STEP",
     "MANIFEST",
     "MANIFEST_KIND",
     "PINNED",
-    "MOST_RANKS",
+    "MAX_RANKS",
     "STEP_DIR",
     "Root",
     "job_name",
     "receipt_name",
-    "root_of",
+    "canonical_root",
     "root_path",
     "shard_name",
-    "shard_pattern",
+    "parse_shard_name",
     "step_dir",
 ]
 
@@ -39,14 +39,14 @@ MANIFEST_KIND = "rekindle-checkpoint"
 STEP_DIR = re.compile(r"step-(?P<step>\d{10})(?:\.(?P<id>[0-9a-f]{16})\.(?P<kind>partial|retired))?\Z", re.ASCII)
 """A step's directory; with a suffix while it is being written, or after it was moved out of a successor's way."""
 
-LAST_STEP = 10**10 - 1
+MAX_STEP = 10**10 - 1
 """What ten digits can hold."""
 
 _SCHEMES = ("s3", "gs", "az")
 _UNSAFE = re.compile(r"[^A-Za-z0-9!_.*'()=+@,;/-]")
 """What has another meaning in a URL, or needs an escape there that services and clients disagree on."""
 
-MOST_RANKS = 10**5
+MAX_RANKS = 10**5
 """What five digits can count."""
 
 _SHARD = re.compile(r"shard-(\d{5})-of-(\d{5})\.(safetensors|json)\Z", re.ASCII)
@@ -64,13 +64,13 @@ def receipt_name(rank: int, world: int) -> str:
     return f"shard-{rank:05d}-of-{world:05d}.json"
 
 
-def shard_pattern(name: str) -> tuple[int, int, str] | None:
+def parse_shard_name(name: str) -> tuple[int, int, str] | None:
     """(rank, world, extension) of a shard's or receipt's file name, or None for any other name."""
     match = _SHARD.match(name)
     return (int(match[1]), int(match[2]), match[3]) if match else None
 
 
-def root_of(root: str | os.PathLike[str]) -> Root:
+def canonical_root(root: str | os.PathLike[str]) -> Root:
     """What ``root``, a path or a URL, stands for: equal for all ways to write the same one.
 
     Raises UsageError for a URL that can't be a checkpoint root.

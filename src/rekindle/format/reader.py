@@ -18,7 +18,7 @@ from rekindle.format.layout import PAGE, Layout
 from rekindle.format.receipt import checksum
 from rekindle.format.shard import OpenShard, Stream
 
-__all__ = ["NullSink", "ShardReader", "Sink", "move", "read_blocks", "runs", "threads_for"]
+__all__ = ["NullSink", "ShardReader", "Sink", "copy_from_address", "read_blocks", "consecutive_runs", "reader_threads"]
 
 _RUN = 8 << 20
 """Bytes of consecutive blocks that one thread works on in one go; a block of 16 MiB is a run of its own."""
@@ -61,7 +61,7 @@ class NullSink:
         return None
 
 
-def runs(layout: Layout, numbers: Iterable[int]) -> Iterator[list[int]]:
+def consecutive_runs(layout: Layout, numbers: Iterable[int]) -> Iterator[list[int]]:
     """``numbers`` of blocks, ascending, as lists of neighbours of about 8 MiB."""
     run: list[int] = []
     for number in numbers:
@@ -74,14 +74,14 @@ def runs(layout: Layout, numbers: Iterable[int]) -> Iterator[list[int]]:
         yield run
 
 
-def threads_for(in_memory: bool) -> int:
+def reader_threads(in_memory: bool) -> int:
     """This process's share of the cores; for storage at least as many as it takes to keep a disk busy."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return share if in_memory else max(share, _READS)
 
 
-def move(place: memoryview, address: int) -> None:
+def copy_from_address(place: memoryview, address: int) -> None:
     """Fill ``place`` from ``address``, outside of the interpreter lock."""
     ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(place)), address, len(place))
 
@@ -209,7 +209,7 @@ class ShardReader:
                 piece = buffer.data[at - begin : at - begin + size]
                 place = places[number]
                 if place is not None:
-                    move(place[at - start : at - start + size], buffer.address + at - begin)
+                    copy_from_address(place[at - start : at - start + size], buffer.address + at - begin)
                 state.update(piece)
                 at += size
                 if place is None and at in (stop, end):
@@ -319,7 +319,7 @@ def read_blocks(
     when the file can't be read.
     """
     layout = reader.shard.receipt.layout
-    pieces = list(runs(layout, numbers))
+    pieces = list(consecutive_runs(layout, numbers))
     todo = iter(pieces)
     lock, stop = threading.Lock(), threading.Event()
     bad: list[int] = []
@@ -342,7 +342,7 @@ def read_blocks(
             if progress is not None:
                 progress(layout.blocks[run[-1]][1] - layout.blocks[run[0]][0])
 
-    threads = threads_for(reader.shard.in_memory) if reader.shard.stream is None else _REQUESTS
+    threads = reader_threads(reader.shard.in_memory) if reader.shard.stream is None else _REQUESTS
     if len(pieces) <= 1:  # a thread would cost more than it reads
         work()
         return bad

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from rekindle.errors import FormatError, VersionError
-from rekindle.format.fields import check_structure, check_values, loads, number, texts
+from rekindle.format.fields import check_integer, check_structure, check_texts, check_values, loads
 from rekindle.format.layout import BLOCK, PAGE, Chunk, Layout
 from rekindle.format.lineage import ShardId
 
@@ -29,10 +29,10 @@ __all__ = [
     "Receipt",
     "checksum",
     "open_file",
-    "parse",
-    "read",
+    "parse_document",
+    "read_file",
     "read_stamp",
-    "seal",
+    "encode_document",
     "write_atomic",
 ]
 
@@ -54,7 +54,7 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def seal(stamp: ShardId, kind: str, body: bytes) -> bytes:
+def encode_document(stamp: ShardId, kind: str, body: bytes) -> bytes:
     """The document ``{"digest", "stamp", "stamp_digest", "format", "version", body...}``.
 
     ``body`` is the inside of a JSON object.
@@ -66,7 +66,7 @@ def seal(stamp: ShardId, kind: str, body: bytes) -> bytes:
     return b'{"digest":"' + checksum(rest).encode() + b'",' + rest
 
 
-def parse(data: bytes, kind: str, where: str | os.PathLike[str]) -> dict[str, Any]:
+def parse_document(data: bytes, kind: str, where: str | os.PathLike[str]) -> dict[str, Any]:
     """The document's fields, digest and version checked. Raises FormatError that names ``where``."""
     match = _PREFIX.match(data)
     if not match or checksum(data[_DIGEST_END:]) != match[1].decode():
@@ -83,7 +83,7 @@ def parse(data: bytes, kind: str, where: str | os.PathLike[str]) -> dict[str, An
     return fields
 
 
-def read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
     """A whole file of a checkpoint. Raises FormatError for a link: nothing is read outside of its directory."""
     with open(open_file(path), "rb") as file:
         return file.read()
@@ -172,7 +172,7 @@ class Receipt:
         return json.dumps(fields, separators=(",", ":")).encode()[1:-1]
 
     @staticmethod
-    def layout_of(fields: dict[str, Any], where: str | os.PathLike[str]) -> Layout:
+    def decode_layout(fields: dict[str, Any], where: str | os.PathLike[str]) -> Layout:
         """The layout in a document that has ``static_part``. Raises FormatError for another kind of checksum."""
         if fields["checksum"] != {"algorithm": CHECKSUM, "block": BLOCK}:
             raise FormatError(f"{os.fspath(where)}: unknown kind of checksum")
@@ -191,25 +191,25 @@ class Receipt:
     def encode(stamp: ShardId, static: bytes, checksums: list[str], values: bytes) -> bytes:
         """The receipt's bytes. ``values`` is a JSON array, ``static`` what ``static_part`` gave."""
         sums = ('"checksums":["' + '","'.join(checksums) + '"],').encode() if checksums else b'"checksums":[],'
-        return seal(stamp, Receipt.KIND, sums + b'"values":' + values + b"," + static)
+        return encode_document(stamp, Receipt.KIND, sums + b'"values":' + values + b"," + static)
 
-    def stamped(self, stamp: ShardId) -> bytes:
+    def with_stamp(self, stamp: ShardId) -> bytes:
         """The bytes of the same receipt with another stamp."""
-        return seal(stamp, Receipt.KIND, self.raw[self.raw.index(b'"checksums":[') : -1])
+        return encode_document(stamp, Receipt.KIND, self.raw[self.raw.index(b'"checksums":[') : -1])
 
     @staticmethod
     def decode(data: bytes, where: str | os.PathLike[str]) -> Receipt:
         """Parse and check. Raises FormatError that names ``where``."""
-        fields = parse(data, Receipt.KIND, where)
+        fields = parse_document(data, Receipt.KIND, where)
         try:
-            layout = Receipt.layout_of(fields, where)
+            layout = Receipt.decode_layout(fields, where)
             receipt = Receipt(
                 stamp=ShardId.from_json(fields["stamp"]),
                 layout=layout,
                 header_checksum=str(fields["shard"]["header_checksum"]),
                 # It says in fewer words what the receipt says; a longer one would only be memory to be taken.
-                header_bytes=number(fields["shard"]["header_bytes"], 8, 8 * len(data) + PAGE),
-                checksums=texts(fields["checksums"]),
+                header_bytes=check_integer(fields["shard"]["header_bytes"], 8, 8 * len(data) + PAGE),
+                checksums=check_texts(fields["checksums"]),
                 structure=fields["structure"],
                 values=check_values(fields["values"]),
                 raw=data,
@@ -221,6 +221,6 @@ class Receipt:
             if isinstance(error, FormatError):
                 raise FormatError(f"{os.fspath(where)}: {str(error).removeprefix(f'{os.fspath(where)}: ')}") from error
             raise FormatError(f"{os.fspath(where)}: makes no sense: {error}") from error
-        if len(receipt.checksums) != layout.count:
-            raise FormatError(f"{os.fspath(where)}: {len(receipt.checksums)} checksums for {layout.count} blocks")
+        if len(receipt.checksums) != layout.block_count:
+            raise FormatError(f"{os.fspath(where)}: {len(receipt.checksums)} checksums for {layout.block_count} blocks")
         return receipt

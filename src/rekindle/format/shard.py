@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rekindle.errors import CorruptError, FormatError
-from rekindle.format.receipt import Receipt, open_file, read
+from rekindle.format.receipt import Receipt, open_file, read_file
 
 __all__ = ["OpenShard", "Stream"]
 
@@ -43,12 +43,12 @@ class OpenShard:
         path = receipt_path.with_suffix(".safetensors")
         if os.path.islink(str(path.parent)):
             raise FormatError(f"{path.parent}: is a symbolic link, not a directory of checkpoints")
-        raw = read(receipt_path)
+        raw = read_file(receipt_path)
         fd = open_file(path)
         try:
             if in_memory:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if os.stat(path).st_ino != os.fstat(fd).st_ino or read(receipt_path) != raw:
+                if os.stat(path).st_ino != os.fstat(fd).st_ino or read_file(receipt_path) != raw:
                     raise FileNotFoundError(errno.ENOENT, "recycled meanwhile", str(path))
             receipt = Receipt.decode(raw, receipt_path)
             size = os.fstat(fd).st_size
@@ -66,9 +66,9 @@ class OpenShard:
         """The whole file without a copy; stores into it stay private. The pin lasts until the last view is gone."""
         return memoryview(mmap.mmap(self.fd, self.receipt.file_bytes, access=mmap.ACCESS_COPY))
 
-    def complain(self, block: int) -> CorruptError:
+    def corruption(self, block: int) -> CorruptError:
         """The error for data block number ``block``, or for the header when it is -1."""
-        where = "its header" if block < 0 else f"tensor {self.receipt.layout.at(block)!r}"
+        where = "its header" if block < 0 else f"tensor {self.receipt.layout.tensor_of(block)!r}"
         return CorruptError(f"{self.path}: {where} of step {self.receipt.stamp.step} differs from its checksum")
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from rekindle.common.os_errors import explain
 from rekindle.errors import NotFoundError, RekindleError, UsageError
 from rekindle.faults.torchelastic import LAUNCH
 from rekindle.format.fields import loads
-from rekindle.format.names import Root, root_of
+from rekindle.format.names import Root, canonical_root
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import MEMORY
@@ -160,7 +160,7 @@ def _tries(failures: int, most: int) -> str:
 def _roots(place: Path) -> list[tuple[Root, Path]]:
     """Each root that the ranks of this node have told of, and where its job's memory is."""
     found = sorted(json.loads(path.read_text()) for path in place.glob("*.json"))
-    return [(root_of(root), memory_base(memory)) for root, memory in found]
+    return [(canonical_root(root), memory_base(memory)) for root, memory in found]
 
 
 def _noticed(place: Path, since: float) -> str:

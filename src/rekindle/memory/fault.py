@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rekindle.errors import FormatError
-from rekindle.format.fields import number, seconds, texts
+from rekindle.format.fields import check_integer, check_seconds, check_texts
 
 __all__ = ["Fault"]
 
@@ -39,9 +39,13 @@ class Fault:
     def from_json(value: Any) -> Fault:
         """Raises FormatError when it is none."""
         try:
-            cause, what, detail = texts([value["cause"], value["what"], value["detail"]])
-            times = seconds(value["noticed"]), seconds(value["at"])
-            rank, generation, step = number(value["rank"]), number(value["generation"]), number(value["step"], -1)
+            cause, what, detail = check_texts([value["cause"], value["what"], value["detail"]])
+            times = check_seconds(value["noticed"]), check_seconds(value["at"])
+            rank, generation, step = (
+                check_integer(value["rank"]),
+                check_integer(value["generation"]),
+                check_integer(value["step"], -1),
+            )
             return Fault(cause, rank, generation, step, what, detail, *times)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"a fault is not readable: {error!r}") from error

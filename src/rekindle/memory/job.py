@@ -7,8 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rekindle.format.fields import number, numbers, texts
-from rekindle.format.names import MOST_RANKS, root_of
+from rekindle.format.fields import check_integer, check_integers, check_texts
+from rekindle.format.names import MAX_RANKS, canonical_root
 
 __all__ = ["JobInfo"]
 
@@ -42,24 +42,24 @@ class JobInfo:
     @staticmethod
     def from_json(value: Any) -> JobInfo:
         """Raises ValueError, TypeError or KeyError when it makes no sense."""
-        world = number(value["world"], 1, MOST_RANKS)
+        world = check_integer(value["world"], 1, MAX_RANKS)
         every, limit, idle = value["keep_every"], value.get("drain_limit"), value["idle_timeout"]
         rest = value.get("persist_seconds")
         if any(
             type(time) not in (int, float) or not 0 <= time < math.inf for time in (idle, 0 if rest is None else rest)
         ):
             raise ValueError("its idle_timeout or persist_seconds is no time")
-        (root,) = texts([value["root"]])
-        if (not root.startswith(os.sep) and not isinstance(root_of(root), str)) or b"\0" in os.fsencode(root):
+        (root,) = check_texts([value["root"]])
+        if (not root.startswith(os.sep) and not isinstance(canonical_root(root), str)) or b"\0" in os.fsencode(root):
             raise ValueError("its root is neither an absolute path nor a URL")
         return JobInfo(
             root=root,
-            ranks=list(numbers(value["ranks"], MOST_RANKS, world - 1)),
+            ranks=list(check_integers(value["ranks"], MAX_RANKS, world - 1)),
             world=world,
-            keep=None if value.get("keep_by_age") else number(value["keep"]),
-            keep_every=None if every is None else number(every),
+            keep=None if value.get("keep_by_age") else check_integer(value["keep"]),
+            keep_every=None if every is None else check_integer(every),
             idle_timeout=idle,
-            drain_limit=None if limit is None else number(limit, 1),
+            drain_limit=None if limit is None else check_integer(limit, 1),
             persist_seconds=rest,
-            start=texts([value.get("start", "")])[0],
+            start=check_texts([value.get("start", "")])[0],
         )

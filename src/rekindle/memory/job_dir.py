@@ -20,7 +20,7 @@ from rekindle.common.os_errors import describe_error
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
 from rekindle.format.fields import loads
 from rekindle.format.names import Root, job_name
-from rekindle.format.receipt import read, write_atomic
+from rekindle.format.receipt import read_file, write_atomic
 from rekindle.memory.job import JobInfo
 from rekindle.memory.lock import Lock
 from rekindle.memory.notes import Notes
@@ -183,7 +183,7 @@ class JobDir:
     def read_job(self) -> JobInfo | None:
         """Returns what a trainer wrote of the job; None if none did yet. Raises FormatError when it is damaged."""
         try:
-            return JobInfo.from_json(loads(read(self.paths.job)))
+            return JobInfo.from_json(loads(read_file(self.paths.job)))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, AttributeError) as error:

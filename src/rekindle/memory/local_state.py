@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.errors import FormatError
-from rekindle.format.fields import check_structure, check_values, numbers
+from rekindle.format.fields import check_integers, check_structure, check_values
 from rekindle.format.layout import BLOCK, Layout
 from rekindle.format.lineage import ShardId
-from rekindle.format.names import MOST_RANKS
-from rekindle.format.receipt import Receipt, checksum, parse, read, seal
+from rekindle.format.names import MAX_RANKS
+from rekindle.format.receipt import Receipt, checksum, encode_document, parse_document, read_file
 from rekindle.memory.job_dir import JobDir
 
 __all__ = [
@@ -91,7 +91,7 @@ class LocalStateWriter:
     def plan(self, stamp: ShardId, static: bytes, blocks: Sequence[int], replicas: Mapping[str, Sequence[int]]) -> None:
         """What is written from now on belongs to this plan. What there was belongs to another one."""
         fields = json.dumps({"blocks": list(blocks), "replicas": replicas}, separators=(",", ":")).encode()[1:-1]
-        text = seal(replace(stamp, step=0), _PLAN, fields + b"," + static)  # alike whenever it is written
+        text = encode_document(replace(stamp, step=0), _PLAN, fields + b"," + static)  # alike whenever it is written
         self._plan = checksum(text)
         for path in self._paths:
             path.unlink(missing_ok=True)
@@ -100,7 +100,7 @@ class LocalStateWriter:
     def write(self, stamp: ShardId, values: bytes, tensors: memoryview) -> None:
         """Replace the older of the two."""
         head = f'"plan":"{self._plan}","tensors":"{checksum(tensors)}","values":'.encode()
-        text = seal(stamp, _SMALL, head + values)
+        text = encode_document(stamp, _SMALL, head + values)
         _replace(self._paths[self._next], [_LENGTH.pack(len(text)), text, tensors])
         self._next = (self._next + 1) % len(self._paths)
 
@@ -109,10 +109,10 @@ def read_local_state_plan(job: JobDir, rank: int) -> LocalStatePlan | None:
     """The plan of a rank's small states; None when there is none. Raises FormatError when it is damaged."""
     path = job.paths.local_state_plan(rank)
     try:
-        raw = read(path)
+        raw = read_file(path)
     except FileNotFoundError:
         return None
-    fields = parse(raw, _PLAN, path)
+    fields = parse_document(raw, _PLAN, path)
     try:
         return _plan(fields, checksum(raw), path)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -120,18 +120,20 @@ def read_local_state_plan(job: JobDir, rank: int) -> LocalStatePlan | None:
 
 
 def _plan(fields: dict[str, Any], digest: str, path: Path) -> LocalStatePlan:
-    layout = Receipt.layout_of(fields, path)
+    layout = Receipt.decode_layout(fields, path)
     kept = {name: fields[name] for name in ("checksum", "shard", "structure", "tensors")}
     static = json.dumps(kept, separators=(",", ":")).encode()[1:-1]
     check_structure(fields["structure"])
-    replicas = {name: list(numbers(ranks, MOST_RANKS, MOST_RANKS - 1)) for name, ranks in fields["replicas"].items()}
+    replicas = {
+        name: list(check_integers(ranks, MAX_RANKS, MAX_RANKS - 1)) for name, ranks in fields["replicas"].items()
+    }
     if len({(chunk.name, chunk.offsets) for chunk in layout.chunks}) != len(layout.chunks):
         raise ValueError("a tensor is there twice")
     sizes, block = {}, 0
     for chunk in layout.chunks:
         sizes[block] = chunk.nbytes  # of a larger one, no small state has a part
         block += -(-chunk.nbytes // BLOCK)
-    known = list(numbers(fields["blocks"], block, block - 1))
+    known = list(check_integers(fields["blocks"], block, block - 1))
     if len(set(known)) != len(known) or not all(0 < sizes.get(number, 0) <= BLOCK for number in known):
         raise ValueError("its blocks are no small tensors")
     nbytes = sum(padded(sizes[number]) for number in known)
@@ -155,11 +157,11 @@ def read_before_update(job: JobDir, rank: int) -> LocalState | None:
 
 
 def _read(path: Path, rank: int) -> LocalState:
-    raw = memoryview(read(path))
+    raw = memoryview(read_file(path))
     try:
         (length,) = _LENGTH.unpack_from(raw)
         text, tensors = bytes(raw[_LENGTH.size : _LENGTH.size + length]), raw[_LENGTH.size + length :]
-        fields: dict[str, Any] = parse(text, _SMALL, path)
+        fields: dict[str, Any] = parse_document(text, _SMALL, path)
         if checksum(tensors) != fields["tensors"]:
             raise FormatError(f"{path}: damaged, its bytes differ from their digest")
         values = json.dumps(check_values(fields["values"]), separators=(",", ":"), allow_nan=False).encode()

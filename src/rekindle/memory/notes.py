@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.format.fields import loads
-from rekindle.format.receipt import read, write_atomic
+from rekindle.format.receipt import read_file, write_atomic
 from rekindle.memory.paths import JobPaths
 
 __all__ = ["DirectoryIdentity", "Notes", "RootIdentity"]
@@ -38,7 +38,7 @@ class Notes:
     def durable(self) -> int | None:
         """Returns the newest step that is known to be on storage."""
         try:
-            return int(read(self._durable))
+            return int(read_file(self._durable))
         except (OSError, ValueError):
             return None
 
@@ -53,7 +53,7 @@ class Notes:
     def root_identity(self) -> RootIdentity | None:
         """Returns the identity of the root in which the newest durable step was seen."""
         try:
-            return [None if entry is None else _four(entry) for entry in loads(read(self._root))]
+            return [None if entry is None else _four(entry) for entry in loads(read_file(self._root))]
         except (OSError, ValueError, TypeError):
             return None
 
@@ -77,7 +77,7 @@ class Notes:
     def last_drain(self) -> tuple[float, float] | None:
         """Returns when the newest drain began, by this machine's monotonic clock, and how many seconds it took."""
         try:
-            began, seconds = map(float, read(self._drained).split())
+            began, seconds = map(float, read_file(self._drained).split())
         except (OSError, ValueError):
             return None
         return began, seconds
@@ -88,7 +88,7 @@ class Notes:
     def fresh_start(self) -> tuple[int, int] | None:
         """Returns the generations ``(since, until)`` that ``write_fresh_start`` noted."""
         try:
-            since, until = map(int, read(self._anew).split())
+            since, until = map(int, read_file(self._anew).split())
         except (OSError, ValueError):
             return None
         return since, until
@@ -108,7 +108,7 @@ class Notes:
     def drain_error(self) -> str:
         """Returns the error or the wait that the agent's status names for the drain; empty when there is none."""
         try:
-            status = loads(read(self._agent_status))
+            status = loads(read_file(self._agent_status))
             return str(status["error"] or status.get("waits") or "")
         except (OSError, ValueError, KeyError, TypeError):
             return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from rekindle.errors import FormatError, RekindleError
 from rekindle.format.boxes import uncovered
-from rekindle.format.layout import Chunk, Layout, blocks
+from rekindle.format.layout import Chunk, Layout, block_ranges
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import receipt_name, step_dir
 from rekindle.format.receipt import Receipt, checksum
@@ -90,7 +90,7 @@ def _compose(job: JobDir, slots: Slots, plan: LocalStatePlan, half: LocalState) 
             ours.append((chunk, block))
         else:
             wanted.append(chunk)
-        block += len(blocks(chunk))
+        block += len(block_ranges(chunk))
     if not _others_have(job, half.stamp, wanted, plan):
         return False
     layout = Layout.build(chunk for chunk, _ in ours)

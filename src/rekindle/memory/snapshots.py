@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rekindle.errors import FormatError
 from rekindle.format.lineage import ShardId
-from rekindle.format.names import STEP_DIR, shard_pattern
+from rekindle.format.names import STEP_DIR, parse_shard_name
 from rekindle.format.receipt import read_stamp
 from rekindle.memory.paths import JobPaths, matching
 
@@ -36,7 +36,7 @@ class Snapshots:
             except OSError:
                 continue
             for entry in entries:
-                match = shard_pattern(entry.name)
+                match = parse_shard_name(entry.name)
                 if match and match[2] == "json":
                     try:
                         stamp = _shard_id(entry, known)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rekindle.format.layout import BLOCK
-from rekindle.format.reader import NullSink, ShardReader, Sink, move, runs
+from rekindle.format.reader import NullSink, ShardReader, Sink, consecutive_runs, copy_from_address
 from rekindle.format.receipt import checksum
 from rekindle.session.group import ProcessGroup
 
@@ -162,7 +162,7 @@ class _Mail:
         bad: set[_Spot] = set()
         for number, blocks in places.items():
             reader = self._jobs[number].reader
-            for run in runs(reader.shard.receipt.layout, sorted(blocks)):
+            for run in consecutive_runs(reader.shard.receipt.layout, sorted(blocks)):
                 try:
                     found = reader.read(run, _Into(data, blocks))
                 except OSError:
@@ -193,7 +193,7 @@ class _Mail:
             if place is None:
                 sink.take(block, 0, _view(buffer)[at : at + key[0]])
             else:
-                move(place, buffer.data_ptr() + at)
+                copy_from_address(place, buffer.data_ptr() + at)
 
 
 def _view(buffer: torch.Tensor) -> memoryview:

@@ -12,7 +12,7 @@ from typing import Any
 from rekindle.errors import RekindleError, StateMismatchError, UsageError
 from rekindle.format.boxes import Box
 from rekindle.format.completeness import tensor_names
-from rekindle.format.layout import blocks
+from rekindle.format.layout import block_ranges
 from rekindle.format.lineage import CheckpointKey
 from rekindle.format.reader import read_blocks
 from rekindle.format.receipt import Receipt
@@ -212,7 +212,7 @@ class Candidate:
             receipt = source.reader.shard.receipt
             sums = iter(receipt.checksums)
             for chunk in receipt.layout.chunks:
-                digests = list(islice(sums, len(blocks(chunk))))
+                digests = list(islice(sums, len(block_ranges(chunk))))
                 if chunk.own and chunk.name in fit.parameters:
                     known = seen.setdefault(chunk.name, {})
                     box = chunk.box
@@ -264,7 +264,7 @@ class Candidate:
             try:
                 bad = job.damaged or read_blocks(job.reader, job.sink, job.left)
                 if bad:
-                    raise job.reader.shard.complain(bad[0])
+                    raise job.reader.shard.corruption(bad[0])
             except (OSError, RekindleError) as error:
                 self._sources.drop(source, error)
                 sound = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rekindle.format.lineage import CheckpointKey, retired
+from rekindle.format.lineage import CheckpointKey, superseded_by
 from rekindle.session.inventory import Offer
 
 __all__ = ["Choice", "choose"]
@@ -32,7 +32,7 @@ def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice
         if step is not None and key[0] != step:
             continue
         without = [rank for rank, have in enumerate(readable) if key not in have]
-        successor = retired(*key, seen)
+        successor = superseded_by(*key, seen)
         if successor is not None:
             choice.rejected[key] = (
                 f"abandoned: the job went on from step {successor.parent_step} as generation {successor.generation}"

@@ -12,7 +12,7 @@ from itertools import islice
 import torch
 
 from rekindle.format.boxes import Box
-from rekindle.format.layout import BLOCK, DTYPES, Chunk, Layout, blocks
+from rekindle.format.layout import BLOCK, DTYPES, Chunk, Layout, block_ranges
 from rekindle.restore.reshard import runs
 from rekindle.state.device import page_lock
 from rekindle.state.parts import dtype_name
@@ -31,7 +31,7 @@ class Filling:
         """Of each block: the number of its chunk."""
         for number, chunk in enumerate(layout.chunks):
             self._first.append(len(self._numbers))
-            self._numbers += [number] * len(blocks(chunk))
+            self._numbers += [number] * len(block_ranges(chunk))
         self._windows: dict[int, list[_Window]] = {}
         self.staged = 0
         """Bytes that will wait on the host until ``settle``."""

@@ -115,7 +115,7 @@ class Sources:
         elif expected is not None and checksum(shard.receipt.raw) != expected:
             self.drop(source, f"{copy.files.named(name)}: is not the receipt that the manifest names")
         elif not reader.header_is_sound():
-            self.drop(source, shard.complain(-1))
+            self.drop(source, shard.corruption(-1))
         return source in self.opened
 
     def _manifest(self, files: Files) -> dict[str, str]:

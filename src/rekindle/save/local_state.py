@@ -124,7 +124,7 @@ class SmallState:
         self._wait()
         changed = [u for u, before in zip(self._left, self._versions, strict=True) if u.counter._version != before]
         if changed:
-            at = self._plan.whole.layout.at(changed[0].block)
+            at = self._plan.whole.layout.tensor_of(changed[0].block)
             raise RekindleError(f"{at} has been changed since the step's end, and is too large to be kept at each step")
         plan = self._plan.whole if whole else self._plan
         early: dict[torch.device, Batch] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rekindle.format.boxes import Box
-from rekindle.format.layout import Chunk, Layout, blocks
+from rekindle.format.layout import Chunk, Layout, block_ranges
 from rekindle.format.receipt import Receipt
 from rekindle.state.traits import Trait
 
@@ -145,7 +145,7 @@ def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece])
             batch.units.append(unit)
             waiting += unit.nbytes
             filling[which] = (batch, waiting) if waiting < limit else (Batch(piece.source.device, []), 0)
-        block += len(blocks(chunk))
+        block += len(block_ranges(chunk))
     return full
 
 
@@ -159,5 +159,5 @@ def _units(chunk: Chunk, piece: Piece, block: int) -> list[Unit]:
     address = source.data_ptr() - chunk.start
     return [
         Unit(source, address + at, at, stop - at, block + i, piece.counter, at - chunk.start)
-        for i, (at, stop) in enumerate(blocks(chunk))
+        for i, (at, stop) in enumerate(block_ranges(chunk))
     ]

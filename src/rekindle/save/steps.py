@@ -6,7 +6,7 @@ import logging
 
 from rekindle.errors import UsageError
 from rekindle.format.lineage import ShardId
-from rekindle.format.names import LAST_STEP
+from rekindle.format.names import MAX_STEP
 from rekindle.save.updates import Updates
 
 __all__ = ["check_step"]
@@ -20,8 +20,8 @@ def check_step(n: int, newest: ShardId | None, base: ShardId | None, updates: Up
     Where it may be right, after a write that need not have been an update, a warning says so once.
     ``newest`` was saved last, ``base`` was restored, and ``updates`` are those made since.
     """
-    if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= LAST_STEP:
-        raise UsageError(f"step {n!r}: must be the number of completed updates, a whole number of 0 to {LAST_STEP}")
+    if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MAX_STEP:
+        raise UsageError(f"step {n!r}: must be the number of completed updates, a whole number of 0 to {MAX_STEP}")
     if newest is not None and n < newest.step:
         raise UsageError(f"step {n} after step {newest.step}: steps must grow")
     if newest is None and base is not None and n < base.step:

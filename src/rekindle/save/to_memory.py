@@ -12,7 +12,7 @@ from functools import partial
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import MemoryStoreError, RekindleError, UsageError
 from rekindle.format.lineage import ShardId
-from rekindle.format.receipt import Receipt, read
+from rekindle.format.receipt import Receipt, read_file
 from rekindle.memory.lock import Lock
 from rekindle.memory.slots import Slot, Slots
 from rekindle.save.copy import Copying, fingerprints
@@ -154,7 +154,7 @@ class Flight:
     def _compare(self, found: Mapping[int, str] | Sequence[str]) -> None:
         changed = {number for number, expected in self.expected.items() if found[number] != expected}
         if changed:
-            raise Changed(self.stamp.step, {self.plan.layout.at(number) for number in changed})
+            raise Changed(self.stamp.step, {self.plan.layout.tensor_of(number) for number in changed})
 
     def receipt(self) -> bytes:
         return Receipt.encode(self.stamp, self.plan.static, self.checksums, self.values)
@@ -297,7 +297,7 @@ class MemorySaver:
         for stamp, path in sorted(found, key=lambda one: one[0].step, reverse=True):  # none is asked for needlessly
             wanted = replace(stamp, persist=True, pinned=stamp.pinned or (pin and stamp.step == newest.step))
             if stamp.step <= newest.step and wanted != stamp:
-                self.slots.write_receipt(wanted, Receipt.decode(read(path), path).stamped(wanted))
+                self.slots.write_receipt(wanted, Receipt.decode(read_file(path), path).with_stamp(wanted))
                 for slot in self.slots.slots:
                     slot.stamp = wanted if slot.stamp == stamp else slot.stamp
 

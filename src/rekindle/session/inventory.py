@@ -9,7 +9,7 @@ from rekindle.common.timeouts import with_timeout
 from rekindle.errors import CorruptError, VersionError
 from rekindle.format.lineage import CheckpointKey, Incarnation
 from rekindle.format.names import MANIFEST, MANIFEST_KIND
-from rekindle.format.receipt import parse
+from rekindle.format.receipt import parse_document
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.back import Anew
 from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_from
@@ -110,7 +110,7 @@ def _listed(store: Store) -> tuple[Contents, list[tuple[int, str, CorruptError |
     for step, files in contents.damaged:
         problem = None
         try:
-            parse(files.read(MANIFEST), MANIFEST_KIND, f"{files}")
+            parse_document(files.read(MANIFEST), MANIFEST_KIND, f"{files}")
         except CorruptError as error:
             problem = error
         except OSError:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
-from rekindle.format.fields import DEEPEST_VALUE
+from rekindle.format.fields import MAX_VALUE_DEPTH
 from rekindle.state.numbers import Numbers
 from rekindle.state.types import DECODERS, OF_A_CLASS, Again, Foreign, classes_in, form_of, of_a_class
 
@@ -37,7 +37,7 @@ def encodes(text: str) -> bool:
     return True
 
 
-def encode(value: Any, allow_pickle: bool = False, room: int = DEEPEST_VALUE - 1) -> Any:
+def encode(value: Any, allow_pickle: bool = False, room: int = MAX_VALUE_DEPTH - 1) -> Any:
     """The JSON for a value.
 
     Raises UnsupportedValueError for what has no type in the format, or needs more than ``room`` levels of JSON.

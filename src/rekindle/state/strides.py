@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rekindle.format.layout import NEGATIVE, Chunk
+from rekindle.format.layout import NEGATABLE, Chunk
 
 __all__ = ["SAME_SIZE", "empty", "is_negated", "order_of", "reorder"]
 
@@ -27,7 +27,7 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def is_negated(tensor: torch.Tensor) -> bool:
     """Whether it is a view that negates what lies in memory, of a dtype that torch makes such views of."""
-    return tensor.is_neg() and str(tensor.dtype).removeprefix("torch.") in NEGATIVE
+    return tensor.is_neg() and str(tensor.dtype).removeprefix("torch.") in NEGATABLE
 
 
 def empty(chunk: Chunk, order: Sequence[int], device: torch.device | None = None) -> torch.Tensor:

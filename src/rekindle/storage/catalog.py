@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rekindle.errors import NotFoundError
 from rekindle.format.files import Directory, Files
-from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId, live
+from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId, drop_superseded
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.store import Contents, Store
 
@@ -86,7 +86,7 @@ def newest_stored(copies: Collection[StoredCopy], base: CheckpointKey | None) ->
     """Returns the newest step on storage for a start that goes on from ``base``, wherever it read ``base`` from."""
     if base is None:
         return None
-    stands = [copy for copy in live(copies) if copy.place == STORAGE]
+    stands = [copy for copy in drop_superseded(copies) if copy.place == STORAGE]
     return max((copy.step for copy in stands if copy.checkpoint == base or copy.step < base[0]), default=None)
 
 
@@ -127,7 +127,7 @@ class Checkpoint:
 def list_checkpoints(job: JobDir | None, store: Store | None, local_ranks: Collection[int]) -> list[Checkpoint]:
     """Lists the complete checkpoints that this node can see, newest first, without the superseded ones."""
     found: dict[CheckpointKey, Checkpoint] = {}
-    for copy in live(find_copies(job, store)):
+    for copy in drop_superseded(find_copies(job, store)):
         if copy.place == STORAGE or copy.ranks.issuperset(local_ranks):
             known = found.get(copy.checkpoint)
             places = (*known.places, copy.place) if known else (copy.place,)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from rekindle.format.lineage import Incarnation, ShardId, elsewhere, live
+from rekindle.format.lineage import Incarnation, ShardId, continued_by_another, drop_superseded
 from rekindle.format.names import Root
 from rekindle.memory.notes import RootIdentity
 from rekindle.storage.store import Store
@@ -45,7 +45,7 @@ def newest_on(
     published = store.published() or store.published()  # the only one may just be getting its name
     if not published and noted is not None and not store.damaged() and not store.was_deleted(trace):
         raise FileNotFoundError(errno.ENOENT, f"step {noted} was there, and nothing is now", str(store.root))
-    return next(reversed(live([entry.stamp for entry in published], starts)), None)
+    return next(reversed(drop_superseded([entry.stamp for entry in published], starts)), None)
 
 
 def was_deleted(store: Store, noted: int | None, trace: RootIdentity | None) -> bool:
@@ -104,7 +104,7 @@ def check_written(store: Store, parts: Sequence[ShardId]) -> bool:
 
 def overtaken(store: Store, stamp: ShardId) -> bool:
     """Whether a step as new is durable, so that whoever noticed has removed what was written of this one."""
-    stands = live([entry.stamp for entry in store.published()])
+    stands = drop_superseded([entry.stamp for entry in store.published()])
     return any(other.checkpoint != stamp.checkpoint and other.step >= stamp.step for other in stands)
 
 
@@ -131,6 +131,6 @@ def refuse_elsewhere(
     Raises FileNotFoundError as ``newest_on`` does.
     """
     newest = newest_on(store, noted, (), trace)
-    if newest is not None and elsewhere(stamp.incarnation, newest.incarnation):
+    if newest is not None and continued_by_another(stamp.incarnation, newest.incarnation):
         raise FileExistsError(rival(store.root, newest, "what this one saves is kept nowhere"))
     return newest

@@ -76,7 +76,7 @@ class _Hashing:
     def _compare(self) -> None:
         receipt, number = self._receipt, self._block
         if self._state.hexdigest() != (receipt.header_checksum if number < 0 else receipt.checksums[number]):
-            what = "the header" if number < 0 else f"tensor {receipt.layout.at(number)!r}"
+            what = "the header" if number < 0 else f"tensor {receipt.layout.tensor_of(number)!r}"
             raise CorruptError(
                 f"step {receipt.stamp.step}, rank {receipt.stamp.rank}: {what} differs from its checksum"
             )

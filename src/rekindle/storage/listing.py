@@ -12,7 +12,7 @@ from typing import Any
 
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import FormatError, NotFoundError, RekindleError
-from rekindle.format.lineage import Incarnation, retired
+from rekindle.format.lineage import Incarnation, superseded_by
 from rekindle.format.names import Root, receipt_name
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job import JobInfo
@@ -120,7 +120,7 @@ def list_copies(root: Root, base: Path, step: int | None = None, *, stored: bool
             continue
         local = info.ranks if info is not None and copy.world == info.world else range(copy.world)
         condition = "complete" if copy.place != MEMORY or copy.ranks.issuperset(local) else "incomplete"
-        if retired(copy.step, copy.incarnation, seen):
+        if superseded_by(copy.step, copy.incarnation, seen):
             condition = "abandoned"
         saved_at = when.get(copy.checkpoint) if copy.place == STORAGE else _saved_at(copy)
         listed.append(ListedCopy(copy, _bytes(copy), condition, saved_at))

@@ -12,7 +12,7 @@ from rekindle.errors import CorruptError, FormatError
 from rekindle.format.completeness import find_defect
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST_KIND, receipt_name, shard_name
-from rekindle.format.receipt import Receipt, checksum, parse, seal
+from rekindle.format.receipt import Receipt, checksum, encode_document, parse_document
 
 __all__ = ["Head", "read_head", "build_manifest"]
 
@@ -43,12 +43,12 @@ def build_manifest(receipts: Sequence[Receipt], stamp: ShardId) -> bytes:
         "shards": list(map(_entry, receipts)),
     }
     text = json.dumps(body, separators=(",", ":")).encode()[1:-1]
-    return seal(ShardId(stamp.step, 0, stamp.world, stamp.incarnation), MANIFEST_KIND, text)
+    return encode_document(ShardId(stamp.step, 0, stamp.world, stamp.incarnation), MANIFEST_KIND, text)
 
 
 def read_head(data: bytes, where: str | os.PathLike[str]) -> Head:
     """Reads the head of a manifest. Raises FormatError when it is damaged or malformed."""
-    fields = parse(data, MANIFEST_KIND, where)
+    fields = parse_document(data, MANIFEST_KIND, where)
     try:
         stamp = ShardId.from_json(fields["stamp"])
         # A damaged number of ranks must not make a reader loop over billions of them.

@@ -20,8 +20,8 @@ from typing import TypeVar
 from rekindle.common.failpoints import reach
 from rekindle.errors import CorruptError, FormatError
 from rekindle.format.files import Files
-from rekindle.format.lineage import ShardId, live
-from rekindle.format.names import MANIFEST, PINNED, receipt_name, shard_name, shard_pattern, step_dir
+from rekindle.format.lineage import ShardId, drop_superseded
+from rekindle.format.names import MANIFEST, PINNED, parse_shard_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
 from rekindle.memory.notes import RootIdentity
@@ -275,7 +275,7 @@ class ObjectStore(Store):
         objects = self.bucket.walk()
         manifests = self._list_manifests([o for o in objects if "/" not in o.name])
         stamps = [m.stamp for m in manifests if m.stamp is not None]
-        newest = max((stamp.step for stamp in live(stamps)), default=-1)
+        newest = max((stamp.step for stamp in drop_superseded(stamps)), default=-1)
         starts = {stamp.incarnation.id for stamp in stamps}
         all_read = all(m.error is None for m in manifests)
         used = {_directory(stamp) for stamp in stamps}
@@ -289,7 +289,7 @@ class ObjectStore(Store):
 
         def useless(name: str) -> bool:
             directory, _, file = name.partition("/")
-            ours = shard_pattern(file) is not None and superseded(directory)
+            ours = parse_shard_name(file) is not None and superseded(directory)
             return ours and directory not in used and _step(directory) not in spared
 
         self.bucket.delete([o.name for o in objects if useless(o.name)])
@@ -325,7 +325,7 @@ class ObjectStore(Store):
     def _remove_shards(self, directory: str) -> None:
         """Removes a step's shards and receipts. Foreign files are left alone."""
         names = [o.name for o in self.bucket.walk(directory)]
-        self.bucket.delete([name for name in names if shard_pattern(name.rpartition("/")[2])])
+        self.bucket.delete([name for name in names if parse_shard_name(name.rpartition("/")[2])])
 
     def write_extra(self, name: str, data: bytes) -> None:
         self.bucket.put(name, data)

@@ -18,7 +18,7 @@ __all__ = ["open_store", "urls_below"]
 
 
 def open_store(root: Root) -> Store:
-    """Returns the store of a root as ``root_of`` gives it, or of its text. Sends no request to a server.
+    """Returns the store of a root as ``canonical_root`` gives it, or of its text. Sends no request to a server.
 
     Raises UsageError when the package that a URL needs is not installed, or not configured.
     """

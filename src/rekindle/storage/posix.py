@@ -18,9 +18,9 @@ from typing import NamedTuple
 from rekindle.common.failpoints import reach
 from rekindle.errors import FormatError
 from rekindle.format.files import Directory
-from rekindle.format.lineage import ShardId, live
-from rekindle.format.names import MANIFEST, PINNED, STEP_DIR, receipt_name, shard_name, shard_pattern, step_dir
-from rekindle.format.receipt import Receipt, read
+from rekindle.format.lineage import ShardId, drop_superseded
+from rekindle.format.names import MANIFEST, PINNED, STEP_DIR, parse_shard_name, receipt_name, shard_name, step_dir
+from rekindle.format.receipt import Receipt, read_file
 from rekindle.memory.notes import RootIdentity
 from rekindle.storage import disk, identity
 from rekindle.storage.copy import copy_shard
@@ -110,7 +110,7 @@ class PosixStore(Store):
         if path.is_symlink():
             return None
         try:
-            return read_head(read(path / MANIFEST), path / MANIFEST)
+            return read_head(read_file(path / MANIFEST), path / MANIFEST)
         except (FileNotFoundError, NotADirectoryError, FormatError):
             return None
 
@@ -215,7 +215,7 @@ class PosixStore(Store):
     @staticmethod
     def _read_receipt(directory: Path, rank: int, world: int) -> Receipt:
         path = directory / receipt_name(rank, world)
-        return Receipt.decode(read(path), path)
+        return Receipt.decode(read_file(path), path)
 
     def _give_final_name(self, directory: Path, stamp: ShardId) -> None:
         """Gives a durable checkpoint its final name. A directory of an older incarnation there is moved aside.
@@ -270,7 +270,7 @@ class PosixStore(Store):
             if kind == "partial" and start == stamp.incarnation.id:
                 with suppress(FileNotFoundError):  # somebody has just finished it
                     names = os.listdir(path)
-                    parts = [shard_pattern(name.removeprefix(".").removesuffix(".tmp")) for name in names]
+                    parts = [parse_shard_name(name.removeprefix(".").removesuffix(".tmp")) for name in names]
                     if MANIFEST not in names and all(part is None or part[0] in ranks for part in parts):
                         unfinished.append((step, path))
         surplus = unfinished[:-keep]
@@ -286,7 +286,7 @@ class PosixStore(Store):
 
     def clean_up(self) -> None:
         durable, _, refused = self._scan()
-        newest = max((stamp.step for stamp in live([p.stamp for p in durable])), default=-1)
+        newest = max((stamp.step for stamp in drop_superseded([p.stamp for p in durable])), default=-1)
         kept = {path for _, path, _ in refused}
         for entry in durable:
             named = self.root / step_dir(entry.stamp.step)
@@ -308,7 +308,7 @@ class PosixStore(Store):
         surplus = self.surplus(keep, keep_every)
         goes = {entry.stamp for entry in surplus}
         durable = self._scan().durable if surplus else []
-        newest = live([entry.stamp for entry in durable])[-max(keep or MOST, 1) :]
+        newest = drop_superseded([entry.stamp for entry in durable])[-max(keep or MOST, 1) :]
         try:
             for entry in durable:
                 if entry.stamp in newest and entry.stamp not in goes:
@@ -423,7 +423,7 @@ def _remove_checkpoint(directory: Path, step: int = -1) -> None:
         reach("drain.prune", step)
         for path in directory.iterdir():
             name = path.name.removeprefix(".")
-            if shard_pattern(name) or name.endswith(".tmp") or name == PINNED:
+            if parse_shard_name(name) or name.endswith(".tmp") or name == PINNED:
                 disk.unlink(path)
         disk.rmdir(directory)
     except FileNotFoundError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rekindle.errors import UsageError
-from rekindle.format.names import MANIFEST, STEP_DIR, Root, root_of
+from rekindle.format.names import MANIFEST, STEP_DIR, Root, canonical_root
 from rekindle.storage.open import urls_below
 
 __all__ = ["describe_root", "refuse_inside", "root_to_train"]
@@ -75,8 +75,8 @@ def refuse_inside(root: Root) -> None:
 
 
 def root_to_train(root: str | os.PathLike[str]) -> Root:
-    """Returns what ``root_of`` does. Raises UsageError inside of another root, where a run would begin from step 0."""
-    checked = root_of(root)
+    """Returns ``canonical_root(root)``. Raises UsageError inside of another root, where a run would begin at step 0."""
+    checked = canonical_root(root)
     refuse_inside(checked)
     return checked
 

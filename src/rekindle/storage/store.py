@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rekindle.common.os_errors import describe_error
 from rekindle.format.files import Files
-from rekindle.format.lineage import Incarnation, ShardId, live
+from rekindle.format.lineage import Incarnation, ShardId, drop_superseded
 from rekindle.format.names import Root
 from rekindle.format.receipt import Receipt
 from rekindle.memory.notes import RootIdentity
@@ -181,7 +181,7 @@ class Store(ABC):
         whose manifest can't be read stays, and so do all older ones: its start may have gone on from any of them.
         """
         contents = self.contents()
-        stay = surviving(live([entry.stamp for entry in contents.published]), keep, keep_every)
+        stay = surviving(drop_superseded([entry.stamp for entry in contents.published]), keep, keep_every)
         after = max((step for step, _ in contents.unread), default=-1)
         return [
             entry

@@ -8,12 +8,12 @@ from typing import Any
 
 from rekindle.errors import CorruptError, FormatError
 from rekindle.format.completeness import find_defect
-from rekindle.format.fields import texts
+from rekindle.format.fields import check_texts
 from rekindle.format.files import Files
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name
 from rekindle.format.reader import NullSink, ShardReader, read_blocks
-from rekindle.format.receipt import checksum, parse
+from rekindle.format.receipt import checksum, parse_document
 from rekindle.format.shard import OpenShard
 from rekindle.storage.catalog import STORAGE, StoredCopy
 
@@ -26,13 +26,13 @@ def read_manifest(files: Files) -> dict[str, Any]:
     Raises CorruptError when it can't be read, or doesn't name exactly the files that a checkpoint has.
     """
     try:
-        manifest = parse(files.read(MANIFEST), MANIFEST_KIND, files.named(MANIFEST))
+        manifest = parse_document(files.read(MANIFEST), MANIFEST_KIND, files.named(MANIFEST))
     except OSError as error:
         raise CorruptError(f"{files.named(MANIFEST)}: {error.strerror}") from error
     try:
         world = ShardId.from_json(manifest["stamp"]).world
         named = [(entry["file"], entry["receipt"]) for entry in manifest["shards"]]
-        texts([entry["receipt_checksum"] for entry in manifest["shards"]])
+        check_texts([entry["receipt_checksum"] for entry in manifest["shards"]])
     except FormatError as error:
         raise CorruptError(f"{files.named(MANIFEST)}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
@@ -111,4 +111,4 @@ def verify_shard(shard: OpenShard, progress: Callable[[int], object] | None = No
         bad += read_blocks(reader, NullSink(), range(len(shard.receipt.checksums)), progress, to_the_end=True)
     finally:
         reader.close()
-    return list({str(error): error for error in map(shard.complain, bad)}.values())
+    return list({str(error): error for error in map(shard.corruption, bad)}.values())

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rekindle.errors import CorruptError, UnsupportedValueError, UsageError
-from rekindle.format.fields import number, numbers
-from rekindle.format.layout import DTYPES, MOST_DIMENSIONS
+from rekindle.format.fields import check_integer, check_integers
+from rekindle.format.layout import DTYPES, MAX_DIMENSIONS
 from rekindle.state.codec import encode, is_plain
 from rekindle.state.tree import assemble
 from rekindle.transfer.progress import Progress
@@ -132,8 +132,8 @@ class DcpSource:
             self._kept = dict(self._metadata.state_dict_metadata)
             self._tensors = {k: kept for k, kept in self._kept.items() if isinstance(kept, TensorStorageMetadata)}
             for kept in self._tensors.values():
-                numbers(list(kept.size), MOST_DIMENSIONS)
-                number(math.prod(max(n, 1) for n in kept.size) * kept.properties.dtype.itemsize)
+                check_integers(list(kept.size), MAX_DIMENSIONS)
+                check_integer(math.prod(max(n, 1) for n in kept.size) * kept.properties.dtype.itemsize)
             for place in self._metadata.storage_data.values():
                 if os.path.basename(place.relative_path) != place.relative_path:
                     raise ValueError(f"{place.relative_path} is no file beside it")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from rekindle.errors import CorruptError, FormatError, NotFoundError, UnsupportedValueError, UsageError
-from rekindle.format.fields import LARGEST, loads, numbers, texts
-from rekindle.format.layout import DTYPES, MOST_DIMENSIONS, Chunk, Layout
+from rekindle.format.fields import MAX_INTEGER, check_integers, check_texts, loads
+from rekindle.format.layout import DTYPES, MAX_DIMENSIONS, Chunk, Layout
 from rekindle.transfer.progress import Progress
 from rekindle.transfer.shards import Item, Shards, nbytes
 from rekindle.transfer.sidecar import SIDECAR, Sidecar
@@ -98,7 +98,7 @@ def _indexed(path: Path) -> dict[str, torch.Tensor]:
     try:
         weights = loads(path.read_bytes())["weight_map"]
         by_file: defaultdict[str, list[str]] = defaultdict(list)
-        for key, file in zip(weights, texts(list(weights.values())), strict=True):
+        for key, file in zip(weights, check_texts(list(weights.values())), strict=True):
             if file != os.path.basename(file):
                 raise ValueError(f"{file[:200]!r} is no file beside it")
             by_file[file].append(key)
@@ -135,9 +135,9 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _tensor(path: Path, key: str, entry: Any, data: memoryview) -> torch.Tensor:
     try:
-        (code,), shape = texts([entry["dtype"]]), numbers(entry["shape"], MOST_DIMENSIONS)
-        start, stop = numbers(entry["data_offsets"], 2)
-        if math.prod(max(n, 1) for n in shape) > LARGEST:
+        (code,), shape = check_texts([entry["dtype"]]), check_integers(entry["shape"], MAX_DIMENSIONS)
+        start, stop = check_integers(entry["data_offsets"], 2)
+        if math.prod(max(n, 1) for n in shape) > MAX_INTEGER:
             raise ValueError("its shape is larger than any memory")
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: tensor {key!r} is not described: {error!r}") from error

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from rekindle.errors import BusyError, NotDurableError, NotFoundError, UsageError
-from rekindle.format.layout import blocks
-from rekindle.format.lineage import Incarnation, ShardId, live
+from rekindle.format.layout import block_ranges
+from rekindle.format.lineage import Incarnation, ShardId, drop_superseded
 from rekindle.format.names import MANIFEST, Root
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir
@@ -118,7 +118,7 @@ def _stamp(job: JobDir, root: Root, step: int) -> ShardId:
     contents = open_store(root).contents()
     copies = copies_from(job, contents)
     incarnation = Incarnation.begin(1 + max((copy.incarnation.generation for copy in copies), default=0))
-    newest = next(iter(live(copies)), None)
+    newest = next(iter(drop_superseded(copies)), None)
     refuse_behind(newest.step if newest else 0, contents.unread, "move it elsewhere, or mend it")
     if newest is not None:
         if newest.step >= step:
@@ -227,7 +227,7 @@ def _write(
     if note is not None:
         by_name, at = {}, 0
         for chunk in plan.layout.chunks:
-            count = len(blocks(chunk))
+            count = len(block_ranges(chunk))
             by_name[chunk.name] = sums[at : at + count]
             at += count
         note.compare(by_name)

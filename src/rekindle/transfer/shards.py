@@ -13,7 +13,7 @@ import torch
 
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.format.boxes import Box
-from rekindle.format.layout import DTYPES, Chunk, blocks
+from rekindle.format.layout import DTYPES, Chunk, block_ranges
 from rekindle.format.reader import NullSink, ShardReader, read_blocks
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
@@ -263,7 +263,7 @@ class _Places(NullSink):
         self.blocks: dict[int, memoryview] = {}
         number = 0
         for index, chunk in enumerate(chunks):
-            for start, stop in blocks(chunk):
+            for start, stop in block_ranges(chunk):
                 if index in places:
                     self.blocks[number] = places[index][start - chunk.start : stop - chunk.start]
                 number += 1
@@ -276,7 +276,7 @@ def _pour(reader: ShardReader, places: Mapping[int, memoryview], progress: Calla
     """Fill the places of these chunks. Raises CorruptError at the first byte that is wrong."""
     sink = _Places(reader.shard.receipt.layout.chunks, places)
     for block in read_blocks(reader, sink, sink.blocks, progress):
-        raise reader.shard.complain(block)
+        raise reader.shard.corruption(block)
 
 
 def _replaced(path: object) -> NotFoundError:

@@ -12,10 +12,10 @@ import torch
 
 from rekindle.errors import CorruptError, FormatError, UnsupportedValueError, UsageError
 from rekindle.format.completeness import tensor_names
-from rekindle.format.fields import check_structure, check_values, numbers, texts
-from rekindle.format.layout import BLOCK, DTYPES, MOST_DIMENSIONS, order_in
+from rekindle.format.fields import check_integers, check_structure, check_texts, check_values
+from rekindle.format.layout import BLOCK, DTYPES, MAX_DIMENSIONS, check_order
 from rekindle.format.lineage import ShardId
-from rekindle.format.receipt import CHECKSUM, checksum, parse, read, seal
+from rekindle.format.receipt import CHECKSUM, checksum, encode_document, parse_document, read_file
 from rekindle.state.codec import encodes, has_pickle
 from rekindle.state.strides import reorder
 from rekindle.state.tree import assemble
@@ -45,13 +45,13 @@ class TensorEntry:
 
 
 def _noted(value: Any) -> TensorEntry:
-    key, name, dtype = texts([value["key"], value["name"], value["dtype"]])
+    key, name, dtype = check_texts([value["key"], value["name"], value["dtype"]])
     if dtype not in DTYPES:
         raise ValueError(f"dtype of {key[:200]!r}")
-    shape, order = list(numbers(value["shape"], MOST_DIMENSIONS)), list(order_in(value))
+    shape, order = list(check_integers(value["shape"], MAX_DIMENSIONS)), list(check_order(value))
     if order and len(order) != len(shape):
         raise ValueError(f"order of {key[:200]!r}")
-    return TensorEntry(key, name, dtype, shape, texts(value["checksums"]), order)
+    return TensorEntry(key, name, dtype, shape, check_texts(value["checksums"]), order)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Sidecar:
             "values": self.values,
             "tensors": list(map(asdict, self.tensors)),
         }
-        write_file(self.path, seal(stamp, _KIND, json.dumps(fields, separators=(",", ":")).encode()[1:-1]))
+        write_file(self.path, encode_document(stamp, _KIND, json.dumps(fields, separators=(",", ":")).encode()[1:-1]))
 
     @staticmethod
     def check_names(shards: Shards) -> None:
@@ -96,7 +96,7 @@ class Sidecar:
     def read(path: Path) -> Sidecar | None:
         """The note in a file, if there is one. Raises FormatError."""
         try:
-            fields = parse(read(path), _KIND, path)
+            fields = parse_document(read_file(path), _KIND, path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:

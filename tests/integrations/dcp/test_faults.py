@@ -22,7 +22,7 @@ from rekindle.errors import BusyError, CorruptError, NotDurableError, NotFoundEr
 from rekindle.format.layout import Chunk, Layout
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name, step_dir
-from rekindle.format.receipt import Receipt, checksum, seal
+from rekindle.format.receipt import Receipt, checksum, encode_document
 from rekindle.integrations.dcp import RekindleReader, RekindleWriter
 from rekindle.integrations.dcp import session as runs
 from rekindle.memory.job_dir import JobDir, memory_base
@@ -330,7 +330,7 @@ def test_a_part_of_a_tensor_that_no_shard_has_is_named(memory: Path, root: Path)
         store.publish(stamp)
     entry = {"file": shard_name(0, 1), "bytes": receipt.file_bytes, "receipt": receipt_name(0, 1)}
     body = json.dumps({"saved_at": "", "shards": [{**entry, "receipt_checksum": checksum(receipt.raw)}]})[1:-1]
-    (store.partial(stamp) / MANIFEST).write_bytes(seal(stamp, MANIFEST_KIND, body.encode()))
+    (store.partial(stamp) / MANIFEST).write_bytes(encode_document(stamp, MANIFEST_KIND, body.encode()))
     store.clean_up()
     error = error_of(lambda: dcp.load({"x": torch.zeros(8, 2)}, storage_reader=RekindleReader(root)))
     assert isinstance(error, CorruptError) and "x[4:6, 0:2] is in no shard" in str(error)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rekindle.errors import NotFoundError, UsageError
-from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId, live
-from rekindle.format.names import LAST_STEP, Root
+from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId, drop_superseded
+from rekindle.format.names import MAX_STEP, Root
 from rekindle.integrations.dcp.away import gone, on_purpose
 from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, newest_stored, refuse_behind
 from rekindle.storage.checks import all_deleted, begins_anew
@@ -131,8 +131,8 @@ def _named(wanted: int | None) -> str:
 def number(root: Root, wanted: int | None, newest: int) -> int:
     """The step of a save, of ``wanted`` or of the number after the ``newest``. Raises UsageError if it is no newer."""
     step = max(newest + 1, 1) if wanted is None else wanted
-    if not 0 <= step <= LAST_STEP:
-        raise UsageError(f"step {step}: must be a whole number of 0 to {LAST_STEP}")
+    if not 0 <= step <= MAX_STEP:
+        raise UsageError(f"step {step}: must be a whole number of 0 to {MAX_STEP}")
     if step <= newest:
         raise UsageError(
             f"step {step} after step {newest} in {root}: steps must grow, for no checkpoint is written over. To go "
@@ -147,7 +147,7 @@ def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
         raise NotFoundError(trouble)
     copies = [copy for arrival in arrivals for copy in arrival.copies]
     ranks: dict[CheckpointKey, set[int]] = {}
-    for copy in live(copies):
+    for copy in drop_superseded(copies):
         ranks.setdefault(copy.checkpoint, set()).update(copy.ranks)
     whole = [copy.checkpoint for copy in copies if ranks.get(copy.checkpoint, set()).issuperset(range(copy.world))]
     loaded = set.intersection(*(set(arrival.loaded) for arrival in arrivals))

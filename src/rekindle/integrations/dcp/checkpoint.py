@@ -25,7 +25,7 @@ from rekindle.format.boxes import Box
 from rekindle.format.completeness import find_defect
 from rekindle.format.files import Files
 from rekindle.format.layout import Chunk
-from rekindle.format.lineage import CheckpointKey, live
+from rekindle.format.lineage import CheckpointKey, drop_superseded
 from rekindle.format.names import MANIFEST, Root, receipt_name, shard_name
 from rekindle.format.receipt import Receipt
 from rekindle.integrations.dcp.away import gone, on_purpose, out_of_sight, refuse_deleted
@@ -114,7 +114,7 @@ class _Gone(CorruptError):
 def _find(root: Root, look: _Look, step: int | None) -> DcpCheckpoint:
     found: dict[CheckpointKey, list[StoredCopy]] = {}
     seen = look()
-    for copy in live(seen.copies):
+    for copy in drop_superseded(seen.copies):
         found.setdefault(copy.checkpoint, []).append(copy)
     whole = {key: parts for key, parts in found.items() if not _lacking(parts)}
     chosen = max((key for key in whole if step in (None, key[0])), default=None)

@@ -85,6 +85,6 @@ def _pour(shard: Shard, filling: Filling) -> None:
             filling.settle()
             return
         gone, left = False, bad
-        problems.append(f"{place}: {opened.complain(bad[0])}")
+        problems.append(f"{place}: {opened.corruption(bad[0])}")
     why = f"step {shard.receipt.stamp.step} can't be loaded: {'; '.join(problems)}"
     raise NotFoundError(why) if gone else CorruptError(why)

@@ -6,7 +6,7 @@ import os
 import re
 
 from rekindle.errors import UsageError
-from rekindle.format.names import Root, root_of, step_dir
+from rekindle.format.names import Root, canonical_root, step_dir
 
 __all__ = ["is_place", "name_of", "place_of", "step_of"]
 
@@ -18,10 +18,10 @@ _STEP = re.compile(r"\D*(\d{1,10})")
 
 def place_of(path: str | os.PathLike[str]) -> tuple[Root, int | None]:
     """The root, and the step if ``path`` is that of a checkpoint, ``ROOT/step-N``, as DCP's own classes are given."""
-    full = root_of(path)
+    full = canonical_root(path)
     parent, _, name = str(full).rpartition("/")
     match = _STEP_OF_ROOT.fullmatch(name)
-    return (root_of(parent or "/"), int(match[1])) if match else (full, None)
+    return (canonical_root(parent or "/"), int(match[1])) if match else (full, None)
 
 
 def step_of(checkpoint_id: str | os.PathLike[str] | int, root: Root) -> int | None:
@@ -29,13 +29,13 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int, root: Root) -> int | No
     if isinstance(checkpoint_id, int):
         return checkpoint_id
     text = os.fspath(checkpoint_id)
-    if root_of(text) == root:
+    if canonical_root(text) == root:
         return None
     parent, _, name = text.rstrip("/").rpartition("/")
     match = _STEP.fullmatch(name)
     if not match:
         raise UsageError(f"checkpoint_id {text!r} names no step: let it end in the step's number, as in 'step-1200'")
-    if parent and root_of(parent) != root:
+    if parent and canonical_root(parent) != root:
         raise UsageError(f"checkpoint_id {text!r} lies outside of {root}, the root of this writer or reader")
     return int(match[1])
 

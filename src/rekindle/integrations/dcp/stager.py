@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rekindle.errors import RekindleError
-from rekindle.format.reader import threads_for
+from rekindle.format.reader import reader_threads
 from rekindle.integrations.dcp.items import copyable, settled
 from rekindle.state.device import Lanes, page_lock, reached
 
@@ -50,7 +50,7 @@ class RekindleStager(AsyncStager):
     _synchronize_after_execute = False
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(threads_for(in_memory=True), thread_name_prefix="rekindle-stage")
+        self._threads = ThreadPoolExecutor(reader_threads(in_memory=True), thread_name_prefix="rekindle-stage")
         self._lanes = Lanes()
         self._buffers: list[_Buffer] = []
 
