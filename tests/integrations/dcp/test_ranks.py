@@ -189,8 +189,8 @@ def columns_of_rows(rank: int, root: Path) -> tuple[bool, int]:
     dcp.load(by_columns, storage_reader=RekindleReader(root))
     right = torch.equal(by_columns["x"].to_local(), tensor.chunk(2, dim=1)[rank])
     counted: list[int] = []
-    close = reader.Reader.close
-    reader.Reader.close = lambda self: (counted.append(self.nbytes), close(self))  # type: ignore[assignment]
+    close = reader.ShardReader.close
+    reader.ShardReader.close = lambda self: (counted.append(self.nbytes), close(self))  # type: ignore[assignment]
     by_rows = {"x": torch.distributed.tensor.zeros(5000, 2500, device_mesh=mesh, placements=[Shard(0)])}
     dcp.load(by_rows, storage_reader=RekindleReader(root))
     right = right and torch.equal(by_rows["x"].to_local(), tensor.chunk(2, dim=0)[rank])
