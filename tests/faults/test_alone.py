@@ -14,8 +14,15 @@ NO_STORE: dict[str, Any] = {"memory": "/proc/nowhere"}
 NO_ROOM: dict[str, Any] = {"memory_limit": 1}
 
 
-@pytest.mark.parametrize("options", [NO_STORE, NO_ROOM], ids=["no-store", "no-room"])
-@pytest.mark.parametrize("fault", ["exception", "term-all"])
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [
+        pytest.param("exception", NO_STORE, id="exception-no-store"),
+        pytest.param("term-all", NO_ROOM, id="term-all-no-room"),
+        pytest.param("exception", NO_ROOM, id="exception-no-room", marks=pytest.mark.campaign(seconds=6)),
+        pytest.param("term-all", NO_STORE, id="term-all-no-store", marks=pytest.mark.campaign(seconds=6)),
+    ],
+)
 def test_straight_to_storage(fault: str, options: dict[str, Any], root: Path, memory: Path, tmp_path: Path) -> None:
     cell = Cell(root, memory, "bare", fault, "backward", options=options)
     out = run(cell)

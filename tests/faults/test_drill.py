@@ -18,7 +18,9 @@ from tests.faults.harness import wait_for
 CAUSES = {"kill": "signal", "term": "notice", "stop": "hang", "hang": "hang", "exception": "exception"}
 
 
-@pytest.mark.parametrize("fault", CAUSES)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=[pytest.mark.campaign(seconds=8)] * (f in ("term", "stop"))) for f in CAUSES]
+)
 def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
     cell, outcomes = Cell(root, memory, steps=80), list[Outcome]()
     trainer = threading.Thread(target=lambda: outcomes.append(run(cell)))

@@ -62,7 +62,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str, i
 
 
 MORE = {("ddp", "kill", "backward"), ("ddp", "kill", "update-first"), ("ddp", "kill", "before-step")}
-MORE |= {("bare", "kill", "forward"), ("ddp", "exception", "update-second")}
+MORE |= {("bare", "kill", "forward"), ("ddp", "exception", "update-second"), ("ddp", "kill-two", "copying")}
 """Cells that show little beside the others."""
 
 

@@ -116,7 +116,12 @@ def test_a_second_block_knows_what_step_it_is(play: Play) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "moment"), [("kill", "before-step"), ("exception", "update-second"), ("loop", "before-step")]
+    ("fault", "moment"),
+    [
+        ("kill", "before-step"),
+        pytest.param("exception", "update-second", marks=pytest.mark.campaign(seconds=8)),
+        pytest.param("loop", "before-step", marks=pytest.mark.campaign(seconds=8)),
+    ],
 )
 def test_a_fault_in_the_last_step_when_the_others_are_through(
     fault: str, moment: str, root: Path, memory: Path, tmp_path: Path

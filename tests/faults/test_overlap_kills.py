@@ -85,7 +85,8 @@ def test_killed_at_the_point_where_half_is_copied(root: Path, memory: Path, job:
     assert whole(root, memory) == 4
 
 
-def test_killed_at_random(root: Path, memory: Path, job: JobDir, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(12, marks=pytest.mark.campaign(seconds=25))])
+def test_killed_at_random(kills: int, root: Path, memory: Path, job: JobDir, tmp_path: Path) -> None:
     """An update begins only once the step before is in memory, so no step is lost that another was built on."""
     luck = random.Random(0)
     copying = 0
@@ -103,6 +104,6 @@ def test_killed_at_random(root: Path, memory: Path, job: JobDir, tmp_path: Path)
         reached, step = last(trace, "stepped"), whole(root, memory)
         assert last(trace, "updated") - 1 <= step <= last(trace, "updated")
         copying += step < reached
-        if copying and number >= 7:
+        if copying and number >= kills - 1:
             return
     pytest.fail("no kill met a copy that step() had not waited for")

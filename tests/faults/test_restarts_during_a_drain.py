@@ -6,6 +6,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import rekindle
 from rekindle.memory.job_dir import JobDir
 from tests.faults.harness import Run, build, finish, kill, restored, start, traced, wait_for
@@ -27,6 +29,7 @@ def _kill_while_draining(run: Run, job: JobDir, more: int) -> None:
     assert not list(run.root.glob("step-*/checkpoint.json")), "the drain was too fast for this test"
 
 
+@pytest.mark.campaign(seconds=20)
 def test_a_restart_with_fewer_ranks_keeps_the_newest_step(root: Path, memory: Path, job: JobDir) -> None:
     before = Run(root, memory, steps=1000, world=2, width=WIDTH, pause=0.02, options=SLOW)
     _kill_while_draining(before, job, 5)

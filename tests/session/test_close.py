@@ -169,7 +169,7 @@ def test_a_run_that_has_saved_nothing_waits_for_what_it_restored(root: Path, mem
 
 def test_when_it_returns_nobody_works_on_storage_or_memory_any_more(root: Path, memory: Path) -> None:
     job = JobDir.of(root, memory_base(memory))
-    for _ in range(6):
+    for _ in range(3):
         training = Training()
         ckpt = rekindle.Checkpointer(root, training.state, persist_every=1, keep=1)
         assert ckpt.restore() == 0
