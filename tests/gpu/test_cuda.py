@@ -13,7 +13,7 @@ import torch
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.state.device import page_lock
-from tests.save.test_overlap import content, snapshot_of
+from tests.save.overlapped import content, snapshot_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

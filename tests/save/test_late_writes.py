@@ -1,0 +1,244 @@
+"""Changes of the state while it is copied: they are noticed and named, and never make a torn snapshot."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.format.receipt import Receipt
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.save.copy import Copying
+from rekindle.save.to_memory import Changed
+from tests.save.overlapped import Adversaries, flight_of, snapshot_of
+
+
+def clip(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-1e-3, 1e-3)
+
+
+def clip_unseen(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-1e-3, 1e-3)  # ``data`` has a version counter of its own
+
+
+def test_a_late_writer_is_named_and_never_makes_a_torn_snapshot(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Adversaries(1500)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, overlap=True)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    training.update()
+    caught: list[set[str]] = []  # by save that failed: the copy may be over before all that changes has changed
+    for step in range(1, 5):
+        before = {name: p.detach().clone() for name, p in training.one.named_parameters()}
+        with caplog.at_level(logging.ERROR, "rekindle"):
+            ckpt.step(step)
+            clip(training.one)  # too late: should have been done before step()
+            training.update()
+        flight = flight_of(ckpt)
+        if not flight.committed:
+            assert isinstance(flight.error, Changed)
+            caught.append(set(flight.error.names))
+        assert snapshot_of(job, step).exists() == flight.committed
+        if snapshot_of(job, step).exists():  # it has the weights as they were at step(), not as they were clipped
+            found = Receipt.decode(snapshot_of(job, step).read_bytes(), "")
+            chunk = next(c for c in found.layout.chunks if c.name == "one.0.weight")
+            shard = snapshot_of(job, step).with_suffix(".safetensors").read_bytes()[found.header_bytes :]
+            assert shard[chunk.start : chunk.stop] == before["0.weight"].numpy().tobytes()
+    ckpt.close()
+    assert len(caught) == ckpt.metrics.failed
+    assert len(set[str]().union(*caught)) == sum(map(len, caught)), "what was caught is copied inside of step() since"
+    assert not caught or ("one.0." in caplog.text and "ckpt.updating()" in caplog.text)
+
+
+FREES = """
+import os, sys, threading, time, torch, rekindle
+model = torch.nn.Linear(4096, 4096, bias=False)  # 64 MiB, which go back to the system at once
+optimizer = torch.optim.SGD(model.parameters())
+hashed = []
+
+def watch(frame, event, what):
+    if event == "c_call" and frame.f_code.co_name == "_move" and what.__name__ == "update":
+        hashed.append(what)
+        if len(hashed) == 2:
+            model.weight.untyped_storage().resize_(0)
+
+threading.setprofile(watch)
+sys.setprofile(watch)
+ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, memory=sys.argv[2], overlap=True)
+ckpt.restore()
+ckpt.step(1)
+while not ckpt._saves.memory.flight._landed:  # settle() would help to copy, and read on while the other thread frees
+    time.sleep(0.01)
+ckpt._saves.settle()
+print(ckpt.metrics.failed, len(hashed), flush=True)
+os._exit(0)
+"""
+
+
+def test_memory_that_is_freed_under_the_copy_costs_the_save_and_not_the_trainer(root: Path, memory: Path) -> None:
+    """Between two pieces of one block."""
+    command = [sys.executable, "-c", FREES, str(root), str(memory)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "64"}  # one thread copies
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["1", "2"]), done.stderr
+    assert "freed or resized while it was being copied" in done.stderr
+
+
+def test_a_late_write_that_outlasts_the_copy_is_noticed_too(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch counts a write when it is over, so a count that hasn't moved when the copy ends proves nothing yet."""
+    monkeypatch.setattr(
+        "rekindle.save.to_memory._WRITE", 60.0
+    )  # on a busy machine it may take longer than is waited for
+    model = torch.nn.Linear(2048, 2048, bias=False)
+    ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": torch.optim.SGD(model.parameters())})
+    ckpt.restore()
+    ckpt.save(1, wait="memory")
+    ckpt.step(2)
+    with torch.no_grad():
+        model.weight.polygamma_(3)  # starts at once, and takes its time
+    flight = flight_of(ckpt)
+    assert not flight.committed and isinstance(flight.error, Changed)
+    ckpt.close()
+
+
+def trained_by_hand(root: Path) -> rekindle.Checkpointer:
+    model = torch.nn.Linear(2048, 2048)
+    ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": torch.optim.SGD(model.parameters())})
+    ckpt.restore()
+    return ckpt
+
+
+def test_a_trainer_that_comes_for_the_save_is_not_waited_for(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copying thread has begun to wait for a device, and the trainer now waits for the copying thread."""
+    monkeypatch.setattr("rekindle.save.to_memory._WRITE", 60.0)
+    ckpt, finish, copied = trained_by_hand(root), Copying.finish, threading.Event()
+
+    def on_a_device(copying: Copying) -> list[str]:
+        sums = finish(copying)
+        if threading.current_thread() is not threading.main_thread():
+            copied.set()
+            time.sleep(0.3)  # as long as the transfer takes
+        return sums
+
+    monkeypatch.setattr(Copying, "finish", on_a_device)
+    ckpt.step(1)
+    assert copied.wait(20)
+    began = time.monotonic()
+    assert ckpt.latest().step == 1
+    assert time.monotonic() - began < 30
+    ckpt.close()
+
+
+def test_a_dying_gasp_does_not_wait_for_a_trainer_that_hangs(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.save.to_memory._WRITE", 60.0)
+    ckpt = trained_by_hand(root)
+    end, go = os.pipe()
+    hangs = threading.Event()
+
+    def train() -> None:
+        ckpt.step(1)
+        hangs.set()
+        os.read(end, 1)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    assert hangs.wait(20)
+    began = time.monotonic()
+    ckpt._saves.gasp(ckpt._stamp(1), whole=False)
+    took = time.monotonic() - began
+    os.write(go, b"x")
+    trainer.join()
+    assert took < 30 and flight_of(ckpt).committed
+    ckpt.close()
+
+
+@pytest.mark.parametrize("writer", [clip, clip_unseen])
+def test_verify_finds_every_late_writer(
+    writer: Any, root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Adversaries(64)
+    ckpt = rekindle.Checkpointer(root, training.state, overlap="verify", persist_every=10**6)
+    ckpt.restore()
+    with caplog.at_level(logging.ERROR, "rekindle"):
+        for step in range(1, 4):
+            training.update()
+            ckpt.step(step)
+        assert ckpt.metrics.failed == 0 and not caplog.text
+        writer(training.two)
+        training.update()
+        ckpt.step(4)
+    assert ckpt.metrics.failed == 1
+    assert "two.0.weight" in caplog.text and "ckpt.step(3)" in caplog.text
+    ckpt.close()
+
+
+def test_verify_raises_where_failures_are_to_be_raised(root: Path, memory: Path) -> None:
+    training = Adversaries(64)
+    ckpt = rekindle.Checkpointer(root, training.state, overlap="verify", strict=True)
+    ckpt.restore()
+    ckpt.step(1)
+    clip_unseen(training.one)
+    training.update()
+    # What had been copied before the change is not named.
+    with pytest.raises(rekindle.UsageError, match=r"one\.\d\.(weight|bias).*ckpt\.step\(1\)"):
+        ckpt.step(2)
+
+
+def test_memory_that_is_taken_away_in_the_window_costs_the_snapshot_at_most(root: Path, memory: Path) -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6, overlap=True)
+    ckpt.restore()
+    flight = None
+    ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)  # the copy can't begin before
+    ckpt.step(1)
+    flight = ckpt._saves.memory.flight
+    model[7].untyped_storage().resize_(0)
+    with torch.no_grad():
+        model[7].set_(torch.zeros(1 << 20))
+    optimizer.step()
+    assert flight.error is not None and not flight.committed
+    ckpt.step(2)
+    ckpt.save(2, wait="memory")
+    assert ckpt.metrics.failed == 1
+    ckpt.close()
+
+
+def test_a_parameter_that_gets_other_memory_in_the_window(root: Path, memory: Path) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(2000, 2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = rekindle.Checkpointer(
+        root, {"model": model, "optimizer": optimizer}, persist_every=10**6, strict=True, overlap=True
+    )
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    expected = model.weight.detach().clone()
+    ckpt.step(1)
+    model.weight.data = torch.full((2000, 2000), 3.0)
+    ckpt.save(1, wait="memory")
+    found = Receipt.decode(snapshot_of(job, 1).read_bytes(), "")
+    shard = snapshot_of(job, 1).with_suffix(".safetensors").read_bytes()[found.header_bytes :]
+    chunk = next(c for c in found.layout.chunks if c.name == "model.weight")
+    assert shard[chunk.start : chunk.stop] == expected.numpy().tobytes()
+    ckpt.close()
