@@ -160,6 +160,8 @@ def test_modules_that_a_page_quotes_exist(page: Path) -> None:
         return
     for quoted in re.findall(r"`([\w/]+/\w+\.py)`", (REPO / page).read_text()):
         assert any((top / quoted).exists() for top in (REPO, REPO / "src" / "rekindle")), f"{page}: {quoted}"
+    for quoted in re.findall(r"`(test_\w+\.py)`", (REPO / page).read_text()):
+        assert any(REPO.glob(f"tests/**/{quoted}")), f"{page}: {quoted}"
 
 
 def test_the_glossary_is_short() -> None:
