@@ -19,7 +19,7 @@ import pytest
 
 import rekindle
 from rekindle.agent.drain import Drainer
-from rekindle.agent.http import ask
+from rekindle.agent.http import send_request
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import step_dir
 from rekindle.memory.job import JobInfo
@@ -274,7 +274,7 @@ def test_a_memory_store_whose_path_is_too_long_for_a_sockets_address(tmp_path: P
     with ckpt.guard() as guard:
         assert guard.connected(30)
         ckpt.save(1, wait="durable")
-    wait_for(lambda: ask(job.paths.agent_socket, "GET", "/status")["durable"] == 1)
+    wait_for(lambda: send_request(job.paths.agent_socket, "GET", "/status")["durable"] == 1)
     ckpt.close()
     wait_for(lambda: not job.path.exists() or not any(job.snapshots.shard_ids()))
     end_agent(job)

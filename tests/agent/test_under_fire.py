@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.agent.http import ask
+from rekindle.agent.http import send_request
 from rekindle.errors import AgentError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job import JobInfo
@@ -78,7 +78,7 @@ def say(path: Path, data: bytes) -> None:
 def answers(job: JobDir) -> bool:
     """False while there are too many others in the queue before its door."""
     try:
-        return ask(job.paths.agent_socket, "GET", "/status")["error"] is None
+        return send_request(job.paths.agent_socket, "GET", "/status")["error"] is None
     except AgentError:
         return False
 
@@ -115,7 +115,7 @@ def test_garbage_is_refused(job: JobDir, root: Path) -> None:
     say(job.paths.agent_socket, b"POST /stop HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n")
     say(job.paths.agent_socket, b"GET /status HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n")
     save(job, root, 2)
-    assert ask(job.paths.agent_socket, "GET", "/status")["error"] is None
+    assert send_request(job.paths.agent_socket, "GET", "/status")["error"] is None
     wait_for(lambda: held(job)[0] <= before[0] + 2)
     assert held(job)[1] < before[1] + 64
     log = job.paths.agent_log.read_text()  # aiohttp tells of each malformed question, at length

@@ -33,7 +33,7 @@ def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
     trainer.join(90)
     assert outcomes, "the job has not come to its end"
     # The launcher may have collected the dead rank before the agent got a processor.
-    late = (report.cause, report.what) == ("exit", "rank 1 is gone, and its exit code with it")
+    late = (report.cause, report.what) == ("exit", "rank 1 has ended with an exit code that is not known")
     assert report.cause == CAUSES[fault] or (fault == "kill" and late), report
     assert report.rank == 1 and re.search(r"\brank(s 0,)? 1\b", report.what)
     assert report.noticed is not None and 0 <= report.noticed < 30  # generous: the machine may have other work

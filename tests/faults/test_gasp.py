@@ -78,7 +78,7 @@ def test_fault(
     cause, what = CAUSES[fault]
     # Without an agent nobody writes the cause down; a new one may have come in time for the survivor's exception. An
     # agent that got no processor until the parent had collected the dead rank says that, and no more.
-    late = (out.cause, out.what) == ("exit", "rank 1 is gone, and its exit code with it")
+    late = (out.cause, out.what) == ("exit", "rank 1 has ended with an exit code that is not known")
     assert (out.cause == cause and what in out.what) or (fault == "agent-kill" and out.cause == "exception") or late
     assert any(code != 0 for code in out.codes[0]) and len(out.codes) == 2
     assert judge(out, unbroken(memory, config, world)) == []

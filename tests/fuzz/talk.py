@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rekindle.agent.http import ask, serve
+from rekindle.agent.http import send_request, serve
 from rekindle.agent.monitor import RankMonitor
 from rekindle.errors import RekindleError
 from rekindle.memory.fault import Fault
@@ -131,7 +131,7 @@ async def _watched(job: JobDir, lines: list[bytes], page: list[int]) -> None:
     ours, theirs = socket.socketpair()
     _, to_agent = await asyncio.open_connection(sock=ours)
     from_rank, to_rank = await asyncio.open_connection(sock=theirs, limit=1 << 20)
-    meeting = asyncio.ensure_future(watching._meet(from_rank, to_rank))
+    meeting = asyncio.ensure_future(watching._serve_rank(from_rank, to_rank))
     to_agent.write(b"".join(lines))
     for _ in range(3):
         await asyncio.sleep(0)
@@ -140,12 +140,12 @@ async def _watched(job: JobDir, lines: list[bytes], page: list[int]) -> None:
     data[page[0]] = page[1]
     path.write_bytes(data)
     for _ in range(3):
-        watching._look()
+        watching._check_ranks()
         await asyncio.sleep(0)
     to_agent.close()
     await asyncio.wait_for(meeting, 5.0)
     for number in list(watching.ranks):
-        watching._part(watching.ranks[number])
+        watching._remove(watching.ranks[number])
     await asyncio.sleep(0)
     if failed:
         raise failed[0].get("exception") or AssertionError(failed[0]["message"])
@@ -183,7 +183,7 @@ class answer:
             thread.start()
             began = time.monotonic()
             with suppress(RekindleError):
-                found = ask(place / "agent.sock", "GET", "/status", timeout=0.1)
+                found = send_request(place / "agent.sock", "GET", "/status", timeout=0.1)
                 assert isinstance(found, dict)
             assert time.monotonic() - began < 5.0
             thread.join()

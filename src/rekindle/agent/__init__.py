@@ -1,1 +1,1 @@
-"""The process that outlives the trainers. It never holds torch, and keeps no state that is not in files."""
+"""Holds the agent: the process that outlives the trainers. It imports no torch and keeps all of its state in files."""

@@ -1,4 +1,7 @@
-"""``python -m rekindle.agent JOB_DIRECTORY``: how a trainer starts its node's agent."""
+"""Starts an agent for ``python -m rekindle.agent JOB_DIRECTORY``, as trainers do: reads the argument, sets up the log.
+
+The agent itself is in ``rekindle.agent.service``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from rekindle.memory.job_dir import JobDir
 
 
 def main() -> int:
+    """Serves the job in the first argument. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         return run(JobDir(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Addresses of sockets, which have room for a short path only."""
+"""Shortens addresses of Unix sockets, which have room for about a hundred bytes only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from pathlib import Path
 __all__ = ["socket_address"]
 
 _ROOM = 100
-"""Bytes of a path. Linux has room for 107, others for a little less."""
+"""Most bytes of a path. Linux has room for 107, other systems for a little less."""
 
 
 @contextmanager
 def socket_address(path: Path) -> Iterator[str]:
-    """A name for a socket that fits, to bind or connect to at once: a longer one begins with its directory, open."""
+    """Gives a socket's path a name that fits, to bind or connect to inside of the context.
+
+    The name of a longer path goes through a descriptor of its directory.
+    """
     if len(os.fsencode(path)) <= _ROOM:
         yield str(path)
         return

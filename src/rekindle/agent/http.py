@@ -1,4 +1,4 @@
-"""The agent's questions and answers: HTTP over a Unix socket in the job's own directory."""
+"""Serves the agent's HTTP requests, and sends them: over a Unix socket in the job's own directory."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rekindle.agent.address import socket_address
 from rekindle.errors import AgentError
 from rekindle.format.fields import loads
 
-__all__ = ["ask", "serve"]
+__all__ = ["send_request", "serve"]
 
 _CONNECTIONS = 64
-"""At a time; beyond that the oldest one has to go. Each is a file, which a drain would want, too."""
+"""Most connections at a time; beyond that the oldest is closed. Each is an open file, which a drain may need."""
 _PATIENCE = 30.0
-"""Seconds that a connection may last. A question takes milliseconds."""
+"""Seconds that a connection may last. A request takes milliseconds."""
 _LONGEST = 1 << 20
-"""Bytes of an answer that are read, at most."""
+"""Most bytes of an answer that are read."""
 
 
 async def serve(
     socket: Path,
     status: Callable[[], dict[str, Any]],
     stop: Callable[[], None],
-    tell: Callable[[int, dict[str, Any]], bool],
+    send_to_rank: Callable[[int, dict[str, Any]], bool],
 ) -> web.AppRunner:
-    """Answer ``GET /status``, ``POST /stop`` and ``POST /drill`` until the runner is cleaned up.
+    """Answers ``GET /status``, ``POST /stop`` and ``POST /drill`` until the runner is cleaned up.
 
-    ``tell`` passes a message to a rank.
+    ``send_to_rank`` sends a message to a rank, and returns False when it isn't connected.
     """
 
     async def get_status(_: web.Request) -> web.Response:
@@ -45,17 +45,17 @@ async def serve(
     async def post_drill(request: web.Request) -> web.Response:
         rank, fault = request.query.get("rank", ""), request.query.get("fault")
         if not (rank.isascii() and rank.isdecimal() and len(rank) < 10) or fault is None:
-            raise web.HTTPBadRequest(text="say /drill?rank=NUMBER&fault=NAME")
-        return web.json_response({"told": tell(int(rank), {"drill": fault})})
+            raise web.HTTPBadRequest(text="the request must be /drill?rank=NUMBER&fault=NAME")
+        return web.json_response({"told": send_to_rank(int(rank), {"drill": fault})})
 
-    doors: list[asyncio.Server] = []
+    listeners: list[asyncio.Server] = []
 
-    async def shut(_: web.Application) -> None:
-        for door in doors:
-            door.close()
+    async def stop_listening(_: web.Application) -> None:
+        for listener in listeners:
+            listener.close()
 
     app = web.Application()
-    app.on_shutdown.append(shut)
+    app.on_shutdown.append(stop_listening)
     app.add_routes(
         [web.get("/status", get_status), web.post("/stop", post_stop), web.post("/drill", post_drill)],
     )
@@ -64,21 +64,21 @@ async def serve(
     loop, server = asyncio.get_running_loop(), runner.server
     assert server is not None
 
-    def meet() -> asyncio.BaseProtocol:
+    def accept() -> asyncio.BaseProtocol:
         for oldest in server.connections[:-_CONNECTIONS]:
             oldest.force_close()
         handler = server()
-        loop.call_later(_PATIENCE, handler.force_close)  # aiohttp waits for the rest of a question for ever
+        loop.call_later(_PATIENCE, handler.force_close)  # aiohttp waits for the rest of a request for ever
         return handler
 
     socket.unlink(missing_ok=True)
     with socket_address(socket) as name:
-        doors.append(await loop.create_unix_server(meet, name))
+        listeners.append(await loop.create_unix_server(accept, name))
     return runner
 
 
-def ask(socket: Path, method: str, path: str, timeout: float = 5.0) -> dict[str, Any]:
-    """One question to an agent. Raises AgentError when it doesn't answer within ``timeout`` seconds."""
+def send_request(socket: Path, method: str, path: str, timeout: float = 5.0) -> dict[str, Any]:
+    """Sends one request to an agent and returns its answer. Raises AgentError without one in ``timeout`` seconds."""
 
     async def exchange(name: str) -> dict[str, Any]:
         limit = aiohttp.ClientTimeout(total=timeout)

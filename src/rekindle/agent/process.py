@@ -1,4 +1,4 @@
-"""A process that isn't ours, watched: is it running, stopped or over, and what has ended it."""
+"""Watches processes that the agent did not start: running, stopped or ended, and the cause of the end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 __all__ = ["Child", "ProcessState", "Process", "children", "oom_kills"]
 
 _EXITING = 0x4
-"""PF_EXITING: the process is on its way out. It may take its time: 60 ms for each GB that has to be unmapped, during
-which a pidfd says nothing yet (measured)."""
+"""PF_EXITING: the process is on its way out. That takes 60 ms for each GB to unmap (measured), during which a pidfd
+reports nothing yet."""
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,22 @@ class ProcessState:
     over: bool
     stopped: bool
     status: int | None
-    """What ``os.waitpid`` would give, once it is over; None when its parent has collected it already."""
+    """Status as of ``os.waitpid``, once it is over; None when its parent has collected it already."""
 
 
 class Process:
-    """Somebody else's process. The file that is kept open speaks of this one, whoever gets its number next.
+    """A process that another one started. An open file refers to it, even after its number is given to another one.
 
     A look takes 4 microseconds.
     """
 
     def __init__(self, pid: int) -> None:
-        """Raises ProcessLookupError or FileNotFoundError when it is gone."""
+        """Opens the process. Raises ProcessLookupError or FileNotFoundError when it is gone."""
         self.pid = pid
         self._fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
     def look(self) -> ProcessState:
+        """Returns its state now."""
         try:
             fields = os.pread(self._fd, 1024, 0).rpartition(b")")[2].split()
         except ProcessLookupError:
@@ -49,7 +50,7 @@ class Process:
         return ProcessState(over, fields[0] in (b"T", b"t"), int(fields[49]) if over else None)
 
     def send(self, number: int) -> None:
-        """Send a signal, if it is still there."""
+        """Sends a signal, if the process is still there."""
         with suppress(ProcessLookupError):
             if not self.look().over:
                 os.kill(self.pid, number)
@@ -60,13 +61,13 @@ class Process:
 
 @dataclass(frozen=True)
 class Child:
-    """A process that another one has started. Its number and its time of birth tell it from all others."""
+    """A descendant of a watched process. Its number and its start time tell it from all others."""
 
     pid: int
     born: int
 
     def kill(self) -> None:
-        """End it, if it is still there. No file is kept open for that: a loader's workers may be hundreds."""
+        """Kills it, if it is still there. Keeps no file open for that: a loader's workers may be hundreds."""
         found = _stat(self.pid)
         if found is not None and found.born == self.born:
             with suppress(ProcessLookupError):
@@ -89,8 +90,8 @@ def _stat(pid: int) -> _Stat | None:
 
 
 def children(pids: Iterable[int]) -> dict[int, list[Child]]:
-    """All that these processes have started, and what those have. Whoever has a session of its own is left out: it
-    was made to outlive its parent, as an agent is.
+    """Maps each of these processes to its descendants. A process with a session of its own is left out with its
+    descendants: it was made to outlive its parent, as an agent is.
 
     Takes 20 microseconds for each process of the node.
     """
@@ -110,9 +111,12 @@ def children(pids: Iterable[int]) -> dict[int, list[Child]]:
 
 
 def describe_end(status: int | None, oom: bool) -> tuple[str, str]:
-    """Cause, and one line about it, of an end. ``oom``: whether the kernel has been killing for want of memory."""
+    """Returns the cause of an end, as of ``Fault.cause``, and one line about it.
+
+    ``oom`` is True if the kernel has been killing processes for want of memory.
+    """
     if status is None:
-        return "exit", "is gone, and its exit code with it"
+        return "exit", "has ended with an exit code that is not known"
     if not os.WIFSIGNALED(status):
         return "exit", f"ended with exit code {os.WEXITSTATUS(status)}"
     number = os.WTERMSIG(status)
@@ -126,7 +130,7 @@ def describe_end(status: int | None, oom: bool) -> tuple[str, str]:
 
 
 def oom_kills(pid: int) -> int:
-    """How many processes the kernel has killed for want of memory: anywhere, and in the process's control group."""
+    """Counts the processes that the kernel killed for want of memory: anywhere, and in the process's control group."""
     counts = [_count(Path("/proc/vmstat"))]
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""A hang's report: who is behind, where every rank's threads stood, which collective each came to last."""
+"""Writes the report of a hang: the rank that is behind, the stacks of all ranks, the last collective of each."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _IDLE = "concurrent/futures/thread.py"
 
 
 def report_name(generation: int, step: int) -> str:
-    """Where a hang's report goes: beside the checkpoints, where it outlives the node."""
+    """Returns the name of a hang's report, beside the checkpoints, where it outlives the node."""
     return f"hang-{generation}-step-{step}/report.txt"
 
 
 def main_stack(text: str) -> str:
-    """Of what faulthandler has written: where the main thread stood, which is the one that takes signals."""
+    """Returns the main thread's part of a text that faulthandler wrote: the thread that takes signals."""
     found = [part for part in text.split("\n\n") if part.startswith("Current thread")]
     return found[0].strip() if found else ""
 
 
 def _in_order(text: str) -> str:
-    """The main thread first, and nobody who waits for work or for news of a fault."""
+    """Puts the main thread first, and leaves out threads that wait for work or for news of a fault."""
     parts = [part.strip() for part in text.split("\n\n") if part.strip()]
 
     def waits(part: str) -> bool:
@@ -49,13 +49,13 @@ def _in_order(text: str) -> str:
 
 
 def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
-    """Write ``report.txt``, and beside it each rank's collectives as ``torchfrtrace`` reads them. Doesn't raise.
+    """Writes ``report.txt``, and beside it each rank's collectives as ``torchfrtrace`` reads them. Never raises.
 
-    To be called when the ranks are over, or have had the time to write what they know into the job's directory.
+    To be called when the ranks have ended, or have had time to write what they know into the job's directory.
     """
     parts = [f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(fault.at))} {fault.what}", fault.detail]
     for rank in ranks:
-        parts += ["", f"== rank {rank} ==", _in_order(_text(job.paths.stacks(rank))) or "could not tell where it stood"]
+        parts += ["", f"== rank {rank} ==", _in_order(_text(job.paths.stacks(rank))) or "its stacks are not known"]
     try:
         info = job.read_job()
         if info is None:
@@ -67,9 +67,9 @@ def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
                 store.write_extra(
                     report.replace("report.txt", f"rank_{rank}"), job.paths.flight_record(rank).read_bytes()
                 )
-        log.error("the report is %s/%s", info.root, report)
+        log.error("the report of the hang is %s/%s", info.root, report)
     except (OSError, RekindleError) as error:
-        log.error("the report could not be written: %s", error)
+        log.error("the report of the hang could not be written: %s", error)
 
 
 def _text(path: Path) -> str:

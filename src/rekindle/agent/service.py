@@ -1,4 +1,7 @@
-"""The agent's life: take the lock, drain, answer, and leave when nobody needs it any more."""
+"""Runs a job's agent: takes the lock, drains, answers requests, and ends when the job needs it no more.
+
+``python -m rekindle.agent`` and ``rekindle agent`` both call ``run``.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,16 @@ __all__ = ["run", "describe_orphan"]
 log = logging.getLogger("rekindle.agent")
 
 _IDLE = 0.5
-"""Seconds between two looks when no trainer is there and nothing is to be drained: somebody may come back."""
-_SILENT, _TELL_EVERY = 10.0, 1.0
-"""Seconds without an answer after which storage is said to hang, and an agent that was told to go gives up the drain in
-hand; and seconds between looks whether it does."""
+"""Seconds between two checks while there is no trainer and nothing to drain."""
+_HANGS_AFTER, _CHECK_EVERY = 10.0, 1.0
+"""Seconds without an answer after which storage is reported to hang, and an agent that was told to end gives up the
+drain in hand; then the seconds between two checks of that."""
 _NO_JOB = 60.0
-"""Seconds that an agent waits for a trainer to say what the job is."""
+"""Seconds that an agent waits for a trainer to write down the job."""
 
 
 class Agent:
-    """One job's agent on this node. Everything it would miss after its death is in files."""
+    """One job's agent on this node. All that its successor would need is in files."""
 
     def __init__(self, job: JobDir, lock: Lock) -> None:
         self.job = job
@@ -50,23 +53,24 @@ class Agent:
         self.drainer = Drainer(job)
         self.monitor = RankMonitor(job, self._urgent)
         self.stopping = False
-        """Leave, and give the memory back, once everything is durable."""
+        """True once the agent is to end, and to give the memory back, as soon as everything is durable."""
         self.quitting = False
-        """Leave after the drain in hand; the memory stays."""
+        """True once the agent is to end after the drain in hand. The memory stays."""
         self._alone_since = time.monotonic()
         self._idle = False
-        """Whether the last trainer has gone, and what it left has been put together."""
+        """True once the last trainer has ended and the dead ranks' snapshots have been rebuilt."""
         self._written = ""
         # The event loop keeps its priority: it must answer, and notice faults, while training has all cores busy.
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=lower_priority)
 
     def _info(self) -> JobInfo | None:
-        """What the job is; None as long as that is not known, or can't be read, of which the drain tells."""
+        """Reads the job's description; None while there is none, and when it can't be read, which the drain reports."""
         with contextlib.suppress(FormatError):
             return self.job.read_job()
         return None
 
     def status(self) -> dict[str, Any]:
+        """Returns the answer to ``GET /status``."""
         info = self._info()
         return {
             "pid": os.getpid(),
@@ -79,16 +83,16 @@ class Agent:
         }
 
     def _silent(self) -> float:
-        """Seconds since storage has last answered, if it is asked for something."""
+        """Returns the seconds since storage last answered; 0 while no request waits for it."""
         moved = self.drainer.progress.moved
         return 0.0 if moved is None else time.monotonic() - moved
 
     def _progress(self) -> dict[str, Any]:
-        """That of the drain. A store that hangs can't say so itself."""
+        """Returns the drain's progress. Adds an error when storage hangs, which the waiting drain can't report."""
         progress = asdict(self.drainer.progress)
         del progress["moved"]
         silent = self._silent()
-        if silent > _SILENT:
+        if silent > _HANGS_AFTER:
             progress["error"] = f"storage does not answer, for {silent // 10 * 10:.0f} s now: see that its server is up"
         progress["error"] = describe_orphan(self.job) or progress["error"]
         return progress
@@ -96,14 +100,14 @@ class Agent:
     def _write_status(self) -> None:
         text = json.dumps({"pid": os.getpid(), **self._progress()})
         if text != self._written and self.job.path.exists():
-            with contextlib.suppress(OSError):  # full memory must not end the one who could empty it
+            with contextlib.suppress(OSError):  # full memory must not end the process that could empty it
                 write_atomic(self.job.paths.agent_status, text.encode())
             self._written = text
 
-    async def _go_on_telling(self) -> None:
-        """While the drain may hang in storage. The file's time is the sign of life that trainers look for."""
+    async def _keep_writing_status(self) -> None:
+        """Writes the status even while the drain hangs. Trainers take the file's time as the agent's sign of life."""
         while True:
-            await asyncio.sleep(_TELL_EVERY)
+            await asyncio.sleep(_CHECK_EVERY)
             self._write_status()
             with contextlib.suppress(OSError):
                 os.utime(self.job.paths.agent_status)
@@ -117,24 +121,25 @@ class Agent:
         self._leave_if_stuck()
 
     def _leave_if_stuck(self) -> None:
-        """Storage that hangs keeps the drain in hand for ever, and this process with it."""
-        if self._silent() > _SILENT:
-            log.error("storage hangs: left in the middle of a drain; memory has what it was draining")
+        """Ends the process when storage hangs: the drain in hand, and the process with it, would never end."""
+        if self._silent() > _HANGS_AFTER:
+            log.error("the agent ends in the middle of a drain, as storage hangs: the step stays in memory")
             os._exit(1)
-        asyncio.get_running_loop().call_later(_TELL_EVERY, self._leave_if_stuck)
+        asyncio.get_running_loop().call_later(_CHECK_EVERY, self._leave_if_stuck)
 
     def _urgent(self, on: bool) -> None:
         self.drainer.hurry(on or self.quitting)
 
     async def run(self) -> None:
+        """Drains and answers until it is told to end, the job ends, or the lock is lost."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._quit)
-        runner = await serve(self.job.paths.agent_socket, self.status, self._stop, self.monitor.tell)
-        tasks = [loop.create_task(self.monitor.serve()), loop.create_task(self._go_on_telling())]
+        runner = await serve(self.job.paths.agent_socket, self.status, self._stop, self.monitor.send_to)
+        tasks = [loop.create_task(self.monitor.serve()), loop.create_task(self._keep_writing_status())]
         log.info("agent %d serves %s", os.getpid(), self.job.path)
         try:
-            while not self.quitting and self.lock.held():  # else the job has another agent, or none
+            while not self.quitting and self.lock.held():  # without the lock the job has another agent, or none
                 busy = await loop.run_in_executor(self._behind, self._work)
                 if not busy and await loop.run_in_executor(self._behind, self._done):
                     return
@@ -154,7 +159,7 @@ class Agent:
         return busy
 
     def _done(self) -> bool:
-        """Whether to leave now; with the job's memory given back, unless storage still lacks something."""
+        """Returns True if the agent is to end now. Gives the job's memory back first, once storage has all of it."""
         now = time.monotonic()
         if self.job.trainers():
             self._alone_since, self.stopping = now, False
@@ -174,35 +179,36 @@ class Agent:
 
 
 def describe_orphan(job: JobDir) -> str | None:
-    """What to tell of snapshots that nobody can drain, for somebody has removed what the trainers wrote of the job."""
+    """Describes snapshots that no agent can drain, as the job's description was removed; None if there are none."""
     if os.path.exists(job.path / "job.json"):
         return None
     newest = max((stamp.step for stamp, _ in job.snapshots.shard_ids()), default=None)
     if newest is None:
         return None
     return (
-        f"step {newest} stays in memory: {job.path / 'job.json'}, which says where to carry it, is gone: start the job "
-        "again on this node, it goes on from there, or give the step up with 'rekindle stop --discard ROOT'"
+        f"step {newest} stays in memory and can't be drained, because {job.path / 'job.json'} is gone, which names its "
+        "root. Start the job again on this node to go on from there, or give the step up with 'rekindle stop --discard "
+        "ROOT'"
     )
 
 
 def _trim() -> None:
-    """Give back what importing left over: some megabytes, of the few that an agent may hold."""
+    """Gives back the memory that imports left over: some megabytes, of the few that an agent may hold."""
     gc.collect()
     if sys.platform.startswith("linux"):
         getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
 
 
 def run(job: JobDir) -> int:
-    """Serve one job until it is over. Returns 0 also when another agent is already there."""
+    """Serves one job until it is over. Returns the exit code: 0 also when another agent already serves it."""
     job.check()
     lock = Lock(job.paths.agent_lock)
     if not job.path.is_dir():
         return 0  # the job ended before its agent had come up
     if not lock.acquire(1.0):
-        log.info("another agent serves %s", job.path)
+        log.info("this agent ends, as another one serves %s", job.path)
         return 0
     _trim()
     asyncio.run(Agent(job, lock).run())
-    log.info("agent %d leaves", os.getpid())
+    log.info("agent %d ends", os.getpid())
     return 0

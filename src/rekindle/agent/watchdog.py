@@ -1,4 +1,4 @@
-"""Decides when silence is a hang: how long the ranks of a node may go without progress."""
+"""Decides after how many seconds without progress the ranks of a node hang."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from rekindle.memory.status import Status
 __all__ = ["FAST", "PATIENT", "SilenceLimit", "silence_floor", "silence_limit", "is_traced"]
 
 PATIENT = 60.0
-"""Seconds without progress that are never a hang, unless the job says otherwise: evaluations, checkpoints of other
-kinds and loaders at an epoch's end take seconds, and a hang that is noticed a minute later costs that minute."""
+"""Seconds without progress that are never a hang by default: evaluations, checkpoints of other kinds and loaders at an
+epoch's end take seconds. The price: a hang is noticed a minute later."""
 FAST = 0.0
-"""The floor of a job that declares its pauses: the recent steps alone tell."""
+"""The floor of a job that declares its pauses: the limit then depends on recent steps alone."""
 
 _FACTOR, _MARGIN = 3.0, 1.0
-"""Silence may last this many times what was seen before, plus this many seconds."""
+"""Silence may last this many times the longest seen before, plus this many seconds."""
 _MOST_MORE = 600.0
 """Seconds by which the limit may exceed the longest pause seen. Without a bound each pause would allow one three times
-as long; NCCL's own collectives give up after ten minutes, too."""
+as long. NCCL's own collectives give up after ten minutes, too."""
 
 
 @dataclass(frozen=True)
 class SilenceLimit:
-    """How long a node's ranks may go without progress."""
+    """The time that a node's ranks may go without progress."""
 
     seconds: float
     why: str
-    """Where the figure comes from, for people."""
+    """The reason for the figure, for people."""
 
 
 def silence_floor(watchdog: object) -> float | None:
-    """The floor that ``guard(watchdog=...)`` asks for, in seconds; None: no watchdog. Raises UsageError."""
+    """Returns the floor of ``guard(watchdog=...)`` in seconds; None for no watchdog. Raises UsageError."""
     if watchdog is True:
         return PATIENT
     if watchdog is False:
@@ -48,9 +48,9 @@ def silence_floor(watchdog: object) -> float | None:
 
 
 def silence_limit(floors: Iterable[float | None], pages: Iterable[Status]) -> SilenceLimit | None:
-    """The limit for ranks with these floors; None while it can't be told, and where a rank has no watchdog.
+    """Returns the limit for ranks with these floors; None while it is unknown, and where a rank has no watchdog.
 
-    Ranks wait for each other, so the most patient of them speaks for all.
+    Ranks wait for each other, so the longest of their limits holds for all.
     """
     asked, seen = list(floors), list(pages)
     if not asked or not all(page.longest > 0 for page in seen):
@@ -70,7 +70,7 @@ def silence_limit(floors: Iterable[float | None], pages: Iterable[Status]) -> Si
 
 
 def is_traced(pid: int) -> bool:
-    """Whether a debugger such as gdb or strace is attached to a process."""
+    """True if a debugger such as gdb or strace is attached to a process."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("TracerPid:"):

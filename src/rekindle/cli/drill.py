@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rekindle.agent.http import ask
+from rekindle.agent.http import send_request
 from rekindle.cli.operations import status_pages
 from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.format.fields import loads
@@ -96,7 +96,7 @@ def _strike(job: JobDir, fault: str, rank: int, pid: int) -> None:
     elif fault == "agent":
         os.kill(job.agent() or _no_agent(job), signal.SIGKILL)
     else:
-        answer = ask(job.paths.agent_socket, "POST", f"/drill?rank={rank}&fault={fault}")
+        answer = send_request(job.paths.agent_socket, "POST", f"/drill?rank={rank}&fault={fault}")
         if not answer["told"]:
             raise RekindleError(f"rank {rank} is not connected to its agent")
 

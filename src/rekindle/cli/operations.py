@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.agent.drain import TICK, Drainer
-from rekindle.agent.http import ask
+from rekindle.agent.http import send_request
 from rekindle.agent.service import describe_orphan
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import in_background
@@ -71,7 +71,7 @@ def job_status(job: JobDir) -> dict[str, Any]:
     }
     try:
         if agent is not None:
-            status["drain"] = ask(job.paths.agent_socket, "GET", "/status")
+            status["drain"] = send_request(job.paths.agent_socket, "GET", "/status")
     except AgentError as error:
         # A trainer that could get no agent drains in a thread, holds the agent's lock and answers no questions.
         status["problem"] = None if agent in trainers.values() else str(error)
@@ -169,12 +169,12 @@ def _end_agent(
     if discard and agent > 0:  # 0: it has not written down its process id yet
         os.kill(agent, signal.SIGTERM)  # it leaves after the drain in hand, and leaves the memory to us
     elif not discard:
-        ask(job.paths.agent_socket, "POST", "/stop")
+        send_request(job.paths.agent_socket, "POST", "/stop")
     while job.agent() == agent:
         if time.monotonic() > deadline:
             raise NotDurableError(f"{job.path}: agent {agent} is still at it: {_error(job)}")
         try:
-            progress(ask(job.paths.agent_socket, "GET", "/status", timeout=2.0))
+            progress(send_request(job.paths.agent_socket, "GET", "/status", timeout=2.0))
         except AgentError:
             pass  # it is just leaving
         time.sleep(TICK)
@@ -182,7 +182,7 @@ def _end_agent(
 
 def _error(job: JobDir) -> str:
     try:
-        progress = ask(job.paths.agent_socket, "GET", "/status", timeout=2.0)
+        progress = send_request(job.paths.agent_socket, "GET", "/status", timeout=2.0)
     except AgentError as failure:
         return str(failure)
     return progress["error"] or progress.get("waits") or _so_far(progress)
