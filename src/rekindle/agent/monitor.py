@@ -277,9 +277,7 @@ class RankMonitor:
         ages = [min(page.age, now - self._pause_seen_at) for page in pages.values() if page.phase != DONE]
         late = any(age > limit.seconds for age in ages)
         if not late and not self._debugger_seen_at:
-            self._debugger_asked_at = (
-                0.0  # there was progress before all had answered: the next silence is a new question
-            )
+            self._debugger_asked_at = 0.0  # progress before all had answered: ask again at the next silence
         else:
             debugger = self._debugger_holds(now)
             if late and debugger is False:
@@ -390,9 +388,7 @@ class RankMonitor:
             stopped = rank.process.look().stopped
             deaf = page.stage < SECURING and (since > _STUCK_AFTER or stopped)
             if deaf and rank.stacks and not rank.stacks_asked_at and not stopped:
-                rank.stacks_asked_at = (
-                    now  # it can't write down its stacks, and would not be here much longer if that ended it
-                )
+                rank.stacks_asked_at = now  # harmless if the signal ends it: it would be killed next
                 rank.process.send(rank.stacks)
             if deaf or (rank.idle_since and now > rank.idle_since + _LINGER) or since > rank.deadline + _LINGER:
                 idle.append(rank)

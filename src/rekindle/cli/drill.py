@@ -1,4 +1,4 @@
-"""Rehearsing a fault: strike a running job, and see what becomes of it."""
+"""Rehearses a fault: strikes a running job and measures how it recovers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _POLL = 0.002
 
 @dataclass
 class DrillReport:
-    """What came of a drill. Times in seconds since the fault; None for what was not seen."""
+    """The result of a drill. Times are in seconds since the fault; None for an event that was not seen."""
 
     fault: str
     rank: int
@@ -45,18 +45,19 @@ class DrillReport:
     cause: str = ""
     what: str = ""
     secured: float | None = None
-    """When the last of the ranks that could had secured its state."""
+    """Time at which the last rank to secure its state had done so."""
     stages: dict[int, str] = field(default_factory=dict)
-    """How far each rank came with that."""
+    """Stage that each rank reached in securing its state."""
     back: float | None = None
-    """When every rank had been started again and had restored its state."""
+    """Time at which every rank had been started again and had restored its state."""
     resumed: int | None = None
-    """The step that it went on from."""
+    """The step that the job went on from."""
     again: float | None = None
-    """When the first new step was complete."""
+    """Time at which the first new step was complete."""
 
     @property
     def lost(self) -> int | None:
+        """Number of completed steps that must be computed again."""
         return None if self.resumed is None else max(0, self.step - self.resumed)
 
     def to_json(self) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class DrillReport:
 
 
 def drill(job: JobDir, fault: str, rank: int | None, timeout: float, tell: Callable[[str], object]) -> DrillReport:
-    """Strike, and watch until the first new step is complete, for ``timeout`` seconds at most.
+    """Strikes the job, and watches it until the first new step is complete, for at most ``timeout`` seconds.
 
     ``tell`` is given a line at each event. Raises NotFoundError when no such rank trains inside of ``guard()`` here.
     """
@@ -85,7 +86,7 @@ def drill(job: JobDir, fault: str, rank: int | None, timeout: float, tell: Calla
         f"waiting {timeout:.0f} s at most for the job to come back: a launcher, such as 'rekindle run', "
         "has to start it again"
     )
-    _Watcher(job, report, began, before, tell).run(began + timeout)
+    _Recovery(job, report, began, before, tell).watch(began + timeout)
     return report
 
 
@@ -98,15 +99,15 @@ def _strike(job: JobDir, fault: str, rank: int, pid: int) -> None:
     else:
         answer = send_request(job.paths.agent_socket, "POST", f"/drill?rank={rank}&fault={fault}")
         if not answer["told"]:
-            raise RekindleError(f"rank {rank} is not connected to its agent")
+            raise RekindleError(f"rank {rank} is not connected to its agent, which can't pass it the fault")
 
 
 def _no_agent(job: JobDir) -> int:
-    raise NotFoundError(f"{job.path}: has no agent")
+    raise NotFoundError(f"{job.path}: has no agent to kill")
 
 
 def _watch_agent(job: JobDir, report: DrillReport, began: float, until: float, tell: Callable[[str], object]) -> None:
-    """A job goes on without its agent, and gets a new one."""
+    """Waits until the job, which goes on without its agent, has a new one."""
     while time.monotonic() < until and report.again is None:
         found = status_pages(job)
         if job.agent() is not None and found and min(page.step for page in found.values()) > report.step:
@@ -116,7 +117,9 @@ def _watch_agent(job: JobDir, report: DrillReport, began: float, until: float, t
         time.sleep(_POLL)
 
 
-class _Watcher:
+class _Recovery:
+    """Watches the status pages of a job that was struck, and fills in the report."""
+
     def __init__(
         self, job: JobDir, report: DrillReport, began: float, before: dict[int, Status], tell: Callable[[str], object]
     ) -> None:
@@ -124,7 +127,8 @@ class _Watcher:
         self._ranks = set(before)
         self._generation = max(page.generation for page in before.values())
 
-    def run(self, until: float) -> None:
+    def watch(self, until: float) -> None:
+        """Watches until the first new step is complete, or until the time is over."""
         while time.monotonic() < until and self._report.again is None:
             self._look()
             time.sleep(_POLL)

@@ -1,4 +1,4 @@
-"""The commands ``pin``, ``unpin`` and ``prune``: which checkpoints stay on storage."""
+"""Defines the commands ``pin``, ``unpin`` and ``prune``, which decide what stays on storage."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _STEP = click.argument("step", type=click.IntRange(min=0))
 @_STEP
 def pin_command(root: Root, step: int) -> None:
     """Keep STEP of ROOT on storage, whatever is pruned, until it is unpinned."""
-    _on_storage(root, lambda: pin_step(open_store(root), step))
-    click.echo(f"step {step} is pinned")
+    _change_pin(root, step, pin_step, "is pinned")
 
 
 @click.command("unpin", short_help="Let retention decide on a step again.")
@@ -37,15 +36,19 @@ def pin_command(root: Root, step: int) -> None:
 @_STEP
 def unpin_command(root: Root, step: int) -> None:
     """Let the job, or 'rekindle prune', remove STEP of ROOT again."""
-    _on_storage(root, lambda: unpin_step(open_store(root), step))
-    click.echo(f"step {step} is not pinned")
+    _change_pin(root, step, unpin_step, "is not pinned")
+
+
+def _change_pin(root: Root, step: int, change: Callable[[Store, int], object], outcome: str) -> None:
+    _on_storage(root, lambda: change(open_store(root), step))
+    click.echo(f"step {step} {outcome}")
 
 
 @click.command("prune", short_help="Remove surplus checkpoints from storage.")
 @ROOT
-@click.option("--keep", type=_AT_LEAST_1, help="The newest so many stay.")
+@click.option("--keep", type=_AT_LEAST_1, help="Number of newest checkpoints that stay.")
 @click.option("--keep-every", type=_AT_LEAST_1, help="Steps that are a multiple of this stay.")
-@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only list the steps that would be removed.")
 @JSON
 def prune_command(root: Root, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove checkpoints of ROOT from storage that are neither pinned nor to be kept.
@@ -75,7 +78,7 @@ def _refuse_empty(store: Store) -> None:
 
 
 def _on_storage(root: Root, work: Callable[[], object]) -> None:
-    """Does ``work`` in bounded time. Where there is nothing to do it to, the error tells what ``root`` is instead."""
+    """Does ``work`` in bounded time. Where there is no checkpoint, the error describes what is at ``root`` instead."""
     try:
         with_timeout(PATIENCE, root, work)
     except (NotFoundError, NotADirectoryError) as error:

@@ -1,6 +1,6 @@
-"""The operator's wiring: the commands of ``rekindle``, but for those in ``cli_*.py``.
+"""Defines the command ``rekindle``, adds the commands of the other modules to it, and turns errors into exit codes.
 
-Exit code 0 only when all is well; otherwise the code of the error, as in rekindle.errors.
+The exit code is 0 only when all is well, otherwise that of the error, as in rekindle.errors.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ from rekindle.storage.verify import verify
 __all__ = ["main"]
 
 _INTERRUPTED = 130
-"""Exit code of what Ctrl-C has ended: 128 and the signal's number, as in a shell."""
+"""Exit code after Ctrl-C: 128 and the signal's number, as in a shell."""
 
 
 class _Group(click.Group):
-    """Turns errors into one line on stderr, JSON for who asked for it, and into their exit code."""
+    """Turns errors into one line on stderr, or JSON where that was asked for, and into their exit code."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.obj = asks_for_json(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # paths and names need not be text that it can encode
+        if isinstance(sys.stdout, io.TextIOWrapper):  # paths and names may have characters that it can't encode
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
@@ -80,10 +80,10 @@ class _Group(click.Group):
             self._fail(ctx, type(error).__name__, str(error), error.exit_code)
         except KeyboardInterrupt:
             self._fail(ctx, KeyboardInterrupt.__name__, "interrupted", _INTERRUPTED)
-        except BrokenPipeError:  # whoever read has seen enough
+        except BrokenPipeError:  # the reader, such as head, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
-        except OSError as error:  # for one, a live job has recycled what was being looked at
+        except OSError as error:  # such as a snapshot that a live job recycled while it was read
             self._fail(ctx, type(error).__name__, explain(error), RekindleError.exit_code)
         except click.UsageError as error:
             if not ctx.obj:
@@ -193,7 +193,7 @@ def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) ->
 def verify_command(root: Root, step: int | None, as_json: bool, memory: Path | None) -> None:
     """Read every byte of the checkpoints of ROOT, or of one STEP, and compare it with its checksum."""
     results: list[dict[str, Any]] = []
-    with progress_bar(as_json) as bar:
+    with progress_bar(hidden=as_json) as bar:
         for entry in _copies_of(root, memory, step):
             results.append(_verify_one(entry, bar))
     if as_json:
@@ -224,15 +224,15 @@ def _job_of(root: Root, memory: Path | None) -> JobDir:
     return with_timeout(PATIENCE, root, lambda: job_in_memory(root, memory_base(memory)))
 
 
-@main.command("drill", short_help="Let a real fault befall a job, and tell what it cost.")
+@main.command("drill", short_help="Strike a running job with a real fault, and show what it cost.")
 @ROOT
 @click.argument("fault", type=click.Choice(list(FAULTS)))
-@click.option("--rank", type=click.IntRange(min=0), help="Whom it befalls; the highest rank of this node if unset.")
+@click.option("--rank", type=click.IntRange(min=0), help="Rank to strike; the highest rank of this node if unset.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for the first new step.")
 @JSON
 @MEMORY
 def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_json: bool, memory: Path | None) -> None:
-    """Let a real fault befall the running job of ROOT, and tell what was noticed, secured, lost, and when.
+    """Strike the running job of ROOT with a real fault, and show what was noticed, secured and lost, and when.
 
     \b
     kill       SIGKILL to the rank
@@ -243,8 +243,8 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
     oom        the rank takes memory until the kernel kills it
     agent      SIGKILL to the node's agent
 
-    'stop' and 'hang' are noticed by the watchdog: by default after a minute, with guard(watchdog="fast") after a second
-    and three of the longest recent steps.
+    The watchdog notices 'stop' and 'hang': by default after a minute, with guard(watchdog="fast") after a second and
+    three times the longest recent step.
     """
     job = _job_of(root, memory)
     report = drill(job, fault, rank, timeout, lambda line: None if as_json else click.echo(line))
@@ -257,14 +257,14 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
         raise RekindleError(f"no new step within {timeout:.0f} s: is there a launcher that starts the ranks again?")
 
 
-@main.command("stop", short_help="Carry what only memory holds to storage, and give it back.")
+@main.command("stop", short_help="End a job on this node: drain its memory to storage, and give it back.")
 @click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
 @click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
-@click.option("--discard", is_flag=True, help="Give memory back at once; what only memory holds is lost.")
+@click.option("--discard", is_flag=True, help="Give memory back at once. What only memory holds is lost.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")
 @MEMORY
 def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, memory: Path | None) -> None:
-    """End the job of ROOT on this node: carry what only memory holds to storage, then give the memory back."""
+    """End the job of ROOT on this node: drain what only memory holds to storage, then give the memory back."""
     if (root is None) == (not stale):
         raise click.UsageError("give either ROOT or --stale")
     base = memory_base(memory)
@@ -275,7 +275,7 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
     else:
         wanted = [job for job in jobs_in_memory(base) if not job.trainers() and job.agent() is None]
     failures: list[RekindleError] = []
-    with progress_bar(False) as bar:
+    with progress_bar() as bar:
         for job in wanted:
             held, info = job.held_bytes(), job_info(job)
             try:
@@ -300,7 +300,7 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
 @ROOT
 @MEMORY
 def agent(root: Root, memory: Path | None) -> None:
-    """Serve ROOT's memory on this node in the foreground. Trainers start their agents themselves."""
+    """Serve the memory of ROOT on this node, in the foreground. Trainers start their agents themselves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     job = _job_of(root, memory)
     sys.exit(run_agent(job))

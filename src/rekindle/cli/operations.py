@@ -1,4 +1,4 @@
-"""What an operator can learn of jobs and do to them, without a word on how it is shown."""
+"""Reads the status of jobs and stops them, for an operator. Leaves all formatting to the commands."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ __all__ = ["ended_status", "job_status", "status_pages", "stop"]
 
 
 _SHOWN = 10
-"""Steps that a message lists at most."""
-_SILENT = 10.0
-"""Seconds without a sign of life after which storage hangs, and is not slow."""
-_LOOK = 3.0
-"""Seconds that storage gets to say whether a root was deleted: it may be one of many."""
-_COMPOSING = 5.0
-"""Seconds that an agent gets to put dead ranks' snapshots together, for which it takes the place of their trainers."""
+"""Most steps that a message lists."""
+_HANGS_AFTER = 10.0
+"""Seconds without an answer after which storage counts as hanging, no longer as slow."""
+_ANSWERS_WITHIN = 3.0
+"""Seconds that storage gets to tell if a root was deleted: the root may be one of many."""
+_REBUILT_WITHIN = 5.0
+"""Seconds that an agent gets to rebuild dead ranks' snapshots, during which it holds the trainers' locks."""
 
 
 def status_pages(job: JobDir) -> dict[int, Status]:
-    """Status pages of the node's live ranks that train inside of ``guard()``."""
+    """Maps the node's live ranks that train inside of ``guard()`` to their status pages."""
     found = {}
     for rank, pid in job.trainers().items():
         with suppress(OSError, FormatError):
@@ -53,7 +53,7 @@ def status_pages(job: JobDir) -> dict[int, Status]:
 
 
 def job_status(job: JobDir) -> dict[str, Any]:
-    """What is known of one job; ``problem`` is None when all is well."""
+    """Returns the status of one job, as ``rekindle status --json`` shows it. ``problem`` is None when all is well."""
     info, agent, trainers = job.read_job(), job.agent(), job.trainers()
     memory = find_copies(job, None)
     status: dict[str, Any] = {
@@ -76,14 +76,14 @@ def job_status(job: JobDir) -> dict[str, Any]:
         # A trainer that could get no agent drains in a thread, holds the agent's lock and answers no questions.
         status["problem"] = None if agent in trainers.values() else str(error)
     if agent is None and trainers:
-        status["problem"] = "no agent: nothing is being carried to storage"
+        status["problem"] = "no agent: nothing is being drained to storage"
     elif agent is None and memory and (status["durable_step"] is None or memory[0].step > status["durable_step"]):
-        status["problem"] = f"step {memory[0].step} is only in memory, and nobody is there: run 'rekindle stop ROOT'"
+        status["problem"] = f"step {memory[0].step} is only in memory, and no agent drains it: run 'rekindle stop ROOT'"
     elif status["drain"] and status["drain"]["error"]:
         status["problem"] = status["drain"]["error"]
     elif status["drain"]:
         status["problem"] = status["drain"].get("waits") or status["drain"].get("given_up")
-    deleted = None if trainers else describe_deleted(job, _LOOK)
+    deleted = None if trainers else describe_deleted(job, _ANSWERS_WITHIN)
     if deleted is not None:
         status["durable_step"] = None
     problem = deleted or describe_orphan(job) or status["problem"]
@@ -94,9 +94,9 @@ def job_status(job: JobDir) -> dict[str, Any]:
 
 
 def ended_status(root: Root, base: Path) -> dict[str, Any]:
-    """The status of a job that has ended here, which has nothing in memory any more.
+    """Returns the status of a job that has ended and has nothing in this node's memory.
 
-    Raises NotFoundError when storage has nothing of it either.
+    Raises NotFoundError when storage has no checkpoint of it either.
     """
     try:
         published = open_store(root).published()
@@ -132,17 +132,17 @@ def _last_fault(job: JobDir) -> dict[str, Any] | None:
 
 
 def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
-    """End a job for good: what only memory holds goes to storage, then the memory is given back.
+    """Ends a job for good: drains what only memory holds, then gives the memory back.
 
-    With ``discard`` it is given back at once, and what only it held is lost. Raises BusyError while trainers live,
-    NotDurableError when storage didn't take everything in ``timeout`` seconds: the memory then stays.
+    With ``discard`` the memory is given back at once, and what only memory held is lost. Raises BusyError while
+    trainers live, NotDurableError when storage didn't take everything in ``timeout`` seconds: the memory then stays.
     """
     deadline = time.monotonic() + timeout
-    patience = time.monotonic() + _COMPOSING
-    while set(job.trainers().values()) == {job.agent()} and time.monotonic() < patience:
+    rebuilt_by = time.monotonic() + _REBUILT_WITHIN
+    while set(job.trainers().values()) == {job.agent()} and time.monotonic() < rebuilt_by:
         time.sleep(TICK)
     if job.trainers():
-        raise BusyError(f"{job.path}: is being trained by processes {sorted(job.trainers().values())}")
+        raise BusyError(f"{job.path}: is being trained by processes {sorted(job.trainers().values())}: end them first")
     why = describe_orphan(job)
     if why is not None and not discard:
         raise NotDurableError(f"{job.path}: {why}")
@@ -156,8 +156,8 @@ def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[st
 
 
 def _refuse_deleted(job: JobDir, deadline: float) -> None:
-    """Raise NotDurableError where the root was deleted: it must be said what is to become of memory's snapshots."""
-    why = describe_deleted(job, max(1.0, min(_SILENT, deadline - time.monotonic())))
+    """Raises NotDurableError where the root was deleted: the user must say what is to become of memory's snapshots."""
+    why = describe_deleted(job, max(1.0, min(_HANGS_AFTER, deadline - time.monotonic())))
     if why is not None:
         info = job.read_job()
         raise NotDurableError(f"{info.root if info is not None else job.path}: {why}")
@@ -167,16 +167,16 @@ def _end_agent(
     job: JobDir, agent: int, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]
 ) -> None:
     if discard and agent > 0:  # 0: it has not written down its process id yet
-        os.kill(agent, signal.SIGTERM)  # it leaves after the drain in hand, and leaves the memory to us
+        os.kill(agent, signal.SIGTERM)  # it ends after the drain in hand, and leaves the memory to this process
     elif not discard:
         send_request(job.paths.agent_socket, "POST", "/stop")
     while job.agent() == agent:
         if time.monotonic() > deadline:
-            raise NotDurableError(f"{job.path}: agent {agent} is still at it: {_error(job)}")
+            raise NotDurableError(f"{job.path}: agent {agent} has not finished in time: {_error(job)}")
         try:
             progress(send_request(job.paths.agent_socket, "GET", "/status", timeout=2.0))
         except AgentError:
-            pass  # it is just leaving
+            pass  # it is just ending
         time.sleep(TICK)
 
 
@@ -198,11 +198,11 @@ def _so_far(progress: Mapping[str, Any]) -> str:
 def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
     lock = Lock(job.paths.agent_lock)
     if not lock.acquire(5.0):
-        raise BusyError(f"{job.path}: process {job.agent()} has become its agent")
+        raise BusyError(f"{job.path}: process {job.agent()} has become its agent: try again")
     try:
         drainer = Drainer(job)
         while not discard:
-            # At least once: it also gives a killed drain's checkpoint its proper name.
+            # At least once: it also gives a killed drain's checkpoint its final name.
             busy = _in_time(deadline, job, drainer, drainer.tick, progress)
             if not _in_time(deadline, job, drainer, lambda: _pending(drainer), progress):
                 break
@@ -211,7 +211,7 @@ def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[d
             if not busy:
                 time.sleep(TICK)
         if not job.remove():
-            raise BusyError(f"{job.path}: a trainer has come back")
+            raise BusyError(f"{job.path}: a trainer has started again, so its memory stays")
     finally:
         lock.release()
 
@@ -223,9 +223,9 @@ def _in_time(
     work: Callable[[], bool],
     progress: Callable[[dict[str, Any]], object],
 ) -> bool:
-    """What ``work`` gives, which storage that is slow, or hangs, keeps from ending; ``progress`` is told meanwhile.
+    """Returns the result of ``work``, and reports ``progress`` meanwhile.
 
-    Raises NotDurableError.
+    Raises NotDurableError when storage that is slow or hangs keeps it from ending in time.
     """
     answer = in_background(work, "rekindle-stop")
     last = max(deadline, time.monotonic() + 1.0)
@@ -241,7 +241,7 @@ def _not_in_time(job: JobDir, drainer: Drainer) -> NotDurableError:
     done = drainer.progress
     silent = 0.0 if done.moved is None else time.monotonic() - done.moved
     why = done.error or done.waits or _so_far(vars(done))
-    if silent > _SILENT:
+    if silent > _HANGS_AFTER:
         info = job_info(job)
         where = info.root if info is not None else job.path
         why = f"{where}: does not answer, for {silent:.0f} s now: its file system hangs, see that the server is there"

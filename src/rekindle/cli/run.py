@@ -1,4 +1,4 @@
-"""The command ``rekindle run``."""
+"""Defines the command ``rekindle run``."""
 
 from __future__ import annotations
 

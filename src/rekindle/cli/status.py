@@ -1,4 +1,4 @@
-"""The command ``status``."""
+"""Defines the command ``status``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def status_command(root: Root | None, watch: bool, as_json: bool, memory: Path |
 
 
 def ended_job(root: Root, base: Path) -> dict[str, Any]:
-    """The status of a job that has nothing in memory here. Raises TimeoutError where storage doesn't answer."""
+    """Returns the status of a job without memory here. Raises TimeoutError where storage doesn't answer."""
     return with_timeout(PATIENCE, root, lambda: ended_status(root, base))
 
 
@@ -98,7 +98,7 @@ def _problems(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _view(found: list[dict[str, Any]]) -> Group:
-    """Each job below its own name: a table with a column for names of any length would leave no room for the rest."""
+    """Shows each job below its own name: a column for names of any length would leave no room for the rest."""
 
     def lines() -> Iterator[RenderableType]:
         for number, one in enumerate(found):

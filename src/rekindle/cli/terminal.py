@@ -1,4 +1,4 @@
-"""What all commands have in common: arguments, tables, JSON, progress bars."""
+"""Provides the parts that all commands share: arguments, tables, JSON, progress bars."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ __all__ += ["make_facts_table", "local_time", "escaped", "print_json", "show", "
 _LINKS = 3.0
 """Seconds to follow the links in a root's path."""
 _WORD = 10
-"""Columns that a word takes, or nearly all do: what may be folded is not cut to less."""
+"""Fewest columns to which a column that may be folded is cut: nearly all words fit into them."""
 _TELL_FIRST, _TELL_EVERY = 1.0, 10.0
 """Seconds after which a wait is worth a line, and between the lines."""
 PATIENCE = 10.0
-"""Seconds that storage gets to say what there is, before a person is told that it doesn't."""
+"""Seconds that storage gets to answer before a command fails with a timeout."""
 
 
 def parse_root(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Root | None:
+    """Turns the argument ROOT into a root, in bounded time."""
     if value is None:
         return None
     try:
         return with_timeout(_LINKS, value, lambda: canonical_root(value))
-    except TimeoutError:  # memory may still be asked
+    except TimeoutError:  # storage hangs; the command may still read memory
         return Path(os.path.abspath(os.path.expanduser(value)))
 
 
@@ -67,35 +68,36 @@ MEMORY = click.option("--memory", type=click.Path(path_type=Path), help="Memory 
 
 
 def asks_for_json(arguments: Sequence[str]) -> bool:
-    """Whether a command line asks for JSON, which is needed before it has been understood."""
+    """True if a command line asks for JSON. Needed before it is parsed, for errors of parsing."""
     ours = itertools.takewhile(lambda argument: argument != "--", arguments)
-    return bool(arguments) and arguments[0] != "run" and "--json" in ours  # of a script that is run we know nothing
+    return bool(arguments) and arguments[0] != "run" and "--json" in ours  # after run it may be the script's option
 
 
 def print_json(value: Any) -> None:
+    """Prints a value as JSON, for programs."""
     click.echo(json.dumps(value, indent=2))
 
 
 def local_time(seconds: float | None) -> str:
-    """A moment, in seconds since 1970, by this machine's clock and time zone; a dash for None."""
+    """Formats a time in seconds since 1970 in this machine's time zone; a dash for None."""
     return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 class _Table(Table):
-    """Shows texts as they are: what looks like markup is a name, and what a terminal would obey is spelt out."""
+    """A table that shows texts literally: no markup, and control characters escaped."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         super().add_row(*map(escaped, cells), **options)
 
 
 def escaped(text: str) -> Text:
-    """A text as it is, folded where a line ends."""
+    """Returns a text to be shown literally, with control characters escaped, folded at the line's end."""
     spelt = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return Text(spelt, overflow="fold")
 
 
 def make_table(*columns: str, may_fold: Collection[str] | None = None) -> Table:
-    """In a terminal that is too narrow only the columns of ``may_fold`` are folded; all of them if it is not given."""
+    """Returns an empty table. In a narrow terminal only the columns of ``may_fold`` are folded; by default all are."""
     table = _Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         folds = may_fold is None or column in may_fold
@@ -104,7 +106,7 @@ def make_table(*columns: str, may_fold: Collection[str] | None = None) -> Table:
 
 
 def make_facts_table(facts: Mapping[str, str]) -> Table:
-    """A line for each name and what there is to say of it."""
+    """Returns a table with a line for each name and its fact."""
     table = _Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -114,17 +116,19 @@ def make_facts_table(facts: Mapping[str, str]) -> Table:
 
 
 def show(what: RenderableType) -> None:
+    """Prints a table or a group of them."""
     # A pipe has no width: then rows are as long as they need to be.
     Console(width=None if sys.stdout.isatty() else 4000).print(what)
 
 
-def progress_bar(as_json: bool) -> Progress:
+def progress_bar(*, hidden: bool = False) -> Progress:
+    """Returns a progress bar on stderr. It shows nothing if ``hidden``, and where stderr is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden or not sys.stderr.isatty())
 
 
 class DrainDisplay:
-    """Tells a person what ``stop`` waits for: a bar at a terminal, and a line now and then wherever stderr leads."""
+    """Shows what ``stop`` waits for: a bar at a terminal, and a line now and then on any stderr."""
 
     def __init__(self, bar: Progress, name: str, timeout: float, job: JobInfo | None) -> None:
         self._bar, self._name, self._job = bar, name, job
@@ -133,7 +137,7 @@ class DrainDisplay:
         self._ends, self._tell_at = self._began + timeout, self._began + _TELL_FIRST
 
     def __call__(self, progress: Mapping[str, Any]) -> None:
-        """``progress`` is the drain's."""
+        """Shows the drain's progress."""
         step = progress["step"]
         if step is not None:
             self._bar.update(self._task, description=f"step {step} to storage")
@@ -150,7 +154,7 @@ class DrainDisplay:
             return f"storage takes nothing: {progress['error']}"
         if progress["step"] is None:
             away = self._job is not None and len(self._job.ranks) < self._job.world
-            return "the other nodes have not finished their parts" if away else "its agent is not done yet"
+            return "the other nodes have not finished their parts" if away else "its agent has not finished yet"
         rate = progress["done"] / max(time.monotonic() - self._began, _TELL_FIRST)
         limit = self._job.drain_limit if self._job is not None else None
         held = f", as its drain_limit is {decimal(limit)}/s" if limit is not None else ""

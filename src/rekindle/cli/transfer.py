@@ -1,4 +1,4 @@
-"""The commands ``export`` and ``import``."""
+"""Defines the commands ``export`` and ``import``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["export_command", "import_command"]
 
 _SHARD = 5_000_000_000
-"""Bytes of tensors in a file, as Hugging Face has it."""
+"""Bytes of tensors in a file: the default of Hugging Face."""
 _TRIES = 10
-"""Times that a job which trains may take away what is just to be exported from its memory."""
+"""Attempts at an export from the memory of a job that trains, which may recycle the snapshot meanwhile."""
 
 
 def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
@@ -35,7 +35,7 @@ def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
         return None
     nbytes = parse_size(value)
     if not 1 <= nbytes < 1 << 63:
-        raise click.BadParameter(f"{value!r} is not a size: say bytes, or a text like '5GB' or '500MiB'")
+        raise click.BadParameter(f"{value!r} is not a size: give bytes, or a text like '5GB' or '500MiB'")
     return int(nbytes)
 
 
@@ -79,10 +79,10 @@ def export_command(
     root, step, out = places
     from rekindle.transfer.exporting import export  # noqa: PLC0415  the other commands need no torch
 
-    with progress_bar(as_json) as bar:
+    with progress_bar(hidden=as_json) as bar:
         for left in reversed(range(_TRIES)):
             copy = _copy(root, step, memory_base(memory))
-            progress = _OnBar(bar, f"exporting step {copy.step}")
+            progress = _BarProgress(bar, f"exporting step {copy.step}")
             try:
                 done = export(copy, out, form, only, max_shard_size or _SHARD, progress)
                 break
@@ -99,16 +99,16 @@ def export_command(
 
 
 def _copy(root: Root, step: int | None, base: Path) -> StoredCopy:
-    """What to export: the newest complete checkpoint; of a given step an abandoned one too, if it is all there is."""
+    """Chooses the copy to export: the newest complete one. Of a given step a superseded one will do, too."""
     listed = list_copies(root, base, step)
-    fit = [e for e in listed if e.condition == "complete" or (step is not None and e.condition == "abandoned")]
-    whole = [e for e in fit if len(e.copy.ranks) == e.copy.world]
+    usable = [e for e in listed if e.condition == "complete" or (step is not None and e.condition == "abandoned")]
+    whole = [e for e in usable if len(e.copy.ranks) == e.copy.world]
     if not whole:
-        conditions = ", ".join(sorted({e.condition if e not in fit else "without all ranks" for e in listed}))
+        conditions = ", ".join(sorted({e.condition if e not in usable else "without all ranks" for e in listed}))
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         error = CorruptError if all(e.condition == "damaged" for e in listed) else NotFoundError
         raise error(f"{root}: has no whole {wanted} that this node can read; what there is is {conditions}")
-    # A copy in memory is pinned while it is read, which the job's next saves would feel.
+    # Storage first: a copy in memory is pinned while it is read, and the job's next saves lack its space.
     best = max(whole, key=lambda e: (e.condition == "complete", *e.copy.checkpoint, e.copy.place == STORAGE))
     return best.copy
 
@@ -134,8 +134,8 @@ def import_command(
     from rekindle.transfer.importing import adopt  # noqa: PLC0415
 
     job = JobDir.of(root, memory_base(memory))
-    with progress_bar(as_json) as bar:
-        done = adopt(source, job, root, step, entry, allow_pickle, _OnBar(bar, f"importing step {step}"))
+    with progress_bar(hidden=as_json) as bar:
+        done = adopt(source, job, root, step, entry, allow_pickle, _BarProgress(bar, f"importing step {step}"))
     if as_json:
         print_json(done.to_json())
         return
@@ -143,7 +143,9 @@ def import_command(
     click.echo(f"step {done.step} of {done.root}: {done.tensors} tensors, {decimal(done.nbytes)}, as {entries}")
 
 
-class _OnBar(Progress):
+class _BarProgress(Progress):
+    """Shows the progress of an export or import on a bar."""
+
     def __init__(self, bar: Bar, description: str) -> None:
         self._bar, self._task = bar, bar.add_task(description, total=None)
 
@@ -154,5 +156,5 @@ class _OnBar(Progress):
         self._bar.advance(self._task, nbytes)
 
     def drop(self) -> None:
-        """Nothing more comes: another one begins anew."""
+        """Removes the bar: another attempt begins with one of its own."""
         self._bar.remove_task(self._task)

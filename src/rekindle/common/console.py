@@ -1,4 +1,4 @@
-"""Shows warnings where nobody has set up logging: on stderr, with the name of who warns."""
+"""Shows warnings on stderr, with Rekindle's name, in programs that have not set up logging."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PREFIX = "rekindle: "
 
 
 class _LastResort(logging.Handler):
-    """Python's own last resort prints the bare message. Silent as soon as any other handler gets the record."""
+    """Prints records with a prefix, where Python's own last resort has none. Silent once another handler gets them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is None or self._others(record.name):
@@ -23,7 +23,7 @@ class _LastResort(logging.Handler):
             self.handleError(record)
 
     def _others(self, name: str) -> bool:
-        """Whether somebody else handles what this logger is told. Looked at each time: logging may be set up late."""
+        """True if another handler gets this logger's records. Checked each time, as logging may be set up late."""
         logger: logging.Logger | None = logging.getLogger(name)
         while logger is not None:
             if any(handler is not self for handler in logger.handlers):
@@ -33,7 +33,7 @@ class _LastResort(logging.Handler):
 
 
 def show_warnings() -> None:
-    """Attach the handler to Rekindle's own logger, once. The root logger stays as it is."""
+    """Attaches the handler to Rekindle's own logger, once. The root logger stays as it is."""
     ours = logging.getLogger("rekindle")
     if not any(isinstance(handler, _LastResort) for handler in ours.handlers):
         ours.addHandler(_LastResort(logging.WARNING))

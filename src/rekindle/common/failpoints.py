@@ -1,7 +1,7 @@
-"""Named points at which a test, or a rehearsal, lets this process die for real.
+"""Defines named points at which a test, or a rehearsal, lets this process die for real.
 
-``REKINDLE_FAILPOINT=name`` or ``name@step`` makes the process send itself SIGKILL when it reaches that point. Unset, a
-point costs one comparison. The names are listed in ``POINTS`` so that a test can walk all of them.
+``REKINDLE_FAILPOINT=name`` or ``name@step`` makes the process send itself SIGKILL when it reaches that point. When
+it is unset, a point costs one comparison. ``POINTS`` lists the names, so that a test can walk all of them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ POINTS = {
     ),
 }
 
+# Module-level state, as a process dies as a whole.
 _name, _step = "", ""
 
 
 def arm(point: str) -> None:
-    """Die at ``point`` from now on: ``name``, ``name@step``, or an empty string for never."""
+    """Makes the process die at ``point`` from now on: ``name``, ``name@step``, or an empty string for never."""
     global _name, _step
     _name, _, _step = point.partition("@")
 
@@ -46,6 +47,6 @@ arm(os.environ.get("REKINDLE_FAILPOINT", ""))
 
 
 def reach(name: str, step: int) -> None:
-    """Die here when the environment says so."""
+    """Kills the process if this point is armed."""
     if name == _name and (not _step or int(_step) == step):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What to do about an error of the operating system: the second half of every alarm."""
+"""Describes errors of the operating system, and says what to do about them: the second half of every alarm."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _ADVICE = {
     errno.ENAMETOOLONG: "choose a shorter root",
 }
 _ROLE = "/latest/"
-"""In what an S3 client asks of a machine when it has no keys."""
+"""Part of the URL that an S3 client requests from the machine when it has no keys."""
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: what is wrong, and what to do about it."""
+    """Returns one line: what is wrong, and what to do about it."""
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)
     what = error.strerror or os.strerror(error.errno)
@@ -44,7 +44,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def explain(error: BaseException) -> str:
-    """The same, after the name of what it befell."""
+    """Returns ``describe_error`` after the name of the file that the error is about."""
     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
     return where + describe_error(error)
 

@@ -1,4 +1,4 @@
-"""No wait without a bound: a file system that hangs answers nobody, not even signals."""
+"""Bounds waits for storage: a call into a file system that hangs never returns, not even for a signal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """Do ``work`` in a thread that keeps no process from ending."""
+    """Does ``work`` in a daemon thread, which doesn't keep the process from ending. Returns its future."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -29,9 +29,12 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def with_timeout(seconds: float, where: str | os.PathLike[str], work: Callable[[], T]) -> T:
-    """What ``work`` gives. Raises TimeoutError that names ``where`` when it takes more than ``seconds``."""
+    """Returns the result of ``work``. Raises TimeoutError that names ``where`` when it takes over ``seconds``.
+
+    The thread goes on waiting after that; only the caller is set free.
+    """
     answer = in_background(work, "rekindle-patience")
-    if not wait([answer], seconds).done:  # and not by result(), as work may itself end with a TimeoutError
+    if not wait([answer], seconds).done:  # not result(seconds), as work itself may raise TimeoutError
         why = f"does not answer within {seconds:.0f} s: its file system hangs, see that the server is there"
         raise TimeoutError(errno.ETIMEDOUT, why, os.fspath(where))
     return answer.result()

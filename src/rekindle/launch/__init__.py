@@ -1,1 +1,1 @@
-"""Runs training under torchrun's launcher."""
+"""Runs training under torchrun's launcher, for ``rekindle run``."""

@@ -1,4 +1,4 @@
-"""Runs torchrun so that restarts work: says in few words what failed, and at the end what is saved."""
+"""Runs torchrun so that restarts work. Says in few words what failed, and at the end what is saved."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ from rekindle.storage.listing import ListedCopy, list_copies_within
 __all__ = ["MAX_RESTARTS", "launch"]
 
 MAX_RESTARTS = 20
-"""Faults in the life of a job, by default. torchrun counts them and never forgets; an error that comes again at each
-start should not be repeated for an hour."""
+"""Default number of restarts in the life of a job. torchrun counts failures and never forgets them. An error that comes
+again at each start should not be repeated for an hour."""
 
-_SAY = 10.0
-"""Seconds that storage gets to say what is saved."""
-_COMPOSING = 2.0
-"""Seconds that the agent gets to put together what dead ranks have left, so that the newest step is known."""
+_ANSWERS_WITHIN = 10.0
+"""Seconds that storage gets to list what is saved."""
+_REBUILT_WITHIN = 2.0
+"""Seconds that the agent gets to rebuild the snapshots of dead ranks, so that the newest step is known."""
 
 _QUIET = ("Sending process %s closing", "Received %s death signal", "Got termination signal", "\n*****")
-"""Beginnings of what torchrun says at each failure and start, and what our own lines take the place of."""
+"""Beginnings of torchrun's messages at each failure and start, in place of which Rekindle writes its own."""
 _FAILED = "failed (exitcode: %s) local_rank: %s"
-_SPEAKERS = ("run", "elastic.agent.server.api", "elastic.multiprocessing.api")
+_LOGGERS = ("run", "elastic.agent.server.api", "elastic.multiprocessing.api")
 
 
-class _Told(logging.Filter):
-    """Replaces torchrun's words about a failure, which it has in three places, by one line for each restart."""
+class _FailureFilter(logging.Filter):
+    """Replaces torchrun's messages about a failure, which come from three modules, by one line for each restart."""
 
-    def __init__(self, most: int, alone: bool, place: Path, say: Callable[[str], object]) -> None:
+    def __init__(self, most: int, *, one_node: bool, place: Path, say: Callable[[str], object]) -> None:
         super().__init__()
         self.failures = 0
         self.why = ""
-        """What the node's agent knows of the newest failure, where the exit code tells too little."""
-        self._most, self._rank, self._place, self._say = most, "rank" if alone else "local rank", place, say
+        """The fault that the node's agent noticed last, in brackets, where the exit code says too little."""
+        self._most, self._rank, self._place, self._say = most, "rank" if one_node else "local rank", place, say
         self._since = time.time()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        told = str(record.msg)
-        if told.startswith(_FAILED) and isinstance(record.args, tuple):
+        """Returns False for a message that is replaced."""
+        message = str(record.msg)
+        if message.startswith(_FAILED) and isinstance(record.args, tuple):
             self.failures += 1
             code, rank = record.args[:2]
             self.why = _noticed(self._place, self._since) if code == -signal.SIGKILL else ""
@@ -67,13 +68,13 @@ class _Told(logging.Filter):
                     f"restart {self.failures} of {self._most}"
                 )
             return False
-        return not told.startswith(_QUIET)
+        return not message.startswith(_QUIET)
 
 
 def _ended(code: Any) -> str:
-    """How a process has ended, by the exit code that subprocess gives it."""
+    """Describes the end of a process by its exit code, as subprocess gives it."""
     if code == -signal.SIGTERM:
-        return "failed"  # torchrun has told it to go, while it was about to
+        return "failed"  # torchrun told it to end while it was about to
     if not isinstance(code, int) or code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -83,15 +84,15 @@ def _ended(code: Any) -> str:
 
 
 def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], object]) -> int:
-    """Run torchrun with these arguments. Returns the exit code.
+    """Runs torchrun with these arguments. Returns the exit code.
 
-    ``usage`` gives the text for ``--help``, ``say`` is given each line for people. Raises UsageError when there is
+    ``usage`` returns the text for ``--help``; ``say`` is given each line for people. Raises UsageError when there is
     nothing to run, SystemExit for other arguments that torchrun refuses.
     """
-    # Without this, restarted ranks meet the addresses that dead ones left in torchrun's store.
+    # Without this, restarted ranks find the addresses of dead ones in torchrun's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("PET_MAX_RESTARTS", str(MAX_RESTARTS))  # torchrun's own default is not to restart at all
-    # The other commands need no torch.
+    # Imported here, as the other commands need no torch.
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run  # noqa: PLC0415
@@ -103,19 +104,20 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     _check(args)
     with tempfile.TemporaryDirectory(prefix="rekindle-launch-") as place:
         os.environ[LAUNCH] = place
-        told = _Told(args.max_restarts, parse_min_max_nnodes(args.nnodes)[1] == 1, Path(place), say)
-        if "LOGLEVEL" not in os.environ:  # torchrun's own setting: whoever sets it wants to read its log
-            for name in _SPEAKERS:
-                logging.getLogger(f"torch.distributed.{name}").addFilter(told)
+        one_node = parse_min_max_nnodes(args.nnodes)[1] == 1
+        failures = _FailureFilter(args.max_restarts, one_node=one_node, place=Path(place), say=say)
+        if "LOGLEVEL" not in os.environ:  # torchrun's own setting: a user who sets it wants to read its log
+            for name in _LOGGERS:
+                logging.getLogger(f"torch.distributed.{name}").addFilter(failures)
         try:
-            # For a scheduler that wants the first error of all in a file of its own.
+            # record() writes the first error of all to that file, for schedulers that read it.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            say(_first_words(failure.message) or f"rank {rank} {_ended(failure.exitcode)}{told.why}")
+            say(_first_words(failure.message) or f"rank {rank} {_ended(failure.exitcode)}{failures.why}")
             if args.redirects != "0":
                 say(f"its output is in {Path(failure.error_file).parent}")
-            say(_tries(told.failures, args.max_restarts))
+            say(_describe_attempts(failures.failures, args.max_restarts))
             _say_what_is_saved(Path(place), say)
             return 1
         except SignalException as error:
@@ -126,7 +128,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
 
 
 def _check(args: Any) -> None:
-    """Raise UsageError when what is to be run isn't there: no start would find it."""
+    """Raises UsageError when the script, module or program to run isn't there: no start would find it."""
     script: str = args.training_script
     if args.no_python and not args.module:
         if shutil.which(script) is None:
@@ -147,24 +149,24 @@ def _check(args: Any) -> None:
 
 
 def _first_words(message: Any) -> str:
-    """What a rank has left about its failure, in a line; empty when it has left nothing."""
+    """Returns the first line of a rank's message about its failure; empty when it left none."""
     return str(message.get("message", "")).partition("\n")[0] if isinstance(message, dict) else ""
 
 
-def _tries(failures: int, most: int) -> str:
+def _describe_attempts(failures: int, most: int) -> str:
     if most == 0:
         return "the job is not started again: --max-restarts is 0"
     return f"the job was started {failures} times and failed each time: --max-restarts {most} allows no more"
 
 
 def _roots(place: Path) -> list[tuple[Root, Path]]:
-    """Each root that the ranks of this node have told of, and where its job's memory is."""
+    """Returns each root that the ranks of this node have reported, and the base of its job's memory."""
     found = sorted(json.loads(path.read_text()) for path in place.glob("*.json"))
     return [(canonical_root(root), memory_base(memory)) for root, memory in found]
 
 
 def _noticed(place: Path, since: float) -> str:
-    """In brackets, for a rank that was killed: the hang, or want of memory, that an agent of this node has noticed."""
+    """Describes, in brackets, the hang or want of memory for which a rank was killed; empty for no such fault."""
     faults = []
     for root, base in _roots(place):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -183,10 +185,10 @@ def _say_what_is_saved(place: Path, say: Callable[[str], object]) -> None:
 
 
 def _saved(root: Root, base: Path) -> str:
-    until = time.monotonic() + _COMPOSING
+    until = time.monotonic() + _REBUILT_WITHIN
     while True:
         try:
-            listed, trouble = list_copies_within(root, base, _SAY)
+            listed, trouble = list_copies_within(root, base, _ANSWERS_WITHIN)
         except NotFoundError:
             return "nothing is saved, so the next start begins anew"
         except (OSError, RekindleError) as error:
@@ -197,14 +199,14 @@ def _saved(root: Root, base: Path) -> str:
     if isinstance(trouble, RekindleError):
         return str(trouble)  # memory has steps that the next start doesn't go on from
     if trouble is not None:
-        return f"{_newest(listed)}; of storage nothing is known: {explain(trouble)}"
+        return f"{_newest(listed)}; what is on storage is not known: {explain(trouble)}"
     return _newest(listed)
 
 
 def _newest(listed: list[ListedCopy]) -> str:
     complete = [entry.copy for entry in listed if entry.condition == "complete"]
     if not complete:
-        return "nothing is saved completely: 'rekindle ls ROOT' tells what there is"
+        return "nothing is saved completely: 'rekindle ls ROOT' lists what there is"
     newest = max(copy.step for copy in complete)
     places = {copy.place for copy in complete if copy.step == newest}
     stored = max((copy.step for copy in complete if copy.place != MEMORY), default=None)
