@@ -390,7 +390,7 @@ def test_one_root_has_one_name() -> None:
 
 def test_a_url_that_a_path_has_taken_a_slash_from_is_no_directory(tmp_path: Path) -> None:
     for text in ("s3://bkt/p", "gs://bkt/p", "az://bkt/p", "file:///bkt/p"):
-        with pytest.raises(UsageError, match="pass a str: a Path swallows a slash"):
+        with pytest.raises(UsageError, match="pass it as a str: a Path removes one of them"):
             canonical_root(Path(text))
     refused = command("ls", "s3:/bkt/x")
     assert refused.exit_code == 2 and "two slashes" in refused.stderr

@@ -1,6 +1,7 @@
-"""What fields of documents may hold. A digest tells that bytes are as they were written, not that they make sense.
+"""Checks the fields of documents. A digest shows that bytes are as they were written, not that they make sense.
 
-Everything here raises ValueError, and nothing else, at what no writer of ours would have written.
+Each check returns the value that it was given. For a value that no writer of the format would have written it raises
+ValueError, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ __all__ = [
 ]
 
 MAX_INTEGER = (1 << 63) - 1
-"""The largest number of anything: what C's own integers can hold."""
+"""Largest integer in a document: the limit of a signed 64-bit integer."""
 
-_DEEPEST = 128
-"""Levels of a structure. Writers stop at 100; readers walk through it by recursion."""
+_MAX_DEPTH = 128
+"""Levels of nesting in a structure. Writers stop at 100. Readers walk through it by recursion."""
 MAX_VALUE_DEPTH = 250
-"""Levels of JSON in a value."""
-_AGES = 1e11
-"""Seconds: three thousand years. Calendars go no further."""
+"""Levels of JSON nesting in a value."""
+_MAX_SECONDS = 1e11
+"""Three thousand years. Calendars go no further."""
 _MAPPINGS = ("$dict", "$ordered", "$counter")
 
 
 def loads(data: bytes | str) -> Any:
-    """JSON, whose nesting may be too deep to be read."""
+    """Parses JSON. Raises ValueError for anything else, also for JSON that is nested too deeply for the parser."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -42,18 +43,18 @@ def loads(data: bytes | str) -> Any:
 
 
 def check_integer(value: Any, least: int = 0, most: int = MAX_INTEGER) -> int:
-    """An integer, neither a truth value nor a text that looks like one."""
+    """Returns an integer within these limits. A boolean, or text that looks like a number, is refused."""
     if type(value) is not int:
-        raise ValueError(f"a {type(value).__name__} is where a number should be")
+        raise ValueError(f"found a {type(value).__name__} where an integer is expected")
     if not least <= value <= most:
-        raise ValueError(f"{value} is not from {least} to {most}")
+        raise ValueError(f"{value} is not between {least} and {most}")
     return value
 
 
 def check_integers(value: Any, count: int = 1 << 20, most: int = MAX_INTEGER) -> tuple[int, ...]:
-    """A list of at most ``count`` numbers, none negative."""
+    """Returns, as a tuple, a list of at most ``count`` integers from 0 to ``most``."""
     if type(value) is not list or len(value) > count or not set(map(type, value)) <= {int}:
-        raise ValueError(f"there should be a list of at most {count} numbers")
+        raise ValueError(f"expected a list of at most {count} integers")
     if value:
         check_integer(min(value))
         check_integer(max(value), 0, most)
@@ -61,21 +62,21 @@ def check_integers(value: Any, count: int = 1 << 20, most: int = MAX_INTEGER) ->
 
 
 def check_seconds(value: Any) -> float:
-    """A moment or a while."""
-    if type(value) not in (int, float) or not -_AGES < value < _AGES:
-        raise ValueError("that is no number of seconds")
+    """Returns a time or a duration in seconds."""
+    if type(value) not in (int, float) or not -_MAX_SECONDS < value < _MAX_SECONDS:
+        raise ValueError("expected a number of seconds")
     return float(value)
 
 
 def check_texts(value: Any) -> list[str]:
-    """A list of texts."""
+    """Returns a list of strings."""
     if type(value) is not list or not all(type(each) is str for each in value):
-        raise ValueError("there should be a list of texts")
+        raise ValueError("expected a list of strings")
     return value
 
 
-def check_structure(node: Any, values: int = MAX_INTEGER, room: int = _DEEPEST) -> None:
-    """Refuse what is no structure of a state. ``values``: how many there are for it to point to, if that is known."""
+def check_structure(node: Any, values: int = MAX_INTEGER, room: int = _MAX_DEPTH) -> None:
+    """Refuses anything but the structure of a state. ``values`` is the number of values that it may refer to."""
     if room < 0:
         raise ValueError("the structure is nested too deeply")
     if type(node) is dict:
@@ -84,12 +85,12 @@ def check_structure(node: Any, values: int = MAX_INTEGER, room: int = _DEEPEST) 
             _check_tagged(node, tag, values, room)
             return
         if any(key.startswith("$") for key in node):
-            raise ValueError("the structure has a leaf with keys beside it")
+            raise ValueError("the structure has a leaf with further keys beside it")
         _check_all(node.values(), values, room)
     elif type(node) is list:
         _check_all(node, values, room)
     else:
-        raise ValueError(f"the structure has a {type(node).__name__} for a leaf")
+        raise ValueError(f"the structure has a {type(node).__name__} as a leaf")
 
 
 def _check_all(nodes: Iterable[Any], values: int, room: int) -> None:
@@ -109,7 +110,7 @@ def _check_tagged(node: dict[str, Any], tag: str, values: int, room: int) -> Non
         _check_all(body, values, room)
     elif tag in _MAPPINGS and type(body) is list:
         if not all(type(pair) is list and len(pair) == 2 for pair in body):
-            raise ValueError(f"the structure has something else than pairs in a {tag!r}")
+            raise ValueError(f"the structure has other items than pairs in a {tag!r}")
         check_values([key for key, _ in body])
         _check_all((child for _, child in body), values, room)
     else:
@@ -117,9 +118,9 @@ def _check_tagged(node: dict[str, Any], tag: str, values: int, room: int) -> Non
 
 
 def check_values(values: Any) -> list[Any]:
-    """A list of values, none of them nested so deeply that a reader would run out of stack."""
+    """Returns a list of values, none of them nested so deeply that a reader would run out of stack."""
     if type(values) is not list:
-        raise ValueError("the values are no list")
+        raise ValueError("the values are not a list")
     level, depth = values, 0
     while level := [child for each in level for child in _children(each)]:
         depth += 1

@@ -1,4 +1,4 @@
-"""The files of one checkpoint, wherever they are kept."""
+"""Defines Files: access to the files of one checkpoint, in a directory or elsewhere."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ __all__ = ["Directory", "Files"]
 
 
 class Files(ABC):
-    """Finds a checkpoint's files by their names (``format/names.py``). Equal when they are the same files.
+    """Finds a checkpoint's files by their names (``format/names.py``). Equal if the files are the same.
 
-    Stateless, so safe to use from any thread. ``str`` tells a person where they are.
+    Stateless, so safe to use from any thread. ``str`` gives the place for people to read.
     """
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A whole document. Raises FileNotFoundError, other OSErrors, or CorruptError for a link to elsewhere."""
+        """Returns the bytes of a document. Raises FileNotFoundError, another OSError, or CorruptError for a link."""
 
     @abstractmethod
     def exists(self, name: str) -> bool:
-        """Whether there is such a file. Raises OSError when that can't be told."""
+        """True if there is such a file. Raises OSError when that can't be determined."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Bytes of a file. Raises OSError."""
+        """Returns the size of a file in bytes. Raises OSError."""
 
     @abstractmethod
     def shard(self, rank: int, world: int) -> OpenShard:
-        """Open, and in memory pin, a rank's shard.
+        """Opens a rank's shard; in the memory store also pins it.
 
-        Raises FileNotFoundError when it is gone or just being recycled, CorruptError when receipt or size is wrong.
+        Raises FileNotFoundError when it is gone or being recycled, CorruptError when its receipt or size is wrong.
         """
 
     def named(self, name: str) -> str:
-        """What to call a file when talking to a person."""
+        """Returns the place and name of a file for messages."""
         return f"{self}/{name}"
 
     def shard_size(self, rank: int, world: int) -> int:
+        """Returns the size of a rank's shard in bytes. Raises OSError."""
         return self.size(shard_name(rank, world))
 
 
 @dataclass(frozen=True)
 class Directory(Files):
-    """Files in a directory of this machine, or of a file system that it has mounted."""
+    """Accesses a checkpoint's files in a directory of a local or mounted file system."""
 
     path: Path
     in_memory: bool = False

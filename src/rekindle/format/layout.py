@@ -1,4 +1,4 @@
-"""Where each tensor's bytes lie in a shard, and the safetensors header that says so."""
+"""Lays tensors out in a shard: the position of each tensor's bytes, and the safetensors header that gives it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rekindle.format.fields import MAX_INTEGER, check_integer, check_integers, c
 __all__ = ["BLOCK", "DTYPES", "MAX_DIMENSIONS", "NEGATABLE", "PAGE", "Chunk", "Layout", "block_ranges", "check_order"]
 
 PAGE = 4096
-"""Data starts at a multiple of this many bytes, so direct I/O and page-locking need no copy."""
+"""Alignment of the data in bytes, so that direct I/O and page-locking need no copy."""
 
 BLOCK = 16 << 20
 """Bytes of a tensor under one checksum: large enough to hash at full speed, small enough to overlap with copying."""
 
 MAX_DIMENSIONS = 64
-"""Of a tensor, as torch and NumPy have it."""
+"""Most dimensions of a tensor, the limit of torch and NumPy."""
 
 DTYPES: Mapping[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
@@ -55,22 +55,25 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "bits2x4": ("U8", 1),
     "bits4x2": ("U8", 1),
 }
-"""torch's name of a dtype: (code in the safetensors header, bytes per element)."""
+"""Maps torch's name of a dtype to its code in the safetensors header and the bytes of an element."""
 
 _METADATA = "__metadata__"
-"""What safetensors takes for itself in a header, so that no tensor can be called by it."""
+"""Key that safetensors reserves in a header. No tensor can have it as its name."""
 
 _COMPLEX = ("complex32", "complex64", "complex128")
 
 NEGATABLE = ("float16", "float32", "float64", "complex64", "complex128")
-"""Dtypes of which torch can make a view that negates, as the imaginary part of a conjugated view is one."""
+"""Dtypes of which torch makes negating views, such as the imaginary part of a conjugated view."""
 
 _MARKS = ("own", "conj", "neg", "parameter", "requires_grad")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One box of a named global tensor. All lengths count elements; the byte range is filled in by the layout."""
+    """One box of a named global tensor. Lengths count elements, offsets and sizes for each dimension.
+
+    ``Layout.build`` sets the byte range.
+    """
 
     name: str
     dtype: str
@@ -78,25 +81,29 @@ class Chunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int = 0
-    """First byte, counted from the start of the shard's data."""
+    """First byte in the shard's data."""
     own: bool = False
-    """Whether other ranks may have other bytes by the same name: so a rank that comes back takes its own, if it can."""
+    """True if other ranks may have different bytes by the same name. A restarted rank then takes its own if it can."""
     order: tuple[int, ...] = ()
-    """Dimensions as they lay in memory, the outermost first; empty for row-major, as the stored bytes always are."""
+    """Dimensions as they lay in memory, the outermost first. Empty for row-major, which the stored bytes always are."""
     conj: bool = False
+    """True if the tensor was a conjugating view. The stored bytes are the values that it showed."""
     neg: bool = False
-    """Whether the tensor was a view that conjugates, or negates; the stored bytes are what it shows."""
+    """True if the tensor was a negating view. The stored bytes are the values that it showed."""
     parameter: bool = False
+    """True if the tensor was a parameter outside of modules."""
     requires_grad: bool = False
-    """Whether it was a parameter outside of modules, and whether gradients of it were wanted there."""
+    """True if the tensor, outside of modules, required gradients."""
     nbytes: int = field(init=False, compare=False)
+    """Bytes of the box."""
 
     def __post_init__(self) -> None:
-        # Worked out once: a plan asks for it eight times. Zero for a dtype that is refused a moment later.
+        # Computed once: a plan asks for it eight times. 0 for an unknown dtype, which from_json() refuses afterwards.
         object.__setattr__(self, "nbytes", math.prod(self.sizes) * DTYPES.get(self.dtype, ("", 0))[1])
 
     @property
     def stop(self) -> int:
+        """First byte after the chunk in the shard's data."""
         return self.start + self.nbytes
 
     @property
@@ -104,7 +111,7 @@ class Chunk:
         return Box(self.offsets, self.sizes)
 
     def _inside(self) -> bool:
-        """Whether the box lies inside of the tensor."""
+        """True if the box lies inside of the tensor, and the tensor within the format's limits."""
         if not len(self.global_shape) == len(self.offsets) == len(self.sizes) or self.start < 0:
             return False
         spans = zip(self.offsets, self.sizes, self.global_shape, strict=True)
@@ -126,6 +133,7 @@ class Chunk:
 
     @staticmethod
     def from_json(value: Any) -> Chunk:
+        """Reads an entry of a receipt's tensor table. Raises FormatError that names the tensor."""
         try:
             chunk = Chunk(
                 name=check_texts([value["name"]])[0],
@@ -142,11 +150,14 @@ class Chunk:
                 requires_grad=bool(value.get("requires_grad")),
             )
             if (chunk.conj and chunk.dtype not in _COMPLEX) or (chunk.neg and chunk.dtype not in NEGATABLE):
-                raise FormatError(f"tensor {chunk.name!r}: torch has no such view of a {chunk.dtype}")
+                raise FormatError(f"tensor {chunk.name!r}: torch makes no such view of dtype {chunk.dtype}")
             if chunk.requires_grad and "float" not in chunk.dtype and chunk.dtype not in _COMPLEX:
-                raise FormatError(f"tensor {chunk.name!r}: a {chunk.dtype} has no gradients")
+                raise FormatError(f"tensor {chunk.name!r}: a tensor of dtype {chunk.dtype} can't require gradients")
             if chunk.order and len(chunk.order) != len(chunk.global_shape):
-                raise FormatError(f"tensor {chunk.name!r}: has {len(chunk.global_shape)} dimensions, and not its order")
+                dimensions = len(chunk.global_shape)
+                raise FormatError(
+                    f"tensor {chunk.name!r}: has {dimensions} dimensions, but its order has {len(chunk.order)}"
+                )
             if chunk.dtype not in DTYPES or chunk.stop != check_integer(value["range"][1]) or not chunk._inside():
                 raise FormatError(f"tensor {chunk.name!r}: dtype, shape, sizes and byte range do not agree")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -159,21 +170,24 @@ class Chunk:
 
 
 def check_order(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """The field ``order`` of a tensor's description, which old ones lack. Raises ValueError for what is no order."""
+    """Returns the field ``order`` of a tensor's entry, empty where an older version wrote none.
+
+    Raises ValueError unless it is a permutation of the dimensions.
+    """
     order = check_integers(fields.get("order", []), MAX_DIMENSIONS)
     if sorted(order) != list(range(len(order))):
-        raise ValueError(f"{list(order)} is no order of dimensions")
+        raise ValueError(f"{list(order)} is not a permutation of dimensions")
     return order
 
 
 def block_ranges(chunk: Chunk) -> list[tuple[int, int]]:
-    """Byte ranges of the chunk's checksums; none for an empty tensor."""
+    """Returns the byte ranges of the chunk's checksums, none for an empty tensor."""
     return [(at, min(at + BLOCK, chunk.stop)) for at in range(chunk.start, chunk.stop, BLOCK)]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Chunks in the order of their bytes, without gaps.
+    """Chunks of a shard, in the order of their bytes, without gaps.
 
     safetensors allows no padding between tensors, so wide elements come first: then each tensor is aligned to its own
     element size and can be viewed in place.
@@ -181,13 +195,14 @@ class Layout:
 
     chunks: tuple[Chunk, ...]
     nbytes: int = field(init=False)
-    """Bytes of data, the header not counted."""
+    """Bytes of data, without the header."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", self.chunks[-1].stop if self.chunks else 0)
 
     @staticmethod
     def build(chunks: Iterable[Chunk]) -> Layout:
+        """Places ``chunks``, the widest elements first, then by name and offsets."""
         placed, at = [], 0
         for chunk in sorted(chunks, key=lambda c: (-DTYPES[c.dtype][1], c.name, c.offsets)):
             placed.append(replace(chunk, start=at))
@@ -196,10 +211,10 @@ class Layout:
 
     @cached_property
     def header_keys(self) -> list[str]:
-        """What each chunk is called in the safetensors header, which takes a name once.
+        """Keys of the chunks in the safetensors header, where each key must be unique.
 
-        Of a tensor of which the shard has several boxes none gets the tensor's name: a reader that knows nothing of
-        boxes would take the last one for the whole.
+        If the shard has several boxes of a tensor, none of them gets the tensor's name alone: a reader that ignores
+        boxes would take the last one for the whole tensor.
         """
         count = Counter(chunk.name for chunk in self.chunks)
         seen: Counter[str] = Counter()
@@ -214,7 +229,7 @@ class Layout:
 
     @cached_property
     def header(self) -> bytes:
-        """The safetensors header, length prefix included, padded so that data starts on a page."""
+        """The safetensors header with its length prefix, padded so that the data starts on a page."""
         sharding: dict[str, Any] = {}
         table: dict[str, Any] = {}
         for key, chunk in zip(self.header_keys, self.chunks, strict=True):
@@ -232,20 +247,21 @@ class Layout:
 
     @property
     def file_bytes(self) -> int:
+        """Size of the shard's file in bytes."""
         return len(self.header) + self.nbytes
 
     @property
     def block_count(self) -> int:
-        """Number of all checksums."""
+        """Number of blocks, each with a checksum of its own."""
         return sum(-(-chunk.nbytes // BLOCK) for chunk in self.chunks)
 
     @cached_property
     def blocks(self) -> list[tuple[int, int]]:
-        """Byte ranges of all checksums, in the order in which receipts list them."""
+        """Byte ranges of all blocks, in the order in which receipts list their checksums."""
         return [block for chunk in self.chunks for block in block_ranges(chunk)]
 
     def tensor_of(self, block: int) -> str:
-        """Name of the tensor that checksum number ``block`` belongs to."""
+        """Returns the name of the tensor that block number ``block`` belongs to. Raises IndexError."""
         for chunk in self.chunks:
             block -= len(block_ranges(chunk))
             if block < 0:

@@ -1,8 +1,11 @@
-"""Which start of the job wrote a shard, and which shards a later start has left behind.
+"""Defines incarnations, the starts of a job, and finds the steps that a later start superseded.
 
-Every start of a job is an *incarnation*: a random id, and a generation that is one more than the highest that any rank
-could see when it started. It names the checkpoint that it continued from. Clocks play no part: an incarnation of a
-higher generation began after all of a lower one had ended, because one job runs once at a time.
+Each start of a job is an *incarnation*: a random id, and a generation that is one more than the highest that any rank
+could see at that start. It names the checkpoint that it continued from. Clocks play no part: one job runs once at a
+time, so an incarnation of a higher generation began after all of lower generations had ended.
+
+An incarnation *supersedes* each step of a lower generation that is newer than the step it continued from: the job went
+on without that step, and no later start continues from it.
 """
 
 from __future__ import annotations
@@ -20,23 +23,24 @@ from rekindle.format.names import MAX_RANKS, MAX_STEP
 __all__ = ["CheckpointKey", "Incarnation", "ShardId", "continued_by_another", "drop_superseded", "superseded_by"]
 
 _ID = re.compile(r"[0-9a-f]{16}\Z")
-_LAST_GENERATION = 1 << 62
-"""Far beyond what starts can count up to; a later start still has room for its own."""
+_MAX_GENERATION = 1 << 62
+"""Far above every generation that a job can reach. A later start still has room for its own."""
 
 
 @dataclass(frozen=True, order=True)
 class Incarnation:
-    """One start of a job. Ordered by generation."""
+    """Identifies one start of a job. Ordered by generation."""
 
     generation: int
     id: str
     parent: str = ""
-    """Incarnation that wrote the checkpoint this one continued from; empty for a fresh start."""
+    """Id of the incarnation that wrote the checkpoint which this one continued from. Empty for a fresh start."""
     parent_step: int = 0
-    """Step this one continued from."""
+    """Step that this incarnation continued from. 0 for a fresh start."""
 
     @staticmethod
     def begin(generation: int) -> Incarnation:
+        """Returns a new incarnation with a random id."""
         return Incarnation(generation, secrets.token_hex(8))
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +53,7 @@ class Incarnation:
 
 
 class CheckpointKey(NamedTuple):
-    """Names one checkpoint. Ordered by step, then by generation."""
+    """Identifies one checkpoint. Ordered by step, then by generation."""
 
     step: int
     incarnation: Incarnation
@@ -57,22 +61,25 @@ class CheckpointKey(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardId:
-    """Where a shard belongs: step, rank, world size and the incarnation that wrote it."""
+    """Identifies a shard: step, rank, world size and the incarnation that wrote it.
+
+    Documents carry it as their ``stamp``.
+    """
 
     step: int
     rank: int
     world: int
     incarnation: Incarnation
     persist: bool = True
-    """Whether the policy asks for this step on storage."""
+    """True if the policy asks for this step on storage."""
     save: str = ""
-    """Drawn for this very save, where the ranks agree on one: shards of two saves are never combined."""
+    """Random id of the save, where the ranks agreed on one. Shards of different saves are never combined."""
     pinned: bool = False
-    """True if retention has to leave the checkpoint alone once it is on storage."""
+    """True if retention must keep the checkpoint once it is on storage."""
 
     @property
     def checkpoint(self) -> CheckpointKey:
-        """The checkpoint that the shard is a part of."""
+        """Key of the checkpoint that the shard is a part of."""
         return CheckpointKey(self.step, self.incarnation)
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +92,7 @@ class ShardId:
 
     @staticmethod
     def from_json(value: Any) -> ShardId:
+        """Reads the ``stamp`` of a document. Raises FormatError for one that makes no sense."""
         try:
             inc = value["incarnation"]
             stamp = ShardId(
@@ -94,7 +102,7 @@ class ShardId:
                 persist=bool(value["persist"]),
                 pinned=bool(value.get("pinned", False)),
                 incarnation=Incarnation(
-                    generation=check_integer(inc["generation"], 0, _LAST_GENERATION),
+                    generation=check_integer(inc["generation"], 0, _MAX_GENERATION),
                     id=_id(inc["id"]),
                     parent=_id(inc["parent"]) if inc["parent"] else "",
                     parent_step=check_integer(inc["parent_step"], 0, MAX_STEP),
@@ -109,7 +117,7 @@ class ShardId:
 
 
 class _Written(Protocol):
-    """Anything that is of one step and was written by one start of the job."""
+    """Describes anything that one incarnation wrote at one step."""
 
     @property
     def step(self) -> int: ...
@@ -121,18 +129,14 @@ _W = TypeVar("_W", bound=_Written)
 
 
 def _id(value: Any) -> str:
-    """The id of an incarnation, which becomes a part of file names, or of a save."""
+    """Returns the id of an incarnation, which becomes a part of file names, or that of a save."""
     if type(value) is not str or not _ID.match(value):
-        raise ValueError("an id should be 16 hexadecimal digits")
+        raise ValueError("an id must have 16 hexadecimal digits")
     return value
 
 
 def superseded_by(step: int, incarnation: Incarnation, seen: Iterable[Incarnation]) -> Incarnation | None:
-    """The incarnation that left this step behind, or None while it stands.
-
-    A later incarnation that continued from an earlier step has abandoned everything newer than that step which it did
-    not write itself.
-    """
+    """Returns an incarnation among ``seen`` that superseded the step of ``incarnation``; None if there is none."""
     for other in seen:
         if other.generation > incarnation.generation and step > other.parent_step:
             return other
@@ -140,14 +144,17 @@ def superseded_by(step: int, incarnation: Incarnation, seen: Iterable[Incarnatio
 
 
 def drop_superseded(found: Collection[_W], also: Iterable[Incarnation] = ()) -> list[_W]:
-    """Those that no later start of the job has left behind, in the same order. ``also``: more starts to go by."""
+    """Returns the items of ``found`` that no incarnation superseded, in the same order.
+
+    The incarnations that count are those of ``found`` and ``also``.
+    """
     seen = {one.incarnation for one in found} | set(also)
     return [one for one in found if not superseded_by(one.step, one.incarnation, seen)]
 
 
 def continued_by_another(ours: Incarnation, newest: Incarnation) -> bool:
-    """Whether the job went on without ``ours``: the ``newest`` on storage is by another start, and that is no older.
+    """True if another start, not older than ``ours``, wrote the ``newest`` checkpoint on storage.
 
-    Then what this start saves is a branch that nobody follows.
+    The job then went on without this start. No later start will continue from its steps.
     """
     return newest != ours and newest.generation >= ours.generation

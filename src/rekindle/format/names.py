@@ -1,4 +1,4 @@
-"""Names of files and directories; the same in every store (see docs/format.md)."""
+"""Names files and directories, alike in every store (see docs/format.md)."""
 
 from __future__ import annotations
 
@@ -29,56 +29,61 @@ __all__ = [
 ]
 
 Root: TypeAlias = "Path | str"
-"""Where a job keeps its checkpoints: an absolute directory, or the URL of an object store, no slash at its end."""
+"""Place of a job's checkpoints: an absolute directory, or the URL of an object store without a slash at its end."""
 
 MANIFEST = "checkpoint.json"
+"""File that makes a directory of shards a checkpoint."""
 PINNED = "pinned"
-"""An empty file beside the manifest: the checkpoint stays whatever retention says."""
+"""Empty file beside the manifest, which exempts the checkpoint from retention."""
 MANIFEST_KIND = "rekindle-checkpoint"
+"""Field ``format`` of a manifest."""
 
 STEP_DIR = re.compile(r"step-(?P<step>\d{10})(?:\.(?P<id>[0-9a-f]{16})\.(?P<kind>partial|retired))?\Z", re.ASCII)
-"""A step's directory; with a suffix while it is being written, or after it was moved out of a successor's way."""
+"""Matches the name of a step's directory, with a suffix while it is written or after it was superseded."""
 
 MAX_STEP = 10**10 - 1
-"""What ten digits can hold."""
+"""Largest step, the limit of ten digits."""
 
 _SCHEMES = ("s3", "gs", "az")
 _UNSAFE = re.compile(r"[^A-Za-z0-9!_.*'()=+@,;/-]")
-"""What has another meaning in a URL, or needs an escape there that services and clients disagree on."""
+"""Matches characters with another meaning in a URL, or with an escape that services and clients disagree on."""
 
 MAX_RANKS = 10**5
-"""What five digits can count."""
+"""Most ranks of a job, the limit of five digits."""
 
 _SHARD = re.compile(r"shard-(\d{5})-of-(\d{5})\.(safetensors|json)\Z", re.ASCII)
 
 
 def step_dir(step: int) -> str:
+    """Returns the name of a step's directory."""
     return f"step-{step:010d}"
 
 
 def shard_name(rank: int, world: int) -> str:
+    """Returns the file name of a rank's shard."""
     return f"shard-{rank:05d}-of-{world:05d}.safetensors"
 
 
 def receipt_name(rank: int, world: int) -> str:
+    """Returns the file name of a rank's receipt."""
     return f"shard-{rank:05d}-of-{world:05d}.json"
 
 
 def parse_shard_name(name: str) -> tuple[int, int, str] | None:
-    """(rank, world, extension) of a shard's or receipt's file name, or None for any other name."""
+    """Returns (rank, world, extension) of a shard's or receipt's file name; None for any other name."""
     match = _SHARD.match(name)
     return (int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def canonical_root(root: str | os.PathLike[str]) -> Root:
-    """What ``root``, a path or a URL, stands for: equal for all ways to write the same one.
+    """Returns the one form of ``root``, a path or a URL, so that all ways to write it compare equal.
 
     Raises UsageError for a URL that can't be a checkpoint root.
     """
     text = os.fsdecode(root)
     scheme, separator, rest = text.partition("://")
     if not separator and text.partition("/")[0] in {f"{known}:" for known in (*_SCHEMES, "file")}:
-        raise UsageError(f"root {text!r}: a URL has two slashes; pass a str: a Path swallows a slash")
+        raise UsageError(f"root {text!r}: a URL has two slashes; pass it as a str: a Path removes one of them")
     if not separator or scheme == "file":
         return root_path(text)
     parts = rest.split("/")
@@ -87,12 +92,12 @@ def canonical_root(root: str | os.PathLike[str]) -> Root:
     if scheme not in _SCHEMES:
         raise UsageError(f"root {text!r}: only paths and file://, s3://, gs:// and az:// URLs can be checkpoint roots")
     if len(parts) < 2 or not all(parts) or {".", ".."}.intersection(parts) or _UNSAFE.search(rest):
-        raise UsageError(f"root {text!r}: is no {scheme}://BUCKET/NAME, of letters, digits and !-_.*'()=+@,; /")
+        raise UsageError(f"root {text!r}: must be {scheme}://BUCKET/NAME, of letters, digits and !-_.*'()=+@,; /")
     return f"{scheme}://{'/'.join(parts)}"
 
 
 def root_path(root: str | os.PathLike[str]) -> Path:
-    """The absolute directory that ``root``, a path or a ``file://`` URL, stands for. Raises UsageError for others."""
+    """Returns the absolute directory of ``root``, a path or a ``file://`` URL. Raises UsageError for other URLs."""
     text = os.fsdecode(root)
     if "://" in text:
         try:
@@ -109,15 +114,15 @@ def root_path(root: str | os.PathLike[str]) -> Path:
     try:
         path = Path(os.path.realpath(os.path.expanduser(text)))
         os.fsencode(path)
-    except ValueError as error:  # a NUL in it, or half a character
-        raise UsageError(f"root {text!r}: no directory can have this name: {error}") from error
+    except ValueError as error:  # a NUL, or a lone surrogate
+        raise UsageError(f"root {text!r}: can't be the name of a directory: {error}") from error
     return path
 
 
 def job_name(root: Root) -> str:
-    """The job's directory in the memory store: the root's name to be recognised by, its hash to be unique.
+    """Returns the name of the job's directory in the memory store: a readable part of the root, and its hash.
 
-    It is short because the agent's socket lies in that directory and a socket's path is limited to 107 bytes.
+    The name is short because the agent's socket lies in that directory, and a socket's path has at most 107 bytes.
     """
     slug = re.sub(r"[^A-Za-z0-9]+", "-", str(root).rpartition("/")[2]).strip("-")[:24] or "root"
     return f"{slug}-{hashlib.sha256(os.fsencode(root)).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Reading a shard: in runs of blocks, by several threads, hashed and put in place in one pass over memory."""
+"""Reads a shard in runs of blocks with several threads. Each byte is placed and hashed in one pass over memory."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from rekindle.format.shard import OpenShard, Stream
 
 __all__ = ["NullSink", "ShardReader", "Sink", "copy_from_address", "read_blocks", "consecutive_runs", "reader_threads"]
 
-_RUN = 8 << 20
-"""Bytes of consecutive blocks that one thread works on in one go; a block of 16 MiB is a run of its own."""
-_PIECE = 512 << 10
-"""Bytes that are put in place and then hashed while the processor's cache still has them."""
-_SPREAD = 256
-"""Places that one read may fill. The kernel's limit is 1,024."""
-_GULP = 4 << 20
-"""Bytes of a direct read, and of each thread's buffer. 1 to 8 MiB read equally fast where this was measured."""
-_READS = 4
-"""Reads of storage that are under way at a time, at least; disks want more than one, whatever the number of cores."""
+_RUN_BYTES = 8 << 20
+"""Bytes of consecutive blocks that one thread reads at a time. A block of 16 MiB is a run of its own."""
+_PIECE_BYTES = 512 << 10
+"""Bytes that are placed and then hashed while they are still in the processor's cache."""
+_MAX_VIEWS = 256
+"""Buffers that one read fills. The kernel's limit is 1,024."""
+_BUFFER_BYTES = 4 << 20
+"""Bytes of a direct read, and of each thread's buffer. Measured: 1 to 8 MiB are equally fast."""
+_STORAGE_READS = 4
+"""Least number of concurrent reads from storage. Disks need more than one, whatever the number of cores."""
 
 _REQUESTS = 8
-"""Requests for ranges of what is elsewhere that are under way at a time: each one waits for its first byte."""
+"""Concurrent requests to an object store. Each one waits for its first byte."""
 
 
 class Sink(Protocol):
-    """Where the bytes of a shard go. Called by several threads, never twice at a time for one block."""
+    """Receives the bytes of a shard. Called by several threads, but by one at a time for each block."""
 
     def place(self, block: int) -> memoryview | None:
-        """Writable bytes that block number ``block`` belongs in; None when ``take`` is to be given them."""
+        """Returns the writable bytes that block number ``block`` belongs in; None to have them passed to ``take``."""
 
     def take(self, block: int, at: int, data: memoryview) -> None:
-        """Bytes of a block without a place, the first of them being its byte ``at``. Good until this returns."""
+        """Receives bytes of a block without a place, from its byte ``at`` on. ``data`` is valid until this returns."""
 
     def lock(self, buffer: mmap.mmap) -> object:
-        """Page-lock a buffer that ``take`` will be given parts of. Undone when the result is dropped."""
+        """Page-locks a buffer, parts of which ``take`` will receive, until the result is dropped."""
 
 
 class NullSink:
-    """A sink for bytes that are only to be looked at."""
+    """Drops all bytes: for a reader that only verifies them."""
 
     def place(self, block: int) -> memoryview | None:
         return None
@@ -62,11 +62,11 @@ class NullSink:
 
 
 def consecutive_runs(layout: Layout, numbers: Iterable[int]) -> Iterator[list[int]]:
-    """``numbers`` of blocks, ascending, as lists of neighbours of about 8 MiB."""
+    """Yields ascending block ``numbers`` as runs of neighbours of about 8 MiB."""
     run: list[int] = []
     for number in numbers:
         _, stop = layout.blocks[number]
-        if run and (number != run[-1] + 1 or stop - layout.blocks[run[0]][0] > _RUN):
+        if run and (number != run[-1] + 1 or stop - layout.blocks[run[0]][0] > _RUN_BYTES):
             yield run
             run = []
         run.append(number)
@@ -75,31 +75,34 @@ def consecutive_runs(layout: Layout, numbers: Iterable[int]) -> Iterator[list[in
 
 
 def reader_threads(in_memory: bool) -> int:
-    """This process's share of the cores; for storage at least as many as it takes to keep a disk busy."""
+    """Returns how many threads read a shard: this process's share of the cores, at most 8.
+
+    From storage at least as many read as keep a disk busy.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    return share if in_memory else max(share, _READS)
+    return share if in_memory else max(share, _STORAGE_READS)
 
 
 def copy_from_address(place: memoryview, address: int) -> None:
-    """Fill ``place`` from ``address``, outside of the interpreter lock."""
+    """Fills ``place`` from memory at ``address`` without the interpreter lock."""
     ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(place)), address, len(place))
 
 
 class _Buffer:
-    """A thread's own page-aligned memory, used for one read after the other."""
+    """Holds a thread's own page-aligned memory, used for one read after the other."""
 
     def __init__(self, sink: Sink) -> None:
-        mapping = mmap.mmap(-1, _GULP)
+        mapping = mmap.mmap(-1, _BUFFER_BYTES)
         self.data = memoryview(mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._locked = sink.lock(mapping)
 
 
 class ShardReader:
-    """The file of one shard. Direct I/O for what the page cache lacks, where the file system takes it.
+    """Reads the file of one shard. Uses direct I/O for bytes outside of the page cache, if the file system allows it.
 
-    Thread-safe. ``nbytes`` counts what has been read, header included.
+    Thread-safe, except for ``close``. ``nbytes`` counts the bytes read, header included.
     """
 
     def __init__(self, shard: OpenShard) -> None:
@@ -111,11 +114,13 @@ class ShardReader:
         self._resident = None if self._direct < 0 else _residency(shard.fd)
 
     def close(self) -> None:
+        """Closes what the reader opened itself; the shard stays open."""
         if self._direct >= 0:
             os.close(self._direct)
             self._direct = -1
 
     def header_is_sound(self) -> bool:
+        """True if the header has the checksum that the receipt gives. Raises OSError."""
         receipt = self.shard.receipt
         header = memoryview(bytearray(receipt.header_bytes))
         if self.shard.stream is None:
@@ -125,45 +130,46 @@ class ShardReader:
         return checksum(data) == receipt.header_checksum
 
     def read(self, run: list[int], sink: Sink) -> list[int]:
-        """Put a run of blocks where ``sink`` wants them. Numbers of those that differ from their checksums.
+        """Reads a run of blocks into ``sink`` and returns the numbers of damaged ones.
 
-        Raises OSError when the file can't be read. A file that ends too soon has damaged blocks.
+        A block is damaged if it differs from its checksum, or the file ends before it does. Raises OSError when the
+        file can't be read.
         """
         receipt = self.shard.receipt
         places = {number: sink.place(number) for number in run}
         if self.shard.stream is not None:
-            return self._by_stream(self.shard.stream, run, places, sink)
+            return self._read_stream(self.shard.stream, run, places, sink)
         first, last = receipt.layout.blocks[run[0]][0], receipt.layout.blocks[run[-1]][1]
         resident = self._resident
         direct = resident is not None and not resident.holds(receipt.header_bytes + first, receipt.header_bytes + last)
         if direct or None in places.values():
-            return self._by_buffer(run, places, sink, direct)
-        return self._straight(run, places)
+            return self._read_by_buffer(run, places, sink, direct)
+        return self._read_in_place(run, places)
 
-    # -- straight into place: from memory, or from the page cache --------------------------------------------------
+    # -- into place: from memory, or from the page cache --------------------------------------------------
 
-    def _straight(self, run: list[int], places: dict[int, Any]) -> list[int]:
+    def _read_in_place(self, run: list[int], places: dict[int, Any]) -> list[int]:
         receipt = self.shard.receipt
         blocks, bad = receipt.layout.blocks, []
-        for gulp in _gulps([(n, len(places[n])) for n in run]):
-            views = [places[number][at:stop] for number, at, stop in gulp]
-            offset = receipt.header_bytes + blocks[gulp[0][0]][0] + gulp[0][1]
+        for group in _groups([(n, len(places[n])) for n in run]):
+            views = [places[number][at:stop] for number, at, stop in group]
+            offset = receipt.header_bytes + blocks[group[0][0]][0] + group[0][1]
             whole = self._fill(self.shard.fd, views, offset)
-            for (number, at, stop), view in zip(gulp, views, strict=True):
+            for (number, at, stop), view in zip(group, views, strict=True):
                 if at == 0:
                     state = xxhash.xxh3_64()
                 state.update(view)
                 if stop == len(places[number]) and state.hexdigest() != receipt.checksums[number]:
                     bad.append(number)
-            if not whole:  # the file has become shorter: what follows, and what this read began, isn't there
-                number, _, stop = gulp[-1]
+            if not whole:  # the file was truncated: this block and all after it are missing
+                number, _, stop = group[-1]
                 return bad + run[run.index(number) + (stop == len(places[number])) :]
         return bad
 
-    # -- as it comes in: from elsewhere ----------------------------------------------------------------------------
+    # -- as it arrives: from an object store --------------------------------------------------------------------------
 
-    def _by_stream(self, stream: Stream, run: list[int], places: dict[int, Any], sink: Sink) -> list[int]:
-        """One request for all of a run, whose blocks are neighbours."""
+    def _read_stream(self, stream: Stream, run: list[int], places: dict[int, Any], sink: Sink) -> list[int]:
+        """Reads a run with one request, since its blocks are neighbours."""
         receipt = self.shard.receipt
         blocks, todo, bad = receipt.layout.blocks, iter(run), []
         number = next(todo, None)
@@ -186,9 +192,9 @@ class ShardReader:
                     number, state = next(todo, None), xxhash.xxh3_64()
         return bad if number is None else bad + run[run.index(number) :]
 
-    # -- by way of a buffer: direct I/O, or bytes without a place --------------------------------------------------
+    # -- through a buffer: direct I/O, or bytes without a place --------------------------------------------------
 
-    def _by_buffer(self, run: list[int], places: dict[int, Any], sink: Sink, direct: bool) -> list[int]:
+    def _read_by_buffer(self, run: list[int], places: dict[int, Any], sink: Sink, direct: bool) -> list[int]:
         receipt = self.shard.receipt
         base = receipt.header_bytes
         bad: list[int] = []
@@ -202,10 +208,10 @@ class ShardReader:
             while at < stop:
                 if at >= end:
                     begin = at // PAGE * PAGE
-                    end = self._gulp(buffer, begin, base + receipt.layout.blocks[run[-1]][1], direct)
+                    end = self._refill(buffer, begin, base + receipt.layout.blocks[run[-1]][1], direct)
                     if end <= at:
                         return bad + run[run.index(number) :]
-                size = min(stop, end, at + _PIECE) - at
+                size = min(stop, end, at + _PIECE_BYTES) - at
                 piece = buffer.data[at - begin : at - begin + size]
                 place = places[number]
                 if place is not None:
@@ -219,21 +225,21 @@ class ShardReader:
                 bad.append(number)
         return bad
 
-    def _gulp(self, buffer: _Buffer, begin: int, stop: int, direct: bool) -> int:
-        """Read from ``begin``, a page's first byte, as far as there is room and need; where the bytes then end."""
-        size = min(_GULP, -(-(stop - begin) // PAGE) * PAGE)
+    def _refill(self, buffer: _Buffer, begin: int, stop: int, direct: bool) -> int:
+        """Fills the buffer from ``begin``, the start of a page, at most to ``stop``. Returns where its bytes end."""
+        size = min(_BUFFER_BYTES, -(-(stop - begin) // PAGE) * PAGE)
         try:
             got = os.preadv(self._direct if direct else self.shard.fd, [buffer.data[:size]], begin)
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
-            self._resident = None  # the file system takes O_DIRECT when a file is opened, and refuses it at a read
+            self._resident = None  # some file systems accept O_DIRECT at open() and refuse it at a read
             got = os.preadv(self.shard.fd, [buffer.data[:size]], begin)
         self._count(got)
         return min(begin + got, stop)
 
     def _fill(self, fd: int, views: list[memoryview], offset: int) -> bool:
-        """Fill all of ``views``. False at the end of the file."""
+        """Fills all of ``views``. False if the file ends before."""
         while views:
             got = os.preadv(fd, views, offset)
             if got == 0:
@@ -252,26 +258,26 @@ class ShardReader:
             self.nbytes += nbytes
 
 
-def _gulps(sizes: list[tuple[int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Neighbouring parts (number, first byte, end) of blocks of these sizes that are read together."""
-    gulp: list[tuple[int, int, int]] = []
-    room = _PIECE
+def _groups(sizes: list[tuple[int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Groups neighbouring parts (block number, first byte, end) of blocks, each group for one read."""
+    group: list[tuple[int, int, int]] = []
+    room = _PIECE_BYTES
     for number, size in sizes:
         at = 0
         while at < size:
             stop = min(size, at + room)
-            gulp.append((number, at, stop))
+            group.append((number, at, stop))
             room -= stop - at
             at = stop
-            if not room or len(gulp) == _SPREAD:
-                yield gulp
-                gulp, room = [], _PIECE
-    if gulp:
-        yield gulp
+            if not room or len(group) == _MAX_VIEWS:
+                yield group
+                group, room = [], _PIECE_BYTES
+    if group:
+        yield group
 
 
 def _open_direct(fd: int) -> int:
-    """The same file for direct I/O; -1 where that isn't to be had."""
+    """Opens the same file for direct I/O. Returns -1 where that isn't possible."""
     flag = getattr(os, "O_DIRECT", 0)
     if flag:
         with suppress(OSError):
@@ -289,7 +295,7 @@ def _residency(fd: int) -> _Residency | None:
 
 
 class _Residency:
-    """Which parts of a file the page cache holds. Looked at through a mapping whose memory is never touched."""
+    """Tells which parts of a file the page cache holds, through a mapping whose memory is never touched."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
@@ -297,8 +303,8 @@ class _Residency:
         self._mincore = getattr(ctypes.CDLL(None), "mincore", None)
 
     def holds(self, start: int, stop: int) -> bool:
-        """Whether all of the bytes from ``start`` to ``stop`` can be had without the disk."""
-        if stop > len(self._mapping):  # the file has become shorter since it was opened; the read will tell
+        """True if the page cache holds all bytes from ``start`` to ``stop``."""
+        if stop > len(self._mapping):  # the file was truncated since it was opened: the read will find out
             return False
         begin = start // PAGE * PAGE
         pages = (ctypes.c_ubyte * (-(-(stop - begin) // PAGE)))()
@@ -311,12 +317,13 @@ def read_blocks(
     sink: Sink,
     numbers: Iterable[int],
     progress: Callable[[int], object] | None = None,
+    *,
     to_the_end: bool = False,
 ) -> list[int]:
-    """Read, verify and put in place the blocks of these numbers, ascending. Numbers of those that are damaged, if any.
+    """Reads and verifies the blocks of these ascending numbers, and returns the numbers of damaged ones.
 
-    Stops soon after the first damaged one unless ``to_the_end``. ``progress`` is given byte counts. Raises OSError
-    when the file can't be read.
+    Stops soon after the first damaged block unless ``to_the_end``. ``progress`` is called with byte counts, from
+    several threads. Raises OSError when the file can't be read.
     """
     layout = reader.shard.receipt.layout
     pieces = list(consecutive_runs(layout, numbers))
@@ -343,7 +350,7 @@ def read_blocks(
                 progress(layout.blocks[run[-1]][1] - layout.blocks[run[0]][0])
 
     threads = reader_threads(reader.shard.in_memory) if reader.shard.stream is None else _REQUESTS
-    if len(pieces) <= 1:  # a thread would cost more than it reads
+    if len(pieces) <= 1:  # starting a thread would take longer than the read
         work()
         return bad
     with ThreadPoolExecutor(threads, thread_name_prefix="rekindle-read") as pool:

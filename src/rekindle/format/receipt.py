@@ -1,8 +1,8 @@
-"""JSON files that can tell when they are damaged, and the receipt of a shard.
+"""Reads and writes documents, JSON files that show damage by a digest, and the receipts of shards.
 
 A document starts with ``{"digest":"<16 hex digits>",``: the xxh3_64 of every byte after that. Its stamp comes next,
-with a digest of its own, so that a store can be listed without reading whole documents and without believing damaged
-ones. It stays plain JSON for everybody else.
+with a digest of its own: a store can be listed without reading whole documents and without trusting damaged ones.
+Other programs read a document as plain JSON.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ VERSION = "1.0"
 """Version of the format, major.minor. A reader refuses another major version by name."""
 
 CHECKSUM = "xxh3_64"
+"""Algorithm of all checksums and digests."""
 
 _PREFIX = re.compile(rb'\{"digest":"([0-9a-f]{16})",')
 _DIGEST_END = len('{"digest":"0123456789abcdef",')
-_LARGEST = 1 << 44
-"""Bytes of a shard that are believed: what a process holds in memory is less."""
+_MAX_SHARD_BYTES = 1 << 44
+"""Most bytes of a shard, 16 TiB. A larger size is damage: no process holds as much in memory."""
 _STAMP_LIMIT = 1024
-"""The stamp comes first and fits in so many bytes, so that listing a store needs no whole receipt."""
+"""Bytes at the head of a document that hold its stamp, so that listing a store needs no whole receipt."""
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """xxh3_64 in hexadecimal. Outside the interpreter lock for large inputs."""
+    """Returns the xxh3_64 of ``data`` in hexadecimal. Releases the interpreter lock for large inputs."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def encode_document(stamp: ShardId, kind: str, body: bytes) -> bytes:
-    """The document ``{"digest", "stamp", "stamp_digest", "format", "version", body...}``.
+    """Returns the document ``{"digest", "stamp", "stamp_digest", "format", "version", body...}``.
 
-    ``body`` is the inside of a JSON object.
+    ``body`` is the text of a JSON object without its braces, ``kind`` the field ``format``.
     """
     mark = json.dumps(stamp.to_json(), separators=(",", ":"))
     fields = {"stamp_digest": checksum(mark.encode()), "format": kind, "version": VERSION}
@@ -67,10 +68,13 @@ def encode_document(stamp: ShardId, kind: str, body: bytes) -> bytes:
 
 
 def parse_document(data: bytes, kind: str, where: str | os.PathLike[str]) -> dict[str, Any]:
-    """The document's fields, digest and version checked. Raises FormatError that names ``where``."""
+    """Returns a document's fields after a check of digest, version and ``kind``.
+
+    Raises FormatError, or VersionError for another major version; its message names ``where``.
+    """
     match = _PREFIX.match(data)
     if not match or checksum(data[_DIGEST_END:]) != match[1].decode():
-        raise FormatError(f"{os.fspath(where)}: damaged, its bytes differ from its digest")
+        raise FormatError(f"{os.fspath(where)}: is damaged: its bytes differ from its digest")
     try:
         fields: dict[str, Any] = loads(data)
     except ValueError as error:
@@ -84,15 +88,21 @@ def parse_document(data: bytes, kind: str, where: str | os.PathLike[str]) -> dic
 
 
 def read_file(path: Path) -> bytes:
-    """A whole file of a checkpoint. Raises FormatError for a link: nothing is read outside of its directory."""
+    """Returns the bytes of a file. Raises OSError, or FormatError for a symbolic link.
+
+    Nothing is read outside of the checkpoint's directory.
+    """
     with open(open_file(path), "rb") as file:
         return file.read()
 
 
 def open_file(path: Path) -> int:
-    """A descriptor for reading. Raises FormatError for a link, and for all else that is no file."""
+    """Opens a file for reading and returns its descriptor.
+
+    Raises OSError, or FormatError for a symbolic link and for anything else that is not a regular file.
+    """
     try:
-        # Not blocking: a pipe would be waited for until somebody writes to it.
+        # O_NONBLOCK, since opening a pipe would wait until somebody writes to it.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -100,12 +110,15 @@ def open_file(path: Path) -> int:
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise FormatError(f"{path}: is no file")
+        raise FormatError(f"{path}: is not a regular file")
     return fd
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` as one step, for readers on this machine. Nothing is synced: memory needs none."""
+    """Replaces ``path`` atomically for readers on this machine. Syncs nothing, which a file in memory doesn't need.
+
+    Raises OSError, and then leaves the old file in place.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(data)
@@ -116,9 +129,9 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def read_stamp(path: Path) -> ShardId:
-    """The stamp at the head of a receipt or manifest, verified; nothing is said of the rest.
+    """Returns the verified stamp at the head of a receipt or manifest. The rest of the file is not checked.
 
-    Raises FileNotFoundError when the file is gone and FormatError when it doesn't start with a stamp.
+    Raises FileNotFoundError when the file is gone, FormatError when it doesn't start with a sound stamp.
     """
     with open(open_file(path), "rb") as file:
         head = file.read(_STAMP_LIMIT)
@@ -137,28 +150,32 @@ def read_stamp(path: Path) -> ShardId:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank says of its shard: where every tensor lies, all checksums, and all values that are not tensors."""
+    """Describes a rank's shard: the place of each tensor, all checksums, and all values that are not tensors."""
 
     KIND = "rekindle-receipt"
 
     stamp: ShardId
     layout: Layout
     header_bytes: int
+    """Size of the safetensors header with its length prefix."""
     header_checksum: str
     checksums: list[str]
-    """One for each of ``layout.blocks``."""
+    """Checksums of ``layout.blocks``."""
     structure: Any
-    """The state's nesting, with ``{"$tensor": name}`` and ``{"$value": index}`` for leaves."""
+    """The state's nesting, with ``{"$tensor": name}`` and ``{"$value": index}`` as leaves."""
     values: list[Any]
+    """Encoded values, to which the structure refers by index."""
     raw: bytes
+    """The whole document."""
 
     @property
     def file_bytes(self) -> int:
+        """Size of the shard's file in bytes."""
         return self.header_bytes + self.layout.nbytes
 
     @staticmethod
     def static_part(layout: Layout, structure: Any) -> bytes:
-        """What only changes with the layout, encoded once."""
+        """Encodes the fields that change only with the layout. A writer does it once for many saves."""
         fields = {
             "checksum": {"algorithm": CHECKSUM, "block": BLOCK},
             "shard": {
@@ -173,12 +190,15 @@ class Receipt:
 
     @staticmethod
     def decode_layout(fields: dict[str, Any], where: str | os.PathLike[str]) -> Layout:
-        """The layout in a document that has ``static_part``. Raises FormatError for another kind of checksum."""
+        """Returns the layout in a document with the fields of ``static_part``.
+
+        Raises FormatError for another kind of checksum, and for tensors that overlap or leave gaps.
+        """
         if fields["checksum"] != {"algorithm": CHECKSUM, "block": BLOCK}:
-            raise FormatError(f"{os.fspath(where)}: unknown kind of checksum")
+            raise FormatError(f"{os.fspath(where)}: has checksums of an unknown kind")
         layout, at = Layout(tuple(map(Chunk.from_json, fields["tensors"]))), 0
-        if layout.nbytes > _LARGEST:
-            raise FormatError(f"{os.fspath(where)}: speaks of {layout.nbytes:,} bytes, which no shard has")
+        if layout.nbytes > _MAX_SHARD_BYTES:
+            raise FormatError(f"{os.fspath(where)}: claims {layout.nbytes:,} bytes of data, more than a shard can have")
         for chunk in layout.chunks:
             if chunk.start != at:
                 raise FormatError(
@@ -189,17 +209,17 @@ class Receipt:
 
     @staticmethod
     def encode(stamp: ShardId, static: bytes, checksums: list[str], values: bytes) -> bytes:
-        """The receipt's bytes. ``values`` is a JSON array, ``static`` what ``static_part`` gave."""
+        """Returns the receipt's bytes. ``values`` is a JSON array, ``static`` the result of ``static_part``."""
         sums = ('"checksums":["' + '","'.join(checksums) + '"],').encode() if checksums else b'"checksums":[],'
         return encode_document(stamp, Receipt.KIND, sums + b'"values":' + values + b"," + static)
 
     def with_stamp(self, stamp: ShardId) -> bytes:
-        """The bytes of the same receipt with another stamp."""
+        """Returns the bytes of the same receipt with another stamp."""
         return encode_document(stamp, Receipt.KIND, self.raw[self.raw.index(b'"checksums":[') : -1])
 
     @staticmethod
     def decode(data: bytes, where: str | os.PathLike[str]) -> Receipt:
-        """Parse and check. Raises FormatError that names ``where``."""
+        """Parses and checks a receipt. Raises FormatError, whose message names ``where``."""
         fields = parse_document(data, Receipt.KIND, where)
         try:
             layout = Receipt.decode_layout(fields, where)
@@ -207,7 +227,7 @@ class Receipt:
                 stamp=ShardId.from_json(fields["stamp"]),
                 layout=layout,
                 header_checksum=str(fields["shard"]["header_checksum"]),
-                # It says in fewer words what the receipt says; a longer one would only be memory to be taken.
+                # The receipt repeats it in more bytes. A larger number would only make readers allocate memory.
                 header_bytes=check_integer(fields["shard"]["header_bytes"], 8, 8 * len(data) + PAGE),
                 checksums=check_texts(fields["checksums"]),
                 structure=fields["structure"],
@@ -220,7 +240,9 @@ class Receipt:
         except ValueError as error:
             if isinstance(error, FormatError):
                 raise FormatError(f"{os.fspath(where)}: {str(error).removeprefix(f'{os.fspath(where)}: ')}") from error
-            raise FormatError(f"{os.fspath(where)}: makes no sense: {error}") from error
+            raise FormatError(f"{os.fspath(where)}: is not a valid receipt: {error}") from error
         if len(receipt.checksums) != layout.block_count:
-            raise FormatError(f"{os.fspath(where)}: {len(receipt.checksums)} checksums for {layout.block_count} blocks")
+            raise FormatError(
+                f"{os.fspath(where)}: has {len(receipt.checksums)} checksums for {layout.block_count} blocks"
+            )
         return receipt

@@ -1,4 +1,4 @@
-"""A committed shard, opened for reading."""
+"""Opens a committed shard for reading, and pins it while it lies in the memory store."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ __all__ = ["OpenShard", "Stream"]
 
 
 Stream = Callable[[int, int], Iterator[memoryview]]
-"""Gives the bytes from one offset to another, piece by piece, each good until the next; fewer at the end of the file.
-For any thread. Raises OSError."""
+"""Yields the bytes between two offsets in pieces, each valid until the next. Stops early at the end of the file.
+
+May be called from any thread. Raises OSError.
+"""
 
 
 class OpenShard:
-    """A shard and its receipt. While a pinned one is open its bytes stay, whatever its writer does next."""
+    """Holds an open shard and its receipt. In memory it is pinned: its bytes stay, whatever its writer does next."""
 
     def __init__(
         self, receipt: Receipt, fd: int, path: Path | str, in_memory: bool, stream: Stream | None = None
     ) -> None:
-        """``stream`` takes the place of ``fd``, -1 then, for what is not on a file system."""
+        """Takes over ``fd``. For a shard that is not on a file system it is -1, and ``stream`` reads the bytes."""
         self.receipt = receipt
         self.fd = fd
         self.path = path
@@ -35,21 +37,21 @@ class OpenShard:
 
     @staticmethod
     def open(receipt_path: Path, in_memory: bool) -> OpenShard:
-        """Open, and in memory pin, the shard that ``receipt_path`` speaks of.
+        """Opens the shard of the receipt at ``receipt_path``, and pins it if it is ``in_memory``.
 
-        Raises FileNotFoundError when it is gone or just being recycled, CorruptError when receipt or size is wrong, or
-        one of the two is a link: nothing is read outside of the checkpoint's directory.
+        Raises FileNotFoundError when it is gone or being recycled, CorruptError when its receipt or size is wrong, or
+        when one of the two is a symbolic link: nothing is read outside of the checkpoint's directory.
         """
         path = receipt_path.with_suffix(".safetensors")
         if os.path.islink(str(path.parent)):
             raise FormatError(f"{path.parent}: is a symbolic link, not a directory of checkpoints")
-        raw = read_file(receipt_path)
+        raw = read_file(receipt_path)  # before the shard: after the pin it must still be the same
         fd = open_file(path)
         try:
             if in_memory:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 if os.stat(path).st_ino != os.fstat(fd).st_ino or read_file(receipt_path) != raw:
-                    raise FileNotFoundError(errno.ENOENT, "recycled meanwhile", str(path))
+                    raise FileNotFoundError(errno.ENOENT, "was recycled meanwhile", str(path))
             receipt = Receipt.decode(raw, receipt_path)
             size = os.fstat(fd).st_size
             if size != receipt.file_bytes:
@@ -63,15 +65,16 @@ class OpenShard:
             raise
 
     def map(self) -> memoryview:
-        """The whole file without a copy; stores into it stay private. The pin lasts until the last view is gone."""
+        """Maps the whole file without a copy; writes into the view stay private. The pin lasts as long as any view."""
         return memoryview(mmap.mmap(self.fd, self.receipt.file_bytes, access=mmap.ACCESS_COPY))
 
     def corruption(self, block: int) -> CorruptError:
-        """The error for data block number ``block``, or for the header when it is -1."""
+        """Returns the error for damage to data block number ``block``, or to the header when it is -1."""
         where = "its header" if block < 0 else f"tensor {self.receipt.layout.tensor_of(block)!r}"
         return CorruptError(f"{self.path}: {where} of step {self.receipt.stamp.step} differs from its checksum")
 
     def close(self) -> None:
+        """Closes the file. May be called again."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
