@@ -47,6 +47,7 @@ TOP = {"__init__.py", "__main__.py", "checkpointer.py", "errors.py", "py.typed",
 """All files at the top of the package; everything else is in a room."""
 LONGEST = 500
 """Lines of a module."""
+STORES = {"rekindle.storage.store", "rekindle.storage.posix", "rekindle.storage.objects"}
 
 
 def module_name(path: Path) -> str:
@@ -155,6 +156,19 @@ def test_there_are_no_import_cycles():
     for module in MODULES:
         if module not in state:
             visit(module)
+
+
+@pytest.mark.parametrize("step", ["write_shard", "publish", "clean_up"])
+def test_the_commit_protocol_stands_once(step):
+    """All that write checkpoints to storage go through one module. Stores may call each other's methods."""
+    called = {
+        f"{module}:{node.lineno}": module
+        for module, path in MODULES.items()
+        if not module.startswith("rekindle.testing") and module not in STORES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == step
+    }
+    assert list(called.values()) == ["rekindle.storage.commit"], sorted(called)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -46,7 +46,7 @@ from rekindle.session.takeover import GIVE_WAY, occupy
 from rekindle.settings import Overlap, Settings
 from rekindle.state.device import page_lock
 from rekindle.storage.catalog import STORAGE, Checkpoint, list_checkpoints
-from rekindle.storage.checks import begins_anew
+from rekindle.storage.checks import describe_fresh_start
 from rekindle.storage.open import open_store
 from rekindle.storage.pins import unpin_step
 from rekindle.storage.roots import root_to_train
@@ -415,7 +415,7 @@ class Checkpointer:
             self._begun = True
             if self._meeting.deleted:
                 if self._group.rank == 0:
-                    log.warning("%s", begins_anew(self.root))
+                    log.warning("%s", describe_fresh_start(self.root))
                 self._saves.give_up()
             self._meeting.note_anew(self._job, self._group.rank, self._incarnation, None, back=False, chosen=False)
             self._meeting.go_on(self._job, self._store, self._group.rank, None, anyway=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rekindle
-from rekindle.agent import drain
+from rekindle.agent import unfinished
 from rekindle.agent.drain import Drainer
 from rekindle.cli.operations import stop
 from rekindle.format.lineage import Incarnation, ShardId
@@ -81,12 +81,12 @@ def test_what_lacks_is_told_after_a_while_and_forgotten_when_it_comes(
     one.drain(3)
     one.drainer.tick()
     assert one.drainer.progress.waits is None, "other nodes may be slower"
-    monkeypatch.setattr(drain, "_OVERDUE", 0.0)
-    one.drainer._ask_at = 0.0
+    monkeypatch.setattr(unfinished, "_OVERDUE", 0.0)
+    one.drainer._unfinished._ask_at = 0.0
     one.drainer.tick()
     assert "the part of rank(s) 1 is missing" in str(one.drainer.progress.waits)
     other.drain(3)
-    one.drainer._ask_at = 0.0
+    one.drainer._unfinished._ask_at = 0.0
     one.drainer.tick()
     assert one.drainer.progress.waits is None and one.drainer.progress.durable == 3
 
@@ -118,7 +118,7 @@ def test_a_part_that_is_gone_though_nothing_newer_is_durable_is_written_again(
     one, other = nodes
     one.drain(1)
     shutil.rmtree(root)
-    one.drainer._ask_at = 0.0
+    one.drainer._unfinished._ask_at = 0.0
     one.drainer.tick()
     assert one.drainer.pending() == 1 and partial(root) == [1]
     assert other.drain(1)

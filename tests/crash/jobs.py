@@ -19,6 +19,7 @@ from rekindle.memory.job import JobInfo as Info
 from rekindle.memory.job_dir import JobDir
 from rekindle.save.to_storage import DirectSaver
 from rekindle.storage.catalog import find_copies
+from rekindle.storage.commit import Committer
 from rekindle.storage.posix import PosixStore
 from tests.conftest import make_shard
 from tests.crash.disk import Tree
@@ -105,7 +106,7 @@ def drain(job: JobDir) -> bool:
 @contextmanager
 def reports(tell: Callable[[object, str], None]) -> Iterator[None]:
     """Hear whenever the product tells somebody that a checkpoint is durable. And draw no lots, so that runs repeat."""
-    publish, durable = PosixStore.publish, Drainer._became_durable
+    publish, tidy = PosixStore.publish, Committer.tidy
     numbers = itertools.count(1 << 28)  # far from the numbers of starts: an import has an id of its own
 
     def heard_publish(store: PosixStore, stamp: ShardId) -> bool:
@@ -114,13 +115,13 @@ def reports(tell: Callable[[object, str], None]) -> Iterator[None]:
             tell(stamp.checkpoint, f"step {stamp.step} of start {stamp.incarnation.generation} is told to be durable")
         return done
 
-    def heard_durable(drainer: Drainer, store: PosixStore, info: Info, key: Key) -> None:
-        tell(key, f"step {key[0]} of start {key[1].generation} is taken to be durable")
-        durable(drainer, store, info, key)
+    def heard_durable(committer: Committer, stamp: ShardId, keep: int | None, keep_every: int | None) -> list[int]:
+        tell(stamp.checkpoint, f"step {stamp.step} of start {stamp.incarnation.generation} is taken to be durable")
+        return tidy(committer, stamp, keep, keep_every)
 
     with (
         patch.object(PosixStore, "publish", heard_publish),
-        patch.object(Drainer, "_became_durable", heard_durable),
+        patch.object(Committer, "tidy", heard_durable),
         patch("secrets.token_hex", lambda nbytes: f"{next(numbers):0{2 * nbytes}x}"),
     ):
         yield
@@ -222,7 +223,7 @@ def _nodes(run: Run) -> None:
     first, second = _two_nodes(run)
     first.tick()
     second.tick()
-    first._ask_at = 0.0
+    first._unfinished._ask_at = 0.0
     first.tick()
 
 
@@ -232,7 +233,7 @@ def race(at: int) -> Callable[[Run], None]:
     def nodes(run: Run) -> None:
         first, second = _two_nodes(run)
         second.tick()
-        second._ask_at = 0.0
+        second._unfinished._ask_at = 0.0
         run.recorder.begin(run.recorder.die_at, {at: second.tick})
         first.tick()
 

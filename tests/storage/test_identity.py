@@ -12,7 +12,7 @@ import pytest
 
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.notes import RootIdentity
-from rekindle.storage.checks import trace_of
+from rekindle.storage.checks import root_identity
 from rekindle.storage.identity import identify_root, shows_deletion
 from rekindle.storage.posix import PosixStore
 
@@ -126,7 +126,7 @@ def test_a_root_that_something_is_mounted_over_was_not_deleted(tmp_path: Path) -
 
 
 def note(job: JobDir, store: PosixStore, step: int) -> None:
-    job.notes.write_durable(step, trace_of(store, step))
+    job.notes.write_durable(step, root_identity(store, step))
 
 
 @pytest.mark.parametrize("damage", [b"", b"[", b"{}", b"[[1, 2, 3]]", b'[["1", 2, 3, 4]]', b"[true]", b"7"])

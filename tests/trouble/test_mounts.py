@@ -98,7 +98,7 @@ def test_a_checkpoint_that_goes_from_storage_is_drained_again(
     disk: Disk, put: Callable[[int], JobDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where somebody puts an older copy of the root in its place."""
-    monkeypatch.setattr("rekindle.agent.drain._DOUBT", 0.0)
+    monkeypatch.setattr("rekindle.agent.backlog._RECHECK", 0.0)
     drainer = Drainer(put(1))
     assert drainer.tick()
     older = shutil.copytree(disk.root, disk.place / "older")

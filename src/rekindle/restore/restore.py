@@ -18,9 +18,8 @@ from rekindle.restore.options import differences, options_of
 from rekindle.restore.partial import keep, refuse_empty
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.inventory import Inventory, Offer, take_inventory
-from rekindle.storage.back import Anew, refuse_unchosen
 from rekindle.storage.catalog import newest_stored, refuse_behind
-from rekindle.storage.checks import all_deleted, begins_anew
+from rekindle.storage.checks import FreshStart, deleted_for_all, describe_fresh_start, refuse_unchosen
 from rekindle.storage.store import Store
 
 __all__ = ["Restored", "restore"]
@@ -76,11 +75,11 @@ def restore(
         sights = group.gather(sight)
     spoilt = any(s.half_loaded for s in sights)
     generation = max((offer.incarnation.generation for s in sights for offer in s.offers), default=0)
-    if step is None and all_deleted([s.storage for s in sights]):
+    if step is None and deleted_for_all([s.storage for s in sights]):
         if spoilt:
             raise UsageError(f"an earlier restore failed: {_SPOILT}")
         if group.rank == 0:
-            log.warning("%s", begins_anew(store.root))
+            log.warning("%s", describe_fresh_start(store.root))
         return None, generation
     anew = max((s.anew for s in sights if s.anew is not None), default=None)
     choice = choose(_of_the_run(step, sights, anew), step)
@@ -127,7 +126,7 @@ def restore(
     return None, generation
 
 
-def _of_the_run(step: int | None, sights: list[Inventory], anew: Anew | None) -> list[list[Offer]]:
+def _of_the_run(step: int | None, sights: list[Inventory], anew: FreshStart | None) -> list[list[Offer]]:
     """All ranks' offers. Of a run that is back, though another one has begun since, those alone if ``step`` is of it.
 
     Raises NotFoundError, on all ranks, where there are both, and nobody says which one counts.

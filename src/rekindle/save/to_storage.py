@@ -16,12 +16,11 @@ from rekindle.errors import NotDurableError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.notes import RootIdentity
 from rekindle.save.live import Live
 from rekindle.save.plan import CopyPlan
 from rekindle.save.to_memory import Flight
-from rekindle.storage.back import prune_chosen
-from rekindle.storage.checks import check_written, made_anew, newest_on, refuse_elsewhere, trace_of, was_deleted
+from rekindle.storage.checks import describe_recreated_root
+from rekindle.storage.commit import Committer, SupersededError
 from rekindle.storage.store import Store
 from rekindle.storage.throttle import lower_priority
 
@@ -47,12 +46,7 @@ class DirectSaver:
         self._keep = keep
         self.job: JobDir | None = None
         """Where to note what is on storage: the next start then knows, should storage be away. None without memory."""
-        self._noted: int | None = None
-        """The newest step that this rank has seen to be on storage."""
-        self._trace: RootIdentity | None = None
-        """Of the root that showed it."""
-        self._written: ShardId | None = None
-        """The newest of which this rank has written its part, and others had not yet."""
+        self._committer: Committer | None = None
         self._buffer: mmap.mmap | None = None
         self._cache: object = None
         self._writing: Future[None] | None = None
@@ -128,33 +122,19 @@ class DirectSaver:
         self._late = False
 
     def _write(self, receipt: Receipt, data: memoryview) -> None:
-        noted, trace = self._known()
-        newest = refuse_elsewhere(self._store, receipt.stamp, noted, trace)
-        if newest is None and was_deleted(self._store, noted, trace):
-            log.warning("%s", made_anew(self._store.root, receipt.stamp.step))
-        self._noted, self._trace = noted, trace
-        if newest is not None:
-            self._noted, self._trace = newest.step, trace_of(self._store, newest.step)
-        self._store.write_shard(receipt, data, lambda nbytes: None)
-        newest_on(self._store, self._noted, (), self._trace)
-        trace = trace_of(self._store, receipt.stamp.step)
-        if not self._store.publish(receipt.stamp):
-            self._written = receipt.stamp if check_written(self._store, [receipt.stamp]) else None
-            return
-        self._noted, self._trace = receipt.stamp.step, trace
-        if self.job is not None:
-            with suppress(OSError):  # there is no memory any more
-                self.job.notes.write_durable(self._noted, self._trace)
-        prune_chosen(self._store, self.job, receipt.stamp.incarnation.generation, *self._keep)
-        self._store.clean_up()
-
-    def _known(self) -> tuple[int | None, RootIdentity | None]:
-        """A step that storage must show something of, if there is one, and the trace of where it did."""
-        if self._noted is None and self.job is not None:
-            self._noted, self._trace = self.job.notes.durable(), self.job.notes.root_identity()
-        if self._noted is None and self._written is not None and not self._store.has_shard(self._written):
-            return self._written.step, None  # the last one of the ranks has made it durable since
-        return self._noted, self._trace
+        stamp = receipt.stamp
+        if self._committer is None:
+            self._committer = Committer(self._store, self.job)
+        committer = self._committer
+        try:
+            newest = committer.begin(stamp)
+            if newest is None and committer.root_deleted():
+                log.warning("%s", describe_recreated_root(self._store.root, stamp.step))
+            committer.write(receipt, data)
+            if committer.commit(stamp, [stamp]):
+                committer.tidy(stamp, *self._keep)
+        except SupersededError as error:
+            log.debug("%s", error)
 
     def took(self) -> float:
         """Seconds that the newest write has taken so far."""

@@ -23,7 +23,7 @@ from rekindle.format.fields import loads
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
-from rekindle.storage.checks import made_anew
+from rekindle.storage.checks import describe_recreated_root
 from rekindle.storage.throttle import lower_priority
 
 __all__ = ["AgentKeeper"]
@@ -179,7 +179,7 @@ class AgentKeeper:
     def _made_anew(self, step: int | None) -> None:
         """Say once that the root was deleted, and is made anew."""
         if step is not None and step != self._anew:
-            log.warning("%s", made_anew(self._root, step))
+            log.warning("%s", describe_recreated_root(self._root, step))
         self._anew = step
 
     def close(self, seconds: float = 60.0) -> None:

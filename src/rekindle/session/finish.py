@@ -18,7 +18,7 @@ from rekindle.memory.clean_up import remove_superfluous
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.session.agent_keeper import AgentKeeper
-from rekindle.storage.checks import lacks
+from rekindle.storage.checks import describe_missing_shards
 from rekindle.storage.store import Store
 
 __all__ = ["let_go", "wait_durable"]
@@ -79,7 +79,9 @@ def wait_durable(
 def _lacks(stamp: ShardId, store: Store) -> str | None:
     """Whose part is missing, if this rank's is there, and storage says so soon."""
     with suppress(OSError, RuntimeError):
-        looked = in_background(lambda: lacks(store, stamp) if store.has_shard(stamp) else None, "rekindle-look")
+        looked = in_background(
+            lambda: describe_missing_shards(store, stamp) if store.has_shard(stamp) else None, "rekindle-look"
+        )
         if wait([looked], _LOOK).done:
             return looked.result()
     return None

@@ -11,9 +11,8 @@ from rekindle.format.lineage import CheckpointKey, Incarnation
 from rekindle.format.names import MANIFEST, MANIFEST_KIND
 from rekindle.format.receipt import parse_document
 from rekindle.memory.job_dir import JobDir
-from rekindle.storage.back import Anew
 from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_from
-from rekindle.storage.checks import DELETED, was_deleted
+from rekindle.storage.checks import DELETED, FreshStart, checkpoints_deleted
 from rekindle.storage.store import Contents, Store
 
 __all__ = ["Inventory", "Offer", "take_inventory"]
@@ -53,7 +52,7 @@ class Inventory:
     """Steps whose manifests can't be read at the moment, and why."""
     half_loaded: bool = False
     """Whether an earlier restore has left this rank's live state half overwritten."""
-    anew: Anew | None = None
+    anew: FreshStart | None = None
     """What this node knows of a start that began anew because all on storage was deleted."""
 
     @property
@@ -86,7 +85,7 @@ def take_inventory(job: JobDir | None, store: Store, rank: int) -> Inventory:
     try:
         contents, damaged = with_timeout(_LISTING, store.root, lambda: _listed(store))
         if not contents.published:
-            deleted = with_timeout(_LISTING, store.root, lambda: was_deleted(store, noted, trace))
+            deleted = with_timeout(_LISTING, store.root, lambda: checkpoints_deleted(store, noted, trace))
     except OSError as failure:
         error, number = f"{store.root}: {describe_error(failure)}", failure.errno
     copies = copies_from(job, contents)

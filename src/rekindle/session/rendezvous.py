@@ -21,7 +21,7 @@ from rekindle.session.group import ProcessGroup, SingleProcess, node_id
 from rekindle.session.inventory import take_inventory
 from rekindle.session.root import Probe, judge, refusal, warn_of_weakness
 from rekindle.session.takeover import make_way
-from rekindle.storage.checks import all_deleted, trace_of
+from rekindle.storage.checks import deleted_for_all, root_identity
 from rekindle.storage.open import open_store
 from rekindle.storage.store import Store
 
@@ -62,7 +62,7 @@ class Meeting:
             return
         with suppress(OSError):
             if stored is not None:
-                job.notes.write_durable(stored, trace_of(store, stored))
+                job.notes.write_durable(stored, root_identity(store, stored))
             elif anyway:
                 job.notes.forget_durable()
 
@@ -135,7 +135,7 @@ def meet(
             log.info("%s", room.told(job, nbytes, len(local_ranks)))
     incarnation = Incarnation(1 + max(entry[1] for entry in second), second[0][3])
     nodes = len({node for node, _, _ in first})
-    deleted = all_deleted([entry[4] for entry in second])
+    deleted = deleted_for_all([entry[4] for entry in second])
     found = not deleted and any(entry[2] for entry in second)
     return Meeting(incarnation, local_ranks, nodes, lock, no_memory, found, deleted, nbytes)
 

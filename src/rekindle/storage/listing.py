@@ -18,7 +18,7 @@ from rekindle.format.receipt import Receipt
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_from
-from rekindle.storage.checks import newest_on, was_deleted
+from rekindle.storage.checks import checkpoints_deleted, newest_live
 from rekindle.storage.open import open_store
 from rekindle.storage.roots import describe_root
 
@@ -81,7 +81,7 @@ def list_copies_within(
     def everywhere() -> list[ListedCopy]:
         noted = job.notes.durable()
         if noted is not None:
-            newest_on(open_store(root), noted, (), job.notes.root_identity())  # raises where the root is not mounted
+            newest_live(open_store(root), noted, (), job.notes.root_identity())  # raises where the root is not mounted
         return list_copies(root, base)
 
     try:
@@ -238,7 +238,7 @@ def describe_deleted(job: JobDir, seconds: float) -> str | None:
         return None
     root = info.root
     with suppress(OSError):
-        if with_timeout(seconds, root, lambda: was_deleted(open_store(root), job.notes.durable(), trace)):
+        if with_timeout(seconds, root, lambda: checkpoints_deleted(open_store(root), job.notes.durable(), trace)):
             return (
                 f"was deleted, and memory still has steps {steps} of it: the next start gives them up, as 'rekindle "
                 f"stop --discard ROOT' does; a start with restore(step={steps[-1]}) goes on from there"

@@ -27,6 +27,7 @@ from rekindle.save.plan import CopyPlan
 from rekindle.state.tree import Flat, flatten
 from rekindle.storage import disk
 from rekindle.storage.catalog import copies_from, refuse_behind
+from rekindle.storage.commit import Committer
 from rekindle.storage.open import open_store
 from rekindle.storage.store import Store
 from rekindle.transfer import dcp, huggingface, torchfile
@@ -87,7 +88,7 @@ def adopt(
     stamp = _stamp(job, root, step)
     with _aside(root) as aside:
         try:
-            return _adopt(source, root, aside, stamp, entry, allow_pickle, progress)
+            return _adopt(source, job, root, aside, stamp, entry, allow_pickle, progress)
         except BaseException:
             open_store(root).discard(stamp)
             raise
@@ -129,6 +130,7 @@ def _stamp(job: JobDir, root: Root, step: int) -> ShardId:
 
 def _adopt(
     source: Path,
+    job: JobDir,
     root: Root,
     aside: Path,
     stamp: ShardId,
@@ -156,7 +158,7 @@ def _adopt(
     capture = Capture({name: _Held(held) for name, held in state.items()}, rng=False, allow_pickle=allow_pickle)
     plan, values = capture.prepare()
     progress.begin(loaded + plan.layout.nbytes + plan.layout.file_bytes)
-    _write(open_store(root), aside, stamp, plan, values, note, progress.advance)
+    _write(open_store(root), job, aside, stamp, plan, values, note, progress.advance)
     return Adopted(stamp.step, root, form, list(state), len(plan.layout.chunks), plan.layout.file_bytes)
 
 
@@ -214,6 +216,7 @@ def _check_room(state: Mapping[Any, Any], aside: Path) -> None:
 
 def _write(
     store: Store,
+    job: JobDir,
     aside: Path,
     stamp: ShardId,
     plan: CopyPlan,
@@ -232,8 +235,10 @@ def _write(
             at += count
         note.compare(by_name)
     receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), f"step {stamp.step}")
-    store.write_shard(receipt, memory, progress)
-    if not store.publish(stamp) or not store.durable(stamp):
+    committer = Committer(store, job)
+    committer.begin(stamp)
+    committer.write(receipt, memory, progress)
+    if not committer.commit(stamp, [stamp]) or not store.durable(stamp):
         raise NotDurableError(f"{store.root}: a later start of the job has taken the place of step {stamp.step}")
 
 

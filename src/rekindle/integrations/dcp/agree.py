@@ -12,7 +12,7 @@ from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId, drop_su
 from rekindle.format.names import MAX_STEP, Root
 from rekindle.integrations.dcp.away import gone, on_purpose
 from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, newest_stored, refuse_behind
-from rekindle.storage.checks import all_deleted, begins_anew
+from rekindle.storage.checks import deleted_for_all, describe_fresh_start
 
 __all__ = ["Arrival", "CheckpointKey", "Offer", "Ruling", "Start", "agree", "begin", "number"]
 
@@ -34,7 +34,7 @@ class Arrival:
     unseen: int
     """A step that is known to have been on storage, which shows nothing so new now; else 0."""
     storage: str
-    """See ``all_deleted``."""
+    """See ``deleted_for_all``."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
         ranks.setdefault(copy.checkpoint, set()).update(copy.ranks)
     whole = [copy.checkpoint for copy in copies if ranks.get(copy.checkpoint, set()).issuperset(range(copy.world))]
     loaded = set.intersection(*(set(arrival.loaded) for arrival in arrivals))
-    anew = not loaded and all_deleted([arrival.storage for arrival in arrivals])
+    anew = not loaded and deleted_for_all([arrival.storage for arrival in arrivals])
     base = max(loaded, default=None) or (None if anew else max(whole, default=None))
     named = base is not None and all(arrival.loaded.get(base) for arrival in arrivals)
-    warning = begins_anew(root) if anew else None
+    warning = describe_fresh_start(root) if anew else None
     if not named and not anew:
         step = base[0] if base is not None else 0
         refuse_behind(step, (one for arrival in arrivals for one in arrival.unread), on_purpose(step))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from rekindle.errors import NotFoundError
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir
-from rekindle.storage.checks import was_deleted
+from rekindle.storage.checks import checkpoints_deleted
 from rekindle.storage.open import open_store
 from rekindle.storage.store import Contents
 
@@ -30,7 +30,7 @@ def refuse_deleted(root: Root, job: JobDir) -> None:
     """Raise NotFoundError where all that storage had was deleted: what memory still has of it is not the newest one."""
     deleted = False
     with suppress(OSError):  # storage that doesn't say has not shown that it was
-        deleted = was_deleted(open_store(root), job.notes.durable(), job.notes.root_identity())
+        deleted = checkpoints_deleted(open_store(root), job.notes.durable(), job.notes.root_identity())
     if deleted:
         steps = sorted({stamp.step for stamp, _ in job.snapshots.shard_ids()})
         rest = f"; memory still has steps {steps}, to be loaded by checkpoint_id" if steps else ""

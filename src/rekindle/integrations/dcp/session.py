@@ -22,7 +22,6 @@ from rekindle.integrations.dcp.letters import Letter, open_box, take_box
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.lock import Lock
-from rekindle.memory.notes import RootIdentity
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.save.copy import ShardWriter
@@ -34,7 +33,8 @@ from rekindle.session.rendezvous import Meeting, take_place
 from rekindle.session.root import warn_of_weakness
 from rekindle.state.device import page_lock
 from rekindle.storage.catalog import STORAGE, StoredCopy, copies_from
-from rekindle.storage.checks import DELETED, newest_on, refuse_elsewhere, trace_of, was_deleted
+from rekindle.storage.checks import DELETED
+from rekindle.storage.commit import Committer
 from rekindle.storage.open import open_store
 
 __all__ = ["Run", "WriterSettings", "note_loaded", "run_of", "saves_to"]
@@ -198,7 +198,7 @@ class Run:
         try:
             contents = self._store.contents()
             copies = copies_from(self._job, contents)
-            if was_deleted(self._store, self._noted, self._trace):
+            if self._committer().root_deleted():
                 storage = DELETED
         except OSError as error:
             problem = f"{self.root} can't be listed: {error.strerror or error}"
@@ -301,16 +301,6 @@ class Run:
             self._to_storage(stamp, plan, values)
             return False
 
-    @property
-    def _noted(self) -> int | None:
-        """The newest step that is known to be on storage."""
-        return self._job.notes.durable() if self._job is not None else None
-
-    @property
-    def _trace(self) -> RootIdentity | None:
-        """Of the root that showed it."""
-        return self._job.notes.root_identity() if self._job is not None else None
-
     def _to_memory(self, slots: Slots, stamp: ShardId, plan: CopyPlan, values: bytes) -> None:
         slot = slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
         assert slot.map is not None
@@ -328,8 +318,13 @@ class Run:
         buffer = mmap.mmap(-1, plan.layout.file_bytes)
         _, sums = self._copier.write(plan, buffer, None, stamp.step)
         receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), f"step {stamp.step}")
-        refuse_elsewhere(self._store, stamp, self._noted, self._trace)
-        self._store.write_shard(receipt, memoryview(buffer), lambda nbytes: None)
+        committer = self._committer()
+        committer.begin(stamp)
+        committer.write(receipt, memoryview(buffer))
+
+    def _committer(self) -> Committer:
+        """Made anew each time, as a start's memory is found only when it begins."""
+        return Committer(self._store, self._job)
 
     def finish(self, stamp: ShardId, in_memory: bool) -> None:
         """All ranks have written their parts, ``in_memory`` or some of them straight to storage. For the coordinator.
@@ -339,16 +334,12 @@ class Run:
         self.finished = stamp
         if in_memory:
             return
-        newest_on(self._store, self._noted, (), self._trace)
-        trace = trace_of(self._store, stamp.step)
-        if not self._store.publish(stamp):
-            self.wait_durable(stamp, _PATIENCE)  # the agent carries the parts that memory took, and publishes it
-        if self._job is not None:
-            with suppress(OSError):  # full memory, or none any more: the checkpoint is none the worse for it
-                self._job.notes.write_durable(stamp.step, trace)
+        committer = self._committer()
+        if not committer.commit(stamp, ()):
+            self.wait_durable(stamp, _PATIENCE)  # the agent carries the shards that memory took, and publishes it
+            committer.commit_if_complete(stamp)  # this node notes that, too
         with suppress(OSError):  # what is left over goes next time
-            self._store.prune(*self.settings.retention)
-            self._store.clean_up()
+            committer.tidy(stamp, *self.settings.retention)
 
     # -- storage ---------------------------------------------------------------------------------------------------
 

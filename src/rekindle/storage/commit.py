@@ -1,0 +1,195 @@
+"""Commits checkpoints: carries shards to storage and makes them durable, in an order that survives any crash.
+
+All who write checkpoints to storage go through ``Committer``: the agent's drain, saves straight to storage,
+torch.distributed.checkpoint and ``rekindle import``. The steps, in this order, and the loss that each protects from:
+
+1. Look (``begin``, or ``newest`` for who decides by itself). A mount that is gone is refused: bytes written below its
+   place vanish with the next mount. A root that another start of the job writes to is refused: that start's retention
+   would remove this checkpoint unheard.
+2. Write (``write``). Each shard is verified on its way, synced, and only then followed by its receipt, under names that
+   no restore reads. A crash leaves an unfinished checkpoint, which the next clean-up removes.
+3. Look again (``commit``). The mount may have gone while bytes moved.
+4. Identify the root. The identity of the file system that shows the shards is read before there is a checkpoint to
+   lose, so that a later start can tell a root that was deleted from one that is not mounted.
+5. Publish: the manifest, once the shards of all ranks are there. The checkpoint exists from here on. A crash before
+   leaves none, a crash after leaves all of it. Publishing again is harmless, and syncs what a crash left unsynced.
+6. Pin, if the user asked for that while bytes moved: before anything is pruned.
+7. Note in memory that the step is durable. After a crash before this, the next start finds out by publishing again.
+8. Prune (``tidy``). Older checkpoints go only now, so a crash at any moment leaves the newest one or the one before.
+9. Clean up what killed writers left unfinished. Both of the last steps are finished by the next commit after a crash.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from rekindle.errors import NotDurableError
+from rekindle.format.lineage import Incarnation, ShardId, continued_by_another
+from rekindle.format.receipt import Receipt
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.notes import RootIdentity
+from rekindle.storage.checks import checkpoints_deleted, describe_rival, is_superseded, newest_live, root_identity
+from rekindle.storage.store import Store
+from rekindle.storage.throttle import Budget
+
+__all__ = ["Committer", "SupersededError"]
+
+
+class SupersededError(NotDurableError):
+    """A newer checkpoint took the place of one that was not durable yet, so nobody needs the older one any more."""
+
+    def __init__(self, stamp: ShardId, why: str = "a checkpoint as new is on storage already") -> None:
+        super().__init__(f"step {stamp.step} was given up: {why}")
+
+
+class Committer:
+    """Commits checkpoints of one job to one store, for one writer: see the module's steps.
+
+    Other writers, on any node, may commit other ranks' shards of the same checkpoint at the same time: the last one to
+    publish makes it durable. For one thread at a time. Every method raises OSError where storage refuses.
+    """
+
+    def __init__(self, store: Store, job: JobDir | None) -> None:
+        self._store = store
+        self._job = job
+        """Holds the note of what is durable. None without a memory store: then only this object remembers it."""
+        self._shown: int | None = None
+        """Newest step that storage has shown to this writer."""
+        self._identity: RootIdentity | None = None
+        """Identity of the file system that showed it."""
+        self._unpublished: ShardId | None = None
+        """Newest shard that this writer has written and not published, because other ranks' shards were missing."""
+
+    def newest(self, starts: Iterable[Incarnation] = ()) -> ShardId | None:
+        """Returns the newest live checkpoint on storage, given all known ``starts`` of the job; None without one.
+
+        Raises FileNotFoundError where storage had a checkpoint and shows nothing now, though nobody deleted it: it is
+        not mounted.
+        """
+        newest = self._look(starts)
+        if newest is not None:
+            self._shown, self._identity = newest.step, root_identity(self._store, newest.step)
+        return newest
+
+    def begin(self, stamp: ShardId) -> ShardId | None:
+        """Returns the newest live checkpoint, to be asked before the first byte of ``stamp`` is written.
+
+        Raises FileNotFoundError as ``newest`` does, and FileExistsError where another start of the job writes.
+        """
+        newest = self.newest()
+        if newest is not None and continued_by_another(stamp.incarnation, newest.incarnation):
+            raise FileExistsError(describe_rival(self._store.root, newest, "what this one saves is kept nowhere"))
+        return newest
+
+    def root_deleted(self) -> bool:
+        """True if storage had a checkpoint, and somebody has deleted all of it since."""
+        return checkpoints_deleted(self._store, *self._expected())
+
+    def write(
+        self,
+        receipt: Receipt,
+        source: memoryview,
+        progress: Callable[[int], object] = lambda nbytes: None,
+        budget: Budget | None = None,
+    ) -> None:
+        """Writes one rank's shard: see ``Store.write_shard``. Precondition: ``begin`` or ``newest`` refused nothing.
+
+        Raises SupersededError where others have removed it, as a checkpoint as new is durable.
+        """
+        with self._superseded_noticed(receipt.stamp):
+            self._store.write_shard(receipt, source, progress, budget)
+
+    def commit(self, stamp: ShardId, written: Sequence[ShardId]) -> bool:
+        """Makes a checkpoint durable, if the shards of all ranks are there. False while some are missing.
+
+        ``written`` are those that this writer has put there. Raises SupersededError as ``write`` does,
+        FileNotFoundError where they are gone, CorruptError when the shards don't make up a whole.
+        """
+        with self._superseded_noticed(stamp):
+            self._look()
+            if self.commit_if_complete(stamp):
+                return True
+            self._check_present(written)
+        self._unpublished = next(iter(written), None)
+        return False
+
+    def commit_if_complete(self, stamp: ShardId) -> bool:
+        """Makes a checkpoint durable as ``commit`` does, without another look at its mount.
+
+        For a checkpoint of which this writer has written nothing since it looked last.
+        """
+        identity = root_identity(self._store, stamp.step)
+        if not self._store.publish(stamp):
+            return False
+        if self._pinned_meanwhile(stamp):
+            self._store.pin(stamp)
+        self._shown, self._identity = stamp.step, identity
+        if self._job is not None:
+            with suppress(OSError):  # memory is gone, and with it the snapshots that the note is for
+                self._job.notes.write_durable(stamp.step, identity)
+        return True
+
+    def tidy(self, stamp: ShardId, keep: int | None, keep_every: int | None) -> list[int]:
+        """Prunes older checkpoints, and cleans up after killed writers. Returns the steps that were removed.
+
+        Precondition: ``stamp`` is durable, by the word of ``commit`` or ``commit_if_complete``.
+        """
+        removed = [] if self._undecided(stamp.incarnation.generation) else self._store.prune(keep, keep_every)
+        self._store.clean_up()
+        return removed
+
+    def _look(self, starts: Iterable[Incarnation] = ()) -> ShardId | None:
+        self._shown, self._identity = self._expected()
+        return newest_live(self._store, self._shown, starts, self._identity)
+
+    def _expected(self) -> tuple[int | None, RootIdentity | None]:
+        """A step that storage must show something of, or None; the identity of the file system that had it."""
+        if self._shown is not None:
+            return self._shown, self._identity
+        noted = self._job.notes.durable() if self._job is not None else None
+        if self._job is not None and noted is not None:
+            return noted, self._job.notes.root_identity()
+        if self._unpublished is not None and not self._store.has_shard(self._unpublished):
+            return self._unpublished.step, None  # the last one of the ranks has made it durable since
+        return None, None
+
+    @contextmanager
+    def _superseded_noticed(self, stamp: ShardId) -> Iterator[None]:
+        """Turns FileNotFoundError into SupersededError where others have cleaned up: no mount is missing then."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if is_superseded(self._store, stamp):
+                raise SupersededError(stamp) from error
+            raise
+
+    def _check_present(self, written: Sequence[ShardId]) -> None:
+        """Raises FileNotFoundError where what was written is gone: it went to the place of a mount that is back."""
+        if not written or all(self._store.has_shard(stamp) for stamp in written) or self._store.durable(written[0]):
+            return
+        raise FileNotFoundError(
+            errno.ENOENT, f"what was written of step {written[0].step} is gone", str(self._store.root)
+        )
+
+    def _pinned_meanwhile(self, stamp: ShardId) -> bool:
+        """True if the user has pinned the checkpoint in memory since ``stamp`` was read there."""
+        if stamp.pinned or self._job is None:
+            return False
+        return any(one.pinned for one, _ in self._job.snapshots.shard_ids() if one.checkpoint == stamp.checkpoint)
+
+    def _undecided(self, generation: int) -> bool:
+        """True while a run that was deleted is back beside the one begun since, and nobody has said which counts.
+
+        The choice is made by a start of the job: once a checkpoint of its ``generation`` is durable, the note goes.
+        """
+        fresh_start = self._job.notes.fresh_start() if self._job is not None else None
+        if self._job is None or fresh_start is None:
+            return False
+        since, chosen = fresh_start
+        if generation < chosen:
+            return any(entry.stamp.incarnation.generation < since for entry in self._store.published())
+        with suppress(OSError):  # memory is gone, and the note with it
+            self._job.notes.forget_fresh_start()
+        return False
