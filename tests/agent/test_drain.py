@@ -30,7 +30,7 @@ from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import Disk, commit, make_shard
-from tests.faults.harness import end_agent
+from tests.faults.harness import end_agent, wait_for
 
 FIRST = Incarnation(1, "a" * 16)
 SECOND = Incarnation(2, "b" * 16, FIRST.id, 2)
@@ -69,13 +69,6 @@ def snapshot(job: JobDir, root: Path) -> Iterator[Callable[..., None]]:
                 commit(slots, receipt, data)
 
         yield save
-
-
-def wait_for(condition: Callable[[], object], timeout: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
 
 
 def assert_sound(root: Path, step: int = 1) -> None:

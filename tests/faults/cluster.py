@@ -20,7 +20,8 @@ from rekindle.faults.inject import obey
 from rekindle.format.names import root_path
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.status import SECURED, STAGES, read_status
-from tests.faults.harness import _context, digest_state, end_agent, take_away
+from tests.faults.harness import digest_state, end_agent, take_away
+from tests.fork_server import context
 
 FAULTS = (
     "exception",
@@ -148,7 +149,7 @@ def run(cell: Cell, starts: int = 3, timeout: float = 90.0) -> Outcome:
 def start(cell: Cell, attempt: int, deadline: float) -> list[int | None]:
     """One start of the job, from its first process to its last one's end. Exit codes."""
     meeting = cell.root.parent / f"{cell.root.name}-meeting-{attempt}"
-    ranks = [_context.Process(target=_train, args=(cell, rank, attempt, str(meeting))) for rank in range(cell.world)]
+    ranks = [context.Process(target=_train, args=(cell, rank, attempt, str(meeting))) for rank in range(cell.world)]
     for process in ranks:
         process.start()
     return _finish(ranks, deadline)

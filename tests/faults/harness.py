@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.memory.job_dir import JobDir
-from tests.forks import context as _context
+from tests.fork_server import context
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def start(run: Run) -> list[multiprocessing.Process]:
     rendezvous = run.root.parent / f"rendezvous-{time.monotonic_ns()}"
     processes = []
     for rank in range(run.world):
-        process = _context.Process(target=_train, args=(run, rank, str(rendezvous)))
+        process = context.Process(target=_train, args=(run, rank, str(rendezvous)))
         process.start()
         processes.append(process)
     return processes
@@ -103,7 +103,7 @@ def restored(run: Run, rank: int = 0) -> list[int]:
     return [int(value) for what, value in traced(run, rank) if what == "restored"]
 
 
-def wait_for(condition: Callable[[], Any], timeout: float = 30.0, what: str = "") -> Any:
+def wait_for(condition: Callable[[], Any], timeout: float = 60.0, what: str = "") -> Any:
     """The first true value of ``condition``."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

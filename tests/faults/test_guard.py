@@ -16,8 +16,8 @@ import pytest
 import rekindle
 from rekindle.memory.job_dir import JobDir
 from tests.faults.cluster import Cell, run, start
-from tests.faults.harness import _context
 from tests.faults.matrix import judge, unbroken_run
+from tests.fork_server import context
 
 _Work = Callable[["Trainer"], object]
 
@@ -76,7 +76,7 @@ def play(root: Path, memory: Path, tmp_path: Path) -> Callable[..., tuple[list[i
     def play(work: _Work, starts: int = 1) -> tuple[list[int | None], list[list[Any]], str]:
         codes, notes = [], tmp_path / "notes"
         for attempt in range(starts):
-            process = _context.Process(target=_process, args=(work, root, memory, attempt, notes))
+            process = context.Process(target=_process, args=(work, root, memory, attempt, notes))
             process.start()
             process.join(60)
             if process.is_alive():

@@ -13,7 +13,8 @@ import torch
 
 import rekindle
 from rekindle.memory.job_dir import JobDir
-from tests.faults.harness import _context, kill, wait_for
+from tests.faults.harness import kill, wait_for
+from tests.fork_server import context
 
 TENSORS, NUMBERS = 24, 1 << 18
 """24 MB of parameters and as much of optimizer state: a copy takes 10 to 50 ms."""
@@ -77,7 +78,7 @@ def last(trace: Path, what: str) -> int:
 
 def test_killed_at_the_point_where_half_is_copied(root: Path, memory: Path, job: JobDir, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    process = _context.Process(target=train, args=(root, memory, trace, "save.copying@5"))
+    process = context.Process(target=train, args=(root, memory, trace, "save.copying@5"))
     process.start()
     process.join(60)
     assert process.exitcode == -9
@@ -92,7 +93,7 @@ def test_killed_at_random(kills: int, root: Path, memory: Path, job: JobDir, tmp
     copying = 0
     for number in range(40):
         trace = tmp_path / f"trace-{number}"
-        process = _context.Process(target=train, args=(root, memory, trace, ""))
+        process = context.Process(target=train, args=(root, memory, trace, ""))
         process.start()
         wait_for(lambda trace=trace: last(trace, "stepped"), what="a first step")
         goal = last(trace, "stepped") + luck.randrange(1, 6)

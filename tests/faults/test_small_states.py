@@ -16,7 +16,8 @@ import rekindle
 from rekindle.memory.job_dir import JobDir
 from rekindle.save.plan import IN_STEP
 from rekindle.save.saver import _BEHIND, _IN_STEP
-from tests.faults.harness import _context, finish
+from tests.faults.harness import finish
+from tests.fork_server import context
 
 SMALL, LARGE = 100, 1500
 """Widths of a layer that makes 80 kB and 18 MB of state."""
@@ -126,7 +127,7 @@ def test_all_ranks_commit_inside_of_step_or_none(
     """With a large snapshot among them, no rank's is worth holding up training for."""
     trace = os.open(tmp_path / "trace", os.O_RDWR | os.O_CREAT | os.O_APPEND)
     arguments = [SMALL, other], root, memory, str(tmp_path / "rendezvous")
-    processes = [_context.Process(target=_rank, args=(rank, *arguments)) for rank in (0, 1)]
+    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in (0, 1)]
     for process in processes:
         process.start()
     assert finish(processes) == [-9, -9]

@@ -22,7 +22,7 @@ import torch
 import rekindle
 from rekindle.memory.lock import Lock
 from tests.faults.harness import wait_for
-from tests.forks import context
+from tests.fork_server import context
 
 WORLD = 2
 DURABLE, IN_MEMORY = 2, 3

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.forks import context as _context
+from tests.fork_server import context
 
 __all__ = ["Answer", "on_ranks"]
 
@@ -49,7 +49,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory(prefix="rekindle-ranks-") as name:
         place = Path(name)
         ranks = [
-            _context.Process(target=_rank, args=(place, rank, world, grouped, act, args), daemon=True)
+            context.Process(target=_rank, args=(place, rank, world, grouped, act, args), daemon=True)
             for rank in range(world)
         ]
         for process in ranks:

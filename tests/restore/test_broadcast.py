@@ -16,7 +16,7 @@ from rekindle.format.receipt import Receipt
 from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
 from rekindle.storage.posix import PosixStore
-from tests.forks import context as _context
+from tests.fork_server import context
 
 WIDTH = 1 << 20  # elements: 4 MiB a tensor
 FIRST = Incarnation(1, "a" * 16)
@@ -84,8 +84,8 @@ def restore_all(root: Path, world: int, shards: int) -> list[tuple[Any, Any, int
     Path(f"{root}.rendezvous").unlink(missing_ok=True)
     pipes, processes = [], []
     for rank in range(world):
-        ours, theirs = _context.Pipe(False)
-        processes.append(_context.Process(target=restore_in_rank, args=(root, rank, world, shards, theirs)))
+        ours, theirs = context.Pipe(False)
+        processes.append(context.Process(target=restore_in_rank, args=(root, rank, world, shards, theirs)))
         processes[-1].start()
         pipes.append(ours)
     deadline = time.monotonic() + 60

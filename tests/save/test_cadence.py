@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import rekindle
 from rekindle.save.cadence import Auto, Fixed, agreement
-from tests.faults.harness import _context
+from tests.fork_server import context
 
 
 class Job:
@@ -107,8 +107,8 @@ def _vote(rank: int, rendezvous: str, queue: object) -> None:
 
 
 def test_agreement_among_real_ranks(tmp_path: Path) -> None:
-    queue = _context.Queue()
-    ranks = [_context.Process(target=_vote, args=(rank, str(tmp_path / "rendezvous"), queue)) for rank in range(3)]
+    queue = context.Queue()
+    ranks = [context.Process(target=_vote, args=(rank, str(tmp_path / "rendezvous"), queue)) for rank in range(3)]
     for process in ranks:
         process.start()
     found = [queue.get(timeout=60) for _ in range(5)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import wait_for
-from tests.forks import context
+from tests.fork_server import context, run_and_kill
 from tests.test_checkpointer import Training, go
 
 LONG = 300.0
@@ -142,22 +141,18 @@ def test_a_second_close_waits_after_an_interrupted_one(
     assert durable(root) == [2]
 
 
-def _killed(root: Path, memory: Path) -> None:
+def _save_to_memory(root: Path, memory: Path) -> None:
     training = Training()
     ckpt = rekindle.Checkpointer(root, training.state, memory=memory, persist_every=1000)
     ckpt.restore()
     root.write_text("in the way")
     go(ckpt, training, 1, 2)
     ckpt._saves.settle()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_run_that_has_saved_nothing_waits_for_what_it_restored(root: Path, memory: Path) -> None:
     """As a job that is finished, and started again: its last step may be in memory only."""
-    before = context.Process(target=_killed, args=(root, memory))
-    before.start()
-    before.join(60)
-    assert before.exitcode == -signal.SIGKILL
+    run_and_kill(_save_to_memory, root, memory)
     ckpt = rekindle.Checkpointer(root, Training().state, persist_every=1000)
     assert ckpt.restore() == 2
     with pytest.raises(rekindle.NotDurableError, match="step 2 is not on storage"):
@@ -221,7 +216,7 @@ def test_a_rank_does_not_wait_for_a_part_that_another_one_failed_to_save(
     assert durable(root) == [1]
 
 
-def _killed_when_durable(root: Path, memory: Path, steps: int) -> None:
+def _save_to_storage(root: Path, memory: Path, steps: int) -> None:
     training = Training()
     ckpt = rekindle.Checkpointer(root, training.state, memory=memory, persist_every=1000)
     ckpt.restore()
@@ -229,14 +224,10 @@ def _killed_when_durable(root: Path, memory: Path, steps: int) -> None:
     ckpt.save(steps - 1, wait="durable")
     go(ckpt, training, steps, steps)
     ckpt.save(steps, wait="durable")
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_was_restored_and_is_durable_stays_in_memory_no_longer(root: Path, memory: Path) -> None:
-    before = context.Process(target=_killed_when_durable, args=(root, memory, 5))
-    before.start()
-    before.join(60)
-    assert before.exitcode == -signal.SIGKILL
+    run_and_kill(_save_to_storage, root, memory, 5)
     job = JobDir.of(root, memory_base(memory))
     ckpt = rekindle.Checkpointer(root, Training().state, persist_every=1000)
     assert ckpt.restore(step=4) == 4

@@ -13,7 +13,8 @@ from typing import Any
 
 from rekindle.format.names import root_path
 from rekindle.memory.job_dir import JobDir, memory_base
-from tests.faults.harness import _context, digest_state
+from tests.faults.harness import digest_state
+from tests.fork_server import context
 
 __all__ = ["Line", "Spec", "Start"]
 
@@ -80,7 +81,7 @@ class Start:
         self._read = [self._size(rank) for rank in range(self.spec.world)]
         for rank in range(self.spec.world):
             point = self.points.get(rank, "")
-            process = _context.Process(target=_train, args=(self.spec, rank, meeting, point, self.agent_point))
+            process = context.Process(target=_train, args=(self.spec, rank, meeting, point, self.agent_point))
             process.start()
             self._ranks.append(process)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import rekindle
-from tests.faults.harness import _context
+from tests.fork_server import context
 
 _CLONE_NEWUTS = 0x04000000
 _Answer = Callable[[int], Any]
@@ -43,7 +43,7 @@ def _rank(place: Path, rank: int, nodes: list[str], answer: _Answer) -> None:
 
 def _ask(place: Path, nodes: list[str], answer: _Answer) -> list[Any]:
     """What each rank of a group of processes answers; ``nodes`` names the host of each."""
-    ranks = [_context.Process(target=_rank, args=(place, rank, nodes, answer)) for rank in range(len(nodes))]
+    ranks = [context.Process(target=_rank, args=(place, rank, nodes, answer)) for rank in range(len(nodes))]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -28,7 +28,8 @@ from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import Disk, make_shard
-from tests.faults.harness import Run, _context, take_away, train, wait_for
+from tests.faults.harness import Run, take_away, train, wait_for
+from tests.fork_server import run_and_kill
 from tests.unreadable import unreadable
 
 Alarms = Callable[[], list[str]]
@@ -175,15 +176,12 @@ def _outgrow_memory(root: Path, memory: Path, **more: Any) -> None:
         values.weights.fill_(step)
         ckpt.step(step)
     ckpt.save(8, wait="durable", timeout=30)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outgrow_memory(root: Path, memory: Path, **more: Any) -> None:
     """A job whose memory has step 4 and whose storage has step 8, killed."""
-    job = _context.Process(target=_outgrow_memory, args=(root, memory), kwargs=more)
-    job.start()
-    job.join(60)
-    assert job.exitcode == -signal.SIGKILL and newest(root) == 8
+    run_and_kill(_outgrow_memory, root, memory, **more)
+    assert newest(root) == 8
 
 
 def test_a_start_that_never_asks_what_there_was_is_refused_where_nobody_can_look(root: Path, memory: Path) -> None:

@@ -25,7 +25,8 @@ from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.conftest import Disk, commit
-from tests.integrations.dcp.ranks import attempt, ranks, wait_until
+from tests.faults.harness import wait_for
+from tests.integrations.dcp.ranks import attempt, ranks
 
 START = Incarnation(1, "a" * 16)
 
@@ -154,7 +155,7 @@ def _save_on_a_node_of_its_own(rank: int, disk: Disk, memory: Path) -> list[str]
     ckpt.restore()
     for step in (1, 2, 3):
         if (rank, step) == (0, 1):  # so that the other one never publishes
-            wait_until(lambda: list(disk.source.glob("run/*.partial/shard-00001-of-00002.json")))
+            wait_for(lambda: list(disk.source.glob("run/*.partial/shard-00001-of-00002.json")))
         try:
             ckpt.save(step, wait="memory", timeout=20)
         except rekindle.NotDurableError as error:
@@ -254,7 +255,7 @@ def test_a_start_that_goes_on_from_memory_knows_what_storage_has(disk: Disk, mem
         for step in steps:
             ckpt.step(step) if step % 2 else ckpt.save(step, wait="durable", timeout=20)
         stored = steps[-1] // 2 * 2
-        wait_until(lambda: job.notes.durable() == stored)  # noqa: B023 - waited for here
+        wait_for(lambda: job.notes.durable() == stored)  # noqa: B023 - waited for here
         ckpt._saves.secure(20)
         agent = job.agent()
         if agent is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from rekindle.format.receipt import _PREFIX, checksum
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.listing import list_copies_within
 from tests.faults.harness import end_agent, wait_for
-from tests.forks import context
+from tests.fork_server import run_and_kill
 from tests.trouble.test_fall_back import Alarms, newest, sound
 from tests.unreadable import unreadable
 
@@ -262,7 +261,7 @@ def test_a_relative_root_is_that_of_the_directory_at_the_start(
 # -- deleted ---------------------------------------------------------------------------------------------------------
 
 
-def _train_until_killed(root: Path, memory: Path) -> None:
+def _train_to_six(root: Path, memory: Path) -> None:
     """Step 4 is on storage, and memory has steps 5 and 6."""
     ckpt, weights = job_of(root, memory, persist_every=1000)
     ckpt.restore()
@@ -273,14 +272,10 @@ def _train_until_killed(root: Path, memory: Path) -> None:
         else:
             ckpt.step(step)
     ckpt._saves.secure(20)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed(root: Path, memory: Path) -> JobDir:
-    process = context.Process(target=_train_until_killed, args=(root, memory))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    run_and_kill(_train_to_six, root, memory)
     job = JobDir.of(root, memory_base(memory))
     assert {5, 6} <= {stamp.step for stamp, _ in job.snapshots.shard_ids()}
     return job
@@ -387,7 +382,7 @@ def test_steps_deleted_from_a_root_that_stays_are_a_deleted_run_too(root: Path, 
 # -- deleted, and back again -----------------------------------------------------------------------------------------
 
 
-def _begin_anew_until_killed(root: Path, memory: Path) -> None:
+def _begin_anew(root: Path, memory: Path) -> None:
     """Memory has step 5 of a run that began where another one was moved away; storage has nothing of it."""
     ckpt, weights = job_of(root, memory, persist_every=1000, persist_seconds=1000)
     assert ckpt.restore() == 0
@@ -395,7 +390,6 @@ def _begin_anew_until_killed(root: Path, memory: Path) -> None:
     ckpt.step(5)
     ckpt._saves.secure(20)
     end_agent(JobDir.of(root, memory_base(memory)))
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -404,10 +398,7 @@ def back(root: Path, memory: Path) -> Path:
     job = killed(root, memory)
     wait_for(lambda: job.notes.durable() == 6)
     moved = root.rename(root.with_name("moved"))
-    process = context.Process(target=_begin_anew_until_killed, args=(root, memory))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    run_and_kill(_begin_anew, root, memory)
     shutil.rmtree(root, ignore_errors=True)
     return moved.rename(root)
 

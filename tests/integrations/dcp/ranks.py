@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.harness import finish
-from tests.forks import context as _context
+from tests.fork_server import context
 
 
 def ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -27,8 +26,8 @@ def attempt(world: int, work: Callable[..., Any], *args: Any) -> tuple[list[Any]
     with tempfile.TemporaryDirectory() as place:
         pipes, processes = [], []
         for rank in range(world):
-            receive, send = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank, args=(rank, world, place, dict(os.environ), send, work, args))
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(rank, world, place, dict(os.environ), send, work, args))
             process.start()
             send.close()
             pipes.append(receive)
@@ -69,14 +68,6 @@ def _rank(
     if not code:
         dist.barrier()
     os._exit(code)
-
-
-def wait_until(condition: Callable[[], object], timeout: float = 30.0) -> None:
-    """Return when ``condition`` is true."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s"
-        time.sleep(0.01)
 
 
 def flip(path: Path, at: int) -> None:

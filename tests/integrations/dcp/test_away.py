@@ -20,7 +20,8 @@ from rekindle.integrations.dcp import RekindleReader, RekindleWriter
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.posix import PosixStore
 from tests.conftest import Disk
-from tests.integrations.dcp.ranks import attempt, ranks, wait_until
+from tests.faults.harness import wait_for
+from tests.integrations.dcp.ranks import attempt, ranks
 from tests.unreadable import unreadable
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -120,7 +121,7 @@ def settle_in_memory(rank: int, root: Path, memory: Path) -> None:
         writer = save(root, step, 1, memory=memory)
     writer._run.wait_durable(writer._run._newest, 30.0)
     job = JobDir.of(root, memory_base(memory))
-    wait_until(lambda: job.notes.durable() == 3)
+    wait_for(lambda: job.notes.durable() == 3)
     if agent := job.agent():
         os.kill(agent, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -176,7 +177,7 @@ def test_a_root_that_is_emptied_before_each_save_costs_no_wait(
     job = JobDir.of(root, memory_base(memory))
     for step in range(1, 5):
         if step % 2 == 0:
-            wait_until(lambda last=step - 1: (job.notes.durable() or 0) >= last)  # else it may be under way there
+            wait_for(lambda last=step - 1: (job.notes.durable() or 0) >= last)  # else it may be under way there
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(exist_ok=True)  # the agent may be writing there
         save(root, step, 1, memory=memory)

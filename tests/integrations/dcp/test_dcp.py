@@ -30,7 +30,7 @@ from rekindle.format.names import step_dir
 from rekindle.integrations.dcp import RekindleReader, RekindleStager, RekindleWriter
 from rekindle.integrations.dcp.names import place_of, step_of
 from rekindle.memory.job_dir import JobDir, memory_base
-from tests.integrations.dcp.ranks import wait_until
+from tests.faults.harness import wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -109,7 +109,7 @@ def test_what_memory_held_is_on_storage_after_close_and_the_memory_is_given_back
     job = JobDir.of(root, memory_base(memory))
     assert job.held_bytes()
     writer.close()
-    wait_until(lambda: not job.path.exists())
+    wait_for(lambda: not job.path.exists())
     assert same(load(root, state), state)
 
 

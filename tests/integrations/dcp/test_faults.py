@@ -28,8 +28,8 @@ from rekindle.integrations.dcp import session as runs
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import MEMORY, find_copies
 from rekindle.storage.posix import PosixStore
-from tests.faults.harness import take_away
-from tests.integrations.dcp.ranks import attempt, flip, ranks, wait_until
+from tests.faults.harness import take_away, wait_for
+from tests.integrations.dcp.ranks import attempt, flip, ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -89,7 +89,7 @@ def test_without_room_in_memory_a_save_is_on_storage_when_it_returns(root: Path,
 
 def test_without_room_anywhere_a_save_fails_and_what_was_saved_stays(memory: Path, root: Path) -> None:
     writer = save(root, 1.0)
-    wait_until(JobDir.of(root, memory_base(memory)).agent)  # else it would be started with too little room, too
+    wait_for(JobDir.of(root, memory_base(memory)).agent)  # else it would be started with too little room, too
     with files_of_at_most(2 * MIB):
         error = error_of(lambda: save(root, 2.0, 8))  # more than the memory that is ready
         future = dcp.async_save(state(3.0, 8), storage_writer=writer)
@@ -102,7 +102,7 @@ def test_without_room_anywhere_a_save_fails_and_what_was_saved_stays(memory: Pat
 
 def one_rank_without_room(rank: int, root: Path) -> list[str]:
     writer = save(root, 1.0)
-    wait_until(JobDir.of(root, memory_base()).agent)
+    wait_for(JobDir.of(root, memory_base()).agent)
     with files_of_at_most(MIB if rank == 1 else 1 << 40):
         try:
             dcp.save({"a": torch.ones(2 * MIB), "b": torch.ones(2 * MIB)}, storage_writer=writer)
@@ -138,7 +138,7 @@ def test_where_memory_has_room_for_one_rank_only_storage_has_all_when_a_save_ret
 
 def test_when_memory_is_taken_away_storage_takes_over(memory: Path, root: Path) -> None:
     writer = save(root, 1.0)
-    wait_until(lambda: PosixStore(root).find(1))
+    wait_for(lambda: PosixStore(root).find(1))
     take_away(memory / f"rekindle-{os.getuid()}")
     dcp.save(state(2.0), storage_writer=writer)
     assert PosixStore(root).find(2) is not None and loaded(root) == 2.0
@@ -150,7 +150,7 @@ def test_storage_that_takes_nothing_is_told_of_at_the_next_save(
     root = small_tmpfs(2 * MIB) / "run"
     save(root, 1.0)
     assert loaded(root) == 1.0, "from memory"
-    wait_until(JobDir.of(root, memory_base(memory)).notes.drain_error)
+    wait_for(JobDir.of(root, memory_base(memory)).notes.drain_error)
     monkeypatch.setattr("rekindle.integrations.dcp.session._PATIENCE", 1.0)
     error = error_of(lambda: save(root, 2.0))
     assert isinstance(error, NotDurableError) and "No space left" in str(error)
@@ -179,12 +179,12 @@ def test_a_save_that_is_killed_leaves_the_one_before(memory: Path, root: Path, p
 def test_an_agent_that_is_killed_is_replaced(memory: Path, root: Path) -> None:
     writer = save(root, 1.0)
     job = JobDir.of(root, memory_base(memory))
-    wait_until(job.agent)
+    wait_for(job.agent)
     for value in (2.0, 3.0):
         agent = job.agent()
         if agent:
             os.kill(agent, signal.SIGKILL)
-            wait_until(lambda agent=agent: job.agent() != agent)
+            wait_for(lambda agent=agent: job.agent() != agent)
         dcp.save(state(value), storage_writer=writer)
     writer.close()
     assert [entry.stamp.step for entry in PosixStore(root).published()] == [1, 2, 3]
@@ -228,7 +228,7 @@ def test_a_flipped_bit_in_memory_is_found_and_storage_read_instead(
     memory: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(root, 1.0, 40)
-    wait_until(lambda: PosixStore(root).find(1))
+    wait_for(lambda: PosixStore(root).find(1))
     flip(in_memory(root, memory), 30 * MIB)
     assert loaded(root, 40) == 1.0
     assert "read from storage instead" in caplog.text and "'x'" in caplog.text
@@ -237,7 +237,7 @@ def test_a_flipped_bit_in_memory_is_found_and_storage_read_instead(
 def test_a_flipped_bit_in_all_copies_is_an_error(memory: Path, root: Path) -> None:
     save(root, 1.0)
     save(root, 2.0)
-    wait_until((root / step_dir(2)).exists)
+    wait_for((root / step_dir(2)).exists)
     flip(in_memory(root, memory, 2), 2 * MIB)
     flip(root / step_dir(2) / shard_name(0, 1), 3 * MIB)
     error = error_of(lambda: loaded(root))
@@ -266,7 +266,7 @@ def test_a_shard_that_is_missing_or_short_is_found_before_anything_is_read(memor
     check("is not the receipt" if file == "receipt" else "bytes, should have")
     path.write_bytes(whole)
     dcp.load({"a": torch.zeros(1000)}, storage_reader=RekindleReader(root))
-    wait_until(lambda: not JobDir.of(root, memory_base(memory)).path.exists())  # with its note of what is on storage
+    wait_for(lambda: not JobDir.of(root, memory_base(memory)).path.exists())  # with its note of what is on storage
     (root / step_dir(2) / MANIFEST).unlink()
     target = {"n": 0}
     dcp.load(target, storage_reader=RekindleReader(root))
