@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 REPO = Path(__file__).parents[1]
-
+PAGES = [page.relative_to(REPO) for page in [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")]]
 
 _BLOCK = re.compile(r"^```(\w+)( notest)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SHELL = "import subprocess; subprocess.run(['bash', '-euo', 'pipefail', '-c', {}], check=True)"
@@ -100,9 +100,7 @@ def test_manifests_are_what_they_say() -> None:
     assert container["command"][:2] == ["rekindle", "run"]
 
 
-@pytest.mark.parametrize(
-    "page", [p.relative_to(REPO) for p in [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")]], ids=str
-)
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_lead_somewhere(page: Path) -> None:
     text = (REPO / page).read_text()
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
@@ -153,7 +151,7 @@ def test_a_line_of_the_tree_begins_with_a_noun_or_a_verb() -> None:
     assert not [path for path, words in drawn_tree().items() if words.split()[0].lower() in headless]
 
 
-@pytest.mark.parametrize("page", [p.relative_to(REPO) for p in [*REPO.glob("*.md"), *REPO.glob("docs/*.md")]], ids=str)
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_modules_that_a_page_quotes_exist(page: Path) -> None:
     """`save/copy.py` is one of the package, `tests/...` and the like are paths from the top."""
     if page.name == "CHANGELOG.md":  # tells of old names
