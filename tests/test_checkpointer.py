@@ -268,8 +268,8 @@ def test_state_without_state_dict_is_refused_by_name(root: Path, memory: Path) -
 def test_a_second_trainer_of_the_same_rank_is_refused(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rekindle.session.rendezvous._SOON", 0.0)
-    monkeypatch.setattr("rekindle.session.rendezvous._DYING", 0.2)
+    monkeypatch.setattr("rekindle.session.session._SOON", 0.0)
+    monkeypatch.setattr("rekindle.session.session._DYING", 0.2)
     code = (
         "import sys, torch, rekindle\n"
         "ckpt = rekindle.Checkpointer(sys.argv[1], {'model': torch.nn.Linear(2, 2)})\n"

@@ -23,10 +23,8 @@ from rekindle.faults.torchelastic import introduce, warn_of_reused_store
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.job import JobInfo
-from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.rebuild import rebuild
 from rekindle.memory.room import Room
-from rekindle.memory.slots import Slots
 from rekindle.restore.partial import choose_parts
 from rekindle.restore.restore import restore
 from rekindle.save.agree import agree_on_overlap, share_out
@@ -38,16 +36,12 @@ from rekindle.save.saver import Saves
 from rekindle.save.schedule import Schedule
 from rekindle.save.steps import check_step
 from rekindle.save.updates import Updates
-from rekindle.session.agent_keeper import AgentKeeper
-from rekindle.session.finish import let_go, wait_durable
 from rekindle.session.group import this_group
+from rekindle.session.inventory import describe_fresh_start
 from rekindle.session.rendezvous import meet
-from rekindle.session.takeover import GIVE_WAY, occupy
+from rekindle.session.session import GIVE_WAY, Session
 from rekindle.settings import Overlap, Settings
-from rekindle.state.device import page_lock
 from rekindle.storage.catalog import STORAGE, Checkpoint, list_checkpoints
-from rekindle.storage.checks import describe_fresh_start
-from rekindle.storage.open import open_store
 from rekindle.storage.pins import unpin_step
 from rekindle.storage.roots import root_to_train
 
@@ -156,72 +150,65 @@ class Checkpointer:
         self.root = root_to_train(root)
         self.metrics = Metrics()
         self._capture = Capture(state, rng, allow_pickle)
-        self._store = open_store(self.root)
-        self._job: JobDir | None = JobDir.of(self.root, memory_base(memory))
-        self._keeper: AgentKeeper | None = None
+        self._session = session = Session(self.root, memory)
+        self._store = session.store
         self._saves = Saves(self._capture, self._store, settings, self.metrics)
         self._fence = Fence(self._capture.state, self._saves.hold)
         self._capture.overlap(self._fence)
         self._updates = Updates(self._capture.state, self._fence)
         self._base: ShardId | None = None  # what this run went on from
-        self._begun = self._closed = self._ended = False
+        self._closed = self._ended = False
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
         size = partial(share_out, self._group, self._capture, allow_missing)
         room = Room(memory_limit, memory_headroom)
-        self._meeting = meet(self._group, self._job, self.root, size, room, settings.agreed())
-        occupy(self._job.path, self._group.rank, self)
+        session.join(meet(self._group, session, size, room, settings.agreed()))
+        session.on_takeover(self._give_way)
         self._overlap, self._in_step = agree_on_overlap(self._group, self._capture, settings)
-        self._incarnation = self._meeting.incarnation
-        if self._group.rank == self._meeting.local_ranks[0]:
-            introduce(self._job, self.root)
-        self._saves.lock = self._meeting.lock
-        self._schedule = Schedule(settings, self._meeting.nodes, self._group.world, self.metrics)
+        if session.is_first_on_node:
+            introduce(session.job_dir, self.root)
+        self._saves.lock = session.lock
+        self._schedule = Schedule(settings, session.agreed.nodes, self._group.world, self.metrics)
         self._saves.spare(self._schedule.pause, self._group.world)
-        info = JobInfo(
-            *(str(self.root), self._meeting.local_ranks, self._group.world, keep, keep_every, idle_timeout),
-            *(settings.drain_rate, self._schedule.pause, self._incarnation.id),
-        )
-        self._leaving = Leaving(self._saves, self._store, self._job, self._meeting.local_ranks, self._group.rank)
+        self._leaving = Leaving(self._saves, self._store, session.job, session.local_ranks, self._group.rank)
         try:
-            if self._meeting.no_memory:
-                self._without_memory(self._meeting.no_memory)
+            if session.agreed.no_memory:
+                self._without_memory(session.agreed.no_memory)
             else:
-                self._with_memory(self._job, info, room)
+                self._with_memory(room)
         except BaseException:
             self._let_go(None)  # else whoever keeps the traceback would keep the rank's place
             raise
-        self._saves.direct.job = self._job
+        self._saves.direct.job = session.job
         warn_of_reused_store(self._group.rank)
 
     # -- starting -----------------------------------------------------------------------------------------------
 
-    def _with_memory(self, job: JobDir, info: JobInfo, room: Room) -> None:
-        local_ranks, rank, nbytes = self._meeting.local_ranks, self._group.rank, self._meeting.nbytes
-        if rank == local_ranks[0]:
+    def _with_memory(self, room: Room) -> None:
+        session, settings, pause = self._session, self._settings, self._schedule.pause
+        if session.is_first_on_node:
             self._schedule.tell_cost_of_a_node()
-            self._keeper = AgentKeeper(job, info, self._settings.fallback_after, self.metrics.agent)
-            self._keeper.check()
-        slots = Slots(
-            job, rank, self._group.world, local_ranks, room.share(len(local_ranks)), page_lock, room.headroom(job)
+        info = JobInfo(
+            *(str(self.root), session.local_ranks, self._group.world, settings.keep, settings.keep_every),
+            *(settings.idle_timeout, settings.drain_rate, pause, session.incarnation.id),
         )
-        slots.adopt()
+        slots = session.open_memory(info, room, settings.fallback_after, self.metrics.agent)
         self._saves.use_memory(slots, self._overlap)
-        if not self._meeting.found:  # else after the restore, which would have to share the cores with it
+        nbytes = session.agreed.nbytes
+        if not session.agreed.found:  # else after the restore, which would have to share the cores with it
             slots.reserve(nbytes)
         log.info(
             "rank %d of %d, generation %d: snapshots of about %.1f MB in %s, checkpoints in %s",
-            *(rank, self._group.world, self._incarnation.generation, nbytes / 1e6, job.path, self.root),
+            *(self._group.rank, self._group.world, session.incarnation.generation, nbytes / 1e6),
+            *(session.job_dir.path, self.root),
         )
-        self._saves.promise(self._in_step, tell=rank == 0)
+        self._saves.promise(self._in_step, tell=self._group.rank == 0)
 
     def _without_memory(self, why: str) -> None:
         if self._settings.strict:
             raise MemoryStoreError(why)
-        if self._group.rank == self._meeting.local_ranks[0]:
+        if self._session.is_first_on_node:
             log.warning("%s. Checkpoints go straight to storage, %s.", why, self._schedule.describe_direct_saves())
-        if self._meeting.lock is None:
-            self._job = None
 
     # -- restoring ----------------------------------------------------------------------------------------------
 
@@ -250,23 +237,23 @@ class Checkpointer:
         self._check_open()
         if self._saves.newest is not None:
             raise UsageError("restore() comes before the first save of a run")
-        if self._saves.memory is not None and self._job is not None and step != 0:
-            rebuild(self._job, self._saves.memory.slots)
-        done, seen = restore(self._group, self._capture.state, self._job, self._store, step, allow_pickle, parts)
-        self._incarnation = replace(self._incarnation, generation=max(self._incarnation.generation, 1 + seen))
-        if self._saves.memory is not None and not self._begun and self._meeting.found:
-            self._saves.memory.slots.reserve(self._capture.estimate())
-        self._begun, chosen = True, step is not None
-        if self._meeting.deleted if done is None else done.back:
-            self._saves.give_up()
-        base, back = (None, False) if done is None else (done.incarnation, done.back)
-        self._meeting.note_anew(self._job, self._group.rank, self._incarnation, base, back=back, chosen=chosen)
-        self._meeting.go_on(self._job, self._store, self._group.rank, done.stored if done else None, chosen or not done)
-        at, parent, place, seconds, self._base = 0, "", "", 0.0, None  # an earlier restore() counts no more
+        session = self._session
+        if session.slots is not None and step != 0:
+            rebuild(session.job_dir, session.slots)
+        done, seen = restore(
+            self._group, self._capture.state, session.job, self._store, step, allow_pickle=allow_pickle, parts=parts
+        )
+        first, chosen = not session.begun, step is not None
+        if done is None:
+            session.go_on_from(None, None, chosen=chosen, seen_generation=seen)
+        else:
+            session.go_on_from(done.checkpoint, done.stored, chosen=chosen, back=done.back, seen_generation=seen)
+        if session.slots is not None and first and session.agreed.found:
+            session.slots.reserve(self._capture.estimate())
+        at, place, seconds, self._base = 0, "", 0.0, None  # an earlier restore() counts no more
         if done is not None:
-            at, parent, place, seconds = done.step, done.incarnation.id, done.place, done.seconds
-            self._base = ShardId(at, self._group.rank, self._group.world, done.incarnation)
-        self._incarnation = replace(self._incarnation, parent=parent, parent_step=at)
+            at, place, seconds = done.step, done.place, done.seconds
+            self._base = ShardId(at, self._group.rank, self._group.world, done.checkpoint.incarnation)
         self._saves.restored = self._saves.reached = at
         self._updates.begin()
         self.metrics.restored_step, self.metrics.restored_from, self.metrics.restore_seconds = at, place, seconds
@@ -289,8 +276,8 @@ class Checkpointer:
         if self._schedule.due(n, memory=self._saves.memory is not None):
             self._save(n, self._schedule.persists(n))
         else:
-            self._saves.live.note(self._stamp(n))
-            self._check_agent()
+            self._saves.live.note(self._session.shard_id(n, persist=False))
+            self._session.check_agent()
 
     def save(
         self,
@@ -323,7 +310,7 @@ class Checkpointer:
         if wait == "durable" and stamp is not None:
             self._wait_durable(stamp, timeout)
         if pin and stamp is not None and stamp.step == n:
-            self._saves.pin(stamp, wait == "durable", self._keeper, timeout)
+            self._saves.pin(stamp, wait == "durable", self._session.keeper, timeout)
 
     def unpin(self, n: int) -> None:
         """Let ``keep`` decide on step ``n`` again. One rank is enough. Raises NotFoundError when storage lacks it."""
@@ -371,7 +358,7 @@ class Checkpointer:
         75, one that a signal told to go 128 and the signal's number.
         """
         self._check_open()
-        trainer = Guarding(self._saves, self._store, self._stamp, self._job, self._group, self._meeting, fence)
+        trainer = Guarding(self._saves, self._store, self._session, self._group, fence)
         hooks = Hooks(on_stop, on_clean, on_gasp, on_exit)
         return Guard(trainer, lambda: self._saves.reached, silence_floor(watchdog), gasp_deadline, notices, hooks)
 
@@ -388,42 +375,30 @@ class Checkpointer:
             raise NonFiniteLossError(f"the loss of the step after step {self._saves.reached} is {value}")
 
     def _save(self, n: int, persist: bool, pin: bool = False) -> None:
-        self._check_agent()
+        self._session.check_agent()
         base = self._base if self._saves.newest is None else None
         if base is not None and base.step == n and (not persist or self._saves.kept(base)):
             return  # it has just been restored, and there is nothing to add
-        self._saves.save(replace(self._stamp(n, persist), pinned=pin))
-
-    def _check_agent(self) -> None:
-        if self._keeper is not None:
-            self._keeper.check()
-
-    def _stamp(self, n: int, persist: bool = False) -> ShardId:
-        return ShardId(n, self._group.rank, self._group.world, self._incarnation, persist)
+        self._saves.save(replace(self._session.shard_id(n, persist=persist), pinned=pin))
 
     def _check_step(self, n: int) -> None:
         self._check_open()
         check_step(n, self._saves.newest, self._base, self._updates)
-        if not self._begun and self._meeting.found:
+        if not self._session.begun and self._session.agreed.found:
             raise UsageError(
                 f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"
             )
 
     def _begin(self) -> None:
-        """There was nothing to restore."""
-        if not self._begun:
-            self._begun = True
-            if self._meeting.deleted:
-                if self._group.rank == 0:
-                    log.warning("%s", describe_fresh_start(self.root))
-                self._saves.give_up()
-            self._meeting.note_anew(self._job, self._group.rank, self._incarnation, None, back=False, chosen=False)
-            self._meeting.go_on(self._job, self._store, self._group.rank, None, anyway=True)
+        """Begin from nothing, unless restore() was called before."""
+        if not self._session.begun:
+            if self._session.agreed.deleted and self._group.rank == 0:
+                log.warning("%s", describe_fresh_start(self.root))
+            self._session.go_on_from(None, None)
 
     def _wait_durable(self, stamp: ShardId, timeout: float) -> None:
-        ours = stamp.incarnation == self._incarnation  # what was restored may be by more ranks, or fewer
-        local_ranks = self._meeting.local_ranks if ours else ()
-        see = partial(wait_durable, stamp, self._store, self._job, self._keeper, local_ranks=local_ranks)
+        ours = stamp.incarnation == self._session.incarnation  # what was restored may be by more ranks, or fewer
+        see = partial(self._session.wait_durable, stamp, local_ranks=self._session.local_ranks if ours else ())
         self._saves.see_durable(stamp, timeout, see)
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -431,7 +406,7 @@ class Checkpointer:
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints that this node can see, newest first; abandoned ones are left out."""
         self._saves.settle()
-        return list_checkpoints(self._job, self._store, self._meeting.local_ranks)
+        return list_checkpoints(self._session.job, self._store, self._session.local_ranks)
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint that this node can see."""
@@ -465,7 +440,7 @@ class Checkpointer:
         finally:
             self._let_go(durable)
 
-    def give_way(self) -> str | None:
+    def _give_way(self) -> str | None:
         """Let go for good, to another Checkpointer of this root and process. Gives a reason if that can't be now."""
         if self._closed or self._saves.forked:
             return None
@@ -486,7 +461,7 @@ class Checkpointer:
             self._closed = self._leaving.said = True
             self._fence.close()
             self._saves.close()
-            let_go(self._job, self._keeper, self._meeting.lock, self._group.rank, self._begun, durable)
+            self._session.leave(durable)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -497,4 +472,4 @@ class Checkpointer:
         elif not (self._closed or self._saves.forked):
             self._saves.see_out(0.0)
             self._let_go(None)
-            tell_copies(error, self._job, self._store, self._meeting.local_ranks, self._saves)
+            tell_copies(error, self._session.job, self._store, self._session.local_ranks, self._saves)

@@ -171,7 +171,11 @@ def restored(root: Path, world: int, job: JobDir | None = None) -> None:
     before = torch.get_rng_state()
     state[RNG] = RngState()
     for parts in (None, frozenset(state)):
-        refused(lambda parts=parts: restore(SingleProcess(), state, job, PosixStore(root), None, False, parts))  # type: ignore[misc]
+        refused(
+            lambda parts=parts: restore(
+                SingleProcess(), state, job, PosixStore(root), None, allow_pickle=False, parts=parts
+            )
+        )  # type: ignore[misc]
     torch.set_rng_state(before)
 
 

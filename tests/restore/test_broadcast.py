@@ -65,7 +65,7 @@ def restore_in_rank(root: Path, rank: int, world: int, shards: int, pipe: Any) -
     dist.init_process_group("gloo", init_method=f"file://{root}.rendezvous", rank=rank, world_size=world)
     try:
         state = build(99, rank)
-        done, _ = restore(ProcessGroup(timedelta(seconds=30)), state, None, PosixStore(root), None, False)
+        done, _ = restore(ProcessGroup(timedelta(seconds=30)), state, None, PosixStore(root), None, allow_pickle=False)
         wanted = build(done.step, rank % shards)["model"].state_dict()
         same = all(
             torch.equal(

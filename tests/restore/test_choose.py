@@ -62,7 +62,7 @@ def test_the_younger_of_two_complete_checkpoints_of_one_step_is_taken():
     second = later(2, 4)
     choice = choose([[offer(5), offer(5, second)]] * 2)
     assert choice.candidates == [(5, second)]
-    assert "abandoned" in choice.rejected[5, FIRST]
+    assert "superseded" in choice.rejected[5, FIRST]
 
 
 def test_steps_that_a_later_incarnation_left_behind_are_out_though_newer():
@@ -91,7 +91,7 @@ def test_an_asked_for_step_is_the_only_candidate():
 def test_an_abandoned_step_can_not_be_asked_for():
     choice = choose([[offer(3), offer(9), offer(4, later(2, 3))]], step=9)
     assert not choice.candidates
-    assert "abandoned" in choice.rejected[9, FIRST]
+    assert "superseded" in choice.rejected[9, FIRST]
 
 
 def test_nothing_offered_is_nothing_chosen():

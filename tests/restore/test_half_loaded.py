@@ -73,7 +73,7 @@ class Saved:
             file.write(bytes([byte ^ 1]))
 
     def load(self, training: Training, step: int | None = None):
-        return restore(SingleProcess(), training.state, self.job, self.store, step, False)[0]
+        return restore(SingleProcess(), training.state, self.job, self.store, step, allow_pickle=False)[0]
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def test_a_dying_gasp_does_not_wait_for_a_trainer_that_hangs(
     trainer.start()
     assert hangs.wait(20)
     began = time.monotonic()
-    ckpt._saves.gasp(ckpt._stamp(1), whole=False)
+    ckpt._saves.gasp(ckpt._session.shard_id(1, persist=False), whole=False)
     took = time.monotonic() - began
     os.write(go, b"x")
     trainer.join()

@@ -14,7 +14,7 @@ import torch
 
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.session import root as root_module
+from rekindle.session import root_check
 from tests.conftest import Disk
 from tests.integrations.dcp.ranks import ranks
 
@@ -75,7 +75,7 @@ def test_a_restart_with_something_in_memory_only_warns(
         root.rename(root.with_name("away"))
     root.write_text("in the way")
     ckpt = start(root, memory)
-    assert f"what is saved stays in memory: {root}" in caplog.text
+    assert f"saves stay in memory until storage takes them: {root}" in caplog.text
     assert ckpt.restore() == 1
     root.unlink()
     ckpt.save(2, wait="durable", timeout=60)
@@ -91,7 +91,7 @@ def _node(rank: int, disk: Disk, memories: list[Path], blind: bool) -> str:
         ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # CLONE_NEWNS
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         disk.unmount()
-    root_module._SEE = 1.0
+    root_check._VISIBLE_WITHIN = 1.0
     try:
         ckpt = start(disk.root, memories[rank])
     except rekindle.UsageError as error:

@@ -13,7 +13,7 @@ import pytest
 
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.session import rendezvous
+from rekindle.session import session
 from tests.faults.harness import wait_for
 from tests.test_checkpointer import Training, go
 
@@ -21,7 +21,7 @@ from tests.test_checkpointer import Training, go
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test here waits for its own process to die."""
-    monkeypatch.setattr(rendezvous, "_DYING", 600.0)
+    monkeypatch.setattr(session, "_DYING", 600.0)
     began = time.monotonic()
     yield
     assert time.monotonic() - began < 150
@@ -121,8 +121,8 @@ def test_a_forked_child_takes_nothing_over_from_its_parent(root: Path, memory: P
     child = os.fork()
     if child == 0:
         try:
-            ckpt.give_way()
-            assert ckpt._meeting.lock is not None
+            ckpt._give_way()
+            assert ckpt._session.lock is not None
         finally:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

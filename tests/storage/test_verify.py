@@ -164,7 +164,7 @@ def load(job: JobDir | None, store: PosixStore) -> str:
     """What a restore comes back with, checked byte for byte when it comes back with something."""
     values = rekindle.Values()
     try:
-        done, _ = restore(SingleProcess(), {"v": values}, job, store, None, False)
+        done, _ = restore(SingleProcess(), {"v": values}, job, store, None, allow_pickle=False)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     if done is None:

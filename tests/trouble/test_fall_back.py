@@ -206,7 +206,7 @@ def test_storage_that_is_away_at_the_restart_loses_nothing_that_it_had(
     disk.unmount()
     if how == "unreadable":
         root.write_text("in the way")
-    why = r"step 8 was on storage, which .* now.*: see that it is mounted. restore\(step=\d\)"
+    why = r"step 8 was on storage, .* now.*: see that it is mounted; restore\(step=\d\)"
     for _ in range(2):  # the first start leaves to the second one what it needs to know
         if how == "unreadable" and more:
             with pytest.raises(rekindle.UsageError, match="there is a file where a directory should be"):
@@ -265,7 +265,7 @@ def test_all_ranks_refuse_what_one_of_them_has_to(root: Path, memory: Path, job:
     run = Run(root, memory, world=2, steps=3)
     assert train(run) == [1, 1]
     for rank in range(2):
-        assert "step 3 was on storage, which shows nothing of it now" in run.log(rank).read_text()
+        assert f"step 3 was on storage, and {root} shows nothing of it now" in run.log(rank).read_text()
     assert train(Run(root, memory, world=2, steps=3, restore_step=0)) == [0, 0]
 
 

@@ -195,7 +195,10 @@ def test_what_one_rank_sees_on_storage_is_not_left_behind_because_another_one_do
     assert ranks(2, _train_to, disk, old, 1) == [0, 0]
     assert ranks(2, _train_to, disk, new, 2) == [1, 1], "on another node"
     for error in ranks(2, _train_to, disk, old, 3, True):
-        assert "step 2 was on storage, which shows nothing of it now on rank 1: see that it is mounted" in str(error)
+        assert (
+            f"step 2 was on storage, and {disk.root} shows nothing of it now on rank 1: see that it is mounted"
+            in str(error)
+        )
     assert disk.really() == [1, 2]
     assert ranks(2, _train_to, disk, old, 3) == [2, 2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rekindle.format.lineage import ShardId
@@ -12,7 +12,7 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.save.gate import Gate
 from rekindle.save.saver import Saves
 from rekindle.session.group import ProcessGroup, SingleProcess
-from rekindle.session.rendezvous import Meeting
+from rekindle.session.session import Session
 from rekindle.storage.store import Store
 
 __all__ = ["Guarding"]
@@ -30,11 +30,16 @@ class Guarding:
 
     saves: Saves
     store: Store
-    stamp: Callable[[int, bool], ShardId]
-    job: JobDir | None
+    session: Session
     group: SingleProcess | ProcessGroup
-    meeting: Meeting
     fence: bool
+
+    def stamp(self, step: int, persist: bool) -> ShardId:
+        return self.session.shard_id(step, persist=persist)
+
+    @property
+    def job(self) -> JobDir | None:
+        return self.session.job
 
     @property
     def rank(self) -> int:
@@ -46,11 +51,11 @@ class Guarding:
 
     @property
     def local_ranks(self) -> Sequence[int]:
-        return self.meeting.local_ranks
+        return self.session.local_ranks
 
     @property
     def generation(self) -> int:
-        return self.meeting.incarnation.generation
+        return self.session.agreed.incarnation.generation
 
     def begin(self, gate: Gate) -> None:
         self.saves.guard(gate, self._before_update if self.fence else None)

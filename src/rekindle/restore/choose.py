@@ -1,4 +1,4 @@
-"""Which checkpoint to continue from: one pure function over what every rank can read."""
+"""Chooses the checkpoint to continue from: one pure function of what every rank can read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from rekindle.format.lineage import CheckpointKey, superseded_by
 from rekindle.session.inventory import Offer
 
-__all__ = ["Choice", "choose"]
+__all__ = ["SUPERSEDED", "Choice", "choose"]
+
+SUPERSEDED = "superseded"
+"""First word of the reason for rejecting what nobody goes on from any more, which is in order."""
+_SOME = 8
+"""Ranks that a message names at most."""
 
 
 @dataclass
@@ -22,30 +27,30 @@ class Choice:
 def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice:
     """Order what all ranks can read. ``offers`` has one list per rank; ``step`` restricts the choice to one step.
 
-    Shards of different incarnations never make up a checkpoint together. What a later incarnation abandoned is out.
+    Shards of different incarnations never make up a checkpoint together. What a later incarnation superseded is out.
     """
     keys = {CheckpointKey(offer.step, offer.incarnation) for rank in offers for offer in rank}
-    seen = {incarnation for _, incarnation in keys}
+    starts = {incarnation for _, incarnation in keys}
     readable = [{(o.step, o.incarnation) for o in rank if o.places} for rank in offers]
     choice = Choice()
     for key in sorted(keys, reverse=True):
-        if step is not None and key[0] != step:
+        if step is not None and key.step != step:
             continue
         without = [rank for rank, have in enumerate(readable) if key not in have]
-        successor = superseded_by(*key, seen)
+        successor = superseded_by(*key, starts)
         if successor is not None:
             choice.rejected[key] = (
-                f"abandoned: the job went on from step {successor.parent_step} as generation {successor.generation}"
+                f"{SUPERSEDED}: the job went on from step {successor.parent_step} as generation {successor.generation}"
             )
         elif without:
-            choice.rejected[key] = f"incomplete: {_some(without, len(offers))} no shard of it"
+            choice.rejected[key] = f"incomplete: {_name(without, len(offers))} no shard of it"
         else:
             choice.candidates.append(key)
     return choice
 
 
-def _some(ranks: list[int], world: int) -> str:
+def _name(ranks: list[int], world: int) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} of {world} has"
-    names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    names = ", ".join(map(str, ranks[:_SOME])) + (", ..." if len(ranks) > _SOME else "")
     return f"ranks {names} of {world} have"

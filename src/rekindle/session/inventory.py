@@ -1,21 +1,66 @@
-"""Takes an inventory: which checkpoints of a job this rank can see, in memory and on storage."""
+"""Takes an inventory of a job's checkpoints, and holds the one rule about what a start may go on from.
+
+The rule: no start goes on from less than storage had, unless a person says so by naming the step.
+
+A start that goes on from step n supersedes all that is newer: nobody goes on from that any more, and retention removes
+it once the start has a checkpoint of its own on storage. So a start must not take an older step for the newest one only
+because storage shows less than it holds. Where nobody has named a step, it is refused
+
+- while storage does not show a step that is known to have been there: a mount is missing, a server is away
+  (``refuse_unseen``);
+- while the manifest of a newer step can't be read (``refuse_unread``);
+- if a newer step was written by a newer version of the format (``refuse_newer_format``);
+- if a run that was deleted is on storage again, and another one has begun since (``refuse_two_runs``).
+
+If all that storage had was deleted, nothing is refused: the start begins anew, for whoever deleted it meant that
+(``deleted_for_all``). Nobody but a person removes a directory while its file system stays mounted.
+
+``refuse_less`` holds the first three. All of these are pure functions of what the ranks have seen. Whoever writes to
+storage has a check of its own, ``rekindle.storage.checks.newest_live``: a mount may also go while a job runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
-from rekindle.errors import CorruptError, VersionError
-from rekindle.format.lineage import CheckpointKey, Incarnation
-from rekindle.format.names import MANIFEST, MANIFEST_KIND
+from rekindle.errors import CorruptError, NotFoundError, VersionError
+from rekindle.format.lineage import CheckpointKey, Incarnation, drop_superseded
+from rekindle.format.names import MANIFEST, MANIFEST_KIND, Root
 from rekindle.format.receipt import parse_document
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_from
-from rekindle.storage.checks import DELETED, FreshStart, checkpoints_deleted
+from rekindle.storage.checks import checkpoints_deleted
 from rekindle.storage.store import Contents, Store
 
-__all__ = ["Inventory", "Offer", "take_inventory"]
+__all__ = [
+    "FreshStart",
+    "Inventory",
+    "Offer",
+    "Unseen",
+    "deleted_for_all",
+    "describe_fresh_start",
+    "newest_fresh_start",
+    "newest_stored",
+    "newest_unseen",
+    "refuse_less",
+    "refuse_newer_format",
+    "refuse_two_runs",
+    "refuse_unread",
+    "refuse_unseen",
+    "take_inventory",
+]
+
+FreshStart = tuple[int, int]
+"""The note of a start that began anew because all on storage was deleted. See ``Notes.write_fresh_start``."""
+
+_DELETED, _IN_USE, _UNUSED = "deleted", "in use", ""
+"""Values of ``Inventory.storage_state``."""
+_LISTING = 120.0
+"""Seconds in which storage must say what there is."""
 
 
 @dataclass(frozen=True)
@@ -31,80 +76,84 @@ class Offer:
 
 @dataclass
 class Inventory:
-    """What this rank can see: its offers, and the copies behind each one, nearest first."""
+    """All that one rank sees of a job's checkpoints: its offers, and the copies behind each one, nearest first."""
 
+    root: Root
     offers: list[Offer]
     copies: dict[CheckpointKey, list[StoredCopy]]
     storage_error: str | None
     errno: int | None = None
-    """Of the storage error."""
+    """Number of the storage error."""
     damaged: list[str] = field(default_factory=list)
     """Directories with a manifest that can't be read."""
     newer: list[tuple[int, str]] = field(default_factory=list)
-    """Steps that a newer version of the format was used for, and what there is to say of each."""
+    """Steps that a newer version of the format was used for, and a sentence about each."""
     noted: int = 0
-    """The newest step that this node knows to have been on storage."""
+    """Newest step that this node knows to have been on storage; 0 if it knows of none."""
     stored: int = 0
-    """The newest one that storage shows, damaged or not."""
+    """Newest step that storage shows, damaged or not."""
     deleted: bool = False
-    """Whether all that storage had was deleted: the same file system shows nothing of it now."""
+    """True if all that storage had was deleted: the same file system shows nothing of it now."""
     unread: list[tuple[int, str]] = field(default_factory=list)
     """Steps whose manifests can't be read at the moment, and why."""
-    half_loaded: bool = False
-    """Whether an earlier restore has left this rank's live state half overwritten."""
-    anew: FreshStart | None = None
-    """What this node knows of a start that began anew because all on storage was deleted."""
+    fresh_start: FreshStart | None = None
 
     @property
     def anything(self) -> bool:
-        """Whether there may be something of an earlier start."""
+        """True if there may be something of an earlier start."""
         return bool(self.offers or self.damaged or self.noted or self.storage_error)
 
     @property
-    def kept(self) -> bool:
-        """Whether this node's memory has something of an earlier start, which was not deleted."""
-        return not self.deleted and any(copy.place == MEMORY for near in self.copies.values() for copy in near)
+    def in_memory(self) -> bool:
+        """True if this node's memory has something of an earlier start, which was not deleted."""
+        return not self.deleted and any(copy.place == MEMORY for copy in self.all_copies)
 
     @property
-    def storage(self) -> str:
-        """In a word, what there is to say of storage: ``DELETED``, "" where there never was anything, or else."""
+    def all_copies(self) -> list[StoredCopy]:
+        """Copies of all checkpoints, newest first."""
+        return [copy for copies in self.copies.values() for copy in copies]
+
+    @property
+    def storage_state(self) -> str:
+        """One word about storage, for ``deleted_for_all``: deleted, in use, or empty where there never was anything."""
         if self.deleted:
-            return DELETED
-        return "in use" if self.stored or self.noted or self.storage_error else ""
+            return _DELETED
+        return _IN_USE if self.stored or self.noted or self.storage_error else _UNUSED
 
 
-_LISTING = 120.0
-"""Seconds in which storage must say what there is."""
+# -- looking ---------------------------------------------------------------------------------------------------------
 
 
 def take_inventory(job: JobDir | None, store: Store, rank: int) -> Inventory:
-    """What this rank could restore from. A rank beyond a smaller world's shards reads those from the start again."""
-    error, contents, damaged = None, None, list[tuple[int, str, CorruptError | None]]()
+    """List what this rank could restore from. A rank beyond a smaller world's shards begins again with the first."""
+    inventory = Inventory(store.root, [], {}, None)
+    contents, damaged = None, list[tuple[int, str, CorruptError | None]]()
     noted = job.notes.durable() if job is not None else None
-    trace, deleted, number = job.notes.root_identity() if job is not None else None, False, None
+    identity = job.notes.root_identity() if job is not None else None
+    inventory.noted, inventory.fresh_start = noted or 0, job.notes.fresh_start() if job is not None else None
     try:
-        contents, damaged = with_timeout(_LISTING, store.root, lambda: _listed(store))
+        contents, damaged = with_timeout(_LISTING, store.root, lambda: _list_storage(store))
         if not contents.published:
-            deleted = with_timeout(_LISTING, store.root, lambda: checkpoints_deleted(store, noted, trace))
-    except OSError as failure:
-        error, number = f"{store.root}: {describe_error(failure)}", failure.errno
+            inventory.deleted = with_timeout(_LISTING, store.root, lambda: checkpoints_deleted(store, noted, identity))
+    except OSError as error:
+        inventory.storage_error, inventory.errno = f"{store.root}: {describe_error(error)}", error.errno
     copies = copies_from(job, contents)
-    found: dict[CheckpointKey, list[StoredCopy]] = {}
     for copy in copies:
-        found.setdefault(copy.checkpoint, []).append(copy)
-    offers = [
+        inventory.copies.setdefault(copy.checkpoint, []).append(copy)
+    inventory.offers = [
         Offer(*key, near[0].world, tuple(copy.place for copy in near if rank % copy.world in copy.ranks))
-        for key, near in found.items()
+        for key, near in inventory.copies.items()
     ]
-    newer = [(step, str(problem)) for step, _, problem in damaged if isinstance(problem, VersionError)]
-    stored = max([copy.step for copy in copies if copy.place == STORAGE] + [step for step, _, _ in damaged], default=0)
-    unread = contents.unread if contents is not None else []
-    places = [place for _, place, _ in damaged]
-    return Inventory(offers, found, error, number, places, newer, noted or 0, stored, deleted, unread)
+    shown = [copy.step for copy in copies if copy.place == STORAGE] + [step for step, _, _ in damaged]
+    inventory.stored = max(shown, default=0)
+    inventory.damaged = [place for _, place, _ in damaged]
+    inventory.newer = [(step, str(problem)) for step, _, problem in damaged if isinstance(problem, VersionError)]
+    inventory.unread = contents.unread if contents is not None else []
+    return inventory
 
 
-def _listed(store: Store) -> tuple[Contents, list[tuple[int, str, CorruptError | None]]]:
-    """What there is; step, place and defect of every manifest that can't be read."""
+def _list_storage(store: Store) -> tuple[Contents, list[tuple[int, str, CorruptError | None]]]:
+    """List what storage has, and the step, place and defect of every manifest that can't be read."""
     contents, damaged = store.contents(), list[tuple[int, str, CorruptError | None]]()
     for step, files in contents.damaged:
         problem = None
@@ -116,3 +165,111 @@ def _listed(store: Store) -> tuple[Contents, list[tuple[int, str, CorruptError |
             pass
         damaged.append((step, str(files), problem))
     return contents, damaged
+
+
+def newest_stored(copies: Collection[StoredCopy], base: CheckpointKey | None) -> int | None:
+    """Find the newest step that storage has for a start which goes on from ``base``, wherever it has that from."""
+    if base is None:
+        return None
+    stands = [copy for copy in drop_superseded(copies) if copy.place == STORAGE]
+    return max((copy.step for copy in stands if copy.checkpoint == base or copy.step < base.step), default=None)
+
+
+def newest_fresh_start(inventories: Sequence[Inventory]) -> FreshStart | None:
+    """Find the newest note of a start that began anew, on any node."""
+    return max((one.fresh_start for one in inventories if one.fresh_start is not None), default=None)
+
+
+# -- the rule --------------------------------------------------------------------------------------------------------
+
+
+def refuse_less(step: int, inventories: Sequence[Inventory], instead: str) -> None:
+    """Raise NotFoundError or VersionError if to go on from ``step`` is to go on from less than storage had.
+
+    Step 0 stands for a start from nothing. ``instead`` tells a person how to do it all the same.
+    """
+    refuse_unseen(step, inventories, instead)
+    refuse_unread(step, (entry for inventory in inventories for entry in inventory.unread), instead)
+    refuse_newer_format(step, inventories, instead)
+
+
+class Unseen(NamedTuple):
+    """The newest step that storage is known to have had, and does not show now."""
+
+    step: int
+    why: str
+    """A sentence that says so, and what to do about it."""
+
+
+def newest_unseen(inventories: Sequence[Inventory]) -> Unseen | None:
+    """Find a step that a node knows to have been on storage, or that one rank sees there, and another rank doesn't.
+
+    All inventories must be of one moment, or a step that becomes durable in between would seem to be missing.
+    """
+    had = max(max(inventory.noted, inventory.stored) for inventory in inventories)
+    blind = [rank for rank, inventory in enumerate(inventories) if inventory.stored < had]
+    if not blind:
+        return None
+    root = inventories[blind[0]].root
+    error = next((inventories[rank].storage_error for rank in blind if inventories[rank].storage_error), None)
+    what = f"which can't be read now ({error})" if error else f"and {root} shows nothing of it now"
+    where = f" on rank {blind[0]}" if len(blind) < len(inventories) else ""
+    return Unseen(had, f"step {had} was on storage, {what}{where}: see that it is mounted")
+
+
+def refuse_unseen(step: int, inventories: Sequence[Inventory], instead: str) -> None:
+    """Raise NotFoundError if storage does not show a newer step that it had: it may do so again soon."""
+    unseen = newest_unseen(inventories)
+    if unseen is not None and unseen.step > step:
+        raise NotFoundError(f"{unseen.why}; {instead}")
+
+
+def refuse_unread(step: int, unread: Iterable[tuple[int, str]], instead: str) -> None:
+    """Raise NotFoundError if storage has a newer step that can't be read: it may be the job's newest one.
+
+    ``unread`` is that of ``Contents``, or of several.
+    """
+    newest, why = max(unread, default=(step, ""))
+    if newest > step:
+        raise NotFoundError(f"step {newest} is on storage, and can't be read: {why}; {instead}")
+
+
+def refuse_newer_format(step: int, inventories: Sequence[Inventory], instead: str) -> None:
+    """Raise VersionError if a newer step was written by a newer Rekindle: to go back is for a person to decide."""
+    newer = [entry for inventory in inventories for entry in inventory.newer if entry[0] > step]
+    if newer:
+        raise VersionError(f"{max(newer)[1]}; {instead}")
+
+
+def refuse_two_runs(offers: Iterable[Offer], fresh_start: FreshStart, on_purpose: Callable[[int], str]) -> None:
+    """Raise NotFoundError if storage shows a run that was deleted, and another one that began since exists too.
+
+    ``offers`` are those of all ranks; ``on_purpose`` tells how to go on from a step.
+    """
+    since, until = fresh_start
+    offers = list(offers)
+    back = [o.step for o in offers if o.incarnation.generation < since and STORAGE in o.places]
+    begun = [o.step for o in offers if since <= o.incarnation.generation < until]
+    chosen = any(o.incarnation.generation >= until for o in offers)
+    if back and begun and not chosen:
+        raise NotFoundError(
+            f"step {max(back)} is on storage again, which showed nothing when the job began anew and came to step "
+            f"{max(begun)}: say which of the two runs counts; the other one is then superseded. For the one that is "
+            f"back: {on_purpose(max(back))}. For the one that was begun anew: {on_purpose(max(begun))}"
+        )
+
+
+def deleted_for_all(states: Collection[str]) -> bool:
+    """Return True if all that storage had was deleted, by each rank's ``Inventory.storage_state``.
+
+    One rank must have seen that, and no rank may see storage in use, or miss something there.
+    """
+    return _DELETED in states and not set(states) - {_DELETED, _UNUSED}
+
+
+def describe_fresh_start(root: Root) -> str:
+    """Say that a job starts anew because its checkpoints were deleted."""
+    return (
+        f"checkpoints of an earlier run were deleted from {root}: starting anew from step 0; what memory still has of "
+        "that run is given up"
+    )

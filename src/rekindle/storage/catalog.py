@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle.errors import NotFoundError
 from rekindle.format.files import Directory, Files
 from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId, drop_superseded
 from rekindle.memory.job_dir import JobDir
@@ -19,8 +18,6 @@ __all__ = [
     "StoredCopy",
     "copies_from",
     "list_checkpoints",
-    "newest_stored",
-    "refuse_behind",
     "find_copies",
 ]
 
@@ -56,7 +53,7 @@ class StoredCopy:
 def find_copies(job: JobDir | None, store: Store | None) -> list[StoredCopy]:
     """Finds all copies in this node's memory and on storage, newest first, memory before storage.
 
-    Raises OSError when storage can't be listed. A caller that goes on from the newest needs ``refuse_behind``, too.
+    Raises OSError when storage can't be listed.
     """
     return copies_from(job, None if store is None else store.contents())
 
@@ -70,24 +67,6 @@ def copies_from(job: JobDir | None, stored: Contents | None) -> list[StoredCopy]
             StoredCopy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.files, everyone, True, entry.pinned)
         )
     return sorted(found, key=lambda c: (*c.checkpoint, c.place == MEMORY), reverse=True)
-
-
-def refuse_behind(step: int, unread: Iterable[tuple[int, str]], instead: str) -> None:
-    """Raises NotFoundError where storage has a step newer than ``step`` that can't be read: it may be the job's newest.
-
-    ``instead`` says how to go on from ``step`` on purpose. ``unread`` is that of ``Contents``.
-    """
-    newest, why = max(unread, default=(step, ""))
-    if newest > step:
-        raise NotFoundError(f"step {newest} is on storage, and can't be read: {why}; {instead}")
-
-
-def newest_stored(copies: Collection[StoredCopy], base: CheckpointKey | None) -> int | None:
-    """Returns the newest step on storage for a start that goes on from ``base``, wherever it read ``base`` from."""
-    if base is None:
-        return None
-    stands = [copy for copy in drop_superseded(copies) if copy.place == STORAGE]
-    return max((copy.step for copy in stands if copy.checkpoint == base or copy.step < base[0]), default=None)
 
 
 def _in_memory(stamps: Iterable[tuple[ShardId, Path]]) -> list[StoredCopy]:

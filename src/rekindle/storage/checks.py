@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from rekindle.errors import NotFoundError
 from rekindle.format.lineage import Incarnation, ShardId, drop_superseded
 from rekindle.format.names import Root
 from rekindle.memory.notes import RootIdentity
-from rekindle.storage.catalog import STORAGE
 from rekindle.storage.store import Store
 
 __all__ = [
-    "DELETED",
-    "FreshStart",
     "checkpoints_deleted",
-    "deleted_for_all",
-    "describe_fresh_start",
     "describe_missing_shards",
     "describe_recreated_root",
     "describe_rival",
     "is_superseded",
     "newest_live",
-    "refuse_unchosen",
     "root_identity",
 ]
 
 _SOME = 8
 """Ranks that a message names at most."""
-DELETED = "deleted"
-"""The word of a rank that sees that all on storage was deleted."""
-
-FreshStart = tuple[int, int]
-"""See ``Notes.write_fresh_start``."""
 
 
 def newest_live(
@@ -57,14 +45,6 @@ def checkpoints_deleted(store: Store, noted: int | None, identity: RootIdentity 
     return noted is not None and not store.published() and not store.damaged() and store.was_deleted(identity)
 
 
-def deleted_for_all(views: Collection[str]) -> bool:
-    """True if everything on storage was deleted, by what the ranks say, none of which sees it in use or misses it.
-
-    A rank says ``DELETED``, "" where it knows of no checkpoint, or something else.
-    """
-    return DELETED in views and not set(views) - {DELETED, ""}
-
-
 def root_identity(store: Store, step: int) -> RootIdentity | None:
     """Returns ``Store.trace``; None where that can't be told at the moment.
 
@@ -79,31 +59,6 @@ def is_superseded(store: Store, stamp: ShardId) -> bool:
     """True if another checkpoint as new is durable, so that others may have removed the unfinished one of ``stamp``."""
     stands = drop_superseded([entry.stamp for entry in store.published()])
     return any(other.checkpoint != stamp.checkpoint and other.step >= stamp.step for other in stands)
-
-
-def refuse_unchosen(seen: Iterable[tuple[int, int, Iterable[str]]], fresh_start: FreshStart) -> None:
-    """Raises NotFoundError where a run that was deleted is on storage again, beside another one begun since.
-
-    Nobody has said then which of the two counts. ``seen`` has step, generation and places of what all ranks can see.
-    """
-    since, until = fresh_start
-    seen = list(seen)
-    back = [step for step, generation, places in seen if generation < since and STORAGE in places]
-    begun = [step for step, generation, _ in seen if since <= generation < until]
-    if back and begun and not any(generation >= until for _, generation, _ in seen):
-        raise NotFoundError(
-            f"step {max(back)} is on storage again, which showed nothing when the job began anew and came to step "
-            f"{max(begun)}: say which of the two runs counts. restore(step={max(back)}) goes on from the one that is "
-            f"back, restore(step={max(begun)}) from the one that was begun anew; the other one is given up"
-        )
-
-
-def describe_fresh_start(root: Root) -> str:
-    """Returns the message of a job that starts where all checkpoints were deleted."""
-    return (
-        f"checkpoints of an earlier run were deleted from {root}: starting anew from step 0; what memory still has of "
-        "that run is given up"
-    )
 
 
 def describe_recreated_root(root: Root, step: int) -> str:

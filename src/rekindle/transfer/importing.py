@@ -24,9 +24,10 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
 from rekindle.save.plan import CopyPlan
+from rekindle.session.inventory import refuse_unread
 from rekindle.state.tree import Flat, flatten
 from rekindle.storage import disk
-from rekindle.storage.catalog import copies_from, refuse_behind
+from rekindle.storage.catalog import copies_from
 from rekindle.storage.commit import Committer
 from rekindle.storage.open import open_store
 from rekindle.storage.store import Store
@@ -120,7 +121,7 @@ def _stamp(job: JobDir, root: Root, step: int) -> ShardId:
     copies = copies_from(job, contents)
     incarnation = Incarnation.begin(1 + max((copy.incarnation.generation for copy in copies), default=0))
     newest = next(iter(drop_superseded(copies)), None)
-    refuse_behind(newest.step if newest else 0, contents.unread, "move it elsewhere, or mend it")
+    refuse_unread(newest.step if newest else 0, contents.unread, "move it elsewhere, or mend it")
     if newest is not None:
         if newest.step >= step:
             raise UsageError(f"{root}: has step {newest.step} already: import as a later step, or into another root")

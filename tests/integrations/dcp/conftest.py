@@ -16,7 +16,7 @@ def no_writers(request: pytest.FixtureRequest) -> Iterator[None]:
     if "memory" in request.fixturenames:
         request.getfixturevalue("memory")  # it is taken away after the writers, not under them
     yield
-    for run in list(runs._runs.values()):
+    for run in list(runs._sessions.values()):
         with suppress(NotDurableError):
             run.close(1.0)
     runs._loaded.clear()

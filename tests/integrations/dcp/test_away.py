@@ -119,7 +119,7 @@ def settle_in_memory(rank: int, root: Path, memory: Path) -> None:
     """Steps 1 to 3 are in memory, and on storage. Then the rank is killed, and its agent."""
     for step in (1, 2, 3):
         writer = save(root, step, 1, memory=memory)
-    writer._run.wait_durable(writer._run._newest, 30.0)
+    writer._session.wait_durable(writer._session._newest, 30.0)
     job = JobDir.of(root, memory_base(memory))
     wait_for(lambda: job.notes.durable() == 3)
     if agent := job.agent():

@@ -202,12 +202,12 @@ def test_a_second_run_of_the_same_root_is_refused(memory: Path, root: Path, monk
     save(root, 1.0)
     (said,) = ranks(1, second_run, root)
     assert "BusyError" in said and f"process {os.getpid()}" in said
-    forget = runs._runs.pop(root)
-    monkeypatch.setattr("rekindle.session.rendezvous._SOON", 0.0)
-    monkeypatch.setattr("rekindle.session.rendezvous._DYING", 0.2)
+    forget = runs._sessions.pop(root)
+    monkeypatch.setattr("rekindle.session.session._SOON", 0.0)
+    monkeypatch.setattr("rekindle.session.session._DYING", 0.2)
     with pytest.raises(BusyError, match=f"process {os.getpid()}"):
         RekindleWriter(root)  # as in another process of one rank: it is told before the first save
-    runs._runs[root] = forget
+    runs._sessions[root] = forget
 
 
 def load_beside(rank: int, root: Path) -> float:

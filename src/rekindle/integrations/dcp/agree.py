@@ -1,40 +1,46 @@
-"""Agreement of the ranks on one start of a job: who they are, what they go on from, and the number of each save."""
+"""Agrees on one start of a job: who its ranks are, what they go on from, and the number of each save.
+
+DCP's ranks have no collectives of ours: what each of them has to say reaches the coordinator with its plan (see
+``messages``), and the functions here are pure functions of all that.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rekindle.errors import NotFoundError, UsageError
 from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId, drop_superseded
 from rekindle.format.names import MAX_STEP, Root
-from rekindle.integrations.dcp.away import gone, on_purpose
-from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, newest_stored, refuse_behind
-from rekindle.storage.checks import deleted_for_all, describe_fresh_start
+from rekindle.session.inventory import (
+    Inventory,
+    deleted_for_all,
+    describe_fresh_start,
+    newest_fresh_start,
+    newest_stored,
+    newest_unseen,
+    refuse_less,
+    refuse_two_runs,
+)
+from rekindle.session.session import Meeting
+from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy
 
-__all__ = ["Arrival", "CheckpointKey", "Offer", "Ruling", "Start", "agree", "begin", "number"]
+__all__ = ["Arrival", "SaveDecision", "SaveRequest", "Start", "agree", "begin", "choose_step", "on_purpose"]
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank sees that has not begun."""
+    """A rank's word before its start has begun: what it sees, and what it has loaded."""
 
-    place: str
+    node: str
     """Equal on ranks that share one memory store."""
     no_memory: str | None
     """Why its memory can't be had; None when it can."""
-    problem: str | None
-    """Why storage can't be listed; None when it can."""
     loaded: dict[CheckpointKey, bool]
-    """What it has loaded, and whether it had asked for that very step."""
-    copies: list[StoredCopy]
-    unread: list[tuple[int, str]]
-    unseen: int
-    """A step that is known to have been on storage, which shows nothing so new now; else 0."""
-    storage: str
-    """See ``deleted_for_all``."""
+    """Checkpoints that it has loaded; True where it had asked for that very step."""
+    inventory: Inventory
 
 
 @dataclass(frozen=True)
@@ -42,41 +48,54 @@ class Start:
     """What all ranks of a start go by from its first save on."""
 
     incarnation: Incarnation
-    places: list[str]
+    nodes: list[str]
     """By rank."""
     no_memory: dict[str, str]
-    """By place: why snapshots can't go into its memory."""
+    """By node: why snapshots can't go into its memory."""
+    base: CheckpointKey | None
+    """The checkpoint that it goes on from."""
     stored: int | None
-    """The newest step that storage has of what this start goes on from."""
-    anyway: bool
-    """Whether that was asked for by its step on all ranks, or it begins ``anew``."""
-    anew: bool
-    """Whether what an earlier start had on storage was deleted: what memory still has of it counts no more."""
+    """Newest step that storage has of that."""
+    chosen: bool
+    """True if all ranks had asked for that very step."""
+    back: bool
+    """True if it is of a run that was deleted, and is there again."""
+    deleted: bool
+    """True if what an earlier start had on storage was deleted: what memory still has of it counts no more."""
     awaited: ShardId | None
-    """What an earlier start has left in memory and storage lacks."""
+    """A checkpoint that an earlier start left in memory and storage lacks, to be waited for."""
     warning: str | None
-    """What the coordinator's log should say."""
+    """A line for the coordinator's log."""
 
     @property
     def world(self) -> int:
-        return len(self.places)
+        return len(self.nodes)
 
-    def local_ranks(self, rank: int) -> list[int]:
-        """The ranks on that one's node, in order."""
-        return [other for other, place in enumerate(self.places) if place == self.places[rank]]
+    def meeting(self, rank: int) -> Meeting:
+        """Say the same as a session of that rank needs it."""
+        node = self.nodes[rank]
+        return Meeting(
+            incarnation=self.incarnation,
+            world=self.world,
+            local_ranks=[other for other, its_node in enumerate(self.nodes) if its_node == node],
+            nodes=len(set(self.nodes)),
+            no_memory=self.no_memory.get(node),
+            found=self.base is not None,
+            deleted=self.deleted,
+        )
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What a rank brings to a save."""
+class SaveRequest:
+    """A rank's word to the coordinator of a save."""
 
     rank: int
     ticket: str
-    """Drawn for this rank and this save: what the answer goes to."""
+    """Drawn for this rank and this save: the answer goes to the box of this name."""
     wanted: int | None
     """The step that it was given."""
     step: int
-    """The newest that it knows to have been used."""
+    """The newest step that it knows to have been used."""
     settings: dict[str, Any]
     """What every rank must have been given alike."""
     start: Start | None
@@ -86,50 +105,52 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Ruling:
-    """What the coordinator has settled about a save, the same for all ranks."""
+class SaveDecision:
+    """The coordinator's answer, the same for all ranks of a save."""
 
     step: int
     save: str
+    """Drawn for this save: shards of two saves are never combined."""
     start: Start
 
 
-def agree(root: Root, offers: Sequence[Offer], keep: int | None) -> Ruling:
-    """Settle a save, for which these are the offers of all ranks in order.
+def agree(root: Root, requests: Sequence[SaveRequest], keep: int | None) -> SaveDecision:
+    """Decide on a save, for which these are the requests of all ranks in order.
 
     Raises UsageError where it would not be one checkpoint of all ranks, NotFoundError where storage is away.
     """
-    _compare(root, offers)
-    start = next((offer.start for offer in offers if offer.start is not None), None)
+    _compare(root, requests)
+    start = next((request.start for request in requests if request.start is not None), None)
     if start is None:
-        start = begin(root, [offer.arrival for offer in offers if offer.arrival is not None], keep)
-    if start.world != len(offers):
+        start = begin(root, [request.arrival for request in requests if request.arrival is not None], keep)
+    if start.world != len(requests):
         raise UsageError(
-            f"{len(offers)} rank(s) save to {root}, and {start.world} did before: all saves to one root are made by "
+            f"{len(requests)} rank(s) save to {root}, and {start.world} did before: all saves to one root are made by "
             "the same ranks; give the others a root of their own"
         )
-    newest = max([start.incarnation.parent_step if start.incarnation.parent else -1, *(o.step for o in offers)])
-    return Ruling(number(root, offers[0].wanted, newest), secrets.token_hex(8), start)
+    newest = max([start.base.step if start.base is not None else -1, *(request.step for request in requests)])
+    return SaveDecision(choose_step(root, requests[0].wanted, newest), secrets.token_hex(8), start)
 
 
-def _compare(root: Root, offers: Sequence[Offer]) -> None:
-    for offer in offers:
-        if offer.wanted != offers[0].wanted:
+def _compare(root: Root, requests: Sequence[SaveRequest]) -> None:
+    """Raise UsageError if ranks were given different steps or settings."""
+    for request in requests:
+        if request.wanted != requests[0].wanted:
             raise UsageError(
-                f"rank 0 saves {_named(offers[0].wanted)}, and rank {offer.rank} {_named(offer.wanted)}: give all the "
-                "same checkpoint_id"
+                f"rank 0 saves {_named(requests[0].wanted)}, and rank {request.rank} {_named(request.wanted)}: give "
+                "all the same checkpoint_id"
             )
-        ours, first = offer.settings, offers[0].settings
+        ours, first = request.settings, requests[0].settings
         for name in (name for name in ours if ours[name] != first[name]):
-            raise UsageError(f"{name} is {ours[name]} on rank {offer.rank} and {first[name]} on rank 0")
+            raise UsageError(f"{name} is {ours[name]} on rank {request.rank} and {first[name]} on rank 0")
 
 
 def _named(wanted: int | None) -> str:
     return "the next step" if wanted is None else f"step {wanted}"
 
 
-def number(root: Root, wanted: int | None, newest: int) -> int:
-    """The step of a save, of ``wanted`` or of the number after the ``newest``. Raises UsageError if it is no newer."""
+def choose_step(root: Root, wanted: int | None, newest: int) -> int:
+    """Choose the step of a save: ``wanted``, or the number after the ``newest``. Raises UsageError for one no newer."""
     step = max(newest + 1, 1) if wanted is None else wanted
     if not 0 <= step <= MAX_STEP:
         raise UsageError(f"step {step}: must be a whole number of 0 to {MAX_STEP}")
@@ -141,45 +162,72 @@ def number(root: Root, wanted: int | None, newest: int) -> int:
     return step
 
 
+def on_purpose(step: int) -> str:
+    """Tell a person how to go on from ``step``, or from nothing, though storage shows less than it had."""
+    less = f"to go on from step {step} on purpose, load it by checkpoint_id={step}; " if step else ""
+    return f"{less}to begin anew, use a new root"
+
+
 def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
-    """Agree on what a start goes on from: the newest that all ranks have loaded, else the newest there is."""
-    for trouble in (arrival.problem for arrival in arrivals if arrival.problem):
-        raise NotFoundError(trouble)
-    copies = [copy for arrival in arrivals for copy in arrival.copies]
-    ranks: dict[CheckpointKey, set[int]] = {}
-    for copy in drop_superseded(copies):
-        ranks.setdefault(copy.checkpoint, set()).update(copy.ranks)
-    whole = [copy.checkpoint for copy in copies if ranks.get(copy.checkpoint, set()).issuperset(range(copy.world))]
+    """Agree on what a start goes on from: the newest that all ranks have loaded, else the newest there is.
+
+    Raises NotFoundError or VersionError where that is less than storage had, and nobody has asked for that very step.
+    """
+    inventories = [arrival.inventory for arrival in arrivals]
+    for error in (inventory.storage_error for inventory in inventories if inventory.storage_error):
+        raise NotFoundError(f"storage can't be listed: {error}")
+    copies = [copy for inventory in inventories for copy in inventory.all_copies]
     loaded = set.intersection(*(set(arrival.loaded) for arrival in arrivals))
-    anew = not loaded and deleted_for_all([arrival.storage for arrival in arrivals])
-    base = max(loaded, default=None) or (None if anew else max(whole, default=None))
-    named = base is not None and all(arrival.loaded.get(base) for arrival in arrivals)
-    warning = describe_fresh_start(root) if anew else None
-    if not named and not anew:
-        step = base[0] if base is not None else 0
-        refuse_behind(step, (one for arrival in arrivals for one in arrival.unread), on_purpose(step))
-        unseen = max(arrival.unseen for arrival in arrivals)
-        if unseen and (step < unseen or keep is None):
-            raise NotFoundError(gone(root, unseen, step))
-        if unseen:
-            warning = f"what is saved stays in memory: {gone(root, unseen, step)}"
-    incarnation = Incarnation.begin(1 + max((copy.incarnation.generation for copy in copies), default=0))
-    if base is not None:
-        incarnation = replace(incarnation, parent=base[1].id, parent_step=base[0])
+    deleted = not loaded and deleted_for_all([inventory.storage_state for inventory in inventories])
+    base = max(loaded, default=None) or (None if deleted else max(_whole(copies), default=None))
+    chosen = base is not None and all(arrival.loaded.get(base) for arrival in arrivals)
+    warning = describe_fresh_start(root) if deleted else None
+    if not chosen and not deleted:
+        warning = _refuse_less(base, inventories, keep)
+    fresh = newest_fresh_start(inventories)
     return Start(
-        incarnation,
-        [arrival.place for arrival in arrivals],
-        {arrival.place: arrival.no_memory for arrival in arrivals if arrival.no_memory},
-        newest_stored(copies, base),
-        named or anew,
-        anew,
-        _awaited(base, copies) if keep is None else None,
-        warning,
+        incarnation=Incarnation.begin(1 + max((copy.incarnation.generation for copy in copies), default=0)),
+        nodes=[arrival.node for arrival in arrivals],
+        no_memory={arrival.node: arrival.no_memory for arrival in arrivals if arrival.no_memory},
+        base=base,
+        stored=newest_stored(copies, base),
+        chosen=chosen,
+        back=base is not None and fresh is not None and base.incarnation.generation < fresh[0],
+        deleted=deleted,
+        awaited=_awaited(base, copies) if keep is None else None,
+        warning=warning,
     )
 
 
+def _whole(copies: Sequence[StoredCopy]) -> Iterator[CheckpointKey]:
+    """Iterate over the checkpoints of which every rank's shard is somewhere, and that no later start superseded."""
+    ranks: dict[CheckpointKey, set[int]] = {}
+    for copy in drop_superseded(copies):
+        ranks.setdefault(copy.checkpoint, set()).update(copy.ranks)
+    return (copy.checkpoint for copy in copies if ranks.get(copy.checkpoint, set()).issuperset(range(copy.world)))
+
+
+def _refuse_less(base: CheckpointKey | None, inventories: Sequence[Inventory], keep: int | None) -> str | None:
+    """Raise where ``base`` is less than storage had. Returns a warning if memory has as much, and storage is away.
+
+    Each inventory is looked at by itself: ranks take theirs as they come, so that a step which becomes durable in
+    between is no sign of a missing mount.
+    """
+    step = base.step if base is not None else 0
+    for inventory in inventories:
+        refuse_less(step, [inventory], on_purpose(step))
+    if (fresh := newest_fresh_start(inventories)) is not None:
+        refuse_two_runs((offer for one in inventories for offer in one.offers), fresh, on_purpose)
+    unseen = max(filter(None, (newest_unseen([inventory]) for inventory in inventories)), default=None)
+    if unseen is None:
+        return None
+    if keep is None:  # every checkpoint is to stay on storage: what is written below a mount point would be lost
+        raise NotFoundError(f"{unseen.why}; {on_purpose(step)}")
+    return f"saves stay in memory: {unseen.why}; {on_purpose(step)}"
+
+
 def _awaited(base: CheckpointKey | None, copies: Sequence[StoredCopy]) -> ShardId | None:
-    """Where every checkpoint is to reach storage, the one that the last start left in memory is no exception."""
+    """Find the checkpoint that the last start left in memory alone: where all are to reach storage, it is one."""
     durable = max((copy.step for copy in copies if copy.place == STORAGE), default=-1)
     waits = (c for c in copies if c.checkpoint == base and c.place == MEMORY and c.persist and c.step > durable)
     return next((copy.stamp for copy in waits), None)

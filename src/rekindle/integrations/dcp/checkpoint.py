@@ -1,4 +1,4 @@
-"""A checkpoint as DCP wants to see it: found in memory or on storage, whole, and described by DCP's ``Metadata``."""
+"""Finds a whole checkpoint in memory or on storage, and describes it by DCP's ``Metadata``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -28,12 +28,13 @@ from rekindle.format.layout import Chunk
 from rekindle.format.lineage import CheckpointKey, drop_superseded
 from rekindle.format.names import MANIFEST, Root, receipt_name, shard_name
 from rekindle.format.receipt import Receipt
-from rekindle.integrations.dcp.away import gone, on_purpose, out_of_sight, refuse_deleted
+from rekindle.integrations.dcp.agree import on_purpose
 from rekindle.integrations.dcp.items import Path as Way
 from rekindle.memory.job_dir import JobDir
+from rekindle.session.inventory import Inventory, refuse_less, refuse_two_runs, take_inventory
 from rekindle.state.codec import decode
 from rekindle.state.tree import assemble, entries
-from rekindle.storage.catalog import STORAGE, StoredCopy, copies_from, find_copies, refuse_behind
+from rekindle.storage.catalog import STORAGE, StoredCopy
 from rekindle.storage.open import open_store
 from rekindle.storage.verify import check_manifest
 
@@ -42,17 +43,7 @@ __all__ = ["DcpCheckpoint", "Shard", "Stored", "find"]
 log = logging.getLogger("rekindle")
 
 
-class _Seen(NamedTuple):
-    """One look at memory and storage."""
-
-    copies: list[StoredCopy]
-    unread: list[tuple[int, str]]
-    """What can't be read."""
-    unseen: int
-    """A step that is known to have been on storage, which shows nothing so new now; else 0."""
-
-
-_Look = Callable[[], _Seen]
+_Look = Callable[[], Inventory]
 _LOOKS = 3
 """Times that a checkpoint is looked for while files come and go."""
 
@@ -70,7 +61,7 @@ class Shard:
     def places(self) -> Iterator[tuple[str, Files]]:
         """The copies, and then those that have come, or been given another name, since they were listed."""
         yield from self.copies
-        for copy in self.look().copies:
+        for copy in self.look().all_copies:
             here = copy.place, copy.files
             if copy.checkpoint == self.receipt.stamp.checkpoint and self.rank in copy.ranks and here not in self.copies:
                 yield here
@@ -89,19 +80,18 @@ class Stored:
 
 
 def find(root: Root, job: JobDir, step: int | None, *, own: bool = False) -> DcpCheckpoint:
-    """The newest whole checkpoint that this process can see, or that of ``step``. No tensor is read.
+    """Find the newest whole checkpoint that this process can see, or that of ``step``. No tensor is read.
 
     ``own``: this process saves there itself, so that memory holds what is newer than anything that was deleted.
 
-    Raises NotFoundError when there is none, CorruptError when a part of it is missing or damaged.
+    Raises NotFoundError when there is none, or storage shows less than it had, CorruptError when a part of it is
+    missing or damaged.
     """
     job.check()
-    look = partial(_survey, root, job)
-    if step is None and not own:
-        refuse_deleted(root, job)
+    look = partial(_look, root, job)
     for _ in range(_LOOKS):
         try:
-            return _find(root, look, step)
+            return _find(root, look, step, own=own)
         except _Gone as error:
             missing = error
     raise CorruptError(str(missing))
@@ -111,19 +101,19 @@ class _Gone(CorruptError):
     """A file is missing: perhaps it has only been renamed, or its memory used again, since it was listed."""
 
 
-def _find(root: Root, look: _Look, step: int | None) -> DcpCheckpoint:
+def _find(root: Root, look: _Look, step: int | None, *, own: bool) -> DcpCheckpoint:
     found: dict[CheckpointKey, list[StoredCopy]] = {}
-    seen = look()
-    for copy in drop_superseded(seen.copies):
+    inventory = look()
+    if step is None and not own:
+        _refuse_deleted(inventory)
+    for copy in drop_superseded(_of_the_run(inventory, step, own=own)):
         found.setdefault(copy.checkpoint, []).append(copy)
     whole = {key: parts for key, parts in found.items() if not _lacking(parts)}
-    chosen = max((key for key in whole if step in (None, key[0])), default=None)
+    chosen = max((key for key in whole if step in (None, key.step)), default=None)
     if chosen is None:
         raise NotFoundError(_why_none(root, found, step))
     if step is None:
-        refuse_behind(chosen[0], seen.unread, on_purpose(chosen[0]))
-        if chosen[0] < seen.unseen:
-            raise NotFoundError(gone(root, seen.unseen, chosen[0]))
+        refuse_less(chosen.step, [inventory], on_purpose(chosen.step))
     parts = found[chosen]
     try:
         shards = [_shard(chosen, parts, rank, look) for rank in range(parts[0].world)]
@@ -137,17 +127,39 @@ def _find(root: Root, look: _Look, step: int | None) -> DcpCheckpoint:
         ) from error
 
 
-def _survey(root: Root, job: JobDir) -> _Seen:
-    try:
-        contents = open_store(root).contents()
-        return _Seen(copies_from(job, contents), contents.unread, out_of_sight(job, contents))
-    except OSError as error:
-        copies = find_copies(job, None)
-        why = f"{root} can't be listed: {error.strerror or error}"
-        if not copies:
-            raise NotFoundError(f"nothing to load in memory, and {why}") from error
+def _look(root: Root, job: JobDir) -> Inventory:
+    """List all copies of all checkpoints. Raises NotFoundError where memory has none, and storage can't be listed."""
+    inventory = take_inventory(job, open_store(root), 0)
+    if inventory.storage_error is not None:
+        why = f"storage can't be listed: {inventory.storage_error}"
+        if not inventory.copies:
+            raise NotFoundError(f"nothing to load in memory, and {why}")
         log.warning("only what is in memory can be loaded: %s", why)
-        return _Seen(copies, [], out_of_sight(job, None))
+    return inventory
+
+
+def _refuse_deleted(inventory: Inventory) -> None:
+    """Raise NotFoundError if all that storage had was deleted: what memory still has of it is not the newest one."""
+    if inventory.deleted:
+        steps = sorted({copy.step for copy in inventory.all_copies})
+        rest = f"; memory still has steps {steps}, to be loaded by checkpoint_id" if steps else ""
+        raise NotFoundError(f"the checkpoints in {inventory.root} were deleted{rest}")
+
+
+def _of_the_run(inventory: Inventory, step: int | None, *, own: bool) -> list[StoredCopy]:
+    """List all copies; those alone of a run that was deleted and is back, if ``step`` is of it.
+
+    Raises NotFoundError where another run has begun since, and no step is asked for.
+    """
+    copies, fresh_start = inventory.all_copies, inventory.fresh_start
+    if fresh_start is None or own:
+        return copies
+    if step is None:
+        refuse_two_runs(inventory.offers, fresh_start, on_purpose)
+        return copies
+    if any(copy.step == step and copy.incarnation.generation >= fresh_start[0] for copy in copies):
+        return copies
+    return [copy for copy in copies if copy.incarnation.generation < fresh_start[0]]
 
 
 def _lacking(parts: list[StoredCopy]) -> list[int]:

@@ -112,7 +112,7 @@ class RekindleReader(StorageReader):
             planner.commit_tensor(read.item, read.target)
         for item in (item for item in plan.items if item.type == LoadItemType.BYTE_IO):
             planner.load_bytes(item, checkpoint.value(item.storage_index.fqn, self._rank))
-        note_loaded(self._root, checkpoint.key, self._step is not None)
+        note_loaded(self._root, checkpoint.key, named=self._step is not None)
         done: Future[None] = Future()
         done.set_result(None)
         return done

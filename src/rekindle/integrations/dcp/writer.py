@@ -17,9 +17,9 @@ from rekindle.errors import UsageError
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import root_path
 from rekindle.integrations.dcp.items import plan_shard
-from rekindle.integrations.dcp.letters import Letter
+from rekindle.integrations.dcp.messages import Message
 from rekindle.integrations.dcp.names import is_place, name_of, place_of, step_of
-from rekindle.integrations.dcp.session import WriterSettings, run_of
+from rekindle.integrations.dcp.session import WriterSettings, session_of
 from rekindle.integrations.dcp.stager import RekindleStager
 from rekindle.settings import Settings
 
@@ -71,11 +71,11 @@ class RekindleWriter(StorageWriter, AsyncStager):
         given = Settings(keep=keep, drain_limit=drain_limit, memory=memory)
         self._wanted: str | os.PathLike[str] | int | None
         path, self._wanted = place_of(root)
-        self._run = run_of(
+        self._session = session_of(
             path, WriterSettings(keep, given.drain_rate, None if memory is None else str(root_path(memory)))
         )
         self._stager = RekindleStager()
-        self._offer: Letter | None = None
+        self._request: Message | None = None
         self._stamp: ShardId | None = None
         self._save_id = secrets.token_hex(16)
 
@@ -90,27 +90,27 @@ class RekindleWriter(StorageWriter, AsyncStager):
         wanted, self._wanted = self._wanted, None
         if not kwargs.get("use_collectives", True):
             raise UsageError("use_collectives=False: Rekindle saves one plan of all ranks; leave it out")
-        step = None if wanted is None else step_of(wanted, self._run.root)
-        self._offer = self._run.offer(kwargs.get("rank", 0), step, is_coordinator)
+        step = None if wanted is None else step_of(wanted, self._session.root)
+        self._request = self._session.request(kwargs.get("rank", 0), step, is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Send the offer along."""
-        return dataclasses.replace(plan, storage_data=self._offer)
+        return dataclasses.replace(plan, storage_data=self._request)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Settle what all ranks save, and send it along. On the coordinator: the others wait for this.
 
         Raises UsageError where that would not be one checkpoint, NotFoundError, NotDurableError.
         """
-        assert self._offer is not None
-        answers = self._run.settle(self._offer, len(plans))
+        assert self._request is not None
+        answers = self._session.decide(self._request, len(plans))
         return [dataclasses.replace(plan, storage_data=one) for plan, one in zip(plans, answers, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Secure this rank's part. Done when this returns."""
-        self._stamp = stamp = self._run.stamp()
+        self._stamp = stamp = self._session.shard_id()
         shard, values = plan_shard(plan, planner)
-        written = _Written(self._run.write(stamp, shard, values))
+        written = _Written(self._session.write(stamp, shard, values))
         sizes = {(chunk.name, chunk.offsets): chunk.nbytes for chunk in shard.layout.chunks}
         items = [item.index for item in plan.items] or [MetadataIndex("")]  # who has nothing tells where that is, too
         done: Future[list[WriteResult]] = Future()
@@ -120,10 +120,10 @@ class RekindleWriter(StorageWriter, AsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """All ranks have written their parts. On the coordinator."""
         assert self._stamp is not None
-        metadata.storage_meta = StorageMeta(name_of(self._stamp.step, self._run.root), self._save_id)
+        metadata.storage_meta = StorageMeta(name_of(self._stamp.step, self._session.root), self._save_id)
         self._save_id = secrets.token_hex(16)
         written = {result.storage_data for rank in results for result in rank}
-        self._run.finish(self._stamp, all(entry.in_memory for entry in written))
+        self._session.finish(self._stamp, all(entry.in_memory for entry in written))
 
     def storage_meta(self) -> StorageMeta:
         """What planners are told of the next save."""
@@ -132,7 +132,7 @@ class RekindleWriter(StorageWriter, AsyncStager):
     @property
     def checkpoint_id(self) -> str:
         """Path of the checkpoint that is saved next; that of the root where its step is not given."""
-        return name_of(self._wanted, self._run.root)
+        return name_of(self._wanted, self._session.root)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -155,10 +155,10 @@ class RekindleWriter(StorageWriter, AsyncStager):
         minutes later. Raises NotDurableError after ``timeout`` seconds: the agent goes on. Does nothing in a forked
         child: all belongs to its parent.
         """
-        if self._run.forked:
+        if self._session.forked:
             return
         self._stager.close()
-        self._run.close(timeout)
+        self._session.close(timeout)
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
