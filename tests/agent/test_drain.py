@@ -28,6 +28,7 @@ from rekindle.memory.slots import Slots
 from rekindle.session.agent_keeper import AgentKeeper, spawn
 from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
+from rekindle.storage.throttle import Budget
 from rekindle.storage.verify import verify
 from tests.conftest import Disk, commit, make_shard
 from tests.faults.harness import end_agent, wait_for
@@ -102,31 +103,29 @@ def test_a_job_file_of_before_there_were_limits_still_says_what_the_job_is(job, 
 
 def test_a_drain_limit_holds_over_all_ranks_of_the_node(job, root, snapshot):
     snapshot(30 * MB, drain_limit=20 * MB, ranks=2)
-    drainer, seen, over = Drainer(job), [], threading.Event()
+    drainer, taken, clock = Drainer(job), [(1000.0, 0)], [1000.0]
 
-    def look() -> None:
-        while not over.wait(0.02):
-            seen.append((time.monotonic(), drainer.progress.done))
+    class Simulated(Budget):
+        """On its clock only waiting takes time."""
 
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    began = time.monotonic()
+        def take(self, nbytes: int) -> None:
+            super().take(nbytes)
+            taken.append((clock[0], taken[-1][1] + nbytes))
+
+    drainer._budget = Simulated(now=lambda: clock[0], wait=lambda seconds: clock.append(clock.pop() + seconds))
     assert drainer.tick()
-    seconds = time.monotonic() - began
-    over.set()
-    watcher.join()
-    assert 0.85 * 20 < 60 / seconds < 1.15 * 20, f"{60 / seconds:.1f} MB/s"
-    for at, done in seen:  # in no second much more than a second's worth: no bursts
-        later = [d for t, d in seen if at <= t <= at + 1]
-        assert max(later) - done < 1.25 * 20 * MB
+    seconds = clock[0] - 1000.0
+    assert taken[-1][1] >= 60 * MB and 0.85 * 20 < 60 / seconds < 1.15 * 20, f"{60 / seconds:.1f} MB/s"
+    for at, done in taken:  # in no second much more than a second's worth: no bursts
+        assert max(d for t, d in taken if at <= t <= at + 1) - done < 1.25 * 20 * MB
     assert_sound(root)
 
 
 def test_without_a_limit_the_drain_waits_for_nothing(job, root, snapshot):
     snapshot(30 * MB, ranks=2)
-    began = time.monotonic()
-    assert Drainer(job).tick()
-    assert time.monotonic() - began < 3
+    drainer, waits = Drainer(job), []
+    drainer._budget = Budget(wait=waits.append)
+    assert drainer.tick() and not any(waits)
     assert_sound(root)
 
 
@@ -135,9 +134,10 @@ def test_a_limit_that_the_job_comes_back_with_holds_for_the_next_drain(job, root
     snapshot(2 * MB, step=1)
     assert drainer.tick()
     snapshot(2 * MB, drain_limit=1 * MB, step=2)
-    began = time.monotonic()
+    clock = [1000.0]
+    drainer._budget = Budget(now=lambda: clock[0], wait=lambda seconds: clock.append(clock.pop() + seconds))
     assert drainer.tick()
-    assert 1.5 < time.monotonic() - began < 6
+    assert 1.5 < clock[0] - 1000.0 < 2.5
     assert [copy.step for copy in find_copies(None, PosixStore(root))] == [2, 1]
 
 
@@ -147,7 +147,7 @@ def test_somebody_who_waits_for_the_end_lifts_the_limit(job, root, snapshot):
     threading.Timer(0.3, drainer.hurry).start()
     began = time.monotonic()
     assert drainer.tick()
-    assert 0.2 < time.monotonic() - began < 10
+    assert 0.2 < time.monotonic() - began < 100
     assert_sound(root)
 
 
@@ -158,7 +158,7 @@ def test_an_agent_under_a_low_limit_finishes_its_drain_and_leaves_when_it_is_tol
     time.sleep(0.3)
     assert process.poll() is None and not (root / step_dir(1)).exists()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(15) == 0
+    assert process.wait(60) == 0
     assert_sound(root)
     assert list(job.snapshots.shard_ids()), "the memory stays"
 
@@ -169,7 +169,7 @@ def test_a_trainer_that_drains_under_a_low_limit_can_be_closed(job, root, snapsh
     wait_for(lambda: (root / f"{step_dir(1)}.{FIRST.id}.partial").exists())
     began = time.monotonic()
     keeper.close()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 100
     assert_sound(root)
 
 
@@ -204,7 +204,7 @@ def test_an_agents_drain_makes_way_and_the_rest_of_it_does_not(job, root, snapsh
             told = subprocess.run(["ionice", "-p", str(thread)], capture_output=True, text=True, check=True).stdout
             assert told.strip() == "best-effort: prio 7"
     process.terminate()
-    assert process.wait(15) == 0
+    assert process.wait(60) == 0
 
 
 @linux
@@ -216,7 +216,7 @@ def test_an_agent_starts_where_there_is_no_ionice(job, root, snapshot, monkeypat
     process = spawn(job)
     wait_for(lambda: (root / step_dir(1)).exists())
     process.terminate()
-    assert process.wait(15) == 0
+    assert process.wait(60) == 0
     assert_sound(root)
 
 
@@ -311,7 +311,7 @@ def test_what_gone_ranks_saved_last_outlives_the_drain_of_an_older_step_and_is_d
     job.paths.local_state_plan(1).write_bytes(b"plan")
     with come_back(job, ranks=1):
         drainer.hurry()
-        older.join(20)
+        older.join(60)
         assert drainer.progress.durable == 1
         assert in_memory(job) == [(1, 1, 0), (2, 1, 0), (2, 1, 1)], "what rank 1 had of the durable step is freed"
         assert job.paths.local_state_plan(1).exists()
@@ -349,7 +349,7 @@ def test_a_step_that_an_older_start_drained_too_is_drained_again_and_nobody_is_t
     with come_back(job, ranks=1):
         snapshot(1 * MB, step=2, start=SECOND)
         drainer.hurry()
-        older.join(20)
+        older.join(60)
         assert PosixStore(root).durable(ShardId(2, 0, 1, FIRST))
         assert drainer.pending() == 2
         assert drainer.tick()

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from rekindle.errors import UsageError
@@ -71,11 +72,19 @@ class Budget:
     One thread may call ``take``; any thread may call the other methods.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        limit: int | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        """Takes a clock of its own, ``now`` and ``wait``, where nobody is to wait for real."""
         self.limit = limit
         """Bytes per second; may be changed at any moment."""
         self._due = 0.0
         self._lifted = threading.Event()
+        self._now, self._wait = now, wait or self._lifted.wait
 
     def piece(self, most: int) -> int:
         """Returns how many bytes to write in one go: whole pages, at most ``most`` and at most a slice's worth."""
@@ -89,8 +98,8 @@ class Budget:
         limit = self.limit
         if limit is None or self._lifted.is_set():
             return
-        self._lifted.wait(max(0.0, self._due - time.monotonic()))
-        self._due = max(self._due, time.monotonic() - _SLICE) + nbytes / limit
+        self._wait(max(0.0, self._due - self._now()))
+        self._due = max(self._due, self._now() - _SLICE) + nbytes / limit
 
     def lift(self, on: bool = True) -> None:
         """Lifts the limit, because someone waits for the end, and wakes ``take``. ``on=False`` imposes it again."""
