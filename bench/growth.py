@@ -6,16 +6,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
+from task import Task
 from training import Copies
 
 import rekindle
-
-if TYPE_CHECKING:
-    from worker import Task
 
 __all__ = ["run_bytes", "run_history", "run_ranks", "run_tensors"]
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from disk import Disk
 from machine import evict, since_start
 from registry import CONTENDERS, LOADS
+from task import Task
 from training import Copies, Training
-
-if TYPE_CHECKING:
-    from worker import Task
 
 __all__ = ["run_load"]
 

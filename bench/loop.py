@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from contenders import Contender
 from machine import held_bytes, settle
 from registry import LOOP
+from task import Task
 from training import Copies, Training
-
-if TYPE_CHECKING:
-    from worker import Task
 
 __all__ = ["run_loop"]
 

@@ -15,7 +15,7 @@ from machine import free_memory
 from registry import CONTENDERS, LOADS, LOOP, absent, is_peer
 from scratch import Failed, Scratch
 from sizes import GIB, MIB
-from worker import Task
+from task import Task
 
 __all__ = ["PARTS", "Parts", "Plan", "misfit"]
 

@@ -9,16 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from contenders import Contender, Rekindle
 from disk import Disk
 from machine import held_bytes, settle, status_bytes
 from registry import CONTENDERS
+from task import Task
 from training import Copies, Training
-
-if TYPE_CHECKING:
-    from worker import Task
 
 __all__ = ["run_calibrate", "run_drain", "run_saves"]
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from worker import Task
+from task import Task
 
 from rekindle.memory.job_dir import JobDir
 

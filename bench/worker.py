@@ -1,4 +1,4 @@
-"""One turn of one contender, in a process of its own: started as ``python worker.py '<json of Task>'``."""
+"""Runs one turn of one contender in a process of its own: ``python worker.py '<json of Task>'``."""
 
 from __future__ import annotations
 
@@ -6,37 +6,15 @@ import json
 import logging
 import sys
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-__all__ = ["Task"]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one process is to do. Travels as JSON."""
-
-    part: str
-    """A key of ``PARTS``."""
-    name: str = ""
-    """The contender, or the way to load."""
-    size: int = 0
-    batch: int = 1
-    count: int = 1
-    """Saves after the first; windows; repetitions: what the part makes of it."""
-    threads: int = 1
-    settle: float = 0.0
-    target: str = ""
-    result: str = ""
-    fingerprint: str = ""
-    """Of the state that a load must give."""
-    more: dict[str, Any] = field(default_factory=dict)
+from task import Task
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")  # torch's, about itself
     logging.disable(logging.WARNING)  # dlrover's and orbax's, about every save
+    # Imported only now, as importing them warns.
     import torch
     from growth import run_bytes, run_history, run_ranks, run_tensors
     from loads import run_load

@@ -52,7 +52,7 @@ def test_a_missing_part_is_named_before_anything_is_written(
     pieces = [box_of("model.w", W, (0, 2), (0, 4)), box_of("model.w", W, (3, 6), (0, 4))]
     write(root, [Rank([piece], named("model.w")) for piece in pieces], sound=False)
     told = refused(rekindle.CorruptError.exit_code, "export", root, tmp_path / "out", "--format", form)
-    assert "step 1: of tensor 'model.w' no shard has [2:3, 0:4]" in told
+    assert "step 1: no shard has [2:3, 0:4] of tensor 'model.w'" in told
     assert os.listdir(tmp_path) == [root.name]
 
     whole = box_of("model.w", W, (0, 6), (0, 4))

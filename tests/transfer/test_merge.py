@@ -158,7 +158,7 @@ def test_boxes_of_all_ranks_and_own_tensors_of_the_lowest():
 
 @pytest.mark.parametrize("other", [whole("m.w", 5), whole("m.w", dtype="int32")], ids=["shape", "dtype"])
 def test_ranks_that_disagree_on_a_tensor_are_told_apart(other: Chunk):
-    with pytest.raises(CorruptError, match=r"'m\.w' is .* to rank 1, and float32\[4\] to a lower one"):
+    with pytest.raises(CorruptError, match=r"'m\.w' is .* on rank 1, and float32\[4\] on a lower one"):
         merge([receipt(0, {"m": {"w": T}}), receipt(1, {"m": {"w": T}}, [other])])
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints into other people's formats, and out of them."""
+"""Converts checkpoints into other programs' formats, and back."""

@@ -1,4 +1,4 @@
-"""A directory of torch.distributed.checkpoint (DCP), in its own file format and under its own names."""
+"""Writes and reads a directory of torch.distributed.checkpoint (DCP), in its own file format and with its own names."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """DCP warns of working without a process group, which is what is wanted."""
+def _without_group_warning() -> Iterator[None]:
+    """Silences DCP's warning that there is no process group, as none is needed here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What went wrong: DCP's own exception is no Exception, and tells it with a traceback."""
+    """Returns the error behind DCP's own exception, which is no Exception and has a traceback for a text."""
     return next((cause for cause, _ in error.failures.values()), error)
 
 
 def write(shards: Shards, directory: Path, only: str | None, progress: Progress) -> None:
-    """Fill an empty directory with the state, or with what ``only`` names of its entries."""
+    """Fills an empty directory with the state, or with its entry ``only``."""
     Sidecar.check_names(shards)
     progress.begin(shards.reads + shards.nbytes)
     tensors, places = shards.gather(directory.parent, progress.advance)
@@ -69,22 +69,22 @@ def write(shards: Shards, directory: Path, only: str | None, progress: Progress)
     if only is not None:
         tree = tree[only]
     if not isinstance(tree, dict):
-        raise UnsupportedValueError(f"the state's entry {only!r} is no dictionary, which DCP could give names to")
+        raise UnsupportedValueError(f"the state's entry {only!r} is no dictionary, so DCP has no names for its values")
     # One thread: with several, DCP loses the errors of all but the first.
     writer = FileSystemWriter(directory, thread_count=1)
     try:
-        with _alone():
+        with _without_group_warning():
             save(tree, storage_writer=writer, planner=_SavePlanner(progress.advance))
     except CheckpointException as error:
         cause = _cause(error)
-        if isinstance(cause, ValueError):  # two places in the state with one name
+        if isinstance(cause, ValueError):  # DCP has one name for two places in the state
             raise UnsupportedValueError(f"step {shards.copy.step}: DCP can't name its state: {cause}") from error
         raise os_error(cause) or cause from error
     Sidecar.of(shards, places, directory / SIDECAR).write(shards.copy.stamp)
 
 
 def _listed(node: Any) -> Any:
-    """The structure with lists for the tuples that hold tensors: DCP would pickle such a tuple as one value."""
+    """Returns the structure with lists for the tuples that hold tensors: DCP would pickle such a tuple as one value."""
     if isinstance(node, list):
         return [_listed(item) for item in node]
     if not isinstance(node, dict):
@@ -99,10 +99,11 @@ def _has_tensor(node: Any) -> bool:
     return (isinstance(node, dict) and "$tensor" in node) or any(map(_has_tensor, children))
 
 
-# -- and back --------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def is_dcp(path: Path) -> bool:
+    """True if a directory is a checkpoint of DCP."""
     return (path / _METADATA).is_file()
 
 
@@ -116,7 +117,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class DcpSource:
-    """A directory, of which only the metadata has been read."""
+    """A DCP directory to import. Creating one reads the metadata only."""
 
     def __init__(self, path: Path, allow_pickle: bool) -> None:
         if not allow_pickle:
@@ -137,9 +138,9 @@ class DcpSource:
             for place in self._metadata.storage_data.values():
                 if os.path.basename(place.relative_path) != place.relative_path:
                     raise ValueError(f"{place.relative_path} is no file beside it")
-        except Exception as error:
+        except Exception as error:  # a pickle may raise anything
             raise CorruptError(f"{path / _METADATA}: is not readable: {error}") from error
-        if self.note is not None:  # tied tensors are there by each of their names
+        if self.note is not None:  # DCP has tied tensors under each of their names
             noted = {entry.key for entry in self.note.tensors}
             self._tensors = {key: kept for key, kept in self._tensors.items() if key in noted}
         for key, kept in self._tensors.items():
@@ -149,9 +150,9 @@ class DcpSource:
         self.nbytes = sum(self._sizes.values())
 
     def load(self, aside: Path, progress: Callable[[int], object]) -> Any:
-        """The state; its tensors lie in a file without a name in the directory ``aside``.
+        """Returns the state. Its tensors lie in an unnamed file in the directory ``aside``.
 
-        DCP reads a stored piece of a tensor at a time, as a whole. Raises CorruptError.
+        DCP reads one stored piece of a tensor at a time, as a whole. Raises CorruptError.
         """
         slices, size = lay_out(self._sizes)
         memory = map_scratch(aside, size)
@@ -163,17 +164,17 @@ class DcpSource:
         if self.note is None:
             state |= {key: None for key in self._kept if key not in tensors}
         try:
-            with _alone():
+            with _without_group_warning():
                 load(state, storage_reader=self._reader, planner=_LoadPlanner(progress))
         except CheckpointException as error:
             raise CorruptError(f"{self._path}: can't be loaded: {_cause(error)}") from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CorruptError(f"{self._path}: its metadata makes no sense: {error}") from error
+            raise CorruptError(f"{self._path}: its metadata is malformed: {error}") from error
         return tensors if self.note is not None else _nested(state, self._metadata.planner_data)
 
 
 def _nested(flat: dict[str, Any], paths: Any) -> Any:
-    """``flat`` with the dictionaries and lists that DCP had flattened, where it has noted how."""
+    """Returns ``flat`` with the dictionaries and lists that DCP flattened, where its metadata says how."""
     if not isinstance(paths, Mapping) or not paths.keys() >= flat.keys():
         return flat
     root: dict[Any, Any] = {}
@@ -187,7 +188,7 @@ def _nested(flat: dict[str, Any], paths: Any) -> Any:
 
 
 def _lists(node: Any) -> Any:
-    """Lists where all keys are numbers: DCP keeps those of lists as such, and makes texts of all others."""
+    """Makes a list of a mapping whose keys are all numbers: DCP keeps those of lists, and makes texts of all others."""
     if type(node) is not dict:
         return node
     children = {key: _lists(child) for key, child in node.items()}
@@ -197,7 +198,7 @@ def _lists(node: Any) -> Any:
 
 
 def _numbered(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Optimizers' parameters that are numbers again, of which DCP has made texts."""
+    """Turns the texts that DCP made of optimizers' parameter numbers into numbers again."""
     for key, entry in state.items():
         groups = entry.get("param_groups") if isinstance(entry, dict) else None
         if isinstance(groups, list) and isinstance(entry.get("state"), dict):

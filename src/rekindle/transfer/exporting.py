@@ -1,4 +1,4 @@
-"""A checkpoint into other people's formats. Nothing half-made is ever left under the name that was asked for."""
+"""Exports a checkpoint into another program's format. The name that was asked for never has a half-made export."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Form = Literal["safetensors", "torch", "dcp"]
 
 @dataclass(frozen=True)
 class Exported:
-    """What has been made."""
+    """The result of an export."""
 
     step: int
     place: str
-    """Where the checkpoint was read from."""
+    """Place that the checkpoint was read from: ``memory`` or ``storage``."""
     format: str
     path: Path
     tensors: int
     nbytes: int
-    """Of all files."""
+    """Bytes of all files."""
     files: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -39,13 +39,13 @@ class Exported:
 
 
 def export(copy: StoredCopy, out: Path, form: Form, only: str | None, limit: int, progress: Progress) -> Exported:
-    """Write one copy of a checkpoint, of all of its ranks, to ``out`` in the format ``form``, synced.
+    """Writes one copy of a checkpoint, of all of its ranks, to ``out`` in the format ``form``, synced.
 
-    ``only`` names the entry of the state that is wanted; its tensors then have their own names. ``limit`` is how many
-    bytes of tensors a safetensors file holds.
+    ``only`` names the entry of the state that is wanted; its tensors then have their own names. ``limit`` is the most
+    bytes of tensors that a safetensors file holds.
 
     Raises UsageError when ``out`` exists, CorruptError when anything read is damaged, NotFoundError when the entry
-    isn't there, UnsupportedValueError when the format can't have it, OSError when there is no room.
+    isn't there, UnsupportedValueError when the format can't hold the state, OSError when there is no room.
     """
     with staging(out) as directory, Shards(copy, only) as shards:
         made = directory / "out"

@@ -1,4 +1,4 @@
-"""Hugging Face's layout: safetensors files of a limited size, and an index that says which tensor is in which."""
+"""Writes and reads Hugging Face's layout: safetensors files of a limited size, and an index of tensors to files."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ = ["is_safetensors", "read", "write"]
 
 _INDEX = "model.safetensors.index.json"
 _CODES = {code: (name, size) for name, (code, size) in DTYPES.items() if code != "U8" or name == "uint8"}
-# What newer writers of safetensors have codes for.
+# Codes that newer writers of safetensors use.
 _CODES |= {"C64": ("complex64", 8), "F8_E8M0": ("float8_e8m0fnu", 1)}
 _CODES |= {"F8_E4M3FNUZ": ("float8_e4m3fnuz", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1)}
 _LONGEST = 100_000_000
-"""Bytes of a header that safetensors' own reader takes, at most."""
+"""Most bytes of a header that safetensors' own reader takes."""
 
 
 def write(shards: Shards, directory: Path, limit: int, progress: Progress) -> None:
-    """Fill an empty directory with files of at most ``limit`` bytes of tensors; a larger tensor has one of its own."""
+    """Fills an empty directory with files of at most ``limit`` bytes of tensors; a larger tensor gets its own file."""
     Sidecar.check_names(shards)
     files = list(_files(shards.items, limit))
     places: dict[str, memoryview] = {}
@@ -67,20 +67,20 @@ def _files(items: Sequence[Item], limit: int) -> Iterator[Layout]:
     yield Layout.build(chunks)
 
 
-# -- and back --------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file begins as safetensors files do."""
+    """True if a file begins as safetensors files do."""
     with open(path, "rb") as file:
         head = file.read(9)
     return head[8:] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= min(_LONGEST, path.stat().st_size - 8)
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], Sidecar | None]:
-    """All tensors of a file, or of a directory, by name; mapped, so not read yet.
+    """Returns all tensors of a file, or of a directory, by name: mapped, so not read yet.
 
-    Raises CorruptError when they are not all there, UsageError when it is not clear which files to take.
+    Raises CorruptError when some are missing, UsageError when it is not clear which files to take.
     """
     if not path.is_dir():
         return _tensors(path), None
@@ -119,7 +119,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
         raise FormatError(f"{path}: is no file")
     try:
         with open(path, "rb") as file:
-            # Not one that could be written to: the kernel would have to promise memory for all of it.
+            # Read-only: for a private writable mapping the kernel would have to reserve memory for all of it.
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         length = int.from_bytes(data[:8], "little")
         if length > min(_LONGEST, len(data) - 8):

@@ -1,7 +1,8 @@
-"""What all ranks have saved, as one state. Pure: receipts in, nothing is read.
+"""Merges the receipts of all ranks into one state. Pure: reads no files.
 
-Ranks tell different things: stages of a pipeline have other layers, sharded optimizers other parameters. Keys whose
-tensors only some ranks have are united. What is no tensor can't be put together from parts: it is the lowest rank's.
+Ranks save different things: stages of a pipeline have other layers, sharded optimizers other parameters. Keys whose
+tensors only some ranks have are united. A value that is no tensor can't be put together from parts: the lowest rank's
+is taken.
 """
 
 from __future__ import annotations
@@ -30,39 +31,39 @@ class Part(NamedTuple):
 
 @dataclass
 class Whole:
-    """A tensor of the whole job, and the boxes of it that exist. They may overlap, and need not cover it."""
+    """A tensor of the whole job, and its stored boxes. They may overlap, and need not cover it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     own: bool
-    """Whether each rank has one of its own; the parts are then the lowest rank's."""
+    """True if each rank has a tensor of its own under this name. The parts are then the lowest rank's."""
     order: tuple[int, ...] = ()
-    """Its dimensions as they lay in memory, the outermost first; empty for row-major."""
+    """Its dimensions in their order in memory, the outermost first; empty for row-major."""
     parts: list[Part] = field(default_factory=list)
 
     @property
     def box(self) -> Box:
-        """All of it."""
+        """The box that covers all of it."""
         return Box((0,) * len(self.shape), self.shape)
 
 
 @dataclass
 class Merged:
-    """The state of all ranks, as a receipt would tell it that one rank had written."""
+    """The state of all ranks, as the receipt of a single rank would give it."""
 
     structure: Any
     values: list[Any] = field(default_factory=list)
-    """Typed JSON."""
+    """Values as typed JSON."""
     tensors: dict[str, Whole] = field(default_factory=dict)
-    """Everything that is stored. ``structure`` may name a tensor that is not."""
+    """All stored tensors by name. ``structure`` may name one that isn't stored."""
 
 
 def merge(receipts: Sequence[Receipt]) -> Merged:
-    """Unite what the ranks of one checkpoint have saved. ``receipts`` go by rank, the lowest first.
+    """Merges what the ranks of one checkpoint have saved. ``receipts`` are in the order of ranks.
 
     Modules: all keys. Optimizers: the state of all parameters, and groups in which each parameter keeps its options.
-    Anything else is the lowest rank's, but for keys of other ranks that lead to tensors.
+    Everything else is taken from the lowest rank, except for keys of other ranks that lead to tensors.
 
     Raises CorruptError when ranks disagree on the shape or dtype of a tensor that they share.
     """
@@ -85,15 +86,15 @@ def _tensors(receipts: Sequence[Receipt]) -> dict[str, Whole]:
                 continue
             if (whole.dtype, whole.shape) != (chunk.dtype, chunk.global_shape):
                 raise CorruptError(
-                    f"tensor {chunk.name!r} is {chunk.dtype}{list(chunk.global_shape)} to rank {receipt.stamp.rank}, "
-                    f"and {whole.dtype}{list(whole.shape)} to a lower one"
+                    f"tensor {chunk.name!r} is {chunk.dtype}{list(chunk.global_shape)} on rank {receipt.stamp.rank}, "
+                    f"and {whole.dtype}{list(whole.shape)} on a lower one"
                 )
             whole.parts.append(Part(chunk.box, number, index))
     return tensors
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(path, name) of every tensor that a structure names; the path is made of keys and numbers with dots between."""
+    """Yields (path, name) of every tensor in a structure. The path is made of keys and numbers with dots between."""
     if isinstance(node, dict) and "$tensor" in node:
         yield path, node["$tensor"]
         return
@@ -103,7 +104,7 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def part(structure: Any, values: list[Any], names: Mapping[str, str]) -> tuple[Any, list[Any]]:
-    """A part of a structure by itself: with no values but its own, and other names for its tensors."""
+    """Returns a part of a structure by itself: with no values but its own, and with new names for its tensors."""
     own: list[Any] = []
     return _renamed(_copy(_Tree(structure, values), own), names), own
 
@@ -129,7 +130,7 @@ class _Tree(NamedTuple):
 
 
 def _entry(trees: list[_Tree], out: list[Any]) -> Any:
-    """One entry of the state, of all ranks that have it. Its values go into ``out``."""
+    """Merges one entry of the state of all ranks that have it. Its values are added to ``out``."""
     fields = entries(trees[0].node)
     if not ("state" in fields and isinstance(fields.get("param_groups"), list)):
         return _unite(trees, out)
@@ -138,10 +139,10 @@ def _entry(trees: list[_Tree], out: list[Any]) -> Any:
     return _mapping(_tag(trees[0].node), {key: _OPTIMIZER.get(key, _unite)(found, out) for key, found in of.items()})
 
 
-def _unite(trees: list[_Tree], out: list[Any], every: bool = False) -> Any:
-    """The lowest rank's structure, with the keys of other ranks that lead to tensors.
+def _unite(trees: list[_Tree], out: list[Any], *, every: bool = False) -> Any:
+    """Returns the lowest rank's structure, with the keys of other ranks that lead to tensors.
 
-    Beside a tensor all keys count, as a module's extra state; with ``every`` they do everywhere in this mapping.
+    In a mapping that has a tensor all keys are taken, for a module's extra state; with ``every`` they are in any case.
     """
     tag = _tag(trees[0].node)
     if tag is None:
@@ -157,7 +158,7 @@ def _unite(trees: list[_Tree], out: list[Any], every: bool = False) -> Any:
 
 
 def _unite_all(trees: list[_Tree], out: list[Any]) -> Any:
-    """The state that an optimizer keeps: of some parameters it may be nothing but values."""
+    """Unites the state that an optimizer keeps: that of a parameter may be nothing but values."""
     return _unite(trees, out, every=True)
 
 
@@ -168,11 +169,11 @@ class _Group:
     tree: _Tree
     options: str
     params: list[_Tree] | None
-    """Their names or numbers; None where the group doesn't tell."""
+    """The parameters' names or numbers; None where the group has none."""
 
 
 def _groups(trees: list[_Tree], out: list[Any]) -> Any:
-    """The lowest rank's groups; a parameter that it lacks joins the group that has the options of its own."""
+    """Returns the lowest rank's groups. A parameter that they lack joins the group that has the same options."""
     merged: list[_Group] = []
     seen: set[str] = set()
     for rank, tree in enumerate(trees):
@@ -184,7 +185,7 @@ def _groups(trees: list[_Tree], out: list[Any]) -> Any:
                 continue
             seen.update(map(_text, new or ()))
             options = json.dumps({str(key): _text(t) for key, t in fields.items() if key != "params"}, sort_keys=True)
-            # At the same place first: several groups may have the same options.
+            # Try the group at the same place first: several groups may have the same options.
             homes = [group for group in (*merged[index : index + 1], *merged) if group.options == options]
             if rank and new and homes and homes[0].params is not None:
                 homes[0].params += new
@@ -211,19 +212,19 @@ _OPTIMIZER = {"state": _unite_all, "param_groups": _groups}
 
 
 def _tag(node: Any) -> str | None:
-    """Which kind of mapping a node is: "" for an object, else its tag; None for what is no mapping."""
+    """Returns the kind of mapping that a node is: "" for an object, else its tag; None for no mapping."""
     tag: str = next(iter(node), "") if isinstance(node, dict) else "$"
     return tag if tag in ("$dict", "$ordered", "$counter") else None if tag.startswith("$") else ""
 
 
 def _items(node: Any) -> list[Any] | None:
-    """What a list or tuple holds; None for anything else."""
+    """Returns the items of a list or tuple; None for anything else."""
     items: Any = node.get("$tuple") if isinstance(node, dict) else node
     return items if isinstance(items, list) else None
 
 
 def _mapping(tag: str | None, children: dict[Any, Any]) -> Any:
-    """The structure of a mapping, as rekindle.state.tree would write it."""
+    """Returns the structure of a mapping, as rekindle.state.tree would write it."""
     plain = all(type(key) is str and not key.startswith("$") and encode(key) is key for key in children)
     if not tag and plain:
         return children
@@ -231,7 +232,7 @@ def _mapping(tag: str | None, children: dict[Any, Any]) -> Any:
 
 
 def _copy(tree: _Tree, out: list[Any]) -> Any:
-    """The structure, with its values at the end of ``out``."""
+    """Copies a structure and adds its values to ``out``."""
     node, values = tree
     if isinstance(node, dict) and "$value" in node:
         out.append(values[node["$value"]])
@@ -247,6 +248,6 @@ def _copy(tree: _Tree, out: list[Any]) -> Any:
 
 
 def _text(tree: _Tree) -> str:
-    """Equal for equal structures with equal values."""
+    """Returns a text that is equal for equal structures with equal values."""
     values: list[Any] = []
     return json.dumps([_copy(tree, values), values])

@@ -1,4 +1,4 @@
-"""How far long work is."""
+"""Reports the progress of an export or import."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Told by any thread. This one keeps it to itself."""
+    """Receives progress from any thread. This class ignores it."""
 
     def begin(self, total: int) -> None:
-        """So many bytes will be worked on."""
+        """Sets the number of bytes to process."""
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """Counts ``nbytes`` more bytes as done."""

@@ -1,4 +1,4 @@
-"""A checkpoint of any number of ranks, read as whole tensors. Every byte that is read is compared with its checksum."""
+"""Reads a checkpoint of any number of ranks as whole tensors. Compares every byte with its checksum."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from rekindle.transfer.staging import lay_out, map_scratch, tensor_view
 __all__ = ["Item", "Shards", "nbytes"]
 
 _BATCH = 64 << 20
-"""Bytes of boxes that are put aside before they are copied row by row to where they belong."""
+"""Bytes of chunks that are read into scratch memory at a time, before their rows are copied to their places."""
 
 
 class Item(NamedTuple):
-    """A tensor as others are to see it."""
+    """A tensor to export."""
 
     key: str
-    """Keys of its place in what is wanted, with dots between; of several places, where it is tied, the first."""
+    """Path of its place in the exported structure, with dots between keys; the first place of a tied tensor."""
     name: str
-    """The same of its place in the state: what it will be stored by when it comes back."""
+    """Path of its place in the state, by which it will be stored when it is imported again."""
     whole: Whole
 
 
 def nbytes(whole: Whole) -> int:
-    """Bytes of all of a tensor."""
+    """Returns the bytes of a whole tensor."""
     return math.prod(whole.shape) * DTYPES[whole.dtype][1]
 
 
 class Shards:
-    """All shards of one copy of a checkpoint, or what ``only`` names of its entries. Context manager.
+    """All shards of one copy of a checkpoint, or its entry ``only``. A context manager.
 
     A copy in memory is pinned until the end. Raises CorruptError when something is damaged or missing, NotFoundError
     when there is no such entry, or when the copy has been recycled.
@@ -64,7 +64,7 @@ class Shards:
             self.items = _items(wanted, only, merged, copy.step)
             names = {item.whole.name: item.name for item in self.items}
             self.structure, self.values = part(wanted if only is None else {only: wanted}, merged.values, names)
-            """Of what is wanted, with the items' names. The values are typed JSON."""
+            """Structure and values of what is exported, with the items' names. The values are typed JSON."""
             self._moves = self._plan()
         except BaseException:
             self.close()
@@ -72,20 +72,20 @@ class Shards:
 
     @cached_property
     def reads(self) -> int:
-        """Bytes that ``read`` will read."""
+        """Number of bytes that ``read`` will read."""
         return sum(self._chunk(rank, index).nbytes for rank, of in self._moves.items() for index in of)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors."""
         return sum(nbytes(item.whole) for item in self.items)
 
     def gather(
         self, aside: Path, progress: Callable[[int], object]
     ) -> tuple[dict[str, torch.Tensor], dict[str, memoryview]]:
-        """All tensors by the items' names, each in a storage of its own, and their memory by key.
+        """Returns all tensors by the items' names, each in a storage of its own, and their memory by key.
 
-        A file without a name in the directory ``aside`` is behind it. Raises what ``read`` raises.
+        The memory is that of an unnamed file in the directory ``aside``. Raises what ``read`` raises.
         """
         slices, size = lay_out({item.key: nbytes(item.whole) for item in self.items})
         memory = map_scratch(aside, size)
@@ -110,7 +110,7 @@ class Shards:
                     raise _replaced(shard.path)
                 raise CorruptError(f"{shard.path}: belongs to another checkpoint")
             found.append(shard.receipt)
-            if self.copy.place == STORAGE:  # as many files as there are ranks may be more than a process may open
+            if self.copy.place == STORAGE:  # there may be more ranks than files that a process may open
                 shard.close()
             else:
                 self._pinned[rank] = self._pins.enter_context(shard)
@@ -128,12 +128,12 @@ class Shards:
         return self._receipts[rank].layout.chunks[index]
 
     def _plan(self) -> dict[int, dict[int, list[tuple[Item, Box]]]]:
-        """By rank and chunk: which parts of which tensors are read from there. Raises CorruptError for what is not."""
+        """Maps each rank and chunk to the boxes that are read from there. Raises CorruptError for a missing part."""
         wants = [Want(item.whole.name, item.whole.box) for item in self.items]
         parts = [(item.whole.name, part) for item in self.items for part in item.whole.parts]
         found = plan(wants, [Have(name, part.box) for name, part in parts])
         for want in found.missing:
-            raise CorruptError(f"step {self.copy.step}: of tensor {want.name!r} no shard has {want.box}")
+            raise CorruptError(f"step {self.copy.step}: no shard has {want.box} of tensor {want.name!r}")
         moves: dict[int, dict[int, list[tuple[Item, Box]]]] = {}
         for move in found.moves:
             part = parts[move.have][1]
@@ -141,10 +141,10 @@ class Shards:
         return moves
 
     def read(self, places: Mapping[str, memoryview], aside: Path, progress: Callable[[int], object]) -> None:
-        """Put each item's bytes, in row-major order, into the memory that ``places`` has for its key.
+        """Reads each item's bytes, in row-major order, into the memory that ``places`` has for its key.
 
-        ``progress`` is given byte counts. Parts of rows go through files without a name in the directory ``aside``.
-        Raises CorruptError at the first byte that is wrong.
+        ``progress`` is given byte counts. Parts of rows go through unnamed files in the directory ``aside``. Raises
+        CorruptError at the first wrong byte.
         """
         for rank, chunks in sorted(self._moves.items()):
             shard = self._pinned.get(rank) or self._open(rank)
@@ -175,11 +175,11 @@ class Shards:
                 rows.append(index)
         reader = ShardReader(shard)
         try:
-            _pour(reader, straight, progress)
+            _read_chunks(reader, straight, progress)
             for batch in _batches(rows, [chunk.nbytes for chunk in layout.chunks]):
                 slices, size = lay_out({index: layout.chunks[index].nbytes for index in batch})
                 memory = map_scratch(aside, size)
-                _pour(reader, {index: memory[slices[index]] for index in batch}, progress)
+                _read_chunks(reader, {index: memory[slices[index]] for index in batch}, progress)
                 for index in batch:
                     for item, box in chunks[index]:
                         _copy(box, layout.chunks[index], memory[slices[index]], item.whole, places[item.key])
@@ -187,6 +187,7 @@ class Shards:
             reader.close()
 
     def close(self) -> None:
+        """Unpins the copy."""
         self._pins.close()
 
     def __enter__(self) -> Shards:
@@ -205,7 +206,7 @@ def _entry(merged: Merged, only: str, step: int) -> Any:
 
 
 def _items(structure: Any, only: str | None, merged: Merged, step: int) -> list[Item]:
-    """All tensors of a structure, each once, in its order."""
+    """Lists all tensors of a structure, each once, in its order."""
     keys: dict[str, str] = {}
     taken = set()
     for path, name in leaves(structure):
@@ -220,7 +221,7 @@ def _items(structure: Any, only: str | None, merged: Merged, step: int) -> list[
 
 
 def _in_one_piece(chunk: Chunk, moves: list[tuple[Item, Box]], places: Mapping[str, memoryview]) -> memoryview | None:
-    """Where a chunk's bytes go as they lie; None where its rows, or only some of them, go to different places."""
+    """Returns the memory that takes a chunk's bytes in one piece; None where its rows go to different places."""
     ((item, box), *more) = moves
     here = chunk.box
     if more or box != here:
@@ -234,7 +235,7 @@ def _first(found: Iterable[tuple[int, int, int]], count: int) -> Iterator[tuple[
 
 
 def _batches(indices: Iterable[int], sizes: list[int]) -> Iterator[list[int]]:
-    """Chunks that are put aside together."""
+    """Groups chunks that are read into scratch memory together."""
     batch: list[int] = []
     total = 0
     for index in indices:
@@ -248,7 +249,7 @@ def _batches(indices: Iterable[int], sizes: list[int]) -> Iterator[list[int]]:
 
 
 def _copy(box: Box, chunk: Chunk, source: memoryview, whole: Whole, target: memoryview) -> None:
-    """Copy what ``box`` covers of a tensor from a chunk of it to all of it."""
+    """Copies ``box`` of a tensor from a chunk of it to the memory of the whole tensor."""
     kind = SAME_SIZE[DTYPES[chunk.dtype][1]]
     there, here = tensor_view(target, kind, whole.shape), tensor_view(source, kind, chunk.sizes)
     for d, (at, size, first) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
@@ -257,7 +258,7 @@ def _copy(box: Box, chunk: Chunk, source: memoryview, whole: Whole, target: memo
 
 
 class _Places(NullSink):
-    """Where the blocks of some chunks of a shard go, all of them as they lie."""
+    """A sink that puts the blocks of some chunks of a shard into the memory of each chunk."""
 
     def __init__(self, chunks: Iterable[Chunk], places: Mapping[int, memoryview]) -> None:
         self.blocks: dict[int, memoryview] = {}
@@ -272,8 +273,8 @@ class _Places(NullSink):
         return self.blocks[block]
 
 
-def _pour(reader: ShardReader, places: Mapping[int, memoryview], progress: Callable[[int], object]) -> None:
-    """Fill the places of these chunks. Raises CorruptError at the first byte that is wrong."""
+def _read_chunks(reader: ShardReader, places: Mapping[int, memoryview], progress: Callable[[int], object]) -> None:
+    """Reads chunks into their places. Raises CorruptError at the first wrong byte."""
     sink = _Places(reader.shard.receipt.layout.chunks, places)
     for block in read_blocks(reader, sink, sink.blocks, progress):
         raise reader.shard.corruption(block)

@@ -1,4 +1,7 @@
-"""What an export leaves beside the tensors, for the way back: a file that other readers pass over."""
+"""Writes and reads ``rekindle.json``: a file beside an export's tensors that lets an import restore the exact state.
+
+Other readers ignore it.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +33,18 @@ _KIND = "rekindle-export"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the export."""
+    """The sidecar's entry for one tensor."""
 
     key: str
-    """What the export calls it."""
+    """Its name in the export."""
     name: str
-    """What the structure calls it."""
+    """Its name in the structure."""
     dtype: str
     shape: list[int]
     checksums: list[str]
-    """One for each started block, as in a receipt."""
+    """One checksum for each started block, as in a receipt."""
     order: list[int]
-    """As in a receipt; empty where the tensor was row-major."""
+    """Order of its dimensions in memory, as in a receipt; empty where the tensor was row-major."""
 
 
 def _noted(value: Any) -> TensorEntry:
@@ -56,7 +59,7 @@ def _noted(value: Any) -> TensorEntry:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Structure and values of the state that was exported, and all of its tensors."""
+    """Structure and values of an exported state, and entries for all of its tensors."""
 
     structure: Any
     values: list[Any]
@@ -65,7 +68,7 @@ class Sidecar:
 
     @staticmethod
     def of(shards: Shards, places: Mapping[str, memoryview], path: Path) -> Sidecar:
-        """The note on ``shards``, whose tensors lie in ``places``."""
+        """Returns the sidecar of ``shards``, whose tensors lie in ``places``."""
         tensors = []
         for key, name, whole in shards.items:
             data = places[key]
@@ -74,6 +77,7 @@ class Sidecar:
         return Sidecar(shards.structure, shards.values, tensors, path)
 
     def write(self, stamp: ShardId) -> None:
+        """Writes it to its path. Raises OSError."""
         fields = {
             "checksum": {"algorithm": CHECKSUM, "block": BLOCK},
             "structure": self.structure,
@@ -84,7 +88,7 @@ class Sidecar:
 
     @staticmethod
     def check_names(shards: Shards) -> None:
-        """Raise UnsupportedValueError for a name that the note, or a safetensors header, can't tell from others."""
+        """Raises UnsupportedValueError for a name that can't be stored in a sidecar or a safetensors header."""
         for key, _, _ in shards.items:
             if key == "__metadata__" or not encodes(key):
                 raise UnsupportedValueError(
@@ -114,7 +118,7 @@ class Sidecar:
             raise FormatError(f"{path}: field {error} is missing or malformed") from error
 
     def state(self, tensors: Mapping[str, torch.Tensor], allow_pickle: bool) -> Any:
-        """The state, its tensors being those of these keys. Raises CorruptError when they are not those noted."""
+        """Returns the state with these tensors, given by key. Raises CorruptError when others were exported."""
         noted = {entry.key: entry for entry in self.tensors}
         odd = sorted(noted.keys() ^ tensors.keys())
         if odd:
@@ -126,18 +130,19 @@ class Sidecar:
 
     def _typed(self, entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
         dtype, (code, size) = getattr(torch, entry.dtype), DTYPES[entry.dtype]
-        if code == "U8" and tensor.dtype == torch.uint8 and list(tensor.shape) == [*entry.shape, size]:  # as its bytes
+        # Types without a code in safetensors are stored as their bytes, in one more dimension.
+        if code == "U8" and tensor.dtype == torch.uint8 and list(tensor.shape) == [*entry.shape, size]:
             tensor = tensor.view(dtype).squeeze(-1) if tensor.numel() else torch.empty(entry.shape, dtype=dtype)
         if tensor.dtype != dtype or list(tensor.shape) != entry.shape:
             raise CorruptError(f"{self.path}: {entry.key!r} has another dtype or shape. {self._advice}")
         return reorder(tensor.clone(), entry.order) if entry.order else tensor
 
     def compare(self, sums: Mapping[str, list[str]]) -> None:
-        """Raise CorruptError unless the tensors of these names have the checksums that were noted."""
+        """Raises CorruptError unless the tensors of these names have the checksums in the sidecar."""
         for entry in self.tensors:
             if sums.get(entry.name) != entry.checksums:
                 raise CorruptError(f"{self.path}: {entry.key!r} differs from its checksum. {self._advice}")
 
     @property
     def _advice(self) -> str:
-        return f"Where the tensors were changed on purpose, remove {SIDECAR}: they are then taken as they are"
+        return f"If the tensors were changed on purpose, remove {SIDECAR}: they are then imported as they are"

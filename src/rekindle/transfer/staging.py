@@ -1,7 +1,7 @@
-"""Files that get their name when they are whole, and memory that the kernel can write to disk whenever it needs room.
+"""Stages files that get their name when they are whole, and provides memory that the kernel can write to disk.
 
-Everything large is a mapping of a file that has its place on the disk already: what is put there is never memory that
-only this process can give back, and a full disk is an error before the first byte instead of a signal in the middle.
+Everything large is a mapping of a file whose blocks are allocated: the kernel can reclaim its memory at any time, and a
+full disk is an error before the first byte instead of a signal in the middle.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from rekindle.storage import disk
 __all__ = ["map_new_file", "os_error", "publish", "write_file", "map_scratch", "lay_out", "staging", "tensor_view"]
 
 _ALIGNED = 64
-"""Bytes: what torch aligns storages to in its own files, and enough for any element."""
+"""Alignment in bytes: that of storages in torch's own files, and enough for any element."""
 
 Key = TypeVar("Key")
 
 
 @contextmanager
 def staging(out: Path) -> Iterator[Path]:
-    """An empty directory beside ``out``. What is still in it at the end is removed, and what a killed one left too.
+    """Makes an empty directory beside ``out``, and removes it at the end with all that is still in it.
 
-    Raises UsageError when ``out`` exists, NotFoundError when its parent doesn't, BusyError when somebody else is at it.
+    Empties one that a killed process left. Raises UsageError when ``out`` exists, NotFoundError when its parent
+    doesn't, BusyError when another process is writing ``out``.
     """
     path = out.parent / f".{out.name}.tmp"
-    if not path.is_dir():  # what a killed one has left goes, though it had given ``out`` its name already
+    if not path.is_dir():  # else empty it first: a killed process may have left it after giving ``out`` its name
         _check(out)
     disk.mkdir(path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -50,7 +51,7 @@ def staging(out: Path) -> Iterator[Path]:
             _check(out)
             yield path
         finally:
-            with suppress(OSError):  # NFS keeps a file of no name as one with a strange name, while it is mapped
+            with suppress(OSError):  # NFS keeps an unnamed file under a strange name while it is mapped
                 _empty(path)
                 disk.rmdir(path)
     finally:
@@ -74,7 +75,7 @@ def _empty(directory: Path) -> None:
 
 
 def publish(temporary: Path, out: Path) -> None:
-    """Sync a file, or a directory and the files in it, and give it its name.
+    """Syncs a file, or a directory and the files in it, and gives it its name.
 
     Raises UsageError when something has that name by now.
     """
@@ -87,14 +88,14 @@ def publish(temporary: Path, out: Path) -> None:
 
 
 def os_error(error: BaseException | None) -> OSError | None:
-    """What the operating system said, where torch, closing its file, only tells that the end is missing."""
+    """Returns the OSError behind an error of torch, which reports only that its file could not be closed."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A new file of these bytes. Raises OSError when there is no room."""
+    """Writes a new file. Raises OSError when there is no room."""
     fd = disk.create(path)
     try:
         rest = memoryview(data)
@@ -110,7 +111,7 @@ def _allocated(fd: int, nbytes: int) -> memoryview:
 
 
 def map_new_file(path: Path, nbytes: int) -> memoryview:
-    """A new file of ``nbytes``, at least one, to be written through memory. Raises OSError when there is no room."""
+    """Makes and maps a new file of ``nbytes``, at least one. Raises OSError when there is no room."""
     fd = disk.create(path)
     try:
         return _allocated(fd, nbytes)
@@ -119,7 +120,7 @@ def map_new_file(path: Path, nbytes: int) -> memoryview:
 
 
 def map_scratch(directory: Path, nbytes: int) -> memoryview:
-    """Memory with a file of no name in ``directory`` behind it: gone with the last view, however the process ends.
+    """Maps an unnamed file in ``directory``, which goes with the last view, however the process ends.
 
     Raises OSError when there is no room.
     """
@@ -130,7 +131,7 @@ def map_scratch(directory: Path, nbytes: int) -> memoryview:
 
 
 def lay_out(sizes: Mapping[Key, int]) -> tuple[dict[Key, slice], int]:
-    """Where pieces of so many bytes lie, aligned, in one piece of memory, and how large that is."""
+    """Lays out pieces of these sizes, aligned, in one piece of memory. Returns their places and its size."""
     places, first = {}, 0
     for key, nbytes in sizes.items():
         first = -(-first // _ALIGNED) * _ALIGNED
@@ -140,7 +141,7 @@ def lay_out(sizes: Mapping[Key, int]) -> tuple[dict[Key, slice], int]:
 
 
 def tensor_view(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """Bytes as a tensor that shares them, in a storage of just these bytes. Never write to one of read-only bytes."""
+    """Returns a tensor that shares these bytes and no others. Never write to a tensor of read-only bytes."""
     shape = tuple(shape)
     if not len(data):
         return torch.empty(shape, dtype=dtype)

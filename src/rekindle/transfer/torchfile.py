@@ -1,4 +1,4 @@
-"""One file of torch.save, such as torch.load(weights_only=True) takes: the state as nested dictionaries."""
+"""Writes and reads one file of torch.save, for torch.load(weights_only=True): the state as nested dictionaries."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["is_torch", "read", "write"]
 _PIECE = 8 << 20
 """Bytes that are written in one go."""
 _DEEPEST = 100
-"""Levels of nesting, as in a checkpoint."""
+"""Most levels of nesting, as in a checkpoint."""
 
 
 class _File(io.RawIOBase):
-    """What torch.save writes to: it hands over a whole storage at a time, which is written piece by piece."""
+    """A file for torch.save, which passes a whole storage at a time: writes it piece by piece."""
 
     def __init__(self, fd: int, progress: Callable[[int], object]) -> None:
         self._fd, self._progress = fd, progress
@@ -45,7 +45,7 @@ class _File(io.RawIOBase):
 
 
 def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> None:
-    """Make the file: of the state, or of what ``only`` names of its entries."""
+    """Writes the state, or its entry ``only``, to a new file."""
     values = [value if _accepts(value) else encode(value) for value in shards.values]
     structure = _shielded(shards.structure)
     empty = assemble(structure, values, lambda _: torch.empty(0), False)
@@ -72,7 +72,7 @@ def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> N
 
 
 def _shielded(node: Any) -> Any:
-    """The structure, with one more $ before the only key of a dictionary that would pass for a value's typed form."""
+    """Adds a $ to the only key of each dictionary in the structure that would pass for a value's typed form."""
     if isinstance(node, list):
         return [_shielded(item) for item in node]
     if not isinstance(node, dict):
@@ -84,14 +84,14 @@ def _shielded(node: Any) -> Any:
 
 
 def _is_mark(key: Any) -> bool:
-    """Whether it is the key of a value's typed form, or that with more $ before it."""
+    """True for the key of a value's typed form, also with more $ before it."""
     return isinstance(key, str) and key.startswith("$") and is_typed({f"${key.lstrip('$')}": None})
 
 
 def _accepts(value: Any) -> bool:
-    """Whether a value can be in a file whose loading runs no code. numpy's arrays, for one, can't.
+    """True if a value can be in a file whose loading runs no code. numpy's arrays, for one, can't.
 
-    What can't goes in its typed form: a dictionary of plain things.
+    Other values are written in their typed form: a dictionary of plain values.
     """
     if not isinstance(value, (dict, list)):
         return True
@@ -99,7 +99,7 @@ def _accepts(value: Any) -> bool:
 
 
 def _refusal(tree: Any) -> str | None:
-    """Why torch would not load it again without running code; None when it would."""
+    """Returns torch's reason for refusing to load it without running code; None when it would load it."""
     buffer = io.BytesIO()
     torch.save(tree, buffer)
     buffer.seek(0)
@@ -114,20 +114,20 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
-# -- and back --------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def is_torch(path: Path) -> bool:
-    """Whether a file begins as those of torch.save have since torch 1.6."""
+    """True if a file begins as those of torch.save have since torch 1.6."""
     with open(path, "rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
 def read(path: Path, allow_pickle: bool) -> Any:
-    """What the file holds; tensors are mapped, so not read yet.
+    """Returns the content of the file. Its tensors are mapped, so not read yet.
 
-    ``allow_pickle`` is for values that were pickled in a checkpoint. The file itself never runs code: UsageError when
-    it would have to. Raises CorruptError when it isn't readable.
+    ``allow_pickle`` is for values that were pickled in a checkpoint. Loading the file itself never runs code: raises
+    UsageError when it would have to. Raises CorruptError when it isn't readable.
     """
     try:
         tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -145,9 +145,9 @@ def read(path: Path, allow_pickle: bool) -> Any:
 
 
 def _check_size(tree: Any, path: Path) -> None:
-    """Refuse a state that is larger than its file: lists that hold each other, or themselves, are never walked through.
+    """Raises CorruptError for a state larger than its file, as lists that hold themselves or each other are.
 
-    Each thing takes a byte of the file or more, unless it is there by reference; then it counts each time.
+    Each object takes a byte of the file or more, unless it is there by reference. Then it counts each time.
     """
     room, level, depth = path.stat().st_size, [tree], 0
     while level:
@@ -159,13 +159,13 @@ def _check_size(tree: Any, path: Path) -> None:
                 children.extend(node.values())
             if len(children) > room or depth > _DEEPEST:
                 raise CorruptError(
-                    f"{path}: is nested too deeply, or holds the same things too often, to be made sense of"
+                    f"{path}: is not readable: it is nested too deeply, or refers to the same objects too often"
                 )
         room, level, depth = room - len(children), children, depth + 1
 
 
 def _untyped(node: Any, path: Path, allow_pickle: bool) -> Any:
-    """Values in their typed form as themselves again."""
+    """Returns the state with values instead of their typed forms."""
     kind: Any = type(node)
     if kind in (list, tuple):
         return kind(_untyped(item, path, allow_pickle) for item in node)
