@@ -155,7 +155,7 @@ def test_snapshots_of_an_unknown_job_are_a_problem_and_stay(crashed: JobDir, roo
     for command in (["status"], ["status", root], ["stop", root], ["stop", "--stale"]):
         result = run(*command)
         assert result.exit_code in (1, rekindle.NotDurableError.exit_code), result.output
-        assert "step 3 stays in memory" in result.stderr and "start the job again" in result.stderr
+        assert "step 3 stays in memory" in result.stderr and "Start the job again" in result.stderr
     with subprocess.Popen([sys.executable, "-m", "rekindle.agent", str(crashed.path)]) as agent:
         wait_for(lambda: crashed.agent() == agent.pid and "step 3 stays in memory" in crashed.notes.drain_error())
         result = run("stop", root)
