@@ -427,7 +427,7 @@ def test_saving_the_step_that_was_restored_waits_for_no_storage(
     free = threading.Event()
 
     def durable(*args: object) -> bool:
-        free.wait(20 if how == "hangs" else 0)
+        free.wait(120 if how == "hangs" else 0)
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
@@ -435,7 +435,7 @@ def test_saving_the_step_that_was_restored_waits_for_no_storage(
         patch.setattr("rekindle.save.saver._LOOK", 0.2)
         began = time.monotonic()
         ckpt.save(3)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
         free.set()
     assert ckpt.metrics.saves == (0 if "persist_seconds" in often else 1), (
         "only what no agent would carry is saved again"

@@ -127,7 +127,7 @@ class Outcome:
         return self.reached - self.resumed
 
 
-def run(cell: Cell, starts: int = 3, timeout: float = 90.0) -> Outcome:
+def run(cell: Cell, starts: int = 3, timeout: float = 150.0) -> Outcome:
     """Train to the end, whatever it takes."""
     out = Outcome()
     deadline = time.monotonic() + timeout

@@ -65,7 +65,7 @@ def start(run: Run) -> list[multiprocessing.Process]:
     return processes
 
 
-def finish(processes: list[multiprocessing.Process], timeout: float = 60.0) -> list[int | None]:
+def finish(processes: list[multiprocessing.Process], timeout: float = 120.0) -> list[int | None]:
     """Exit code of each rank; a negative one is a signal. Ranks left by a dead one are killed, as by torchrun."""
     deadline = time.monotonic() + timeout
     while any(p.is_alive() for p in processes) and time.monotonic() < deadline:

@@ -29,8 +29,8 @@ def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
         lambda: len(status_pages(job)) == 2 and min(p.step for p in status_pages(job).values()) > 5, what="training"
     )
     lines: list[str] = []
-    report = drill(job, fault, None, 60, lines.append)
-    trainer.join(90)
+    report = drill(job, fault, None, 120, lines.append)
+    trainer.join(150)
     assert outcomes, "the job has not come to its end"
     # The launcher may have collected the dead rank before the agent got a processor.
     late = (report.cause, report.what) == ("exit", "rank 1 has ended with an exit code that is not known")
@@ -40,7 +40,7 @@ def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
     assert report.lost == 0 and report.resumed is not None and report.resumed >= report.step >= 5
     assert report.again is not None and report.again > (report.back or 0) > report.noticed
     assert len(outcomes[0].codes) == 2 and outcomes[0].codes[1] == [0, 0]
-    assert len(lines) >= 4 and lines[1].startswith("waiting 60 s at most") and "such as 'rekindle run'" in lines[1]
+    assert len(lines) >= 4 and lines[1].startswith("waiting 120 s at most") and "such as 'rekindle run'" in lines[1]
     if fault == "hang":
         assert "in obey" in cell.log(1).read_text(), "where the rank stood is not in its log"
 

@@ -120,7 +120,7 @@ def test_a_gasp_reaches_storage_though_nobody_comes_back(fault: str, root: Path,
     cell = Cell(root, memory, "bare", fault, "forward", world_of("bare", fault), options={"drain_limit": "4 B/s"})
     codes = start(cell, 0, time.monotonic() + 60)
     assert 0 not in codes
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (found := find_copies(None, PosixStore(root))) or str(found[0].files).endswith(".partial"):
         assert time.monotonic() < deadline, job.paths.agent_log.read_text()
         time.sleep(0.05)
@@ -132,7 +132,7 @@ def test_a_hang_leaves_a_report_of_where_every_rank_stood(root: Path, memory: Pa
     cell = Cell(root, memory, "ddp", "block", "forward")
     assert 0 not in start(cell, 0, time.monotonic() + 60)
     report = root / "hang-1-step-8" / "report.txt"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not report.exists():
         assert time.monotonic() < deadline, job.paths.agent_log.read_text()
         time.sleep(0.05)

@@ -40,7 +40,7 @@ def test_no_look_sees_two_writes_mixed_and_none_is_lost_by_a_kill(tmp_path: Path
     path = tmp_path / "page"
     process = multiprocessing.get_context("spawn").Process(target=_write_for_ever, args=(path,))
     process.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     reader, steps = StatusReader(path), []

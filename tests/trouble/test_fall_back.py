@@ -68,7 +68,7 @@ def over(pid: int) -> bool:
 
 def until(condition: Callable[[], object], ckpt: rekindle.Checkpointer, weights: torch.Tensor, step: int) -> int:
     """Train until ``condition``. Gives the last step."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         step = goes_on(ckpt, weights, step + 1)

@@ -38,7 +38,7 @@ def attempt(world: int, work: Callable[..., Any], *args: Any) -> tuple[list[Any]
 
 def _receive(pipe: Any) -> Any:
     try:
-        return pipe.recv() if pipe.poll(60.0) else "no answer within 60 s"
+        return pipe.recv() if pipe.poll(150.0) else "no answer within 150 s"
     except EOFError:
         return None
 
