@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,9 +14,9 @@ from typing import Any, Literal
 import torch
 
 from rekindle.agent.watchdog import silence_floor
-from rekindle.errors import MemoryStoreError, NonFiniteLossError, NotDurableError, UsageError
-from rekindle.faults.guard import Guard, Hooks
-from rekindle.faults.guarding import Guarding
+from rekindle.errors import MemoryStoreError, NotDurableError, UsageError
+from rekindle.faults.guard import Guard
+from rekindle.faults.hooks import Hooks
 from rekindle.faults.notices import Notice
 from rekindle.faults.torchelastic import introduce, warn_of_reused_store
 from rekindle.format.lineage import ShardId
@@ -29,12 +28,13 @@ from rekindle.restore.partial import choose_parts
 from rekindle.restore.restore import restore
 from rekindle.save.agree import agree_on_overlap, share_out
 from rekindle.save.capture import Capture
+from rekindle.save.exit_report import ExitReport
 from rekindle.save.fence import Fence
-from rekindle.save.leaving import Leaving, tell_copies
 from rekindle.save.metrics import Metrics
-from rekindle.save.saver import Saves
+from rekindle.save.pinning import pin_saved
+from rekindle.save.saver import Saver
 from rekindle.save.schedule import Schedule
-from rekindle.save.steps import check_step
+from rekindle.save.steps import check_loss, check_step
 from rekindle.save.updates import Updates
 from rekindle.session.group import this_group
 from rekindle.session.inventory import describe_fresh_start
@@ -128,7 +128,7 @@ class Checkpointer:
         idle_timeout: float = Settings.idle_timeout,
         fallback_after: float = Settings.fallback_after,
     ) -> None:
-        self._settings = settings = Settings(
+        settings = Settings(
             snapshot_every=snapshot_every,
             snapshot_budget=snapshot_budget,
             persist_every=persist_every,
@@ -151,9 +151,7 @@ class Checkpointer:
         self.metrics = Metrics()
         self._capture = Capture(state, rng, allow_pickle)
         self._session = session = Session(self.root, memory)
-        self._store = session.store
-        self._saves = Saves(self._capture, self._store, settings, self.metrics)
-        self._fence = Fence(self._capture.state, self._saves.hold)
+        self._fence = Fence(self._capture.state)
         self._capture.overlap(self._fence)
         self._updates = Updates(self._capture.state, self._fence)
         self._base: ShardId | None = None  # what this run went on from
@@ -163,52 +161,57 @@ class Checkpointer:
         size = partial(share_out, self._group, self._capture, allow_missing)
         room = Room(memory_limit, memory_headroom)
         session.join(meet(self._group, session, size, room, settings.agreed()))
-        session.on_takeover(self._give_way)
-        self._overlap, self._in_step = agree_on_overlap(self._group, self._capture, settings)
-        if session.is_first_on_node:
-            introduce(session.job_dir, self.root)
-        self._saves.lock = session.lock
-        self._schedule = Schedule(settings, session.agreed.nodes, self._group.world, self.metrics)
-        self._saves.spare(self._schedule.pause, self._group.world)
-        self._leaving = Leaving(self._saves, self._store, session.job, session.local_ranks, self._group.rank)
         try:
-            if session.agreed.no_memory:
-                self._without_memory(session.agreed.no_memory)
-            else:
-                self._with_memory(room)
-        except BaseException:
-            self._let_go(None)  # else whoever keeps the traceback would keep the rank's place
+            self._start(session, settings, room)
+        except BaseException:  # else whoever keeps the traceback would keep the rank's place
+            self._fence.close()
+            session.leave()
             raise
-        self._saves.direct.job = session.job
+        session.on_takeover(self._give_way)
         warn_of_reused_store(self._group.rank)
 
     # -- starting -----------------------------------------------------------------------------------------------
 
-    def _with_memory(self, room: Room) -> None:
-        session, settings, pause = self._session, self._settings, self._schedule.pause
+    def _start(self, session: Session, settings: Settings, room: Room) -> None:
+        overlap, in_step = agree_on_overlap(self._group, self._capture, settings)
+        if session.is_first_on_node:
+            introduce(session.job_dir, self.root)
+        self._schedule = Schedule(settings, session.agreed.nodes, self._group.world, self.metrics)
+        if session.agreed.no_memory is None:
+            self._open_memory(session, settings, room)
+        elif settings.strict:
+            raise MemoryStoreError(session.agreed.no_memory)
+        elif session.is_first_on_node:
+            self._schedule.warn_of_direct_saves(session.agreed.no_memory)
+        self._saves = Saver(
+            *(self._capture, self._fence, session, settings, self._schedule, self.metrics),
+            overlap=overlap,
+            in_step=in_step,
+        )
+        if session.slots is not None and not session.agreed.found:
+            session.slots.reserve(session.agreed.nbytes)  # else after the restore, which needs the cores itself
+        self._exit_report = ExitReport(self._saves, session)
+
+    def _open_memory(self, session: Session, settings: Settings, room: Room) -> None:
         if session.is_first_on_node:
             self._schedule.tell_cost_of_a_node()
         info = JobInfo(
-            *(str(self.root), session.local_ranks, self._group.world, settings.keep, settings.keep_every),
-            *(settings.idle_timeout, settings.drain_rate, pause, session.incarnation.id),
+            root=str(self.root),
+            ranks=session.local_ranks,
+            world=self._group.world,
+            keep=settings.keep,
+            keep_every=settings.keep_every,
+            idle_timeout=settings.idle_timeout,
+            drain_limit=settings.drain_rate,
+            persist_seconds=self._schedule.pause,
+            start=session.incarnation.id,
         )
-        slots = session.open_memory(info, room, settings.fallback_after, self.metrics.agent)
-        self._saves.use_memory(slots, self._overlap)
-        nbytes = session.agreed.nbytes
-        if not session.agreed.found:  # else after the restore, which would have to share the cores with it
-            slots.reserve(nbytes)
+        session.open_memory(info, room, settings.fallback_after, self.metrics.agent)
         log.info(
             "rank %d of %d, generation %d: snapshots of about %.1f MB in %s, checkpoints in %s",
-            *(self._group.rank, self._group.world, session.incarnation.generation, nbytes / 1e6),
+            *(self._group.rank, self._group.world, session.incarnation.generation, session.agreed.nbytes / 1e6),
             *(session.job_dir.path, self.root),
         )
-        self._saves.promise(self._in_step, tell=self._group.rank == 0)
-
-    def _without_memory(self, why: str) -> None:
-        if self._settings.strict:
-            raise MemoryStoreError(why)
-        if self._session.is_first_on_node:
-            log.warning("%s. Checkpoints go straight to storage, %s.", why, self._schedule.describe_direct_saves())
 
     # -- restoring ----------------------------------------------------------------------------------------------
 
@@ -222,12 +225,12 @@ class Checkpointer:
     ) -> int:
         """Load the newest checkpoint that all ranks can read, or that of ``step``. A collective.
 
-        Returns the number of completed steps: 0 when there is nothing to restore. ``restore(step=0)`` starts anew and
-        leaves all there is behind. What is left behind on storage is removed once this run has a durable checkpoint
-        there, what is left behind in memory at its first save.
+        Returns the number of completed steps: 0 when there is nothing to restore. ``restore(step=0)`` starts anew: all
+        checkpoints are superseded. Superseded ones are removed from storage once this run has a durable checkpoint
+        there, and from memory at its first save.
 
-        ``partial=True`` loads what fits and leaves the rest as it is; a table in the log says what came of each part.
-        Names of parts, such as ``partial=["model"]``, leave the other parts as they are. ``strict=False`` is an old
+        ``partial=True`` loads what fits and leaves the rest as it is; a table in the log shows the outcome for each
+        part. Names of parts, as in ``partial=["model"]``, leave the other parts as they are. ``strict=False`` is an old
         name of ``partial=True``.
 
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
@@ -241,7 +244,13 @@ class Checkpointer:
         if session.slots is not None and step != 0:
             rebuild(session.job_dir, session.slots)
         done, seen = restore(
-            self._group, self._capture.state, session.job, self._store, step, allow_pickle=allow_pickle, parts=parts
+            self._group,
+            self._capture.state,
+            session.job,
+            self._session.store,
+            step,
+            allow_pickle=allow_pickle,
+            parts=parts,
         )
         first, chosen = not session.begun, step is not None
         if done is None:
@@ -270,7 +279,7 @@ class Checkpointer:
             self._step(n)
 
     def _step(self, n: int) -> None:
-        self._saves.settle()
+        self._saves.conclude()
         self._check_step(n)
         self._begin()
         if self._schedule.due(n, memory=self._saves.memory is not None):
@@ -298,7 +307,7 @@ class Checkpointer:
         if wait not in (None, "memory", "durable"):
             raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
         with self._saves.stepping(n):
-            self._saves.settle()
+            self._saves.conclude()
             self._check_step(n)
             self._begin()
             self._save(n, persist=True, pin=pin)
@@ -308,13 +317,13 @@ class Checkpointer:
         if wait is not None and (stamp is None or stamp.step != n):
             raise NotDurableError(f"step {n} is not saved: see the log for why")
         if wait == "durable" and stamp is not None:
-            self._wait_durable(stamp, timeout)
+            self._saves.wait_durable(stamp, timeout)
         if pin and stamp is not None and stamp.step == n:
-            self._saves.pin(stamp, wait == "durable", self._session.keeper, timeout)
+            pin_saved(self._saves, stamp, durable=wait == "durable", timeout=timeout)
 
     def unpin(self, n: int) -> None:
         """Let ``keep`` decide on step ``n`` again. One rank is enough. Raises NotFoundError when storage lacks it."""
-        unpin_step(self._store, n)
+        unpin_step(self._session.store, n)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -324,7 +333,7 @@ class Checkpointer:
         owns is copied behind the training's back too, so every update must then be wrapped.
         """
         self._fence.by_hand()
-        self._saves.hold()
+        self._saves.wait_before_update()
         yield
 
     def guard(
@@ -358,9 +367,14 @@ class Checkpointer:
         75, one that a signal told to go 128 and the signal's number.
         """
         self._check_open()
-        trainer = Guarding(self._saves, self._store, self._session, self._group, fence)
-        hooks = Hooks(on_stop, on_clean, on_gasp, on_exit)
-        return Guard(trainer, lambda: self._saves.reached, silence_floor(watchdog), gasp_deadline, notices, hooks)
+        return Guard(
+            *(self._saves, self._session, self._group),
+            fence=fence,
+            floor=silence_floor(watchdog),
+            deadline=gasp_deadline,
+            notices=notices,
+            hooks=Hooks(on_stop, on_clean, on_gasp, on_exit),
+        )
 
     def pause_watchdog(self, what: str) -> AbstractContextManager[None]:
         """A long pause that is no fault, such as an evaluation: ``with ckpt.pause_watchdog("evaluation"):``."""
@@ -371,13 +385,12 @@ class Checkpointer:
 
         To be called before the update. A tensor on a device is waited for.
         """
-        if not math.isfinite(value := loss.item() if isinstance(loss, torch.Tensor) else loss):
-            raise NonFiniteLossError(f"the loss of the step after step {self._saves.reached} is {value}")
+        check_loss(loss, self._saves.reached)
 
     def _save(self, n: int, persist: bool, pin: bool = False) -> None:
         self._session.check_agent()
         base = self._base if self._saves.newest is None else None
-        if base is not None and base.step == n and (not persist or self._saves.kept(base)):
+        if base is not None and base.step == n and (not persist or self._saves.find_restored(base)):
             return  # it has just been restored, and there is nothing to add
         self._saves.save(replace(self._session.shard_id(n, persist=persist), pinned=pin))
 
@@ -396,17 +409,12 @@ class Checkpointer:
                 log.warning("%s", describe_fresh_start(self.root))
             self._session.go_on_from(None, None)
 
-    def _wait_durable(self, stamp: ShardId, timeout: float) -> None:
-        ours = stamp.incarnation == self._session.incarnation  # what was restored may be by more ranks, or fewer
-        see = partial(self._session.wait_durable, stamp, local_ranks=self._session.local_ranks if ours else ())
-        self._saves.see_durable(stamp, timeout, see)
-
     # -- looking ------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints that this node can see, newest first; abandoned ones are left out."""
-        self._saves.settle()
-        return list_checkpoints(self._session.job, self._store, self._session.local_ranks)
+        self._saves.conclude()
+        return list_checkpoints(self._session.job, self._session.store, self._session.local_ranks)
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint that this node can see."""
@@ -427,13 +435,13 @@ class Checkpointer:
             raise UsageError(self._successor)
         durable: ShardId | None = None
         try:
-            self._saves.settle()
-            self._saves.catch_up(timeout)
+            self._saves.conclude()
+            self._saves.save_skipped(timeout)
             newest = self._saves.newest or self._base
-            kept = self._saves.kept(newest)
+            kept = self._saves.find_restored(newest)
             if newest is not None and not kept:
                 self._saves.persist(newest)
-                self._wait_durable(newest, timeout)
+                self._saves.wait_durable(newest, timeout)
                 log.info("closed: step %d is durable; %s", newest.step, self.metrics.summary())
             durable = newest if not kept or (kept == STORAGE and self._saves.memory is not None) else None
             self._ended = True
@@ -446,7 +454,7 @@ class Checkpointer:
             return None
         if self._saves.busy:
             return "an earlier Checkpointer of this process is inside of guard() or step() at this root: end that first"
-        self._saves.see_out(GIVE_WAY)
+        self._saves.finish_quietly(GIVE_WAY)
         self._let_go(None)
         self._successor = f"a later Checkpointer of this process has taken over {self.root}"
         return None
@@ -458,7 +466,7 @@ class Checkpointer:
 
     def _let_go(self, durable: ShardId | None) -> None:
         if not self._closed:
-            self._closed = self._leaving.said = True
+            self._closed = self._exit_report.given = True
             self._fence.close()
             self._saves.close()
             self._session.leave(durable)
@@ -470,6 +478,6 @@ class Checkpointer:
         if error is None:
             self.close()
         elif not (self._closed or self._saves.forked):
-            self._saves.see_out(0.0)
+            self._saves.finish_quietly(0.0)
             self._let_go(None)
-            tell_copies(error, self._session.job, self._store, self._session.local_ranks, self._saves)
+            self._exit_report.give(error)

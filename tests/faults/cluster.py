@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle.faults.inject import obey
+from rekindle.faults.inject import inject_fault
 from rekindle.format.names import root_path
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.status import SECURED, STAGES, read_status
@@ -257,7 +257,7 @@ class _Trainer:
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "oom" and self.cell.cgroup is not None:
             (self.cell.cgroup / "cgroup.procs").write_text(str(os.getpid()))
-            obey("oom")
+            inject_fault("oom")
         if fault == "loop":
             while True:
                 pass

@@ -42,7 +42,7 @@ def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
     assert len(outcomes[0].codes) == 2 and outcomes[0].codes[1] == [0, 0]
     assert len(lines) >= 4 and lines[1].startswith("waiting 120 s at most") and "such as 'rekindle run'" in lines[1]
     if fault == "hang":
-        assert "in obey" in cell.log(1).read_text(), "where the rank stood is not in its log"
+        assert "in inject_fault" in cell.log(1).read_text(), "where the rank stood is not in its log"
 
 
 def test_nobody_to_strike(job: JobDir) -> None:

@@ -123,8 +123,8 @@ def test_slots_are_page_locked(root: Path, memory: Path) -> None:
     ckpt.restore()
     training.update()
     ckpt.save(1, wait="memory")
-    flight = ckpt._saves.memory.flight
-    assert torch.frombuffer(flight.slot.map, dtype=torch.uint8).is_pinned()
+    pending = ckpt._saves.memory.pending
+    assert torch.frombuffer(pending.slot.map, dtype=torch.uint8).is_pinned()
     ckpt.close()
 
 

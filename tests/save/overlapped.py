@@ -13,7 +13,7 @@ import rekindle
 from rekindle.format.names import receipt_name, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir
-from rekindle.save.to_memory import Flight
+from rekindle.save.pending import PendingSnapshot
 
 WIDTH = 700
 """Makes 8 MB of state: a copy that takes milliseconds."""
@@ -61,10 +61,10 @@ def content(receipt: Path) -> tuple[str, Any, Any]:
     return shard, found.checksums, (found.structure, found.values)
 
 
-def flight_of(ckpt: rekindle.Checkpointer) -> Flight:
+def pending_of(ckpt: rekindle.Checkpointer) -> PendingSnapshot:
     """The newest save, which is over when this returns."""
     assert ckpt._saves.memory is not None
-    flight = ckpt._saves.memory.flight
-    assert flight is not None
-    flight.land()
-    return flight
+    pending = ckpt._saves.memory.pending
+    assert pending is not None
+    pending.commit()
+    return pending

@@ -18,8 +18,8 @@ import rekindle
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.save.copy import Copying
-from rekindle.save.to_memory import Changed
-from tests.save.overlapped import Adversaries, flight_of, snapshot_of
+from rekindle.save.pending import Changed
+from tests.save.overlapped import Adversaries, pending_of, snapshot_of
 
 
 def clip(model: torch.nn.Module) -> None:
@@ -48,11 +48,11 @@ def test_a_late_writer_is_named_and_never_makes_a_torn_snapshot(
             ckpt.step(step)
             clip(training.one)  # too late: should have been done before step()
             training.update()
-        flight = flight_of(ckpt)
-        if not flight.committed:
-            assert isinstance(flight.error, Changed)
-            caught.append(set(flight.error.names))
-        assert snapshot_of(job, step).exists() == flight.committed
+        pending = pending_of(ckpt)
+        if not pending.committed:
+            assert isinstance(pending.error, Changed)
+            caught.append(set(pending.error.names))
+        assert snapshot_of(job, step).exists() == pending.committed
         if snapshot_of(job, step).exists():  # it has the weights as they were at step(), not as they were clipped
             found = Receipt.decode(snapshot_of(job, step).read_bytes(), "")
             chunk = next(c for c in found.layout.chunks if c.name == "one.0.weight")
@@ -81,9 +81,9 @@ sys.setprofile(watch)
 ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, memory=sys.argv[2], overlap=True)
 ckpt.restore()
 ckpt.step(1)
-while not ckpt._saves.memory.flight._landed:  # settle() would help to copy, and read on while the other thread frees
+while not ckpt._saves.memory.pending._ended:  # conclude() would help to copy, and read on while the other thread frees
     time.sleep(0.01)
-ckpt._saves.settle()
+ckpt._saves.conclude()
 print(ckpt.metrics.failed, len(hashed), flush=True)
 os._exit(0)
 """
@@ -103,7 +103,7 @@ def test_a_late_write_that_outlasts_the_copy_is_noticed_too(
 ) -> None:
     """Torch counts a write when it is over, so a count that hasn't moved when the copy ends proves nothing yet."""
     monkeypatch.setattr(
-        "rekindle.save.to_memory._WRITE", 60.0
+        "rekindle.save.pending._LONGEST_WRITE", 60.0
     )  # on a busy machine it may take longer than is waited for
     model = torch.nn.Linear(2048, 2048, bias=False)
     ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": torch.optim.SGD(model.parameters())})
@@ -112,8 +112,8 @@ def test_a_late_write_that_outlasts_the_copy_is_noticed_too(
     ckpt.step(2)
     with torch.no_grad():
         model.weight.polygamma_(3)  # starts at once, and takes its time
-    flight = flight_of(ckpt)
-    assert not flight.committed and isinstance(flight.error, Changed)
+    pending = pending_of(ckpt)
+    assert not pending.committed and isinstance(pending.error, Changed)
     ckpt.close()
 
 
@@ -128,7 +128,7 @@ def test_a_trainer_that_comes_for_the_save_is_not_waited_for(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copying thread has begun to wait for a device, and the trainer now waits for the copying thread."""
-    monkeypatch.setattr("rekindle.save.to_memory._WRITE", 60.0)
+    monkeypatch.setattr("rekindle.save.pending._LONGEST_WRITE", 60.0)
     ckpt, finish, copied = trained_by_hand(root), Copying.finish, threading.Event()
 
     def on_a_device(copying: Copying) -> list[str]:
@@ -150,7 +150,7 @@ def test_a_trainer_that_comes_for_the_save_is_not_waited_for(
 def test_a_dying_gasp_does_not_wait_for_a_trainer_that_hangs(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rekindle.save.to_memory._WRITE", 60.0)
+    monkeypatch.setattr("rekindle.save.pending._LONGEST_WRITE", 60.0)
     ckpt = trained_by_hand(root)
     end, go = os.pipe()
     hangs = threading.Event()
@@ -168,7 +168,7 @@ def test_a_dying_gasp_does_not_wait_for_a_trainer_that_hangs(
     took = time.monotonic() - began
     os.write(go, b"x")
     trainer.join()
-    assert took < 30 and flight_of(ckpt).committed
+    assert took < 30 and pending_of(ckpt).committed
     ckpt.close()
 
 
@@ -209,15 +209,15 @@ def test_memory_that_is_taken_away_in_the_window_costs_the_snapshot_at_most(root
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6, overlap=True)
     ckpt.restore()
-    flight = None
+    pending = None
     ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)  # the copy can't begin before
     ckpt.step(1)
-    flight = ckpt._saves.memory.flight
+    pending = ckpt._saves.memory.pending
     model[7].untyped_storage().resize_(0)
     with torch.no_grad():
         model[7].set_(torch.zeros(1 << 20))
     optimizer.step()
-    assert flight.error is not None and not flight.committed
+    assert pending.error is not None and not pending.committed
     ckpt.step(2)
     ckpt.save(2, wait="memory")
     assert ckpt.metrics.failed == 1

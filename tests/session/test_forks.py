@@ -65,15 +65,15 @@ def test_a_child_may_look_while_its_parents_copy_is_on_its_way(root: Path, memor
     ckpt.restore()
     go(ckpt, training, 1, 1)
     assert ckpt._saves.memory is not None
-    flight = ckpt._saves.memory.flight
-    assert flight is not None
-    flight.land()
-    flight._landed = False  # as if the child had been forked a moment earlier
+    pending = ckpt._saves.memory.pending
+    assert pending is not None
+    pending.commit()
+    pending._ended = False  # as if the child had been forked a moment earlier
 
     def looks() -> None:
         assert [c.step for c in ckpt.checkpoints()] == [1]
-        assert not flight._landed, "what is under way is the parent's"
+        assert not pending._ended, "what is under way is the parent's"
 
     assert in_child(looks) == 0
-    flight._landed = True
+    pending._ended = True
     ckpt.close(timeout=30)

@@ -180,8 +180,8 @@ class _Job:
             self.weights = self.values.weights = torch.zeros(9000)
         self.weights.fill_(n)
         self.ckpt.step(n)
-        self.ckpt._saves.settle()
-        self.ckpt._saves._finish_direct()
+        self.ckpt._saves.conclude()
+        self.ckpt._saves.finish_direct()
 
     def drain(self) -> None:
         self.drainer._retry_at = 0.0

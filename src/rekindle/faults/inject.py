@@ -1,4 +1,4 @@
-"""Faults that a rank can only bring about itself, for a drill."""
+"""Brings about faults that only the rank itself can cause, for a drill."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 
 from rekindle.errors import RekindleError
 
-__all__ = ["obey"]
+__all__ = ["inject_fault"]
 
 _CHUNK = 64 << 20
 """Bytes that a rank takes at a time."""
 
 
-def obey(order: str) -> None:
-    """``exception``: raise; ``hang``: never return; ``oom``: take memory until the kernel puts an end to it."""
-    if order == "exception":
+def inject_fault(kind: str) -> None:
+    """Fail by ``exception``: raise; ``hang``: never return; ``oom``: take memory until the kernel ends the process."""
+    if kind == "exception":
         raise RekindleError("a drill: this rank was told to raise")
-    if order == "oom":
+    if kind == "oom":
         with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")  # we, and nobody else, are to be killed
-        hoard = []
+            Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel is to kill this process, and no other
+        taken = []
         while True:
-            hoard.append(bytearray(_CHUNK))
+            taken.append(bytearray(_CHUNK))
     while True:
         time.sleep(1.0)

@@ -22,10 +22,12 @@ log = logging.getLogger("rekindle")
 
 
 class Fence:
-    """Calls ``wait``, a method that is held weakly, before any update of ``state``, in the thread that updates."""
+    """Stands before any update of ``state``, in the thread that updates."""
 
-    def __init__(self, state: Mapping[str, Any], wait: Callable[[], None]) -> None:
-        self._state, self._wait = state, weakref.WeakMethod(wait)
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._wait: Callable[[], Callable[[], object] | None] = lambda: None
+        """Gives the method to call before each update, if it is there, and its object still lives."""
         self._by_hand = self._changed = False
         self.updates = 0
         """Updates that were announced."""
@@ -39,6 +41,10 @@ class Fence:
                 # A compiled step() calls it too.
                 hook = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
                 self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(hook)
+
+    def call_before_updates(self, wait: Callable[[], object]) -> None:
+        """Have ``wait``, a bound method that is held weakly, called before each update from now on."""
+        self._wait = weakref.WeakMethod(wait)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]

@@ -9,11 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rekindle.memory.status import DONE, STABLE, STEPPING, UPDATING, StatusPage
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "NoGate"]
 
 _RECENT = 20
 """Steps that the watchdog learns from."""
@@ -22,9 +22,18 @@ _RECENT = 20
 class Gate:
     """One rank's. Thread-safe. What the thread that trains calls takes about six microseconds."""
 
-    def __init__(self, page: StatusPage, step: int, obey: Callable[[str], object] = lambda order: None) -> None:
-        """``step``: completed updates; the state is that step's. ``obey`` brings about what a drill has ordered."""
-        self._page, self._obey = page, obey
+    def __init__(
+        self,
+        page: StatusPage,
+        step: int,
+        inject: Callable[[str], object] = lambda fault: None,
+        before_update: Callable[[int], object] = lambda step: None,
+    ) -> None:
+        """``step``: completed updates; the state is that step's. ``inject`` brings about the fault that a drill orders.
+
+        ``before_update`` is called with the step that an update is about to make.
+        """
+        self._page, self._inject, self._before_update = page, inject, before_update
         self._changed = threading.Condition()
         self._seized = self._dead = False
         self._recent: deque[float] = deque(maxlen=_RECENT)
@@ -47,9 +56,11 @@ class Gate:
     # -- for the thread that trains -----------------------------------------------------------------------------
 
     def updating(self, snapshot: int) -> None:
-        """An update is about to begin. Waits while the state is seized."""
+        """Note that an update is about to begin. Waits while the state is seized."""
+        if self._page.phase == STABLE:  # the first optimizer of several
+            self._before_update(self._page.step + 1)
         if self.order:
-            self._obey(self.order)
+            self._inject(self.order)
         self._enter(UPDATING, snapshot)
 
     def stepping(self, snapshot: int) -> None:
@@ -151,3 +162,22 @@ class Gate:
     @property
     def step(self) -> int:
         return self._page.step
+
+
+class NoGate:
+    """Stands in for a Gate outside of ``guard()``: nobody watches, and nothing is held back."""
+
+    def show_again(self) -> None:
+        pass
+
+    def updating(self, snapshot: int) -> None:
+        pass
+
+    def stepping(self, snapshot: int) -> None:
+        pass
+
+    def stable(self, step: int, snapshot: int) -> None:
+        pass
+
+    def pause(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()

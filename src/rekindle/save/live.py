@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Callable
 
 from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.memory.local_state import LocalStateWriter
+from rekindle.memory.slots import Slots
 from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
 from rekindle.save.local_state import SmallState
@@ -24,12 +24,11 @@ log = logging.getLogger("rekindle")
 class Live:
     """For the thread that trains; ``plan`` and ``write`` for any other one too, while nothing changes the state."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, slots: Slots | None) -> None:
+        """``slots``: None where there is no memory store, in whose files local states would outlive the process."""
         self.capture = capture
         self.writer = ShardWriter()
-        self.files: Callable[[bool], LocalStateWriter] | None = None
-        """Makes the files, of each step's end or of its update's beginning, in which small states outlive the process;
-        None where there is no memory store."""
+        self._slots = slots
         self._small: SmallState | None = None
         self._before_update: SmallState | None = None
         self._unsecured = False
@@ -41,11 +40,13 @@ class Live:
         self._before_update = None
 
     def _small_state(self, before_update: bool) -> SmallState:
-        return SmallState(self.files(before_update) if self.files is not None else None, self.writer.behind)
+        slots = self._slots
+        file = LocalStateWriter(slots.job, slots.rank, before_update) if slots is not None else None
+        return SmallState(file, self.writer.behind)
 
     def note_update(self, stamp: ShardId) -> None:
         """An update is about to begin, which will make the state that of ``stamp``."""
-        if self.files is not None:
+        if self._slots is not None:
             if self._before_update is None:
                 self._before_update = self._small_state(True)
             self._note(self._before_update, stamp)

@@ -1,38 +1,32 @@
-"""A run's saves: which one is the newest, what has become of it, and where to go when memory won't take it."""
+"""Runs a rank's saves: into memory, straight to storage when memory fails, and back into memory once it works."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from rekindle.common.backoff import Backoff
 from rekindle.common.os_errors import describe_error
-from rekindle.common.timeouts import in_background, with_timeout
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
 from rekindle.format.lineage import ShardId
-from rekindle.memory.local_state import LocalStateWriter
-from rekindle.memory.lock import Lock
-from rekindle.memory.slots import Slots
-from rekindle.memory.status import STABLE
 from rekindle.save.capture import Capture
-from rekindle.save.gate import Gate
+from rekindle.save.fence import Fence
+from rekindle.save.gate import Gate, NoGate
 from rekindle.save.live import Live
 from rekindle.save.metrics import Metrics
-from rekindle.save.schedule import DirectSaveLimit
-from rekindle.save.to_memory import Flight, MemorySaver
+from rekindle.save.pending import PendingSnapshot
+from rekindle.save.schedule import Schedule
+from rekindle.save.to_memory import MemorySaver
 from rekindle.save.to_storage import DirectSaver
-from rekindle.session.agent_keeper import AgentKeeper
-from rekindle.session.finish import wait_durable
+from rekindle.session.session import Session
 from rekindle.settings import Overlap, Settings
 from rekindle.storage.catalog import MEMORY, STORAGE
-from rekindle.storage.pins import pin_if_there, pin_when_there
-from rekindle.storage.store import Store
 
-__all__ = ["Saves"]
+__all__ = ["Saver"]
 
 log = logging.getLogger("rekindle")
 
@@ -42,73 +36,67 @@ _BEHIND = (
     "the job goes back to the snapshot before"
 )
 
-_PIN = 60.0
-"""Seconds that storage gets to pin what it has just taken."""
 _LOOK = 3.0
 """Seconds that storage gets to say whether it has what was restored."""
 
 
-class Saves:
-    """For the thread that trains, but for ``hold``. With ``strict`` failures are raised, else they are logged."""
+class Saver:
+    """Saves the state of one rank, for one start of the job.
+
+    For the thread that trains, except ``wait_before_update``, which any thread that updates may call, and ``gasp``.
+    Failures are raised with ``settings.strict``, else they are logged and training goes on.
+    """
 
     def __init__(
         self,
         capture: Capture,
-        store: Store,
+        fence: Fence,
+        session: Session,
         settings: Settings,
+        schedule: Schedule,
         metrics: Metrics,
+        *,
+        overlap: Overlap,
+        in_step: bool,
     ) -> None:
-        """Memory that fails is tried again three times within ``fallback_after`` seconds, then now and then.
+        """The session has opened memory, or is to do without. ``overlap`` and ``in_step`` are agreed by all ranks.
 
-        The saves in between go straight to storage.
+        They tell when to copy, and whether snapshots are small enough to be committed inside of ``step()``.
         """
-        self.live = Live(capture)
-        self.memory: MemorySaver | None = None
+        slots = session.slots
+        self.session = session
+        self.live = Live(capture, slots)
+        self.memory = MemorySaver(self.live, slots, overlap) if slots is not None else None
         """None where there is no memory store."""
-        self.direct = DirectSaver(self.live, store, settings.retention)
-        self._store = store
-        self.lock: Lock | None = None
-        """What makes this process the rank's trainer: it stays so while a copy is on its way, whoever forgets us."""
-        self.gate: Gate | None = None
-        """Who is told what training does, inside of ``guard()``."""
-        self._before_update: Callable[[int], object] | None = None
+        self.direct = DirectSaver(self.live, session.store, settings.retention, session.job)
+        self._gate: Gate | NoGate = NoGate()
         self._pid = os.getpid()
         self.newest: ShardId | None = None
-        """What was saved last. It may still be on its way into memory, until ``settle``."""
+        """The step that was saved last. It may still be on its way into memory, until ``conclude``."""
         self._before: ShardId | None = None
+        """The one saved before it."""
         self.reached = 0
-        """The newest completed step that we were told of, or that was restored."""
+        """Newest completed step that this rank was told of, or that was restored."""
         self.restored = 0
         self._stepping = False
-        self._limit: DirectSaveLimit | None = None
-        """Limits the saves that go straight to storage unasked; None for no limit."""
-        self._left_out: ShardId | None = None
-        """The newest step that was not saved because it was not its turn."""
-        self._how_often = ""
+        self._limit = schedule.limit_direct_saves(self.direct.took)
+        self._skipped: ShardId | None = None
+        """Newest step that was not saved because storage was to be left in peace."""
         self._metrics, self._strict = metrics, settings.strict
         self._tries = Backoff(settings.fallback_after)
-        self._trial: Flight | None = None
-        """What is to show that memory takes saves again."""
-        self._promised = False
-        """Whether it was said that snapshots are committed inside of ``step()``."""
+        self._retried: PendingSnapshot | None = None
+        """The first save retried into memory after a failure."""
+        self._promised = in_step and slots is not None
+        """True while users have been told that snapshots are committed inside of ``step()``."""
+        metrics.committed_in_step = self._promised
+        if slots is not None and slots.rank == 0:
+            log.info("snapshots: %s", _IN_STEP if in_step else _BEHIND)
+        fence.call_before_updates(self.wait_before_update)
 
-    def spare(self, seconds: float | None, world: int) -> None:
-        """From now on saves that nobody asks for by name go straight to storage at most every so many ``seconds``.
-
-        None changes nothing.
-        """
-        if seconds is None:
-            return
-        self._limit = DirectSaveLimit(seconds, world, self.direct.took)
-        self._how_often = f", at most every {seconds:g} s,"
-
-    def use_memory(self, slots: Slots, overlap: Overlap) -> None:
-        """From now on saves go into memory."""
-        self.live.files = partial(LocalStateWriter, slots.job, slots.rank)
-        self.memory = MemorySaver(self.live, slots, overlap)
+    # -- saving -------------------------------------------------------------------------------------------------
 
     def save(self, stamp: ShardId) -> None:
-        """Save the state as that of ``stamp``. Call ``settle`` first."""
+        """Save the state as that of ``stamp``. Call ``conclude`` first."""
         if self.newest is not None and self.newest.step == stamp.step:
             if stamp.persist:
                 self.persist()
@@ -117,54 +105,91 @@ class Saves:
         try:
             nbytes = self._write(stamp)
         except Exception as error:
-            self._failed(stamp.step, error)
+            self._report_failure(stamp.step, error)
             return
         if nbytes is None:
             return
         self._before, self.newest = self.newest, stamp
         self._metrics.saved(time.perf_counter() - began, nbytes)
         if self._metrics.committed_in_step:  # or it failed, which is for this step() to tell
-            self.settle()
+            self.conclude()
 
     def _write(self, stamp: ShardId) -> int | None:
-        """Bytes saved; None where storage would have to take them, and is to be left in peace."""
+        """Returns the bytes saved; None if only storage could take them, and is to be left in peace."""
         if self.memory is not None and self._tries.due():
             try:
-                self._finish_direct()  # it may be writing what a slot holds
-                if self._tries.failed:
-                    self._come_back(self.memory)
-                nbytes = self.memory.save(stamp, (self, self.lock))
-                self._trial = self.memory.flight
-                self._tell_promise(stamp.step, self.memory.in_step, nbytes)
-                return nbytes
+                return self._write_to_memory(self.memory, stamp)
             except MemoryStoreError as error:
                 if self._strict:
                     raise
                 self._fall_back(stamp.step, error)
         self._metrics.committed_in_step = False
-        if self._limit is not None and not stamp.persist and not self._limit.due(stamp.step):
-            self._leave_out(stamp)
+        if not stamp.persist and not self._limit.due(stamp.step):
+            self._skip(stamp)
             return None
-        self._finish_direct()
+        self.finish_direct()
         nbytes = self.direct.save(stamp)
-        if self._limit is not None:
-            self._limit.saved(stamp.step)
+        self._limit.saved(stamp.step)
         self._metrics.direct += 1
         return nbytes
 
-    def _leave_out(self, stamp: ShardId) -> None:
+    def _write_to_memory(self, memory: MemorySaver, stamp: ShardId) -> int:
+        self.finish_direct()  # it may be writing what a slot holds
+        if self._tries.failed:
+            self._reopen_memory(memory)
+        # This object is held until background copies finish, even if the Checkpointer is garbage-collected meanwhile:
+        # the session's lock keeps the rank's place.
+        nbytes = memory.save(stamp, self)
+        self._retried = memory.pending
+        self._metrics.committed_in_step = memory.in_step
+        if self._promised and not memory.in_step:
+            self._promised = False
+            log.warning(
+                "snapshots are of %.1f MB from step %d on, no longer small: %s", nbytes / 1e6, stamp.step, _BEHIND
+            )
+        return nbytes
+
+    def _reopen_memory(self, memory: MemorySaver) -> None:
+        """Make again what somebody may have removed. Raises MemoryStoreError."""
+        try:
+            if self.session.lock is not None and memory.reopen(self.session.lock):
+                self._gate.show_again()
+        except (BusyError, OSError) as error:
+            raise MemoryStoreError(str(error)) from error
+
+    def _fall_back(self, step: int, error: BaseException) -> None:
+        """Note that memory failed. It is tried again three times within ``fallback_after``, then now and then."""
+        if not self._tries.failed:
+            self._metrics.memory_lost += 1
+            log.warning(
+                "step %d goes straight to storage, and so do those after it%s until memory takes them again, which is "
+                "tried now and then: %s",
+                *(step, self._limit.describe(), error),
+            )
+        self._tries.fail()
+
+    def _check_retried(self) -> None:
+        """Go back to memory for good if the first save retried into it is complete."""
+        retried, self._retried = self._retried, None
+        if retried is not None and retried.committed and self._tries.failed:
+            self._tries.succeed()
+            self._metrics.memory_back += 1
+            log.warning("step %d is in memory: memory takes saves again", retried.stamp.step)
+
+    def _skip(self, stamp: ShardId) -> None:
+        """Leave the step unsaved, but keep what ``save_skipped`` needs."""
         # Other ranks' parts of what is being written may be in memory, which keeps them until this rank's next step.
         if self.memory is not None or self.direct.over:
-            self._finish_direct()
+            self.finish_direct()
         self.live.put_aside(stamp)
-        self._left_out = stamp
+        self._skipped = stamp
 
-    def catch_up(self, timeout: float) -> None:
-        """Send the last step to storage, should it have been left out. Returns before it is there.
+    def save_skipped(self, timeout: float) -> None:
+        """Send the last step to storage if it was skipped. Returns before it is there. For the end of a job.
 
-        For the end of a job. Raises NotDurableError when the one before isn't there within ``timeout`` seconds.
+        Raises NotDurableError when the save before isn't on storage within ``timeout`` seconds.
         """
-        stamp, self._left_out = self._left_out, None
+        stamp, self._skipped = self._skipped, None
         if stamp is None or (self.newest is not None and self.newest.step >= stamp.step):
             return
         try:
@@ -174,209 +199,37 @@ class Saves:
         except NotDurableError:
             raise
         except Exception as error:
-            self._failed(stamp.step, error)
+            self._report_failure(stamp.step, error)
             return
         self._metrics.direct += 1
         self._before, self.newest = self.newest, stamp
 
-    def promise(self, in_step: bool, tell: bool) -> None:
-        """Snapshots are going to be committed inside of ``step()``, or behind it; ``tell`` that in the log."""
-        self._metrics.committed_in_step = self._promised = in_step
-        if tell:
-            log.info("snapshots: %s", _IN_STEP if in_step else _BEHIND)
-
-    def _tell_promise(self, step: int, in_step: bool, nbytes: int) -> None:
-        """Say it once if the state has outgrown what was told at the start."""
-        self._metrics.committed_in_step = in_step
-        if self._promised and not in_step:
-            self._promised = False
-            log.warning("snapshots are of %.1f MB from step %d on, no longer small: %s", nbytes / 1e6, step, _BEHIND)
-
-    def _come_back(self, memory: MemorySaver) -> None:
-        """Make what somebody may have removed. Raises MemoryStoreError."""
-        try:
-            if self.lock is not None and memory.come_back(self.lock) and self.gate is not None:
-                self.gate.show_again()
-        except (BusyError, OSError) as error:
-            raise MemoryStoreError(str(error)) from error
-
-    def _fall_back(self, step: int, error: BaseException) -> None:
-        if not self._tries.failed:
-            self._metrics.memory_lost += 1
-            log.warning(
-                "step %d goes straight to storage, and so do those after it%s until memory takes them again, which is "
-                "tried now and then: %s",
-                *(step, self._how_often, error),
-            )
-        self._tries.fail()
-
-    def _see_trial(self) -> None:
-        """Memory works when a save into it is complete."""
-        trial, self._trial = self._trial, None
-        if trial is not None and trial.committed and self._tries.failed:
-            self._tries.succeed()
-            self._metrics.memory_back += 1
-            log.warning("step %d is in memory: memory takes saves again", trial.stamp.step)
-
-    def _finish_direct(self) -> None:
+    def finish_direct(self) -> None:
+        """Wait until storage has the save that it is being sent, and report its failure."""
         if not self.direct.writing:  # a pause teaches the watchdog nothing of the step
             return
         with self.pause("waiting for storage"):
             error = self.direct.finish()
-        if error is not None and self._limit is not None:
+        if error is not None:
             self._limit.failed()
-        if error is not None and self.newest is not None:
-            self._failed(self.newest.step, error)
+            if self.newest is not None:
+                self._report_failure(self.newest.step, error)
 
     def persist(self, stamp: ShardId | None = None) -> None:
-        """Send ``stamp``, or the newest save, to storage, whatever the policy said of it. Call ``settle`` first."""
+        """Send ``stamp``, or the newest save, to storage, whatever the schedule said of it. Call ``conclude`` first."""
         stamp = stamp or self.newest
         if self.memory is None or stamp is None:
             return
         try:
             self.memory.persist(stamp)
         except Exception as error:
-            self._failed(stamp.step, error)
-
-    def pin(self, stamp: ShardId, there: bool, keeper: AgentKeeper | None, timeout: float) -> None:
-        """See to it that ``stamp`` stays on storage: now if it is ``there``, else once it comes. Call ``settle`` first.
-
-        Raises NotDurableError when that can't be done now, or one that was to be pinned before isn't on storage within
-        ``timeout`` seconds.
-        """
-        if there:
-            try:
-                with self.pause("waiting for storage"):
-                    with_timeout(_PIN, self._store.root, lambda: self._store.pin(stamp))
-            except OSError as error:
-                raise NotDurableError(
-                    f"step {stamp.step} is on storage, but not pinned: {describe_error(error)}"
-                ) from error
-            return
-        self._see_pins(stamp, keeper, timeout)
-        if self.newest is None or not self.newest.pinned:  # else its receipt says so
-            if self.memory is not None and self.newest is not None:
-                self.memory.persist(self.newest, pin=True)
-            with suppress(OSError, NotDurableError):
-                self._finish_direct()
-                if with_timeout(_LOOK, self._store.root, partial(pin_if_there, self._store, stamp)):
-                    return
-        in_background(partial(pin_when_there, self._store, stamp), "rekindle-pin")
-
-    def _see_pins(self, stamp: ShardId, keeper: AgentKeeper | None, timeout: float) -> None:
-        """Return when what was to be pinned before ``stamp`` is on storage: memory keeps one such snapshot, not more.
-
-        After the save of ``stamp``, which takes no older one's place, so that its state is safe meanwhile.
-        """
-        if self.memory is None:
-            return
-        slots, deadline = self.memory.slots, time.monotonic() + timeout
-        for older in slots.to_pin(stamp):
-            with self.pause("waiting for storage"):
-                try:
-                    seconds = max(0.0, deadline - time.monotonic())
-                    wait_durable(older, self._store, slots.job, keeper, seconds, once=True)
-                except NotDurableError as error:
-                    raise NotDurableError(
-                        f"step {stamp.step} is saved, but will not stay if later saves come before storage has "
-                        f"step {older.step}, which was pinned before: {error}"
-                    ) from error
-                with suppress(OSError):
-                    if not with_timeout(_LOOK, self._store.root, partial(self._store.durable, older)):
-                        log.warning(
-                            "step %d was to be pinned, and has not come to storage: a newer one has taken its place",
-                            older.step,
-                        )
-
-    def give_up(self) -> None:
-        """Free what memory has of a run that was deleted, before the note of it goes: it would be drained."""
-        if self.memory is not None:
-            with suppress(MemoryStoreError):  # the first save will say so
-                self.memory.slots.give_up()
-
-    def kept(self, base: ShardId | None) -> str:
-        """STORAGE if it has what was restored; MEMORY if it doesn't say, and the agent will see to that; "" if neither.
-
-        "" also once something has been saved.
-        """
-        if base is None or self.newest is not None:
-            return ""
-        if self._metrics.restored_from == STORAGE:
-            return STORAGE
-        with suppress(OSError):
-            return STORAGE if with_timeout(_LOOK, self._store.root, lambda: self._store.durable(base)) else ""
-        stamps = self.memory.slots.job.snapshots.shard_ids() if self.memory is not None else ()
-        return MEMORY if any(stamp.checkpoint == base.checkpoint and stamp.persist for stamp, _ in stamps) else ""
-
-    def hold(self) -> None:
-        """Wait until the newest save has what an update will change. For the thread that updates."""
-        if self.forked:
-            return
-        if self.memory is not None and self.memory.flight is not None:
-            began = time.perf_counter()
-            self.memory.hold()
-            self._metrics.waited(time.perf_counter() - began)
-        if self.gate is not None:
-            if self._before_update is not None and self.gate.phase == STABLE:  # the first optimizer of several
-                self._before_update(self.gate.step + 1)
-            self.gate.updating(self.in_memory())
-
-    @property
-    def busy(self) -> bool:
-        """Whether this is inside of ``guard()``, or at the end of a step."""
-        return self.gate is not None or self._stepping
-
-    @property
-    def forked(self) -> bool:
-        """Whether this is a child of the process that trains: nothing of it belongs to the child."""
-        return os.getpid() != self._pid
-
-    def refuse_child(self) -> None:
-        """Raise UsageError in a forked child, whose saves would take the place of its parent's."""
-        if self.forked:
-            raise UsageError("this checkpointer belongs to the process that this one was forked from: make a new one")
-
-    def guard(self, gate: Gate | None, before_update: Callable[[int], object] | None = None) -> None:
-        """From now on tell ``gate`` what training does, and keep what ``gasp`` needs; or, with None, no longer.
-
-        ``before_update`` is called with the step that an update is about to make.
-        """
-        self.gate, self._before_update = gate, before_update
-        if gate is not None or self._left_out is None:  # else its end is still to be known
-            self.live.guard(gate is not None)
-
-    def pause(self, what: str) -> AbstractContextManager[None]:
-        """The watchdog waits meanwhile, if there is one."""
-        return self.gate.pause(what) if self.gate is not None else nullcontext()
-
-    def in_memory(self) -> int:
-        """The newest step of this rank that is in memory; -1 if none is."""
-        flight = self.memory.flight if self.memory is not None else None
-        if flight is not None and flight.committed:
-            return flight.stamp.step
-        return self._before.step if self._before is not None else -1
-
-    @contextmanager
-    def stepping(self, n: int) -> Iterator[None]:
-        """Around what is done at the end of step ``n``, when the state is neither the old nor the new one."""
-        self.refuse_child()
-        if self.gate is not None:
-            self.gate.stepping(self.in_memory())
-        self._stepping = True
-        try:
-            yield
-        finally:
-            self._stepping = False
-        self.reached = n
-        if self.gate is not None:
-            self.gate.stable(n, self.in_memory())
+            self._report_failure(stamp.step, error)
 
     def gasp(self, stamp: ShardId, whole: bool) -> None:
         """Secure the state, which is that of ``stamp``: in memory or, where there is no room, on storage.
 
-        With ``whole`` all that this rank holds, where another rank doesn't secure its part.
-
-        For any thread, while nothing changes the state. Raises OSError or RekindleError when that can't be.
+        With ``whole`` all that this rank holds, where another rank doesn't secure its part. For any thread, while
+        nothing changes the state. Raises OSError or RekindleError when that can't be done.
         """
         if self.memory is not None:
             try:
@@ -388,65 +241,158 @@ class Saves:
         self.direct.gasp(stamp, whole)
         self.newest = stamp
 
-    def settle(self) -> None:
-        """See the newest save into memory, and say what went wrong with it."""
+    # -- the end of a save --------------------------------------------------------------------------------------
+
+    def conclude(self) -> None:
+        """Wait until the newest save is in memory; report its failure, or send it to storage where memory failed."""
         if self.forked:
             return
-        flight = self.memory.settle() if self.memory is not None else None
-        self._see_trial()
-        if flight is None or flight.error is None:
+        failed = self.memory.finish() if self.memory is not None else None
+        self._check_retried()
+        if failed is None or failed.error is None:
             return
+        step = failed.stamp.step
         self._metrics.committed_in_step = False
-        if not flight.committed and self.newest is not None and self.newest.step == flight.stamp.step:
+        if not failed.committed and self.newest is not None and self.newest.step == step:
             self.newest = self._before
-        if isinstance(flight.error, MemoryStoreError) and not self._strict:
-            self._fall_back(flight.stamp.step, flight.error)
-            try:
-                self._finish_direct()
-                self.direct.rescue(flight)
-                self.newest = flight.stamp
-                self._metrics.direct += 1
-            except Exception as error:
-                self._failed(flight.stamp.step, error)
+        if not isinstance(failed.error, MemoryStoreError) or self._strict:
+            self._report_failure(step, failed.error, committed=failed.committed)
             return
-        self._failed(flight.stamp.step, flight.error, flight.committed)
+        self._fall_back(step, failed.error)
+        try:
+            self.finish_direct()
+            self.direct.rescue(failed)
+        except Exception as error:
+            self._report_failure(step, error)
+            return
+        self.newest = failed.stamp
+        self._metrics.direct += 1
+
+    def _report_failure(self, step: int, error: BaseException, *, committed: bool = False) -> None:
+        """Count the failure of a save, and raise or log it."""
+        self._metrics.failed += 1
+        if self._strict:
+            raise error
+        outcome = "is not saved, training goes on"
+        if committed:
+            outcome = "was committed, but tensors changed before the update"
+        log.error("step %d %s: %s: %s", step, outcome, type(error).__name__, describe_error(error))
 
     def secure(self, timeout: float) -> None:
         """Return when the newest save outlives this process. Raises NotDurableError when storage had to and didn't."""
-        self.settle()
+        self.conclude()
         with self.pause("waiting for storage"):
             error = self.direct.finish(timeout)
         if error is not None:
             raise NotDurableError(f"the newest save did not reach storage: {error}") from error
 
-    def see_out(self, seconds: float) -> None:
+    def finish_quietly(self, seconds: float) -> None:
         """See the newest save into memory; where there is none, give storage so many seconds. Doesn't raise."""
         try:
-            self.settle()
+            self.conclude()
             self.direct.finish(seconds)
         except NotDurableError:  # it goes on being written
             pass
         except Exception as error:  # with ``strict`` a failed save raises, and who leaves has a reason of its own
             log.warning("the newest save failed: %s", describe_error(error))
 
-    def see_durable(self, stamp: ShardId, timeout: float, see: Callable[[float], object]) -> None:
-        """Return when ``stamp`` is on storage, which ``see`` waits for. Raises NotDurableError."""
+    def wait_durable(self, stamp: ShardId, timeout: float) -> None:
+        """Return when ``stamp``, the newest save or what was restored, is on storage. Raises NotDurableError."""
+        ours = self.newest is not None and stamp.checkpoint == self.newest.checkpoint
+        local_ranks = self.session.local_ranks if ours else ()  # what was restored may be by more ranks, or fewer
         with self.pause("waiting for storage"):
             deadline = time.monotonic() + timeout
             error = self.direct.finish(timeout) or self.direct.error_of(stamp)
             try:
-                see(0.0 if error is not None else max(0.0, deadline - time.monotonic()))
+                seconds = 0.0 if error is not None else max(0.0, deadline - time.monotonic())
+                self.session.wait_durable(stamp, seconds, local_ranks=local_ranks)
             except NotDurableError:
                 if error is None:
                     raise
                 raise NotDurableError(f"step {stamp.step} did not reach storage: {describe_error(error)}") from error
 
-    def _failed(self, step: int, error: BaseException, saved: bool = False) -> None:
-        self._metrics.failed += 1
-        if self._strict:
-            raise error
-        what = "is saved, but by luck" if saved else "is not saved, training goes on"
-        log.error("step %d %s: %s: %s", step, what, type(error).__name__, describe_error(error))
+    def wait_once_durable(self, stamp: ShardId, timeout: float) -> None:
+        """Return when ``stamp`` has been on storage, should it have been deleted since. Raises NotDurableError."""
+        with self.pause("waiting for storage"):
+            self.session.wait_durable(stamp, timeout, once=True)
+
+    def find_restored(self, base: ShardId | None) -> str:
+        """Returns STORAGE if that has what was restored, MEMORY if it doesn't say, and the agent will see to that.
+
+        Else "", also once something has been saved.
+        """
+        if base is None or self.newest is not None:
+            return ""
+        if self._metrics.restored_from == STORAGE:
+            return STORAGE
+        store = self.session.store
+        with suppress(OSError):
+            return STORAGE if with_timeout(_LOOK, store.root, lambda: store.durable(base)) else ""
+        found = self.memory.slots.job.snapshots.shard_ids() if self.memory is not None else ()
+        return MEMORY if any(one.checkpoint == base.checkpoint and one.persist for one, _ in found) else ""
+
+    # -- around the trainer's work ------------------------------------------------------------------------------
+
+    def wait_before_update(self) -> None:
+        """Wait until the newest save has what an update will change. For the thread that updates."""
+        if self.forked:
+            return
+        pending = self.memory.pending if self.memory is not None else None
+        if pending is not None:
+            began = time.perf_counter()
+            pending.wait_before_update()
+            self._metrics.waited(time.perf_counter() - began)
+        self._gate.updating(self.newest_in_memory())
+
+    @contextmanager
+    def stepping(self, n: int) -> Iterator[None]:
+        """Wrap what is done at the end of step ``n``, when the state is neither the old nor the new one."""
+        self.refuse_child()
+        self._gate.stepping(self.newest_in_memory())
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+        self.reached = n
+        self._gate.stable(n, self.newest_in_memory())
+
+    def begin_guard(self, gate: Gate) -> None:
+        """From now on tell ``gate`` what training does, and keep what ``gasp`` needs."""
+        self._gate = gate
+        self.live.guard(True)
+
+    def end_guard(self) -> None:
+        """Tell the gate no more."""
+        self._gate = NoGate()
+        if self._skipped is None:  # else what it needs is still to be kept
+            self.live.guard(False)
+
+    @property
+    def busy(self) -> bool:
+        """True inside of ``guard()``, and at the end of a step."""
+        return isinstance(self._gate, Gate) or self._stepping
+
+    def pause(self, what: str) -> AbstractContextManager[None]:
+        """Let the watchdog wait meanwhile, if there is one."""
+        return self._gate.pause(what)
+
+    def newest_in_memory(self) -> int:
+        """Returns this rank's newest step in memory; -1 if there is none."""
+        pending = self.memory.pending if self.memory is not None else None
+        if pending is not None and pending.committed:
+            return pending.stamp.step
+        return self._before.step if self._before is not None else -1
+
+    @property
+    def forked(self) -> bool:
+        """True in a child of the process that trains: nothing of it belongs to the child."""
+        return os.getpid() != self._pid
+
+    def refuse_child(self) -> None:
+        """Raise UsageError in a forked child, whose saves would take the place of its parent's."""
+        if self.forked:
+            raise UsageError("this checkpointer belongs to the process that this one was forked from: make a new one")
 
     def close(self) -> None:
         """Let go of memory and threads. What is being written to storage goes on being written."""

@@ -30,6 +30,7 @@ class Schedule:
         """Multiples of this go to storage; None where time decides."""
         self.pause = None if self.persist_every is not None or seconds == 0 else seconds
         """Least seconds between two snapshots that storage gets unasked; None if it gets none of them."""
+        self._world = world
         self._cadence = cadence_of(settings.snapshot_every, settings.snapshot_budget, world)
         self._metrics = metrics
         self._saves = 0
@@ -52,6 +53,10 @@ class Schedule:
         """True if step ``n``, once saved, goes to storage as soon as that is free."""
         return self._is_multiple(n) or (self.persist_every is None and self.pause is None)
 
+    def limit_direct_saves(self, took: Callable[[], float]) -> DirectSaveLimit | NoLimit:
+        """Returns the limit of saves that go straight to storage. ``took`` as for DirectSaveLimit."""
+        return NoLimit() if self.pause is None else DirectSaveLimit(self.pause, self._world, took)
+
     def _is_multiple(self, n: int) -> bool:
         return self.persist_every is not None and n % self.persist_every == 0
 
@@ -72,14 +77,31 @@ class Schedule:
                 *(self.pause, self.pause, self.pause / 10),
             )
 
-    def describe_direct_saves(self) -> str:
-        """Words on how often checkpoints go straight to storage, and at what price, where there is no memory store."""
-        if self.pause is None:
-            return "which slows training at each save"
-        return (
-            f"at most every {self.pause:g} s and for at most a tenth of the time: a process that dies loses what was "
-            "trained since, unless guard() secures it (persist_seconds, persist_every)"
-        )
+    def warn_of_direct_saves(self, why: str) -> None:
+        """Warn of the price of having no memory store. ``why`` there is none begins the message."""
+        price = "which slows training at each save"
+        if self.pause is not None:
+            price = (
+                f"at most every {self.pause:g} s and for at most a tenth of the time: a process that dies loses what "
+                "was trained since, unless guard() secures it (persist_seconds, persist_every)"
+            )
+        log.warning("%s. Checkpoints go straight to storage, %s.", why, price)
+
+
+class NoLimit:
+    """Stands in for a DirectSaveLimit where every save may go straight to storage."""
+
+    def due(self, n: int) -> bool:
+        return True
+
+    def saved(self, n: int) -> None:
+        pass
+
+    def failed(self) -> None:
+        pass
+
+    def describe(self) -> str:
+        return ""
 
 
 class DirectSaveLimit:
@@ -117,3 +139,7 @@ class DirectSaveLimit:
         """The newest save failed. A single rank tries again at the next step; several keep to the steps they share."""
         if self._world == 1:
             self._last = None
+
+    def describe(self) -> str:
+        """Words for a message, between commas."""
+        return f", at most every {self._seconds:g} s,"

@@ -1,15 +1,18 @@
-"""Refuses numbers that can't be that of the step just completed."""
+"""Refuses what can't be right: the number of a step that can't be the one just completed, a loss that is not finite."""
 
 from __future__ import annotations
 
 import logging
+import math
 
-from rekindle.errors import UsageError
+import torch
+
+from rekindle.errors import NonFiniteLossError, UsageError
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import MAX_STEP
 from rekindle.save.updates import Updates
 
-__all__ = ["check_step"]
+__all__ = ["check_loss", "check_step"]
 
 log = logging.getLogger("rekindle")
 
@@ -41,3 +44,10 @@ def check_step(n: int, newest: ShardId | None, base: ShardId | None, updates: Up
             return
         before = f"step {n} was restored" if base is not None else "training began at step 0"
         raise UsageError(f"step {n} after an update: {before}, and the state is that of step {n + 1} by now. {right}")
+
+
+def check_loss(loss: float | torch.Tensor, step: int) -> None:
+    """Raise NonFiniteLossError for a loss, of the step after ``step``, that is infinite or not a number."""
+    value = loss.item() if isinstance(loss, torch.Tensor) else loss
+    if not math.isfinite(value):
+        raise NonFiniteLossError(f"the loss of the step after step {step} is {value}")

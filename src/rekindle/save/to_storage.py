@@ -17,8 +17,8 @@ from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir
 from rekindle.save.live import Live
+from rekindle.save.pending import PendingSnapshot
 from rekindle.save.plan import CopyPlan
-from rekindle.save.to_memory import Flight
 from rekindle.storage.checks import describe_recreated_root
 from rekindle.storage.commit import Committer, SupersededError
 from rekindle.storage.store import Store
@@ -40,12 +40,14 @@ class DirectSaver:
     Each save waits for the one before it, so that all ranks save the same steps without having to talk.
     """
 
-    def __init__(self, live: Live, store: Store, keep: tuple[int | None, int | None]) -> None:
+    def __init__(
+        self, live: Live, store: Store, keep: tuple[int | None, int | None], job: JobDir | None = None
+    ) -> None:
+        """``job``: where to note what is on storage, so that the next start knows it should storage be away."""
         self._live = live
         self._store = store
         self._keep = keep
-        self.job: JobDir | None = None
-        """Where to note what is on storage: the next start then knows, should storage be away. None without memory."""
+        self._job = job
         self._committer: Committer | None = None
         self._buffer: mmap.mmap | None = None
         self._cache: object = None
@@ -97,11 +99,11 @@ class DirectSaver:
         buffer = self._room(plan)
         self._submit(stamp, self._live.write(stamp, plan, buffer), buffer)
 
-    def rescue(self, flight: Flight) -> None:
+    def rescue(self, snapshot: PendingSnapshot) -> None:
         """Write a snapshot that is whole but could not be committed to memory. Call ``finish`` first, and before the
         next save into memory."""
-        assert flight.slot.map is not None
-        self._submit(flight.stamp, flight.receipt(), flight.slot.map)
+        assert snapshot.slot.map is not None
+        self._submit(snapshot.stamp, snapshot.receipt(), snapshot.slot.map)
 
     def _submit(self, stamp: ShardId, raw: bytes, buffer: mmap.mmap) -> None:
         receipt = Receipt.decode(raw, f"step {stamp.step}")
@@ -124,7 +126,7 @@ class DirectSaver:
     def _write(self, receipt: Receipt, data: memoryview) -> None:
         stamp = receipt.stamp
         if self._committer is None:
-            self._committer = Committer(self._store, self.job)
+            self._committer = Committer(self._store, self._job)
         committer = self._committer
         try:
             newest = committer.begin(stamp)

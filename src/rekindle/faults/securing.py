@@ -1,0 +1,62 @@
+"""Secures a rank's state when guarded training ends, by a fault or well."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rekindle.save.saver import Saver
+from rekindle.session.session import Session
+
+__all__ = ["StateSecurer"]
+
+log = logging.getLogger("rekindle")
+
+_OTHERS = 2.0
+"""Seconds that other ranks get to commit their parts of the last step."""
+_POLL = 0.005
+
+
+class StateSecurer:
+    """Secures what one rank holds. ``secure`` may be called in any thread, while nothing changes the state."""
+
+    def __init__(self, saver: Saver, session: Session) -> None:
+        self._saver, self._session = saver, session
+
+    def secure(self, step: int, whole: bool) -> None:
+        """Bring the state, which is that of ``step``, into memory, or to storage where there is no memory.
+
+        With ``whole`` all that this rank holds, else its part of what several ranks hold.
+        """
+        self._saver.gasp(self._session.shard_id(step), whole)
+
+    def secure_last(self, step: int) -> None:
+        """Save the step at which guarded training has ended well, all of it where other ranks don't save their parts.
+
+        A rank that has ended has nothing left that tells of its last step, and could not help others that fail in it.
+        """
+        saver = self._saver
+        if saver.memory is None or step <= saver.restored:
+            return
+        with saver.stepping(step):
+            saver.conclude()
+            if saver.newest is None or saver.newest.step < step:
+                saver.save(self._session.shard_id(step, persist=False))
+                saver.conclude()
+            until = time.monotonic() + _OTHERS
+            while not self.is_shared_by_all(step):
+                if time.monotonic() > until:
+                    saver.gasp(self._session.shard_id(step, persist=False), True)
+                    return
+                time.sleep(_POLL)
+
+    def is_shared_by_all(self, step: int) -> bool:
+        """True if all ranks of this node have secured their parts of ``step``, or share none of what they hold."""
+        if not self._saver.live.shared:
+            return True
+        memory = self._saver.memory
+        return (memory is not None and memory.is_complete(self._session.shard_id(step))) or self.is_durable(step)
+
+    def is_durable(self, step: int) -> bool:
+        """True if ``step`` is on storage."""
+        return self._session.store.durable(self._session.shard_id(step))

@@ -1,0 +1,170 @@
+"""Completes one snapshot while training goes on: copies the rest, commits it, and detects changes made meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rekindle.errors import RekindleError, UsageError
+from rekindle.format.lineage import ShardId
+from rekindle.format.receipt import Receipt
+from rekindle.memory.slots import Slot, Slots
+from rekindle.save.copy import Copying, fingerprints
+from rekindle.save.plan import CopyPlan
+
+__all__ = ["Changed", "PendingSnapshot"]
+
+
+_LONGEST_WRITE = 2.0
+"""Seconds for which a write to a tensor may outlast the copy of everything."""
+_PEEK = 0.0002, 0.005
+"""Seconds between two looks at what the trainer is doing: at first, doubled each time, and at most."""
+
+_WAITING = {"threading", "torch.autograd.graph", "torch.distributed.distributed_c10d"}
+"""Modules in which the trainer waits, for somebody or for a backward pass: it may take long, or not end at all."""
+
+
+class Changed(UsageError):
+    """Tensors were changed after ``step()`` by something that no fence stands before. ``names`` lists them."""
+
+    def __init__(self, step: int, names: Collection[str]) -> None:
+        self.names = names
+        some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        super().__init__(
+            f"{some}: changed between ckpt.step({step}) and the optimizer's next step(), by something else than that "
+            "step(): do it before ckpt.step(), or inside of 'with ckpt.updating():'"
+        )
+
+
+@dataclass
+class PendingSnapshot:
+    """One snapshot, from the moment at which ``step()`` returns until it is committed. Safe to use from any thread."""
+
+    stamp: ShardId
+    plan: CopyPlan
+    values: bytes
+    slot: Slot
+    slots: Slots
+    copying: Copying
+    expected: dict[int, str]
+    """Checksums, by number, of what is copied late, taken at the start if the copy is to be verified."""
+    checksums: list[str] = field(default_factory=list)
+    committed: bool = False
+    error: BaseException | None = None
+    """The first thing that went wrong."""
+
+    def __post_init__(self) -> None:
+        self._versions = self._count_writes()
+        self._trainer = threading.get_ident()
+        self._update_waited = False
+        """True once an update has asked to begin."""
+        self._checked = threading.Event()
+        self._ended = False
+        """True once it is committed, or never will be."""
+        self._checking, self._committing = threading.Lock(), threading.Lock()
+
+    def _count_writes(self) -> list[int]:
+        """Torch's counters of writes to the tensors that must stay as they are."""
+        return [tensor._version for tensor in self.plan.watched.values()]
+
+    def complete_in_background(self) -> None:
+        """Copy and commit all that is left, in the thread that runs beside training."""
+        try:
+            self.copying.queue()
+            self.copying.help()
+        finally:
+            self.commit()
+
+    def wait_before_update(self) -> None:
+        """Return when the state may change: on the host, once the snapshot is committed. Doesn't raise."""
+        first, self._update_waited = not self._update_waited, True
+        if self._ended and not (first and self.expected):
+            return
+        try:
+            self.copying.hold()
+            self.check_unchanged()
+            if first and self.expected:  # optimizers update one after the other: only the first finds all as it was
+                self._compare(fingerprints(self.plan))
+        except Exception as error:
+            self.error = self.error or error
+        if self.copying.holds_all:
+            self.commit()
+
+    def commit(self) -> None:
+        """Wait for the copy and commit it, once. Doesn't raise: ``error`` tells what went wrong."""
+        if threading.get_ident() == self._trainer:  # which is here, so none of its writes is under way
+            self.check_unchanged()
+        with self._committing:
+            if self._ended:
+                return
+            try:
+                self.checksums = self.copying.finish()
+                self._wait_for_writes()
+                self.check_unchanged()
+                self._compare(self.checksums)
+                if self.error is not None:
+                    raise self.error
+                self.slots.commit(self.slot, self.stamp, self.receipt())
+                self.committed = True
+            except Exception as error:
+                self.error = self.error or error
+            except BaseException:  # the caller's own; whoever asks later is told of it, and not given it again
+                self.error = RekindleError("the save was interrupted")
+                raise
+            finally:
+                self._ended = True
+
+    def _wait_for_writes(self) -> None:
+        """Return when a write that began during the copy is over: torch counts it then, and not before.
+
+        It is over once the trainer has gone on from the line where it is now. Waits that take it longer than any write,
+        such as for other ranks, are not waited for.
+        """
+        if self._checked.is_set():
+            return
+        place, deadline = _find_place(self._trainer), time.monotonic() + _LONGEST_WRITE
+        pause, longest = _PEEK
+        while place is not None and place == _find_place(self._trainer) and time.monotonic() < deadline:
+            if self._checked.wait(pause):
+                return
+            pause = min(2 * pause, longest)
+
+    def check_unchanged(self) -> None:
+        """Compare torch's counters of writes with those of the start; a difference becomes the ``error``.
+
+        Done once, before the first update: by the trainer, or while nothing changes the state. Writes that pass by the
+        counters are only found by checksums.
+        """
+        with self._checking:
+            if not self._checked.is_set():
+                pairs = zip(self.plan.watched, self._versions, self._count_writes(), strict=True)
+                names = {name for name, before, after in pairs if before != after}
+                if names:
+                    self.error = self.error or Changed(self.stamp.step, names)
+                self._checked.set()
+
+    def _compare(self, found: Mapping[int, str] | Sequence[str]) -> None:
+        """Raise Changed if checksums differ from the expected ones."""
+        changed = {number for number, expected in self.expected.items() if found[number] != expected}
+        if changed:
+            raise Changed(self.stamp.step, {self.plan.layout.tensor_of(number) for number in changed})
+
+    def receipt(self) -> bytes:
+        """Returns the encoded receipt of a copy that is complete."""
+        return Receipt.encode(self.stamp, self.plan.static, self.checksums, self.values)
+
+
+def _find_place(thread: int) -> tuple[int, int] | None:
+    """Returns where another thread is in code other than torch's; None if it is where nothing writes to a parameter.
+
+    That place stays the same until a call into torch returns, whatever Python that runs: compiled code, dispatch.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is not None and frame.f_globals.get("__name__") in _WAITING:
+        return None
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    return None if frame is None else (id(frame), frame.f_lasti)
