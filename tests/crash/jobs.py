@@ -190,9 +190,13 @@ class Run:
             files[receipt_name(stamp.rank, stamp.world)] = receipt.raw
         self.known[stamps[0].checkpoint] = files
 
-    def write(self, stamp: ShardId) -> None:
+    def write(self, stamp: ShardId) -> Committer:
+        """Write a shard, and no more."""
         receipt, data = make_shard(stamp, _data(stamp.step, stamp.rank))
-        self.store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+        committer = Committer(self.store, None)
+        committer.begin(stamp)
+        committer.write(receipt, memoryview(data))
+        return committer
 
 
 def _save(run: Run) -> None:
@@ -250,8 +254,7 @@ def _over(run: Run) -> None:
     """The job has gone back by a step, and publishes that step anew; it was killed before it could tidy up."""
     run.start_again(back=1)
     (stamp,) = run.begin(0)
-    run.write(stamp)
-    run.store.publish(stamp)
+    run.write(stamp).commit(stamp, [stamp])
 
 
 def _part(run: Run) -> None:
@@ -293,7 +296,7 @@ def _export(form: str) -> Callable[[Run], None]:
 
 def _import(run: Run) -> None:
     """Of a file that lies elsewhere."""
-    from rekindle.transfer.importing import adopt
+    from rekindle.transfer.importing import import_checkpoint
     from rekindle.transfer.progress import Progress
 
     source = run.place.path / "source.safetensors"
@@ -304,7 +307,7 @@ def _import(run: Run) -> None:
     newest = newest_of(run.store.published())
     step = 1 + max(run.step, newest.step if newest is not None else 0)
     run.step = step
-    adopt(source, run.place.empty_job, run.place.root, step, None, False, Progress())
+    import_checkpoint(source, run.place.empty_job, run.place.root, step, None, False, Progress())
 
 
 OPERATIONS: dict[str, Callable[[Run], None]] = {

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.transfer.importing import adopt
+from rekindle.transfer.importing import import_checkpoint
 from tests.transfer.helpers import FORMATS, Rank, all_of, assert_same, done, named, restored, run, same, taken_in, write
 from tests.transfer.test_export import Counted, refused
 from tests.unreadable import unreadable
@@ -370,7 +370,7 @@ def test_progress_ends_where_it_said(root: Path, memory: Path, tmp_path: Path, f
     one(root, 5, 1.0)
     done("export", root, tmp_path / "out", "--format", form)
     progress, back = Counted(), tmp_path / "back"
-    adopt(tmp_path / "out", JobDir.of(back, memory_base(memory)), back, 5, None, True, progress)
+    import_checkpoint(tmp_path / "out", JobDir.of(back, memory_base(memory)), back, 5, None, True, progress)
     assert 0 < progress.total == progress.done
 
 

@@ -24,6 +24,8 @@ from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
+from rekindle.transfer.importing import import_checkpoint
+from rekindle.transfer.progress import Progress
 from tests.conftest import Disk, commit
 from tests.faults.harness import wait_for
 from tests.integrations.dcp.ranks import attempt, ranks
@@ -108,6 +110,26 @@ def test_a_checkpoint_that_goes_from_storage_is_drained_again(
     shutil.rmtree(disk.root)
     older.rename(disk.root)
     assert drainer.pending() == 2 and drainer.tick() and disk.really() == [2]
+
+
+def test_an_import_is_not_written_below_a_mount_that_is_gone(
+    disk: Disk, put: Callable[[int], JobDir], tmp_path: Path
+) -> None:
+    assert Drainer(put(1)).tick()
+    source = tmp_path / "source.pt"
+    torch.save({"x": torch.zeros(10)}, source)
+
+    def take_in() -> None:
+        job = JobDir.of(disk.root, memory_base())
+        import_checkpoint(source, job, disk.root, 2, None, False, Progress())
+
+    disk.unmount()
+    with pytest.raises(FileNotFoundError, match="step 1 was there, and nothing is now"):
+        take_in()
+    assert not disk.root.exists()
+    disk.mount()
+    take_in()
+    assert disk.really() == [1, 2]
 
 
 @pytest.mark.parametrize("moment", ["write_shard", "publish"])

@@ -131,11 +131,13 @@ def import_command(
     state; what is flat becomes its entry "model", if --as doesn't say otherwise.
     """
     refuse_inside(root)
-    from rekindle.transfer.importing import adopt  # noqa: PLC0415
+    from rekindle.transfer.importing import import_checkpoint  # noqa: PLC0415
 
     job = JobDir.of(root, memory_base(memory))
     with progress_bar(hidden=as_json) as bar:
-        done = adopt(source, job, root, step, entry, allow_pickle, _BarProgress(bar, f"importing step {step}"))
+        done = import_checkpoint(
+            source, job, root, step, entry, allow_pickle, _BarProgress(bar, f"importing step {step}")
+        )
     if as_json:
         print_json(done.to_json())
         return

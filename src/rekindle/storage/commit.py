@@ -1,22 +1,25 @@
 """Commits checkpoints: carries shards to storage and makes them durable, in an order that survives any crash.
 
-All who write checkpoints to storage go through ``Committer``: the agent's drain, saves straight to storage,
+Every writer of checkpoints goes through ``Committer``: the agent's drain, saves straight to storage,
 torch.distributed.checkpoint and ``rekindle import``. The steps, in this order, and the loss that each protects from:
 
-1. Look (``begin``, or ``newest`` for who decides by itself). A mount that is gone is refused: bytes written below its
-   place vanish with the next mount. A root that another start of the job writes to is refused: that start's retention
-   would remove this checkpoint unheard.
-2. Write (``write``). Each shard is verified on its way, synced, and only then followed by its receipt, under names that
-   no restore reads. A crash leaves an unfinished checkpoint, which the next clean-up removes.
+1. Look (``begin``, or ``newest`` for a writer that decides by itself). A mount that is gone is refused: bytes written
+   below its place vanish with the next mount. A root that another start of the job writes to is refused: that start's
+   retention would remove this checkpoint unnoticed.
+2. Write (``write``). Each shard is verified on its way and synced, and only then followed by its receipt. No restore
+   reads it yet, so a crash leaves nothing half written that counts: the next agent goes on with it, or clean-up removes
+   it when a newer checkpoint is durable.
 3. Look again (``commit``). The mount may have gone while bytes moved.
-4. Identify the root. The identity of the file system that shows the shards is read before there is a checkpoint to
-   lose, so that a later start can tell a root that was deleted from one that is not mounted.
-5. Publish: the manifest, once the shards of all ranks are there. The checkpoint exists from here on. A crash before
-   leaves none, a crash after leaves all of it. Publishing again is harmless, and syncs what a crash left unsynced.
-6. Pin, if the user asked for that while bytes moved: before anything is pruned.
-7. Note in memory that the step is durable. After a crash before this, the next start finds out by publishing again.
-8. Prune (``tidy``). Older checkpoints go only now, so a crash at any moment leaves the newest one or the one before.
-9. Clean up what killed writers left unfinished. Both of the last steps are finished by the next commit after a crash.
+4. Identify the root's file system, while there is no checkpoint to lose. A later start can then tell a root that was
+   deleted from one that is not mounted.
+5. Publish: write the manifest, once the shards of all ranks are there. The checkpoint exists from here on. A crash
+   before leaves none of it, a crash after leaves all of it. Publishing again changes nothing but what a crash left
+   unsynced.
+6. Pin the checkpoint, if the user asked for that while bytes moved: before anything is pruned.
+7. Note the step in memory. Should storage be away when the job starts again, that start knows what it had, and does not
+   go on from less. A crash before the note is harmless: the next agent publishes again, and notes it.
+8. Prune (``tidy``). Older checkpoints go only now, so that no crash leaves the job without one.
+9. Clean up what killed writers left. A crash in 8 or 9 leaves work to the next commit, and costs disk space until then.
 """
 
 from __future__ import annotations
@@ -45,10 +48,12 @@ class SupersededError(NotDurableError):
 
 
 class Committer:
-    """Commits checkpoints of one job to one store, for one writer: see the module's steps.
+    """Commits checkpoints of one job to one store, for one writer, by the steps that the module describes.
 
-    Other writers, on any node, may commit other ranks' shards of the same checkpoint at the same time: the last one to
-    publish makes it durable. For one thread at a time. Every method raises OSError where storage refuses.
+    The calls for a checkpoint: ``begin``, ``write`` for each shard of this writer, ``commit``, and ``tidy`` if that
+    returned True. Other writers, on any node, may commit other ranks' shards of it at the same time: the last one to
+    finish makes it durable, and ``commit_if_complete`` tells the others so. For one thread at a time. Every method
+    raises OSError where storage refuses.
     """
 
     def __init__(self, store: Store, job: JobDir | None) -> None:
@@ -116,9 +121,10 @@ class Committer:
         return False
 
     def commit_if_complete(self, stamp: ShardId) -> bool:
-        """Makes a checkpoint durable as ``commit`` does, without another look at its mount.
+        """Makes a checkpoint durable as ``commit`` does, without another look at its mount. True if it is durable.
 
-        For a checkpoint of which this writer has written nothing since it looked last.
+        Precondition: this writer has written nothing of it since it looked last. A look is a listing of the root, too
+        dear to be repeated several times a second while other nodes write.
         """
         identity = root_identity(self._store, stamp.step)
         if not self._store.publish(stamp):

@@ -1,4 +1,4 @@
-"""Pinned checkpoints: those that retention leaves alone until somebody unpins them."""
+"""Pins checkpoints, so that retention keeps them until somebody unpins them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["pin_if_there", "pin_step", "pin_when_there", "unpin_step"]
 log = logging.getLogger("rekindle")
 
 _COMES_WITHIN = 600.0
-"""Seconds that a checkpoint which is to be pinned may take to storage."""
+"""Seconds that a checkpoint which is to be pinned may take until it is on storage."""
 
 
 def pin_step(store: Store, step: int) -> None:
-    """Pin the youngest checkpoint of ``step``. Raises NotFoundError when storage has none."""
+    """Pins the youngest checkpoint of ``step``. Raises NotFoundError when storage has none."""
     found = store.find(step)
     if found is None:
         raise NotFoundError(f"{store.root}: no checkpoint of step {step} on storage")
@@ -27,7 +27,7 @@ def pin_step(store: Store, step: int) -> None:
 
 
 def unpin_step(store: Store, step: int) -> None:
-    """Unpin all checkpoints of ``step``, abandoned ones too. Raises NotFoundError when storage has none."""
+    """Unpins all checkpoints of ``step``, superseded ones too. Raises NotFoundError when storage has none."""
     found = [entry for entry in store.published() if entry.stamp.step == step]
     if not found:
         raise NotFoundError(f"{store.root}: no checkpoint of step {step} on storage")
@@ -36,7 +36,7 @@ def unpin_step(store: Store, step: int) -> None:
 
 
 def pin_if_there(store: Store, stamp: ShardId) -> bool:
-    """Pin a checkpoint if it is on storage by now. True if it is."""
+    """Pins a checkpoint if it is on storage by now. True if it is."""
     there = store.durable(stamp)
     if there:
         store.pin(stamp)
@@ -44,7 +44,7 @@ def pin_if_there(store: Store, stamp: ShardId) -> bool:
 
 
 def pin_when_there(store: Store, stamp: ShardId) -> None:
-    """Pin a checkpoint that is on its way to storage, or log that it has not come there. For a thread of its own."""
+    """Waits for a checkpoint to be on storage, and pins it, or logs that it has not come. For a thread of its own."""
     deadline, why = time.monotonic() + _COMES_WITHIN, "a newer one has taken its place, or storage is slow"
     while time.monotonic() < deadline:
         try:
@@ -53,4 +53,4 @@ def pin_when_there(store: Store, stamp: ShardId) -> None:
         except OSError as error:
             why = describe_error(error)
         time.sleep(store.poll)
-    log.warning("step %d was to be pinned, and has not come to storage: %s", stamp.step, why)
+    log.warning("step %d is not pinned, for it did not reach storage in %.0f s: %s", stamp.step, _COMES_WITHIN, why)

@@ -1,4 +1,4 @@
-"""Other people's formats into a checkpoint, written by the same hands as every other."""
+"""Imports other programs' formats: makes a checkpoint of them, committed as every other one is."""
 
 from __future__ import annotations
 
@@ -36,22 +36,24 @@ from rekindle.transfer.progress import Progress
 from rekindle.transfer.sidecar import Sidecar
 from rekindle.transfer.staging import map_scratch
 
-__all__ = ["Adopted", "adopt"]
+__all__ = ["Imported", "import_checkpoint"]
 
 _MODEL = "model"
+"""Entry of a flat source's tensors."""
 _VALUES = "values"
-_HANDFUL = 64
-"""Batches of a plan, of 4 MiB or a tensor, that are copied between one word on progress and the next."""
+"""Entry of what lies beside a source's dictionaries."""
+_BATCHES = 64
+"""Batches of a plan, of 4 MiB or a tensor, that are copied between two updates of the progress."""
 
 
 @dataclass(frozen=True)
-class Adopted:
-    """What has been made."""
+class Imported:
+    """Result of an import."""
 
     step: int
     root: Root
     format: str
-    """That of the source."""
+    """Format of the source."""
     entries: list[str]
     tensors: int
     nbytes: int
@@ -62,8 +64,20 @@ class Adopted:
         return fields
 
 
-class _Held:
-    """An entry of the state that is what was found."""
+@dataclass(frozen=True)
+class _Source:
+    """State that was read from a source."""
+
+    format: str
+    state: dict[Any, Any]
+    """By entry."""
+    sidecar: Sidecar | None
+    loaded: int
+    """Bytes that reading it has counted as progress."""
+
+
+class _Entry:
+    """Stands in for a live object: its state dict is what was found."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
@@ -75,29 +89,41 @@ class _Held:
         self.tree = tree
 
 
-def adopt(
+def import_checkpoint(
     source: Path, job: JobDir, root: Root, step: int, entry: str | None, allow_pickle: bool, progress: Progress
-) -> Adopted:
-    """Make what ``source`` holds the checkpoint of ``step`` under ``root``, whose memory is ``job``. Durable then.
+) -> Imported:
+    """Makes what ``source`` holds the checkpoint of ``step`` under ``root``, whose memory is ``job``. Durable then.
 
     ``entry`` makes all of it one entry of the state, by that name. Else a dictionary of dictionaries becomes as many
     entries, and what is flat becomes "model".
 
     Raises UsageError when the root has that step or a later one, or when reading the source would run code that
-    ``allow_pickle`` doesn't allow; BusyError while a job runs there; CorruptError when the source is damaged.
+    ``allow_pickle`` doesn't allow; BusyError while a job runs there; CorruptError when the source is damaged; OSError
+    when storage refuses, or shows nothing of what it had.
     """
-    stamp = _stamp(job, root, step)
-    with _aside(root) as aside:
+    store = open_store(root)
+    stamp = _stamp(job, store, step)
+    committer = Committer(store, job)
+    committer.begin(stamp)  # before the source is read, which may take an hour
+    with _directory_for_scratch(root) as directory:
         try:
-            return _adopt(source, job, root, aside, stamp, entry, allow_pickle, progress)
+            found = _read(source, directory, entry, allow_pickle, progress)
+            entries = {name: _Entry(tree) for name, tree in found.state.items()}
+            plan, values = Capture(entries, rng=False, allow_pickle=allow_pickle).prepare()
+            progress.begin(found.loaded + plan.layout.nbytes + plan.layout.file_bytes)
+            receipt, data = _assemble(plan, values, stamp, found.sidecar, directory, progress.advance)
+            committer.write(receipt, data, progress.advance)
+            if not committer.commit(stamp, [stamp]) or not store.durable(stamp):
+                raise NotDurableError(f"{root}: a later start of the job has taken the place of step {step}")
         except BaseException:
-            open_store(root).discard(stamp)
+            store.discard(stamp)
             raise
+    return Imported(step, root, found.format, list(found.state), len(plan.layout.chunks), plan.layout.file_bytes)
 
 
 @contextmanager
-def _aside(root: Root) -> Iterator[Path]:
-    """A directory for files without names: the root itself, where it is one. After an error it is as it was."""
+def _directory_for_scratch(root: Root) -> Iterator[Path]:
+    """Yields a directory for files without names: the root itself, where it is one. After an error it is as it was."""
     if isinstance(root, str):
         yield Path(tempfile.gettempdir())
         return
@@ -112,12 +138,16 @@ def _aside(root: Root) -> Iterator[Path]:
         raise
 
 
-def _stamp(job: JobDir, root: Root, step: int) -> ShardId:
-    """That of a start of the job which continues from the newest checkpoint that stands, so leaves none behind."""
+def _stamp(job: JobDir, store: Store, step: int) -> ShardId:
+    """Returns the shard id for an import: by a new start that continues from the newest checkpoint, so supersedes none.
+
+    Raises UsageError when that is not older than ``step``, NotFoundError when there is one that can't be read.
+    """
     job.check()
+    root = store.root
     if job.trainers() or job.agent() is not None:
         raise BusyError(f"{root}: a job runs there, or its agent does: wait for its end, or run 'rekindle stop ROOT'")
-    contents = open_store(root).contents()
+    contents = store.contents()
     copies = copies_from(job, contents)
     incarnation = Incarnation.begin(1 + max((copy.incarnation.generation for copy in copies), default=0))
     newest = next(iter(drop_superseded(copies)), None)
@@ -129,42 +159,29 @@ def _stamp(job: JobDir, root: Root, step: int) -> ShardId:
     return ShardId(step, 0, 1, incarnation)
 
 
-def _adopt(
-    source: Path,
-    job: JobDir,
-    root: Root,
-    aside: Path,
-    stamp: ShardId,
-    entry: str | None,
-    allow_pickle: bool,
-    progress: Progress,
-) -> Adopted:
+def _read(source: Path, directory: Path, entry: str | None, allow_pickle: bool, progress: Progress) -> _Source:
     form = _form(source)
-    note: Sidecar | None = None
+    sidecar: Sidecar | None = None
     tree: Any
     loaded = 0
     if form == "dcp":
         found = dcp.DcpSource(source, allow_pickle)
-        note, loaded = found.note, found.nbytes
+        sidecar, loaded = found.note, found.nbytes
         progress.begin(3 * loaded)
-        tree = found.load(aside, progress.advance)
+        tree = found.load(directory, progress.advance)
     elif form == "safetensors":
-        tree, note = huggingface.read(source)
+        tree, sidecar = huggingface.read(source)
     else:
         tree = torchfile.read(source, allow_pickle)
-    if note is not None:
-        tree = note.state(tree, allow_pickle)
-    state = _entries(tree, entry, note is not None, source)
-    _check_room(state, aside)
-    capture = Capture({name: _Held(held) for name, held in state.items()}, rng=False, allow_pickle=allow_pickle)
-    plan, values = capture.prepare()
-    progress.begin(loaded + plan.layout.nbytes + plan.layout.file_bytes)
-    _write(open_store(root), job, aside, stamp, plan, values, note, progress.advance)
-    return Adopted(stamp.step, root, form, list(state), len(plan.layout.chunks), plan.layout.file_bytes)
+    if sidecar is not None:
+        tree = sidecar.state(tree, allow_pickle)
+    state = _entries(tree, entry, sidecar is not None, source)
+    _check_room(state, directory)
+    return _Source(form, state, sidecar, loaded)
 
 
 def _form(source: Path) -> str:
-    """Which format a source has."""
+    """Returns the format of a source. Raises NotFoundError, or UsageError where it has none that is known."""
     if not source.exists():
         raise NotFoundError(f"{source}: is not there")
     if source.is_dir():
@@ -184,11 +201,11 @@ def _form(source: Path) -> str:
     )
 
 
-def _entries(tree: Any, entry: str | None, ours: bool, source: Path) -> dict[Any, Any]:
-    """The state by entry."""
+def _entries(tree: Any, entry: str | None, has_entries: bool, source: Path) -> dict[Any, Any]:
+    """Returns the state by entry. ``has_entries`` is True if the source says itself which entries it has."""
     if not isinstance(tree, Mapping):
         raise UsageError(f"{source}: holds a {type(tree).__name__}, where a dictionary of state should be")
-    if ours:
+    if has_entries:
         if entry is not None:
             raise UsageError(f"{source}: names its entries itself ({', '.join(tree)}): leave --as out")
         return dict(tree)
@@ -201,8 +218,11 @@ def _entries(tree: Any, entry: str | None, ours: bool, source: Path) -> dict[Any
     return state | ({_VALUES: rest} if rest else {})
 
 
-def _check_room(state: Mapping[Any, Any], aside: Path) -> None:
-    """Raise OSError when there is no room: before a plan is made, which would not end for a size that is made up."""
+def _check_room(state: Mapping[Any, Any], directory: Path) -> None:
+    """Raises OSError when there is no room for the state.
+
+    To be asked before a plan is made: for a size that a damaged source makes up, planning would not end.
+    """
     flat = Flat()
     flatten(dict(state), flat)
     sizes = {
@@ -211,47 +231,43 @@ def _check_room(state: Mapping[Any, Any], aside: Path) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu"
     }
     needed = sum(sizes.values())
-    if needed > shutil.disk_usage(aside).free:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {needed:,} bytes of tensors", str(aside))
+    if needed > shutil.disk_usage(directory).free:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {needed:,} bytes of tensors", str(directory))
 
 
-def _write(
-    store: Store,
-    job: JobDir,
-    aside: Path,
-    stamp: ShardId,
+def _assemble(
     plan: CopyPlan,
     values: bytes,
-    note: Sidecar | None,
+    stamp: ShardId,
+    sidecar: Sidecar | None,
+    directory: Path,
     progress: Callable[[int], object],
-) -> None:
-    """The only shard of a checkpoint: put together in a file without a name, then carried over as a drain would."""
-    memory = map_scratch(aside, plan.layout.file_bytes)
+) -> tuple[Receipt, memoryview]:
+    """Puts the only shard of the checkpoint together, in a file without a name. Returns its receipt and its bytes.
+
+    Raises CorruptError when tensors differ from the checksums in the sidecar.
+    """
+    memory = map_scratch(directory, plan.layout.file_bytes)
     sums = _copy(plan, memory, progress)
-    if note is not None:
+    if sidecar is not None:
         by_name, at = {}, 0
         for chunk in plan.layout.chunks:
             count = len(block_ranges(chunk))
             by_name[chunk.name] = sums[at : at + count]
             at += count
-        note.compare(by_name)
-    receipt = Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), f"step {stamp.step}")
-    committer = Committer(store, job)
-    committer.begin(stamp)
-    committer.write(receipt, memory, progress)
-    if not committer.commit(stamp, [stamp]) or not store.durable(stamp):
-        raise NotDurableError(f"{store.root}: a later start of the job has taken the place of step {stamp.step}")
+        sidecar.compare(by_name)
+    return Receipt.decode(Receipt.encode(stamp, plan.static, sums, values), f"step {stamp.step}"), memory
 
 
 def _copy(plan: CopyPlan, memory: memoryview, progress: Callable[[int], object]) -> list[str]:
-    """Fill ``memory`` with the shard. Returns the checksums."""
+    """Fills ``memory`` with the shard. Returns the checksums of its blocks."""
     sums = [""] * len(plan.layout.blocks)
     buffer = memory.obj
     assert isinstance(buffer, mmap.mmap)
     writer = ShardWriter()
     try:
-        for at in range(0, max(len(plan.early), 1), _HANDFUL):  # once for a state without tensors: it has a header
-            batches = plan.early[at : at + _HANDFUL]
+        for at in range(0, max(len(plan.early), 1), _BATCHES):  # once for a state without tensors: it has a header
+            batches = plan.early[at : at + _BATCHES]
             _, some = writer.write(replace(plan, early=batches), buffer, None, 0)
             sums = [new or old for new, old in zip(some, sums, strict=True)]
             progress(sum(unit.nbytes for batch in batches for unit in batch.units))
