@@ -1,4 +1,4 @@
-"""What a forked child may do with its parent's checkpointer: look, and nothing else."""
+"""A forked child may look at checkpoints through its parent's Checkpointer, and do nothing else with it."""
 
 from __future__ import annotations
 

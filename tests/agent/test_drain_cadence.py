@@ -1,4 +1,4 @@
-"""How often storage gets what nobody has asked for there, and what goes at once all the same."""
+"""Storage gets at times what nobody has asked for there; what was asked for goes at once all the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent that holds its place and does nothing; a trainer that may do less than it would."""
+"""Agents that hold their place and do nothing are replaced; trainers with fewer rights than usual go on."""
 
 from __future__ import annotations
 
