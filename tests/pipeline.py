@@ -12,7 +12,7 @@ from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
-from rekindle.restore.fill import Filling, Sides
+from rekindle.restore.fill import Filling, CopyStreams
 from rekindle.restore.load import build, check_values, load
 from rekindle.restore.match import Match, mismatch
 from rekindle.restore.reshard import Have, plan
@@ -50,16 +50,16 @@ class Pipeline:
         live = Capture(state, rng).state
         receipt = self.receipt
         check_values(receipt, allow_pickle, live)
-        fit = Match(live, Saved(receipt))
-        problems = fit.problems + [f"{name}: only in the live state" for name in fit.lacking]
-        problems += [f"{name}: only in the checkpoint" for name in fit.surplus]
+        match = Match(live, Saved(receipt))
+        problems = match.problems + [f"{name}: only in the live state" for name in match.lacking]
+        problems += [f"{name}: only in the checkpoint" for name in match.surplus]
         if problems:
             raise mismatch(problems)
-        wants = fit.wants
+        wants = match.wants
         chunks = receipt.layout.chunks
         found = plan([want for _, want, _ in wants], [Have(c.name, c.box) for c in chunks])
-        assert not found.missing and not fit.absent
-        filling = Filling(receipt.layout, Sides())
+        assert not found.missing and not match.absent
+        filling = Filling(receipt.layout, CopyStreams())
         for move in found.moves:
             filling.want(move.have, move.box, wants[move.want][1].box, wants[move.want][2])
         fd = os.memfd_create("slot")
@@ -68,5 +68,5 @@ class Pipeline:
             file[:] = self.slots[(self.saves - 1) % 2][:]
         with OpenShard(receipt, fd, Path("slot"), in_memory=True) as shard:
             assert read_blocks(ShardReader(shard), filling, filling.blocks) == []
-        filling.settle()
-        load(live, fit, build(live, fit, allow_pickle))
+        filling.finish()
+        load(live, match, build(live, match, allow_pickle))

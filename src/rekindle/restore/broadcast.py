@@ -1,4 +1,4 @@
-"""Bytes that all ranks want, as those of replicas, are read from storage by one of them and sent to the others."""
+"""Broadcasts bytes that all ranks want, such as those of replicas: one rank reads them from storage for all."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rekindle.format.reader import NullSink, ShardReader, Sink, consecutive_runs
 from rekindle.format.receipt import checksum
 from rekindle.session.group import ProcessGroup
 
-__all__ = ["Errand", "exchange"]
+__all__ = ["BlockRequest", "broadcast_common"]
 
 _PARCEL = 4 << 20
 """Bytes that are sent in one go; a block of 16 MiB goes as it is."""
 _AHEAD = 3
-"""Parcels that a rank has read, and parcels that are on their way, at a time. With the ranks' other buffers this bounds
-the memory that an exchange takes: some 6 parcels of at most 16 MiB."""
+"""Parcels that a rank has read, and parcels that are on their way, at a time. With the ranks' other buffers this
+bounds the memory that a broadcast takes: some 6 parcels of at most 16 MiB."""
 _WORTH = 16 << 20
-"""Common bytes from which on it pays to talk about them."""
+"""Common bytes from which on a broadcast pays."""
 
-Key = tuple[int, str]
+BlockKey = tuple[int, str]
 """Length and checksum of a block: two blocks that agree in both hold the same bytes."""
 _Spot = tuple[int, int]
-"""Number of a job, and of a block in it."""
+"""Number of a request, and of a block in it."""
 
 
 @dataclass(frozen=True)
 class _Parcel:
     owner: int
-    keys: list[Key]
+    keys: list[BlockKey]
 
     @property
     def nbytes(self) -> int:
@@ -41,53 +41,56 @@ class _Parcel:
 
 
 @dataclass
-class Errand:
-    """Blocks of one shard that this rank wants, and where they go."""
+class BlockRequest:
+    """Blocks of one shard that this rank wants, and the sink that takes them."""
 
     reader: ShardReader
     sink: Sink
     left: list[int]
-    """Numbers of those that are still to be read, ascending."""
+    """Numbers of the blocks that are still to be read, ascending."""
     damaged: list[int] = field(default_factory=list)
-    """Of those that this rank has read: which differ from their checksums."""
+    """Numbers of blocks that this rank has read, and that differ from their checksums."""
 
 
-def exchange(group: ProcessGroup, jobs: Sequence[Errand]) -> None:
-    """Fill what all ranks want; each of the ``jobs`` is left with what it doesn't bring.
+def broadcast_common(group: ProcessGroup, requests: Sequence[BlockRequest]) -> None:
+    """Fills the blocks that all ranks want. Each of the ``requests`` keeps the rest in ``left``.
 
-    A collective, in which every rank reads about an equal part. What a rank receives it verifies, so a rank whose copy
-    is damaged or can't be read sends what it has all the same: the others then find those blocks among what is left,
-    and only the rank itself learns that its copy is damaged. Raises RuntimeError when a rank doesn't answer in time.
+    A collective, in which every rank reads about an equal part. A rank verifies what it receives, so a rank whose copy
+    is damaged or can't be read sends what it has all the same: the others then find those blocks in ``left``, and only
+    the rank itself learns that its copy is damaged. Raises RuntimeError when a rank doesn't answer in time.
     """
-    here: dict[Key, list[_Spot]] = {}
-    for number, job in enumerate(jobs):
-        receipt = job.reader.shard.receipt
-        for block in job.left:
+    here: dict[BlockKey, list[_Spot]] = {}
+    for number, request in enumerate(requests):
+        receipt = request.reader.shard.receipt
+        for block in request.left:
             start, stop = receipt.layout.blocks[block]
             here.setdefault((stop - start, receipt.checksums[block]), []).append((number, block))
-    parcels = _share_out(_common(group, here), group.world)
+    parcels = _assign(_common(group, here), group.world)
     if sum(parcel.nbytes for parcel in parcels) < _WORTH:
         return
-    mail = _Mail(group, jobs, here)
-    mail.carry(parcels)
-    filled = {spot for parcel in parcels for key in parcel.keys for spot in here[key]} - mail.again
-    for number, job in enumerate(jobs):
-        job.left = [block for block in job.left if (number, block) not in filled]
-        job.damaged = sorted(block for at, block in mail.damaged if at == number)
+    broadcaster = _Broadcaster(group, requests, here)
+    broadcaster.run(parcels)
+    filled = {spot for parcel in parcels for key in parcel.keys for spot in here[key]} - broadcaster.arrived_damaged
+    for number, request in enumerate(requests):
+        request.left = [block for block in request.left if (number, block) not in filled]
+        request.damaged = sorted(block for at, block in broadcaster.own_damaged if at == number)
 
 
-def _common(group: ProcessGroup, here: dict[Key, list[_Spot]]) -> list[Key]:
-    """What all ranks want, in the order in which rank 0 has it. A byte a block and rank is exchanged for that."""
-    offered: list[Key] = group.gather(list(here) if group.rank == 0 else None)[0]
+def _common(group: ProcessGroup, here: dict[BlockKey, list[_Spot]]) -> list[BlockKey]:
+    """Returns the blocks that all ranks want, in the order in which rank 0 has them.
+
+    For that, rank 0 sends its list, and each rank a byte for every block.
+    """
+    offered: list[BlockKey] = group.gather(list(here) if group.rank == 0 else None)[0]
     wanted = group.gather(bytes(key in here for key in offered))
     return [key for number, key in enumerate(offered) if all(ranks[number] for ranks in wanted)]
 
 
-def _share_out(keys: Sequence[Key], world: int) -> list[_Parcel]:
-    """Parcels of neighbouring blocks; each goes to the rank that has the fewest bytes to read so far."""
+def _assign(keys: Sequence[BlockKey], world: int) -> list[_Parcel]:
+    """Cuts parcels of neighbouring blocks, and gives each to the rank that has the fewest bytes to read so far."""
     parcels: list[_Parcel] = []
     load = [0] * world
-    batch: list[Key] = []
+    batch: list[BlockKey] = []
     for number, key in enumerate(keys):
         batch.append(key)
         nbytes = sum(size for size, _ in batch)
@@ -99,8 +102,8 @@ def _share_out(keys: Sequence[Key], world: int) -> list[_Parcel]:
     return parcels
 
 
-class _Into(NullSink):
-    """A sink that is a parcel."""
+class _ParcelSink(NullSink):
+    """Takes blocks into a parcel."""
 
     def __init__(self, data: memoryview, places: dict[int, tuple[int, int]]) -> None:
         self._data, self._places = data, places
@@ -110,23 +113,25 @@ class _Into(NullSink):
         return self._data[start:stop]
 
 
-class _Mail:
-    """One rank's part of an exchange."""
+class _Broadcaster:
+    """Reads, sends and receives parcels, for one rank."""
 
-    def __init__(self, group: ProcessGroup, jobs: Sequence[Errand], here: dict[Key, list[_Spot]]) -> None:
-        self._group, self._jobs, self._here = group, jobs, here
+    def __init__(
+        self, group: ProcessGroup, requests: Sequence[BlockRequest], here: dict[BlockKey, list[_Spot]]
+    ) -> None:
+        self._group, self._requests, self._here = group, requests, here
         self._free: list[torch.Tensor] = []
-        self.again: set[_Spot] = set()
-        """Blocks that came damaged."""
-        self.damaged: set[_Spot] = set()
-        """Blocks that this rank was to send, and that its own copy has damaged."""
+        self.arrived_damaged: set[_Spot] = set()
+        """Blocks that arrived damaged."""
+        self.own_damaged: set[_Spot] = set()
+        """Blocks that this rank was to send, and whose own copy is damaged."""
 
-    def carry(self, parcels: list[_Parcel]) -> None:
-        """Send and receive all parcels, in this order on all ranks; reading goes on ahead, and hashing behind."""
+    def run(self, parcels: list[_Parcel]) -> None:
+        """Sends and receives all parcels, in this order on all ranks; reading goes on ahead, and hashing behind."""
         mine = deque(number for number, parcel in enumerate(parcels) if parcel.owner == self._group.rank)
         reads: dict[int, Future[torch.Tensor]] = {}
         arriving: deque[Future[None]] = deque()
-        with ThreadPoolExecutor(2 * _AHEAD, thread_name_prefix="rekindle-exchange") as pool:
+        with ThreadPoolExecutor(2 * _AHEAD, thread_name_prefix="rekindle-broadcast") as pool:
             try:
                 for number, parcel in enumerate(parcels):
                     while mine and len(reads) < _AHEAD:
@@ -150,7 +155,7 @@ class _Mail:
             return torch.empty(max(BLOCK, _PARCEL), dtype=torch.uint8)
 
     def _read(self, parcel: _Parcel) -> torch.Tensor:
-        """A parcel from this rank's own file, put in place here too."""
+        """Reads a parcel from this rank's own file, and fills the blocks here, too."""
         buffer = self._buffer()
         data = _view(buffer)
         places: dict[int, dict[int, tuple[int, int]]] = {}
@@ -161,14 +166,14 @@ class _Mail:
             at += key[0]
         bad: set[_Spot] = set()
         for number, blocks in places.items():
-            reader = self._jobs[number].reader
+            reader = self._requests[number].reader
             for run in consecutive_runs(reader.shard.receipt.layout, sorted(blocks)):
                 try:
-                    found = reader.read(run, _Into(data, blocks))
+                    found = reader.read(run, _ParcelSink(data, blocks))
                 except OSError:
                     found = run
                 bad.update((number, block) for block in found)
-        self.damaged |= bad
+        self.own_damaged |= bad
         for key in parcel.keys:
             number, block = self._here[key][0]
             if (number, block) not in bad:
@@ -182,13 +187,13 @@ class _Mail:
             if checksum(_view(buffer)[at : at + key[0]]) == key[1]:
                 self._put(key, buffer, at)
             else:
-                self.again.update(self._here[key])
+                self.arrived_damaged.update(self._here[key])
             at += key[0]
         self._free.append(buffer)
 
-    def _put(self, key: Key, buffer: torch.Tensor, at: int) -> None:
+    def _put(self, key: BlockKey, buffer: torch.Tensor, at: int) -> None:
         for number, block in self._here[key]:
-            sink = self._jobs[number].sink
+            sink = self._requests[number].sink
             place = sink.place(block)
             if place is None:
                 sink.take(block, 0, _view(buffer)[at : at + key[0]])

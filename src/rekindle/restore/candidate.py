@@ -1,4 +1,4 @@
-"""One candidate on one rank: find all that the live state wants of it, and put that, verified, in its place."""
+"""Tries one candidate on one rank: finds all that the live state wants of it, and fills that in, verified."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rekindle.format.layout import block_ranges
 from rekindle.format.lineage import CheckpointKey
 from rekindle.format.reader import read_blocks
 from rekindle.format.receipt import Receipt
-from rekindle.restore.broadcast import Errand, exchange
-from rekindle.restore.fill import Filling, Sides, begin
+from rekindle.restore.broadcast import BlockRequest, broadcast_common
+from rekindle.restore.fill import CopyStreams, Filling, wait_for_devices
 from rekindle.restore.load import build, check_values, load
 from rekindle.restore.match import Match, mismatch
 from rekindle.restore.partial import Counts, table, unloaded
@@ -37,40 +37,40 @@ _half_loaded: dict[int, weakref.ref[Any]] = {}
 
 
 def half_loaded(state: Mapping[str, Any]) -> bool:
-    """Whether a part of the live state is neither what it was nor what a checkpoint holds."""
+    """Returns True if a part of the live state is neither what it was nor what a checkpoint holds."""
     marks = [_half_loaded.get(id(entry)) for entry in state.values()]
     return any(mark is not None and mark() is entry for mark, entry in zip(marks, state.values(), strict=True))
 
 
 @dataclass
 class Verdict:
-    """What came of one candidate on one rank, so far. ``reasons`` tell why copies were passed over."""
+    """The state of one candidate on one rank. ``reasons`` tell why copies were passed over."""
 
     place: str | None = None
-    """Where all that is wanted is, storage if a part of it is there; None when it is not to be had."""
+    """Place of all that is wanted, storage if a part of it is there; None when it is not to be had."""
     nbytes: int = 0
-    """Of the blocks that hold what is wanted."""
+    """Bytes of the blocks that hold what is wanted."""
     read: int = 0
     """Bytes that this rank has read, headers included; fewer than ``nbytes`` when others sent it the rest."""
     seconds: float = 0.0
     reasons: list[str] = field(default_factory=list)
     error: RekindleError | None = None
-    """Why it must not be loaded though it may be sound; raised on all ranks."""
+    """Reason not to load it though it may be sound; raised on all ranks."""
     surplus: set[str] = field(default_factory=set)
-    """What this rank's part of the checkpoint has, and its live state has no place for. Somebody else's may."""
+    """Names in this rank's part of the checkpoint that its live state has no place for. Another rank's may."""
     half_loaded: bool = False
     counts: Counts = field(default_factory=dict)
-    """How much of each entry of the live state fits."""
+    """By entry of the live state: how much of it matches."""
     there: set[str] = field(default_factory=set)
     """Entries of the checkpoint."""
     table: str = ""
-    """What is loaded and what isn't, for people, where not all has to fit."""
+    """Table of what is loaded and what isn't, where not all has to match."""
     unloaded: set[str] = field(default_factory=set)
-    """What this rank's part of the checkpoint has, and is not loaded here. Somebody else may load it."""
+    """Names in this rank's part of the checkpoint that are not loaded here. Another rank may load them."""
 
 
 class Candidate:
-    """Use as a context: what is in use stays open, and in memory pinned, until it ends."""
+    """One candidate on one rank. Use as a context: shards in use stay open, and in memory pinned, until it ends."""
 
     def __init__(
         self,
@@ -81,17 +81,17 @@ class Candidate:
         allow_pickle: bool,
         parts: frozenset[str] | None = None,
     ) -> None:
-        """``ranks``: this rank and the number of all. Values, and what each rank has of its own, come from the shard of
-        this rank, modulo the number of shards. ``parts``: entries of the state to load as far as they fit; None when
-        all has to fit."""
+        """``ranks``: this rank and the number of all. Values, and what each rank has of its own, come from the shard
+        of this rank, modulo the number of shards. ``parts``: entries of the state to load as far as they match; None
+        when all has to match."""
         self.verdict = Verdict()
         self._key = key
         self._state, self._allow_pickle, self._parts = state, allow_pickle, parts
         saved = copies[0].world if copies else ranks[1]
         self._resized = saved != ranks[1]
         self._sources = Sources(key, copies, ranks[0] % saved)
-        self._fit: Match | None = None
-        self._jobs: list[tuple[ShardSource, Filling]] = []
+        self._match: Match | None = None
+        self._fillings: list[tuple[ShardSource, Filling]] = []
         self._trees: dict[str, Any] = {}
 
     def __enter__(self) -> Candidate:
@@ -101,12 +101,12 @@ class Candidate:
         self._sources.close()
 
     @property
-    def fit(self) -> Match:
-        assert self._fit is not None
-        return self._fit
+    def match(self) -> Match:
+        assert self._match is not None
+        return self._match
 
     def open(self) -> None:
-        """Find what the live state wants, which is left as it is."""
+        """Finds what the live state wants. Changes nothing live."""
         self.verdict.place = None
         try:
             found = self._find()
@@ -120,16 +120,16 @@ class Candidate:
             self.verdict.reasons += self._sources.reasons
             self._sources.reasons = []
         if found:
-            self.verdict.place = MEMORY if all(job[0].place == MEMORY for job in self._jobs) else STORAGE
-            self.verdict.nbytes = sum(filling.nbytes for _, filling in self._jobs)
-            self.verdict.surplus, self.verdict.counts = self.fit.surplus, self.fit.counts
-            self.verdict.there = set(entries(self.fit.saved.home.structure))
+            self.verdict.place = MEMORY if all(source.place == MEMORY for source, _ in self._fillings) else STORAGE
+            self.verdict.nbytes = sum(filling.nbytes for _, filling in self._fillings)
+            self.verdict.surplus, self.verdict.counts = self.match.surplus, self.match.counts
+            self.verdict.there = set(entries(self.match.saved.home.structure))
             if self._parts is not None:
-                self.verdict.table = table(self._key[0], self.fit)
-                self.verdict.unloaded = unloaded(self.fit)
+                self.verdict.table = table(self._key[0], self.match)
+                self.verdict.unloaded = unloaded(self.match)
 
     def _find(self) -> bool:
-        """Look at more and more shards, until they have all that is wanted, or there are no more."""
+        """Opens more and more shards, until they have all that is wanted, or there are no more."""
         home = self._sources.home
         if home is None:
             return False
@@ -142,23 +142,26 @@ class Candidate:
             for source in self._sources.opened:
                 if source is not home:
                     saved.add(source.reader.shard.receipt)
-            fit = self._fit = Match(self._state, saved, self._parts)
-            wants = fit.wants
+            match = self._match = Match(self._state, saved, self._parts)
+            wants = match.wants
             haves = self._haves(receipt)
             found = plan([want for _, want, _ in wants], [have for _, _, have in haves])
-            if fit.problems and self._parts is None:
-                raise mismatch(fit.problems)
-            if not (found.missing or fit.absent or fit.lacking or fit.unsure) or not self._sources.more():
+            if match.problems and self._parts is None:
+                raise mismatch(match.problems)
+            if not (found.missing or match.absent or match.lacking or match.unsure) or not self._sources.more():
                 break
-        if not self._whole(fit, found):
+        if not self._whole(match, found):
             return False
-        self._aim(found, wants, haves)
-        self._check_ambiguity(fit)
+        self._plan_fillings(found, wants, haves)
+        self._check_ambiguity(match)
         return True
 
     def _haves(self, home: Receipt) -> list[tuple[ShardSource, int, Have]]:
-        """All parts that there are. What each rank has of its own is this rank's, however near another's may be; what
-        this rank has no part of may be that of ranks that share a tensor with it."""
+        """Lists all parts that exist.
+
+        What each rank has of its own is this rank's, however near another's may be. What this rank has no part of may
+        be that of ranks that share a tensor with it.
+        """
         own: dict[str, list[Box]] = {}
         for chunk in home.layout.chunks:
             if chunk.own:
@@ -171,39 +174,42 @@ class Candidate:
             or not (chunk.own and any(box.intersect(chunk.box) for box in own.get(chunk.name, ())))
         ]
 
-    def _whole(self, fit: Match, found: ReadPlan) -> bool:
-        """Whether nothing is missing. Raises StateMismatchError for what only the live state has."""
-        if fit.lacking and self._parts is None:
-            raise mismatch([f"{name}: only in the live state" for name in fit.lacking])
-        unseen = self._sources.unseen if fit.unsure else []
+    def _whole(self, match: Match, found: ReadPlan) -> bool:
+        """Returns True if nothing is missing. Raises StateMismatchError for what only the live state has."""
+        if match.lacking and self._parts is None:
+            raise mismatch([f"{name}: only in the live state" for name in match.lacking])
+        unseen = self._sources.unseen if match.unsure else []
         if unseen:
             self._sources.reasons.append(
                 f"what optimizers kept of some parameters may be in the shards of rank(s) {unseen}, which can't be read"
             )
-        self._sources.reasons += fit.saved.conflicts[:1]
-        for name in fit.absent[:1]:
+        self._sources.reasons += match.saved.conflicts[:1]
+        for name in match.absent[:1]:
             self._sources.reasons.append(f"no shard that can be read has any of {name}")
         for want in found.missing[:1]:
             self._sources.reasons.append(f"no shard that can be read has {want.name}{want.box}")
-        return not (fit.absent or found.missing or unseen or fit.saved.conflicts)
+        return not (match.absent or found.missing or unseen or match.saved.conflicts)
 
-    def _aim(self, found: ReadPlan, wants: Sequence[Any], haves: Sequence[tuple[ShardSource, int, Have]]) -> None:
-        sides = Sides()
+    def _plan_fillings(
+        self, found: ReadPlan, wants: Sequence[Any], haves: Sequence[tuple[ShardSource, int, Have]]
+    ) -> None:
+        """Lays out the moves as one filling for each source."""
+        streams = CopyStreams()
         fillings: dict[ShardSource, Filling] = {}
         for move in found.moves:
             source, number, _ = haves[move.have]
             _, want, tensor = wants[move.want]
             if source not in fillings:
-                fillings[source] = Filling(source.reader.shard.receipt.layout, sides)
+                fillings[source] = Filling(source.reader.shard.receipt.layout, streams)
             fillings[source].want(number, move.box, want.box, tensor)
-        self._jobs = list(fillings.items())
+        self._fillings = list(fillings.items())
 
-    def _check_ambiguity(self, fit: Match) -> None:
-        """Raise StateMismatchError if ranks had different parameters by one name, and are other ranks now."""
+    def _check_ambiguity(self, match: Match) -> None:
+        """Raises StateMismatchError if ranks had different parameters by one name, and are other ranks now."""
         if not self._resized:
             return
         own = {c.name for s in self._sources.opened for c in s.reader.shard.receipt.layout.chunks if c.own}
-        if not own & fit.parameters:
+        if not own & match.parameters:
             return
         while self._sources.more():
             pass
@@ -213,7 +219,7 @@ class Candidate:
             sums = iter(receipt.checksums)
             for chunk in receipt.layout.chunks:
                 digests = list(islice(sums, len(block_ranges(chunk))))
-                if chunk.own and chunk.name in fit.parameters:
+                if chunk.own and chunk.name in match.parameters:
                     known = seen.setdefault(chunk.name, {})
                     box = chunk.box
                     met = next((other for other in known if other != box and other.intersect(box) is not None), box)
@@ -225,64 +231,66 @@ class Candidate:
                         )
 
     def fill(self, group: SingleProcess | ProcessGroup, verdicts: list[Verdict]) -> None:
-        """Put what is wanted in its place. A copy that turns out damaged is dropped, and others are looked for.
+        """Fills in what is wanted. A copy that turns out damaged is dropped, and others are looked for.
 
         ``verdicts`` are those of all ranks.
         """
         together = isinstance(group, ProcessGroup) and group.world > 1 and all(v.place != MEMORY for v in verdicts)
         while self.verdict.place is not None and self.verdict.error is None:
             self._mark()
-            jobs = [Errand(source.reader, filling, filling.blocks) for source, filling in self._jobs]
+            requests = [BlockRequest(source.reader, filling, filling.blocks) for source, filling in self._fillings]
             if together:
                 together = False  # the other ranks take part once
                 assert isinstance(group, ProcessGroup)
-                exchange(group, jobs)
-            if self._pour(jobs):
-                for _, filling in self._jobs:
-                    filling.settle()
+                broadcast_common(group, requests)
+            if self._read(requests):
+                for _, filling in self._fillings:
+                    filling.finish()
                 self._make_trees()
                 return
             self.open()
 
     def _make_trees(self) -> None:
-        """While the other ranks can still be told of what goes wrong."""
+        """Builds the trees to load now, while the other ranks can still be told of a failure."""
         try:
-            self._trees = build(self._state, self.fit, self._allow_pickle)
+            self._trees = build(self._state, self.match, self._allow_pickle)
         except Exception as error:
             self.verdict.place = None
             self.verdict.reasons.append(self._nonsense(error))
 
     def _nonsense(self, error: Exception) -> str:
+        """Describes an error of a checkpoint whose checksums are right, and whose content contradicts itself."""
         home = self._sources.home
         where = f"{home.reader.shard.path}: " if home is not None else ""
         return f"{where}makes no sense: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
-    def _pour(self, jobs: list[Errand]) -> bool:
-        """Read what is left. False when a source had to be dropped."""
+    def _read(self, requests: list[BlockRequest]) -> bool:
+        """Reads the rest of the blocks. False when a source had to be dropped."""
         sound = True
-        for job, (source, _) in zip(jobs, self._jobs, strict=True):
+        for request, (source, _) in zip(requests, self._fillings, strict=True):
             try:
-                bad = job.damaged or read_blocks(job.reader, job.sink, job.left)
+                bad = request.damaged or read_blocks(request.reader, request.sink, request.left)
                 if bad:
-                    raise job.reader.shard.corruption(bad[0])
+                    raise request.reader.shard.corruption(bad[0])
             except (OSError, RekindleError) as error:
                 self._sources.drop(source, error)
                 sound = False
             finally:
-                self.verdict.read += job.reader.nbytes
-                job.reader.nbytes = 0
+                self.verdict.read += request.reader.nbytes
+                request.reader.nbytes = 0
         return sound
 
     def _mark(self) -> None:
-        live = [target for target in self.fit.targets.values() if target.live]
-        begin(tensor for target in live for _, tensor in target.pieces)
+        """Notes what is about to be overwritten, so that a load that fails half-way is known as such."""
+        live = [target for target in self.match.targets.values() if target.live]
+        wait_for_devices(tensor for target in live for _, tensor in target.pieces)
         for name in {target.entry for target in live}:
             entry = self._state[name]
             _half_loaded[id(entry)] = weakref.ref(entry)
         self.verdict.half_loaded = half_loaded(self._state)
 
     def load(self) -> None:
-        """Give the live objects what has been filled. All ranks have what they want."""
-        load(self._state, self.fit, self._trees)
+        """Hands what has been filled to the live objects. Precondition: all ranks have what they want."""
+        load(self._state, self.match, self._trees)
         for entry in self._state.values():
             _half_loaded.pop(id(entry), None)

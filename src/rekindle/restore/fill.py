@@ -1,4 +1,4 @@
-"""From the blocks of shards to where their bytes are wanted: straight into place where that can be."""
+"""Fills tensors from the blocks of shards: bytes go straight into place where they can."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from rekindle.restore.reshard import runs
 from rekindle.state.device import page_lock
 from rekindle.state.parts import dtype_name
 
-__all__ = ["Filling", "Sides", "begin"]
+__all__ = ["Filling", "CopyStreams", "wait_for_devices"]
 
 
 class Filling:
-    """The ``Sink`` of one shard: its blocks go to the tensors that want a part of what they hold."""
+    """The ``Sink`` of one shard: passes its blocks on to the tensors that want a part of them."""
 
-    def __init__(self, layout: Layout, sides: Sides) -> None:
+    def __init__(self, layout: Layout, streams: CopyStreams) -> None:
         self._layout = layout
         self._first: list[int] = []
-        """Of each chunk: the number of its first block."""
+        """By chunk: the number of its first block."""
         self._numbers: list[int] = []
-        """Of each block: the number of its chunk."""
+        """By block: the number of its chunk."""
         for number, chunk in enumerate(layout.chunks):
             self._first.append(len(self._numbers))
             self._numbers += [number] * len(block_ranges(chunk))
         self._windows: dict[int, list[_Window]] = {}
         self.staged = 0
-        """Bytes that will wait on the host until ``settle``."""
-        self._sides = sides
+        """Bytes that will wait on the host until ``finish``."""
+        self._streams = streams
 
     def want(self, chunk: int, common: Box, box: Box, tensor: torch.Tensor) -> None:
-        """``common``, a part of the shard's chunk of this number, is wanted in ``tensor``, which holds ``box``."""
+        """Asks for ``common``, a part of the shard's chunk of this number, in ``tensor``, which holds ``box``."""
         source = self._layout.chunks[chunk]
         window = _straight(source, common, box, tensor)
         if window is None:
@@ -63,7 +63,7 @@ class Filling:
     # -- as a sink ----------------------------------------------------------------------------------------------
 
     def _range(self, block: int) -> tuple[int, int, int]:
-        """Chunk, first byte and last, exclusive, within it."""
+        """Returns chunk, first byte and last, exclusive, within it."""
         number = self._numbers[block]
         start = (block - self._first[number]) * BLOCK
         return number, start, min(start + BLOCK, self._layout.chunks[number].nbytes)
@@ -82,17 +82,17 @@ class Filling:
         for window in self._windows.get(number, []):
             first, last = max(start, window.start), min(stop, window.stop)
             if first < last:
-                window.put(first, data[first - start : last - start], self._sides)
+                window.put(first, data[first - start : last - start], self._streams)
 
     def lock(self, buffer: mmap.mmap) -> object:
         return page_lock(buffer)
 
-    def settle(self) -> None:
-        """Put what torch has to bring into order in its place, and tell autograd what has been written past torch."""
+    def finish(self) -> None:
+        """Copies staged rows into place, and tells autograd what has been written past torch."""
         with torch.no_grad():
             for windows in self._windows.values():
                 for window in windows:
-                    window.settle()
+                    window.finish()
 
 
 class _Window:
@@ -108,22 +108,22 @@ class _Window:
             return None
         return self._memory[self._at + start - self.start : self._at + stop - self.start]
 
-    def put(self, start: int, data: memoryview, sides: Sides) -> None:
+    def put(self, start: int, data: memoryview, streams: CopyStreams) -> None:
         place = self.place(start, start + len(data))
         if place is not None:
             place[:] = data
             return
         flat = self._tensor.view(-1).view(torch.uint8)
         at = self._at + start - self.start
-        sides.copy(flat[at : at + len(data)], torch.frombuffer(data, dtype=torch.uint8))
+        streams.copy(flat[at : at + len(data)], torch.frombuffer(data, dtype=torch.uint8))
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         if not self._tensor.is_inference():
             torch.autograd.graph.increment_version(self._tensor)
 
 
 class _Staged(_Window):
-    """The rows of a chunk that hold what is wanted, on the host, until torch puts a part of them in its place."""
+    """Rows of a chunk, held on the host until torch copies a part of them into place."""
 
     def __init__(self, chunk: Chunk, common: Box, box: Box, tensor: torch.Tensor) -> None:
         rest = chunk.sizes[1:]
@@ -147,7 +147,7 @@ class _Staged(_Window):
                 self._from = torch.empty(self._shape, dtype=self._dtype)
         return _bytes_of(self._from)[start - self.start : stop - self.start]
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         if self._from is None:
             return
         source, target = self._from, self._to
@@ -160,7 +160,10 @@ class _Staged(_Window):
 
 
 def _straight(chunk: Chunk, common: Box, box: Box, tensor: torch.Tensor) -> _Window | None:
-    """None where the wanted bytes don't lie in one piece on both sides, or are to become others."""
+    """Returns a window onto the tensor's own memory.
+
+    None where the wanted bytes don't lie in one piece on both sides, or the tensor has another type.
+    """
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or dtype_name(tensor) != chunk.dtype:
         return None
     source = chunk.box
@@ -171,8 +174,8 @@ def _straight(chunk: Chunk, common: Box, box: Box, tensor: torch.Tensor) -> _Win
     return _Window(start, start + nbytes, tensor, at)
 
 
-class Sides:
-    """A stream for each thread and CUDA device, so that copies of several threads overlap."""
+class CopyStreams:
+    """CUDA streams, one for each thread and device, so that copies of several threads overlap."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -191,15 +194,15 @@ class Sides:
             stream.synchronize()
 
 
-def begin(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until devices have done what they were told, so that nothing still reads what is now filled."""
+def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Waits until devices have done what they were told, so that nothing still reads what is now filled."""
     for device in {tensor.device for tensor in tensors}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host. The caller keeps the tensor."""
+    """Returns the memory of a contiguous tensor on the host. The caller keeps the tensor."""
     if not tensor.nbytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,4 +1,4 @@
-"""From filled tensors back into live objects."""
+"""Loads filled tensors and values into the live objects."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ __all__ = ["build", "check_values", "load"]
 
 
 def check_values(receipt: Receipt, allow_pickle: bool, state: Mapping[str, Any]) -> None:
-    """Raise UsageError when a receipt holds pickles, or values of classes that the live state has none of, and
-    ``allow_pickle`` doesn't say that code may run."""
+    """Raises UsageError for values whose loading runs or imports code, unless ``allow_pickle`` says that it may.
+
+    These are pickles, and values of classes that the live state has none of.
+    """
     if allow_pickle:
         return
     if has_pickle(receipt.values):
@@ -47,30 +49,30 @@ def check_values(receipt: Receipt, allow_pickle: bool, state: Mapping[str, Any])
 
 
 def _classes(state: Mapping[str, Any], contents: StateContent) -> dict[str, type]:
-    """By name: the classes of values that the live state has, where loading needs them."""
+    """Maps names to the classes of values that the live state has, for those that loading needs."""
     return classes_of(contents.of(entry) for entry in state.values())
 
 
-def build(state: Mapping[str, Any], fit: Match, allow_pickle: bool) -> dict[str, Any]:
-    """What each entry's ``load_state_dict()`` is to be given. Changes nothing live."""
-    loading = _Loading(fit, allow_pickle)
-    wanted = [name for name in state if fit.chosen(name) and fit.saved.entry(name) is not None]
+def build(state: Mapping[str, Any], match: Match, allow_pickle: bool) -> dict[str, Any]:
+    """Builds the argument of each entry's ``load_state_dict()``. Changes nothing live."""
+    loading = _Loading(match, allow_pickle)
+    wanted = [name for name in state if match.chosen(name) and match.saved.entry(name) is not None]
     return {name: loading.tree(name, state[name]) for name in wanted}
 
 
-def load(state: Mapping[str, Any], fit: Match, trees: Mapping[str, Any]) -> None:
-    """Give the live objects what has been put, verified, into the targets of ``fit``, and all values: ``trees``.
+def load(state: Mapping[str, Any], match: Match, trees: Mapping[str, Any]) -> None:
+    """Hands the filled targets of ``match`` and all values, as ``trees``, to the live objects.
 
-    Each entry's ``load_state_dict()`` is called, so that hooks and classes with a mind of their own work as ever. It is
-    given live tensors where those have been filled in place: torch sees that there is nothing left to copy. Random
-    generators come last, so nothing that runs while loading draws from them.
+    Each entry's ``load_state_dict()`` is called, so that hooks and overridden methods work as ever. It is given live
+    tensors where those have been filled in place: torch sees that there is nothing left to copy. Random generators come
+    last, so nothing that runs while loading draws from them.
     """
     for name in sorted(trees, key=lambda name: isinstance(state[name], RngState)):
         entry, tree = state[name], trees[name]
         try:
             if is_flat(entry):
-                _put(entry, fit.contents.of(entry), tree)
-            elif isinstance(entry, torch.nn.Module) and fit.parts is not None:
+                _put(entry, match.contents.of(entry), tree)
+            elif isinstance(entry, torch.nn.Module) and match.parts is not None:
                 entry.load_state_dict(tree, strict=False)
             else:
                 entry.load_state_dict(tree)
@@ -81,7 +83,8 @@ def load(state: Mapping[str, Any], fit: Match, trees: Mapping[str, Any]) -> None
 
 
 def _put(module: torch.nn.Module, live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
-    """In place of a ``load_state_dict()`` that would gather parameters, which have been filled where they are."""
+    """Copies into ``module`` in place of a ``load_state_dict()`` that would gather parameters, which are filled
+    already."""
     with torch.no_grad():
         for key, leaf in live.items():
             if isinstance(leaf, torch.Tensor) and key in tree and tree[key] is not leaf:
@@ -92,21 +95,21 @@ def _put(module: torch.nn.Module, live: Mapping[str, Any], tree: Mapping[str, An
 
 
 class _Loading:
-    """What each entry's ``load_state_dict()`` is to be given."""
+    """Builds what each entry's ``load_state_dict()`` is to be given."""
 
-    def __init__(self, fit: Match, allow_pickle: bool) -> None:
-        self._fit, self._allow_pickle = fit, allow_pickle
-        needed = any(next(classes_in(receipt.values), None) is not None for receipt in fit.saved.receipts)
-        self._classes = _classes(fit.state, fit.contents) if needed else {}
+    def __init__(self, match: Match, allow_pickle: bool) -> None:
+        self._match, self._allow_pickle = match, allow_pickle
+        needed = any(next(classes_in(receipt.values), None) is not None for receipt in match.saved.receipts)
+        self._classes = _classes(match.state, match.contents) if needed else {}
         self._again: dict[tuple[str, str], torch.Tensor] = {}
-        """By entry and name: a tensor outside of modules, as what it was to autograd."""
+        """By entry and name: a tensor outside of modules, with the autograd traits that it had."""
 
     def tree(self, name: str, entry: Any) -> Any:
-        saved = self._fit.saved.entry(name)
+        saved = self._match.saved.entry(name)
         assert saved is not None
         if isinstance(entry, torch.nn.Module):
             return self._module(name, entry)
-        if name in self._fit.kept:
+        if name in self._match.kept:
             return self._optimizer(name, entry, saved)
         return self._build(name, saved)
 
@@ -115,17 +118,17 @@ class _Loading:
         return assemble(node.body, node.receipt.values, tensor, self._allow_pickle, self._classes)
 
     def _tensor(self, entry: str, name: str) -> torch.Tensor:
-        found = self._fit.tensor(entry, name)
-        chunk = self._fit.saved.chunk(name)
-        if chunk is None or isinstance(self._fit.state[entry], torch.nn.Module):
+        found = self._match.tensor(entry, name)
+        chunk = self._match.saved.chunk(name)
+        if chunk is None or isinstance(self._match.state[entry], torch.nn.Module):
             return found
         return self._again.setdefault((entry, name), again(found, chunk))
 
     def _module(self, name: str, module: torch.nn.Module) -> Any:
         tree: OrderedDict[str, Any] = OrderedDict()
-        for key, canonical in self._fit.contents.keys(module).items():
-            node = self._fit.saved.child(name, canonical)
-            if node is not None and self._fit.has(name, node):
+        for key, canonical in self._match.contents.keys(module).items():
+            node = self._match.saved.child(name, canonical)
+            if node is not None and self._match.has(name, node):
                 tree[key] = self._build(name, node)
         if not is_flat(module):
             # Versions of the modules' own formats; torch keeps them in an attribute, and we require the same ones.
@@ -139,14 +142,14 @@ class _Loading:
             number: self._build(name, kept)
             if isinstance(kept, Node)
             else {key: self._build(name, value) if isinstance(value, Node) else value for key, value in kept.items()}
-            for number, kept in self._fit.kept[name].items()
+            for number, kept in self._match.kept[name].items()
         }
         _untie(state)
-        names = self._fit.names[name]
+        names = self._match.names[name]
         groups = []
         for number, group in enumerate(entry.param_groups):
             own = [key for parameter in group["params"] for key in names[id(parameter)]]
-            node = self._fit.saved.group_of(name, own[0]) if own else self._fit.saved.group(name, number)
+            node = self._match.saved.group_of(name, own[0]) if own else self._match.saved.group(name, number)
             options = {key: child for key, child in entries(node.body).items() if key != "params"} if node else {}
             built = {key: self._build(name, Node(child, node.receipt)) for key, child in options.items() if node}
             groups.append({**({} if node else group), **built, "params": [numbers[id(p)] for p in group["params"]]})
@@ -156,7 +159,8 @@ class _Loading:
 
 
 def _untie(state: Mapping[Any, Any]) -> None:
-    """Each parameter gets tensors of its own: flattened ones had a counter together, which would now count for each."""
+    """Gives each parameter tensors of its own: flattened ones had a counter together, which would now count for
+    each."""
     seen: set[int] = set()
     for kept in state.values():
         for key, value in kept.items() if isinstance(kept, dict) else ():
@@ -166,7 +170,8 @@ def _untie(state: Mapping[Any, Any]) -> None:
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
-    """Undo a cast: torch gives optimizer state the parameter's dtype, which loses bits of float32 state of bfloat16."""
+    """Undoes a cast: torch gives optimizer state the parameter's dtype, which loses bits of float32 state of
+    bfloat16."""
     if "state" not in tree or "param_groups" not in tree:
         return
     for live, saved in zip(optimizer.param_groups, tree["param_groups"], strict=True):
@@ -176,7 +181,8 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> N
 
 
 def _uncast(live: Any, saved: Any) -> Any:
-    """``live``, with each tensor of another dtype than the saved one replaced by that, on the live one's device."""
+    """Returns ``live``, with each tensor of another dtype than the saved one replaced by that, on the live one's
+    device."""
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
         return live if live.dtype == saved.dtype else saved.to(live.device)
     if isinstance(live, dict):

@@ -1,4 +1,4 @@
-"""What the live state wants of a checkpoint: which boxes of which tensors, and where they go. Changes nothing live."""
+"""Matches a checkpoint with the live state: finds which boxes of which tensors go where. Changes nothing live."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Target:
     """A tensor that is to be filled, as far as this process holds it."""
 
     name: str
-    """What the checkpoint calls it."""
+    """Its name in the checkpoint."""
     entry: str
     leaf: Leaf
     pieces: list[tuple[Box, torch.Tensor]]
     live: bool
-    """Whether it is the live state's own, which shows from the first byte on."""
+    """True if it is the live state's own, so that filling it shows at once."""
 
 
 @dataclass
@@ -50,35 +50,35 @@ class Match:
     targets: dict[tuple[str, str], Target] = field(default_factory=dict)
     """By entry of the state and name in the checkpoint."""
     names: dict[str, dict[int, list[Any]]] = field(default_factory=dict)
-    """By optimizer and id of the parameter: what the checkpoint calls it."""
+    """By optimizer and id of the parameter: its names in the checkpoint."""
     kept: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    """By optimizer and number of the parameter: what it is to keep of it, tensors and nodes of values; what it keeps
-    beside parameters by its own key."""
+    """By optimizer and number of the parameter: the tensors and nodes of values to keep of it; those that belong to
+    no parameter by their own key."""
     problems: list[str] = field(default_factory=list)
-    """What doesn't fit."""
+    """Sentences, each about something that doesn't match."""
     lacking: list[str] = field(default_factory=list)
-    """What the live state has, and none of the receipts speaks of."""
+    """Names that the live state has, and no receipt mentions."""
     absent: list[str] = field(default_factory=list)
-    """Tensors that receipts speak of, and of which none has even a part."""
+    """Tensors that receipts mention, and of which none has even a part."""
     unsure: bool = False
-    """Whether receipts that haven't been read may have more that is wanted."""
+    """True if receipts that haven't been read may have more that is wanted."""
     surplus: set[str] = field(default_factory=set)
-    """What this rank had when it was saved, and has no place for now."""
+    """Names that this rank had when it was saved, and has no place for now."""
     parameters: set[str] = field(default_factory=set)
     """Names, in the checkpoint, of parameters and of what optimizers keep of them."""
 
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By entry: how many of its tensors, parameters or values fit the checkpoint's, and of how many."""
+    """By entry: how many of its tensors, parameters or values match the checkpoint's, and of how many."""
 
     def __post_init__(self) -> None:
         self.contents = StateContent(dict(self.state))
         self._claims = Claims()
         self._stored: dict[int, str] = {}
-        """By id of a live parameter: what the checkpoint calls it."""
+        """By id of a live parameter: its name in the checkpoint."""
         self._resizing: dict[str, set[str]] = {}
         """By module: its tensors whose shape depends on data, so that loading sets it."""
         self._misfits: set[int] = set()
-        """Ids of parameters of which the checkpoint has others by that name."""
+        """Ids of parameters that the checkpoint has other tensors for by that name."""
         there = entries(self.saved.home.structure)
         self.surplus |= {repr(name) for name in there if name not in self.state and name != RNG}
         modules_first = sorted(self.state.items(), key=lambda item: not isinstance(item[1], torch.nn.Module))
@@ -99,7 +99,7 @@ class Match:
                 self.counts[name] = 1, 1
 
     def chosen(self, name: str) -> bool:
-        """Whether an entry of the state is to be loaded."""
+        """Returns True if an entry of the state is to be loaded."""
         return self.parts is None or name in self.parts
 
     @property
@@ -112,12 +112,12 @@ class Match:
         ]
 
     def has(self, entry: str, node: Node) -> bool:
-        """Whether a child of an entry has, if it is a tensor, a target."""
+        """Returns True unless a child of an entry is a tensor without a target."""
         stored = node.body.get("$tensor") if isinstance(node.body, dict) else None
         return stored is None or (entry, stored) in self.targets
 
     def tensor(self, entry: str, name: str) -> torch.Tensor:
-        """What has been filled with what the checkpoint calls ``name``."""
+        """Returns the tensor that has been filled with the checkpoint's ``name``."""
         target = self.targets.get((entry, name)) or self.targets["", name]
         assert isinstance(target.leaf, torch.Tensor)
         return target.leaf
@@ -128,9 +128,9 @@ class Match:
             self.targets[entry, name] = Target(name, entry, leaf, held.pieces, live)
 
     def new(self, entry: str, name: str, like: Leaf | None = None) -> Leaf:
-        """A tensor made for what the checkpoint calls ``name``; sharded as ``like`` is, if that has its shape.
+        """Makes a tensor for the checkpoint's ``name``, sharded as ``like`` is, if that has its shape.
 
-        Else it is whole on each rank of ``like``'s mesh: as sums over rows are that an optimizer keeps of a sharded
+        Else it is whole on each rank of ``like``'s mesh: such are sums over rows that an optimizer keeps of a sharded
         parameter. Counters are plain tensors whatever the parameter is.
         """
         if (entry, name) in self.targets:
@@ -154,7 +154,7 @@ class Match:
         return leaf
 
     def _order(self, chunk: Chunk, like: Leaf | None) -> tuple[int, ...]:
-        """In memory: the saved one; but what lay as its parameter did lies as the parameter does now.
+        """Returns the order of dimensions in memory: the saved one, or the parameter's, if it lay as its parameter did.
 
         Kernels that walk through memory, as those of fused optimizers, would else pair wrong elements.
         """
@@ -195,7 +195,7 @@ class Match:
         self._into(name, f"{name}.{key}", stored, leaf)
 
     def _into(self, entry: str, path: str, stored: str, leaf: Leaf) -> None:
-        """Aim the checkpoint's ``stored`` at a live tensor."""
+        """Aims the checkpoint's ``stored`` at a live tensor."""
         kind = self.saved.kind(stored)
         if kind is None:
             self.absent.append(stored)
@@ -214,7 +214,7 @@ class Match:
                 self.new(entry, stored)  # load_state_dict() will know how to copy it
 
     def _widens(self, entry: str, leaf: Leaf, kind: tuple[str, tuple[int, ...]]) -> bool:
-        """Whether it is a buffer that FullyShardedDataParallel will cast, at its first use, to what was saved."""
+        """Returns True for a buffer that FullyShardedDataParallel will cast, at its first use, to what was saved."""
         if not is_flat(self.state[entry]) or isinstance(leaf, (Sharded, torch.nn.Parameter)):
             return False
         saved = getattr(torch, kind[0])
@@ -265,10 +265,10 @@ class Match:
                 self._other(child, None)
 
     def _names(self, name: str, entry: Any) -> dict[int, list[Any]]:
-        """What the checkpoint calls an optimizer's parameters, by their ids.
+        """Returns the checkpoint's names of an optimizer's parameters, by their ids.
 
-        By number where it has nothing but those, as what was imported from others may. By its place one that had a
-        name, and has none now, or the other way round: a module has replaced it.
+        By number where it has nothing but those, as an imported one may. By its place one that had a name, and has none
+        now, or the other way round: a module has replaced it.
         """
         names = self.contents.names(entry)
         saved = self.saved.parameters(name)
@@ -335,13 +335,14 @@ class Match:
     # -- anything else ------------------------------------------------------------------------------------------
 
     def _other(self, body: Any, live: Any) -> None:
-        """Entries that don't copy what they are given get it once: what was one tensor in several of them still is."""
+        """Makes tensors for entries that keep what they are given. Each is made once, so tensors that were tied
+        still are."""
         for stored, leaf in _pairs(body, live):
             self.new("", stored, leaf)
 
 
 def _resizing(module: torch.nn.Module) -> Iterator[str]:
-    """Tensors of parts that load them in a way of their own, as the observers of quantization do.
+    """Names tensors of parts that load them in a way of their own, as the observers of quantization do.
 
     torch's layers do that too, and only to read what older versions of themselves have written.
     """
@@ -351,13 +352,16 @@ def _resizing(module: torch.nn.Module) -> Iterator[str]:
 
 
 class Claims:
-    """Memory that is spoken for: two saved tensors must never be written into the same bytes at a time."""
+    """Memory that is claimed: two saved tensors must never be written into the same bytes at a time."""
 
     def __init__(self) -> None:
         self._ranges: dict[torch.device, list[tuple[int, int]]] = {}
 
     def add(self, leaf: Leaf) -> bool:
-        """False, and nothing claimed, where bytes can't be put into the tensor's own memory, or a part is taken."""
+        """Claims the memory of a leaf.
+
+        False, and nothing claimed, where bytes can't be put into the tensor's own memory, or a part is taken.
+        """
         tensor = memory(leaf)
         if isinstance(leaf, Sharded):
             start = tensor.data_ptr() + leaf.start * tensor.element_size()
@@ -393,7 +397,7 @@ def _some(keys: set[Any]) -> str:
 
 
 def _options(node: Node) -> dict[str, Any]:
-    """A group's options, as they are saved."""
+    """Returns a group's options, as they are saved."""
     return {key: _values(body, node) for key, body in entries(node.body).items() if key != "params"}
 
 
@@ -406,7 +410,7 @@ def _values(body: Any, node: Node) -> Any:
 
 
 def _pairs(body: Any, live: Any) -> Iterator[tuple[str, Any]]:
-    """Every tensor of a structure, and what the live state has at its place."""
+    """Iterates over the tensors of a structure, each with what the live state has at its place."""
     if isinstance(body, list):
         items = live if isinstance(live, (list, tuple)) else ()
         for number, child in enumerate(body):

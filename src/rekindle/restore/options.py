@@ -1,4 +1,4 @@
-"""Options of optimizers and schedules that a restore takes back to what they were, though the code has changed them."""
+"""Compares the options of optimizers and schedules in the code with those that a restore brings back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _SOME = 8
 """Options that one line names."""
 
 _SCHEDULED = {"initial_lr": ("lr",), "max_momentum": ("betas", "momentum")}
-"""By an option that only a schedule sets: those that it changes step by step, and that say nothing of the code."""
+"""By an option that only a schedule sets: the options that it changes step by step, and that say nothing of the
+code."""
 
 _OF_SCHEDULES = frozenset(
     [
@@ -25,11 +26,12 @@ _OF_SCHEDULES = frozenset(
         *("total_iters", "total_steps"),
     ]
 )
-"""What torch's schedules are made with, and never change themselves."""
+"""Options that torch's schedules are made with, and never change themselves."""
 
 
 def options_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by path, such as ``optimizer.param_groups[0].weight_decay``, without those that a schedule changes."""
+    """Maps paths, such as ``optimizer.param_groups[0].weight_decay``, to values, without those that a schedule
+    changes."""
     found: dict[str, Any] = {}
     scheduled = {id(vars(entry).get("optimizer")) for entry in state.values() if isinstance(entry, LRScheduler)}
     for name, entry in state.items():
@@ -45,14 +47,15 @@ def options_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(code: Mapping[str, Any], restored: Mapping[str, Any]) -> str:
-    """``path: value in code, value restored`` of all options that are in both and differ; empty when there is none."""
+    """Returns ``path: value in code, value restored`` of all options that are in both and differ; empty without any."""
     both = [path for path in code if path in restored and code[path] != restored[path]]
     some = [f"{path}: {code[path]} in code, {restored[path]} restored" for path in both[:_SOME]]
     return "; ".join(some) + (f"; and {len(both) - _SOME} more" if len(both) > _SOME else "")
 
 
 def _plain(value: Any) -> str:
-    """As text, which can be compared whatever it is: a list as its tuple, a tensor of one element as its number."""
+    """Returns a value as text, which can be compared whatever it is: a list as its tuple, a tensor of one element as
+    its number."""
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 and not value.is_meta else f"tensor{list(value.shape)}"
     if isinstance(value, (list, tuple)):

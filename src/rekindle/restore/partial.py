@@ -1,4 +1,4 @@
-"""Loading a part of a checkpoint on purpose: how little is too little, and the table of what came of it."""
+"""Loads a part of a checkpoint on purpose: decides how little is too little, and draws up a table of the result."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _LINES = 12
 def choose_parts(
     wanted: bool | str | Collection[str], strict: bool | None, state: Mapping[str, Any]
 ) -> frozenset[str] | None:
-    """Names of the parts of ``state`` to load as far as they fit; None when all of it has to fit.
+    """Names the parts of ``state`` to load as far as they match; None when all of it has to match.
 
-    ``wanted`` is restore()'s ``partial``; ``strict`` is what that was called, the other way around. Raises UsageError
+    ``wanted`` is restore()'s ``partial``; ``strict`` is the old name of its opposite. Raises UsageError
     for a name that the state doesn't have.
     """
     if strict is not None:
@@ -54,10 +54,10 @@ def choose_parts(
 
 
 def refuse_empty(step: int, counts: Sequence[Counts], there: Collection[str], parts: frozenset[str]) -> None:
-    """Raise StateMismatchError unless something of each part fits on some rank, whose ``counts`` these are.
+    """Raises StateMismatchError unless something of each part matches on some rank, whose ``counts`` these are.
 
-    ``there`` are the parts of the checkpoint. A run that goes on from nothing would pass for one that was restored,
-    and its own checkpoints would replace the good ones.
+    ``there`` are the parts of the checkpoint. A run that goes on from nothing would pass for one that was restored, and
+    its own checkpoints would replace the good ones.
     """
     wanted, found = set[str](), set[str]()
     for one in counts:
@@ -75,33 +75,32 @@ def refuse_empty(step: int, counts: Sequence[Counts], there: Collection[str], pa
     )
 
 
-def table(step: int, fit: Match) -> str:
-    """What was loaded of each part, what stays as it was, and what of the checkpoint has no place."""
-    width = max(map(len, fit.state), default=0)
+def table(step: int, match: Match) -> str:
+    """Draws up the table of what was loaded of each part, what stays as it was, and what was skipped."""
+    width = max(map(len, match.state), default=0)
     lines = [f"step {step} was restored in part:"]
-    for name, entry in fit.state.items():
-        fits, of = fit.counts.get(name, (0, 0))
+    for name, entry in match.state.items():
+        fits, of = match.counts.get(name, (0, 0))
         what = f"{fits} of {of} loaded"
-        if not fit.chosen(name):
+        if not match.chosen(name):
             what = "left as it was, because partial= doesn't name it"
-        elif name not in fit.counts:
+        elif name not in match.counts:
             what = "left as it was: not in the checkpoint" if isinstance(entry, RngState) else "empty"
         lines.append(f"  {name:<{width}}  {what}")
-    lines += _section("left as it was", sorted([*fit.lacking, *fit.problems]))
-    lines += _section("skipped, not in the live state", sorted(fit.surplus))
+    lines += _section("left as it was", sorted([*match.lacking, *match.problems]))
+    lines += _section("skipped, not in the live state", sorted(match.surplus))
     return "\n".join(lines)
 
 
-def unloaded(fit: Match) -> set[str]:
-    """What the checkpoint has, and the live state leaves there."""
-    there = entries(fit.saved.home.structure)
-    return (
-        fit.surplus | set(fit.problems) | {repr(name) for name in fit.state if name in there and not fit.chosen(name)}
-    )
+def unloaded(match: Match) -> set[str]:
+    """Names what the checkpoint has, and is not loaded."""
+    there = entries(match.saved.home.structure)
+    left_out = {repr(name) for name in match.state if name in there and not match.chosen(name)}
+    return match.surplus | set(match.problems) | left_out
 
 
 def keep(store: Store, stamp: ShardId) -> None:
-    """Pin what was loaded in part only: this run's own checkpoints have none of the rest."""
+    """Pins a checkpoint that was loaded in part only: this run's own checkpoints have none of the rest."""
     try:
         with_timeout(_PIN, store.root, partial(store.pin, stamp))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which bytes go where when a checkpoint is read onto another shape: what is wanted, what exists, who copies what.
+"""Plans reads of a checkpoint onto another shape: from what is wanted and what exists, who copies what.
 
 Pure: boxes in, copies out. Nothing here reads anything, or knows of ranks, files or torch.
 """
@@ -29,11 +29,11 @@ class Have(NamedTuple):
     name: str
     box: Box
     cost: int = 0
-    """Of several that hold the same element the cheapest is read."""
+    """Price of reading it: of several that hold the same element the cheapest is read."""
 
 
 class Move(NamedTuple):
-    """``box`` is read from ``haves[have]``, and put into ``wants[want]``."""
+    """A copy: ``box`` is read from ``haves[have]``, and put into ``wants[want]``."""
 
     want: int
     have: int
@@ -46,11 +46,11 @@ class ReadPlan:
 
     moves: list[Move] = field(default_factory=list)
     missing: list[Want] = field(default_factory=list)
-    """What is wanted and exists nowhere."""
+    """Parts that are wanted and exist nowhere."""
 
 
 def plan(wants: Sequence[Want], haves: Sequence[Have]) -> ReadPlan:
-    """Who copies what. Takes time in proportion to the moves, for tensors that are cut up as a grid.
+    """Plans who copies what. Takes time in proportion to the moves, for tensors that are cut up as a grid.
 
     Raises CorruptError when what exists is cut up as no tensor is.
     """
@@ -91,7 +91,7 @@ class _Shelf:
         self._priced = len({haves[number].cost for number in self._numbers}) > 1
 
     def near(self, box: Box) -> list[int]:
-        """Numbers of what may overlap ``box``, the cheapest first, else in the order of their offsets."""
+        """Numbers the parts that may overlap ``box``, the cheapest first, else in the order of their offsets."""
         spans = [row.span(box) for row in self._rows]
         d = min(range(len(spans)), key=lambda d: spans[d][1] - spans[d][0], default=None)
         near = self._numbers if d is None else self._rows[d].numbers[slice(*spans[d])]
@@ -109,13 +109,13 @@ class _Row:
         self._longest = max(box.sizes[along] for _, box in parts)
 
     def span(self, box: Box) -> tuple[int, int]:
-        """First and last, exclusive, of those that can overlap ``box`` along this dimension."""
+        """Returns the first and last, exclusive, that can overlap ``box`` along this dimension."""
         low, size = box.offsets[self._along], box.sizes[self._along]
         return bisect.bisect_right(self._starts, low - self._longest), bisect.bisect_left(self._starts, low + size)
 
 
 def runs(box: Box, source: Box, target: Box, itemsize: int) -> Iterator[tuple[int, int, int]]:
-    """(first byte in ``source``, first byte in ``target``, bytes) of each run that lies in one piece in both.
+    """Iterates over (first byte in ``source``, first byte in ``target``, bytes) of each run in one piece in both.
 
     Both hold their elements in row-major order; ``box`` lies inside of both. In the order of the bytes.
     """
@@ -146,7 +146,7 @@ def _walk(
 
 
 def _strides(box: Box, itemsize: int) -> list[int]:
-    """Bytes between neighbours along each dimension."""
+    """Returns the bytes between neighbours along each dimension."""
     found = [itemsize] * len(box.sizes)
     for d in range(len(box.sizes) - 1, 0, -1):
         found[d - 1] = found[d] * box.sizes[d]

@@ -1,4 +1,4 @@
-"""What the receipts of a checkpoint say of the state: each rank's own, and, where that lacks something, another's."""
+"""Reads the receipts of a checkpoint together: each rank's own, and, where that lacks something, another's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Node", "Saved"]
 
 
 class Node(NamedTuple):
-    """A part of the structure, and the receipt that it is in, whose values its leaves speak of."""
+    """A part of the structure, and the receipt that it is in, which holds the values of its leaves."""
 
     body: Any
     receipt: Receipt
@@ -29,7 +29,7 @@ class Saved:
         self._chunks: dict[str, Chunk] = {}
         self._own: set[str] = set()
         self.conflicts: list[str] = []
-        """What ranks say differently of one tensor."""
+        """Sentences about tensors that ranks describe differently."""
         self._entries: list[dict[str, dict[Any, Any]]] = []
         self._groups: list[dict[str, dict[Any, Any]]] = []
         self.add(home)
@@ -54,20 +54,20 @@ class Saved:
         self._groups.append({})
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """dtype and shape of a tensor; None while no receipt with a part of it has been added."""
+        """Returns dtype and shape of a tensor; None while no receipt with a part of it has been added."""
         chunk = self._chunks.get(name)
         return (chunk.dtype, chunk.global_shape) if chunk is not None else None
 
     def chunk(self, name: str) -> Chunk | None:
-        """A part of a tensor, the first that was found, which tells how all of it lay in memory."""
+        """Returns the first part of a tensor that was found, which tells how all of it lay in memory."""
         return self._chunks.get(name)
 
     def own(self, name: str) -> bool:
-        """Whether each rank had one of its own."""
+        """Returns True if each rank had one of its own."""
         return name in self._own
 
     def entry(self, name: str) -> Node | None:
-        """An entry of the state as the first rank that has it has it."""
+        """Returns an entry of the state, from the first receipt that has it."""
         for receipt in self.receipts:
             body = entries(receipt.structure).get(name)
             if body is not None:
@@ -75,11 +75,11 @@ class Saved:
         return None
 
     def children(self, name: str) -> Iterator[Any]:
-        """Keys of an entry as this rank has it."""
+        """Iterates over the keys of an entry on this rank."""
         return iter(self._entries[0].get(name, {}))
 
     def child(self, name: str, key: Any) -> Node | None:
-        """What is at ``key`` of a dictionary that is an entry of the state, as the first rank that has it has it."""
+        """Returns the child at ``key`` of an entry that is a dictionary, from the first receipt that has it."""
         for receipt, tops in zip(self.receipts, self._entries, strict=True):
             body = tops.get(name, {}).get(key)
             if body is not None:
@@ -89,7 +89,7 @@ class Saved:
     # -- optimizers ---------------------------------------------------------------------------------------------
 
     def kept(self, name: str, parameter: Any) -> Node | None:
-        """What an optimizer keeps of a parameter; None if no receipt says that it keeps anything."""
+        """Returns the state that an optimizer keeps of a parameter; None if no receipt has any."""
         for receipt, tops in zip(self.receipts, self._entries, strict=True):
             body = entries(tops.get(name, {}).get("state")).get(parameter)
             if body is not None:
@@ -97,7 +97,7 @@ class Saved:
         return None
 
     def group_of(self, name: str, parameter: Any) -> Node | None:
-        """The group that a parameter was in."""
+        """Returns the group that a parameter was in."""
         for receipt, tops, known in zip(self.receipts, self._entries, self._groups, strict=True):
             if name not in known:
                 groups = tops.get(name, {}).get("param_groups") or []
@@ -107,19 +107,19 @@ class Saved:
         return None
 
     def parameters(self, name: str) -> list[Any]:
-        """All that an optimizer had on this rank, in its order."""
+        """Lists the parameters that an optimizer had on this rank, in its order."""
         groups = self._entries[0].get(name, {}).get("param_groups") or []
         return [key for group in groups for key in _params(group, self.home)]
 
     def beside(self, name: str) -> Iterator[tuple[Any, Node]]:
-        """What an optimizer kept on this rank that belongs to no parameter."""
+        """Iterates over the state that an optimizer kept on this rank and that belongs to no parameter."""
         known = set(self.parameters(name))
         for key, body in entries(self._entries[0].get(name, {}).get("state")).items():
             if key not in known:
                 yield key, Node(body, self.home)
 
     def group(self, name: str, number: int) -> Node | None:
-        """A group by its number, for one without parameters."""
+        """Returns a group by its number, for one without parameters."""
         groups = self._entries[0].get(name, {}).get("param_groups") or []
         return Node(groups[number], self.home) if number < len(groups) else None
 

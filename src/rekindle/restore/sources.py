@@ -1,4 +1,4 @@
-"""The shards of one checkpoint that a rank can read: its own, those in its node's memory, those on storage."""
+"""Opens the shards of one checkpoint that a rank can read: its own, those in its node's memory, those on storage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ShardSource:
     place: str
     reader: ShardReader
     cost: int
-    """What is to be had from several is read from the cheapest."""
+    """Price of reading it: what several have is read from the cheapest."""
 
     def close(self) -> None:
         self.reader.close()
@@ -42,7 +42,7 @@ class Sources:
         self._key, self._home, self._world = key, home, copies[0].world if copies else 0
         self.opened: list[ShardSource] = []
         self.reasons: list[str] = []
-        """Why copies were passed over."""
+        """Reasons why copies were passed over."""
         self._manifests: dict[Files, dict[str, str]] = {}
         order = [
             (place, (rank - home) % copy.world, rank, copy)
@@ -72,7 +72,7 @@ class Sources:
         return sorted(set(range(self._world)) - {source.rank for source in self.opened})
 
     def more(self) -> list[ShardSource]:
-        """Some of those that haven't been opened; nothing when there are no more."""
+        """Opens some that haven't been opened; none when there are no more."""
         count = len(self.opened)
         while len(self.opened) == count and (self._others or self._own):
             if self._others and self._others[0][3].place == MEMORY:
@@ -88,7 +88,7 @@ class Sources:
         return self.opened[count:]
 
     def drop(self, source: ShardSource, why: object) -> None:
-        """Never read it again."""
+        """Closes a source that is never to be read again."""
         self.reasons.append(f"{source.place}: {why}")
         self.opened.remove(source)
         source.close()

@@ -14,7 +14,7 @@ from rekindle.format.layout import Chunk
 from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.integrations.dcp.checkpoint import Shard
 from rekindle.integrations.dcp.items import copyable, settled
-from rekindle.restore.fill import Filling, Sides
+from rekindle.restore.fill import CopyStreams, Filling
 
 __all__ = ["Read", "fill"]
 
@@ -36,13 +36,13 @@ class Read:
 
 def fill(shard: Shard, reads: list[Read]) -> None:
     """Fill all targets from one rank's shard. Raises CorruptError when no copy has sound bytes for one of them."""
-    sides = Sides()
-    filling = Filling(shard.receipt.layout, sides)
+    streams = CopyStreams()
+    filling = Filling(shard.receipt.layout, streams)
     for read in reads:
         _aim(filling, read, shard.receipt.layout.chunks[read.number])
         if filling.staged > _STAGED:
             _pour(shard, filling)
-            filling = Filling(shard.receipt.layout, sides)
+            filling = Filling(shard.receipt.layout, streams)
     _pour(shard, filling)
 
 
@@ -82,7 +82,7 @@ def _pour(shard: Shard, filling: Filling) -> None:
         if not bad:
             for problem in problems:
                 log.warning("step %d: read from %s instead: %s", shard.receipt.stamp.step, place, problem)
-            filling.settle()
+            filling.finish()
             return
         gone, left = False, bad
         problems.append(f"{place}: {opened.corruption(bad[0])}")
