@@ -12,7 +12,7 @@ from rekindle.common.timeouts import in_background, with_timeout
 from rekindle.errors import NotDurableError
 from rekindle.format.lineage import ShardId
 from rekindle.save.saver import Saver
-from rekindle.storage.pins import pin_if_there, pin_when_there
+from rekindle.storage.pins import pin_if_durable, pin_when_durable
 
 __all__ = ["pin_saved"]
 
@@ -47,9 +47,9 @@ def pin_saved(saver: Saver, stamp: ShardId, *, durable: bool, timeout: float) ->
             saver.memory.persist(newest, pin=True)
         with suppress(OSError, NotDurableError):
             saver.finish_direct()
-            if with_timeout(_LOOK, store.root, partial(pin_if_there, store, stamp)):
+            if with_timeout(_LOOK, store.root, partial(pin_if_durable, store, stamp)):
                 return
-    in_background(partial(pin_when_there, store, stamp), "rekindle-pin")
+    in_background(partial(pin_when_durable, store, stamp), "rekindle-pin")
 
 
 def _wait_for_earlier(saver: Saver, stamp: ShardId, timeout: float) -> None:

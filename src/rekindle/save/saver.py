@@ -195,7 +195,7 @@ class Saver:
         try:
             with self.pause("waiting for storage"):
                 self.direct.finish(timeout)
-                self.direct.late(stamp, False)
+                self.direct.save_noted(stamp, False)
         except NotDurableError:
             raise
         except Exception as error:

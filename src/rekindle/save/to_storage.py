@@ -1,4 +1,4 @@
-"""Saves straight to storage, for where there is no memory store, or none that works."""
+"""Saves the live state straight to storage, where there is no memory store, or none that works."""
 
 from __future__ import annotations
 
@@ -29,79 +29,83 @@ __all__ = ["DirectSaver"]
 log = logging.getLogger("rekindle")
 
 _WRITE_TIMEOUT = 1800.0
-"""Seconds that a save waits for the one before it to reach storage."""
+"""Seconds that a save waits for the one before it to reach storage. A store that takes so long hangs."""
 _AFTER_CLOSE = 10.0
-"""Seconds that the end of a process does, if ``close()`` has waited for it in vain."""
+"""Seconds that the end of a process waits for a save that ``close()`` has waited for in vain."""
 
 
 class DirectSaver:
     """Copies the state into private memory; a thread writes it to storage while training goes on.
 
-    Each save waits for the one before it, so that all ranks save the same steps without having to talk.
+    Each save waits for the one before it, so that all ranks save the same steps without having to talk. For the thread
+    that trains, but for the methods that say otherwise.
     """
 
     def __init__(
         self, live: Live, store: Store, keep: tuple[int | None, int | None], job: JobDir | None = None
     ) -> None:
-        """``job``: where to note what is on storage, so that the next start knows it should storage be away."""
+        """``keep`` and ``job`` are for ``Committer``: the retention, and where to note what is on storage."""
         self._live = live
         self._store = store
         self._keep = keep
-        self._job = job
-        self._committer: Committer | None = None
+        self._committer = Committer(store, job)
+        """Remembers from save to save what storage has shown."""
         self._buffer: mmap.mmap | None = None
         self._cache: object = None
+        """State of the copy into that buffer, for the next one."""
         self._writing: Future[None] | None = None
         self._late = False
-        """Whether a save has been waited for in vain: the next ones don't wait, and are not made while it hangs."""
+        """True if a save has been waited for in vain: the next ones don't wait, and are not made while it hangs."""
         self._stamp: ShardId | None = None
-        """What the newest save is of."""
+        """Shard of the newest save."""
         self._error: BaseException | None = None
-        """What went wrong with it, once that was seen."""
+        """Error of the newest save, once ``finish`` has seen it."""
         self._began = 0.0
+        """Time at which the newest write began."""
         self._took: float | None = 0.0
-        """When the newest write began, and the seconds that it took; None while it goes on."""
+        """Seconds that it took; None while it goes on."""
         self._at_exit = _WRITE_TIMEOUT
         self._pid = os.getpid()
 
     def save(self, stamp: ShardId) -> int:
-        """Bytes copied; storage gets them in the background. Call ``finish`` first."""
+        """Copies the state, and starts writing it in the background. Returns bytes. Call ``finish`` first."""
         plan, values = self._live.take(stamp)
-        buffer = self._room(plan)
+        buffer = self._buffer_for(plan)
         self._cache, checksums = self._live.writer.write(plan, buffer, self._cache, stamp.step)
         self._submit(stamp, Receipt.encode(stamp, plan.static, checksums, values), buffer)
         return plan.layout.file_bytes
 
-    def _room(self, plan: CopyPlan) -> mmap.mmap:
+    def _buffer_for(self, plan: CopyPlan) -> mmap.mmap:
         if self._buffer is None or len(self._buffer) != plan.layout.file_bytes:
             self._cache, self._buffer = None, mmap.mmap(-1, plan.layout.file_bytes)
         return self._buffer
 
     def gasp(self, stamp: ShardId, whole: bool) -> None:
-        """Bring the state, which is that of ``stamp``, to storage: all of it or this rank's part.
+        """Brings the state, which is that of ``stamp``, to storage, and waits for that.
 
-        For any thread, while nothing changes the state.
-
+        ``whole`` writes all that this rank holds, else only its share. For any thread, while nothing changes the state.
         Raises OSError when storage refuses it, RekindleError when the state can't be had.
         """
         self.finish()
-        self.late(stamp, whole)
+        self.save_noted(stamp, whole)
         error = self.finish()
         if error is not None:
             raise error
 
-    def late(self, stamp: ShardId, whole: bool) -> None:
-        """As ``save``, of a step whose end has been told to ``Live`` before. Raises RekindleError when it can't be had.
+    def save_noted(self, stamp: ShardId, whole: bool) -> None:
+        """Saves a step whose end ``Live`` has noted before, as ``save`` does. Call ``finish`` first.
 
-        Call ``finish`` first.
+        Raises RekindleError when its state can't be had any more.
         """
         plan = self._live.plan(stamp, whole)
-        buffer = self._room(plan)
+        buffer = self._buffer_for(plan)
         self._submit(stamp, self._live.write(stamp, plan, buffer), buffer)
 
     def rescue(self, snapshot: PendingSnapshot) -> None:
-        """Write a snapshot that is whole but could not be committed to memory. Call ``finish`` first, and before the
-        next save into memory."""
+        """Writes a snapshot that is whole but could not be committed to memory.
+
+        Call ``finish`` first, and again before the next save into memory, which reuses its file.
+        """
         assert snapshot.slot.map is not None
         self._submit(snapshot.stamp, snapshot.receipt(), snapshot.slot.map)
 
@@ -124,10 +128,8 @@ class DirectSaver:
         self._late = False
 
     def _write(self, receipt: Receipt, data: memoryview) -> None:
-        stamp = receipt.stamp
-        if self._committer is None:
-            self._committer = Committer(self._store, self._job)
-        committer = self._committer
+        """Commits this rank's shard. The last of the ranks to come here makes the checkpoint durable."""
+        stamp, committer = receipt.stamp, self._committer
         try:
             newest = committer.begin(stamp)
             if newest is None and committer.root_deleted():
@@ -136,10 +138,10 @@ class DirectSaver:
             if committer.commit(stamp, [stamp]):
                 committer.tidy(stamp, *self._keep)
         except SupersededError as error:
-            log.debug("%s", error)
+            log.debug("%s", error)  # no failure: the newer one holds more of the training
 
     def took(self) -> float:
-        """Seconds that the newest write has taken so far."""
+        """Returns the seconds that the newest write took, or has taken so far."""
         took = self._took
         return time.monotonic() - self._began if took is None else took
 
@@ -150,11 +152,14 @@ class DirectSaver:
 
     @property
     def writing(self) -> bool:
-        """Whether a save has not been seen to its end."""
+        """True from the beginning of a save until ``finish`` has seen its end."""
         return self._writing is not None
 
     def finish(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until the last save is written, and tell what went wrong with it. Raises NotDurableError."""
+        """Waits until the newest save is written. Returns its error, or None if it succeeded.
+
+        Raises NotDurableError if it takes longer than ``timeout`` seconds.
+        """
         if self._writing is None:
             return None
         seconds = _WRITE_TIMEOUT if timeout is None else timeout
@@ -170,7 +175,7 @@ class DirectSaver:
         return error
 
     def error_of(self, stamp: ShardId) -> BaseException | None:
-        """What went wrong with a save, though somebody was told before, if it is the newest that came here."""
+        """Returns the error of a save, even if ``finish`` has returned it before, if that save is the newest one."""
         return self._error if self._stamp is not None and self._stamp.checkpoint == stamp.checkpoint else None
 
     def _finish_at_exit(self) -> None:
@@ -180,5 +185,5 @@ class DirectSaver:
             self.finish(self._at_exit)
 
     def close(self) -> None:
-        """What is being written goes on being written. The process's end waits for it, but not for long any more."""
+        """Shortens the wait of the process's end for a save that is still being written. The save goes on."""
         self._at_exit = _AFTER_CLOSE

@@ -10,7 +10,7 @@ from rekindle.errors import NotFoundError
 from rekindle.format.lineage import ShardId
 from rekindle.storage.store import Store
 
-__all__ = ["pin_if_there", "pin_step", "pin_when_there", "unpin_step"]
+__all__ = ["pin_if_durable", "pin_step", "pin_when_durable", "unpin_step"]
 
 log = logging.getLogger("rekindle")
 
@@ -35,7 +35,7 @@ def unpin_step(store: Store, step: int) -> None:
         store.unpin(entry.stamp)
 
 
-def pin_if_there(store: Store, stamp: ShardId) -> bool:
+def pin_if_durable(store: Store, stamp: ShardId) -> bool:
     """Pins a checkpoint if it is on storage by now. True if it is."""
     there = store.durable(stamp)
     if there:
@@ -43,12 +43,12 @@ def pin_if_there(store: Store, stamp: ShardId) -> bool:
     return there
 
 
-def pin_when_there(store: Store, stamp: ShardId) -> None:
+def pin_when_durable(store: Store, stamp: ShardId) -> None:
     """Waits for a checkpoint to be on storage, and pins it, or logs that it has not come. For a thread of its own."""
     deadline, why = time.monotonic() + _COMES_WITHIN, "a newer one has taken its place, or storage is slow"
     while time.monotonic() < deadline:
         try:
-            if pin_if_there(store, stamp):
+            if pin_if_durable(store, stamp):
                 return
         except OSError as error:
             why = describe_error(error)
