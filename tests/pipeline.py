@@ -12,7 +12,7 @@ from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
-from rekindle.restore.fill import Filling, CopyStreams
+from rekindle.restore.fill import CopyStreams, Filling
 from rekindle.restore.load import build, check_values, load
 from rekindle.restore.match import Match, mismatch
 from rekindle.restore.reshard import Have, plan
