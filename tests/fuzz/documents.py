@@ -15,7 +15,7 @@ from rekindle.format.boxes import Box, uncovered
 from rekindle.format.completeness import find_defect
 from rekindle.format.names import STEP_DIR, canonical_root, job_name, parse_shard_name, root_path
 from rekindle.format.receipt import Receipt, read_stamp
-from rekindle.memory.status import DOES, PHASES, STAGES, StatusPage, read_status
+from rekindle.memory.status import PHASE_TEXTS, PHASES, STAGES, StatusPage, read_status
 from rekindle.restore.reshard import Have, Want, plan
 from rekindle.restore.saved import Saved
 from rekindle.state.codec import decode, encode, has_pickle
@@ -243,7 +243,7 @@ class status:
             found = read_status(path)
         except RekindleError:
             return
-        assert PHASES[found.phase] and DOES[found.phase] and STAGES[found.stage]
+        assert PHASES[found.phase] and PHASE_TEXTS[found.phase] and STAGES[found.stage]
         assert 0 <= found.longest < float("inf")
         "".join(found.note).encode()
 

@@ -205,9 +205,9 @@ def _job_seed() -> Path:
         body = memoryview(b"".join(bytes([n]) * padded(size) for n, size in enumerate(sizes)))
         static = found.static_part(found.layout, found.structure)
         for small in smalls:
-            small.plan(found.stamp, static, numbers, {"model.w": [0, 1], "optimizer.state.w.exp_avg": [0, 1]})
+            small.set_plan(found.stamp, static, numbers, {"model.w": [0, 1], "optimizer.state.w.exp_avg": [0, 1]})
         for small in smalls:
-            small.plan(found.stamp, static, numbers, {"model.w": [0, 1], "optimizer.state.w.exp_avg": [0, 1]})
+            small.set_plan(found.stamp, static, numbers, {"model.w": [0, 1], "optimizer.state.w.exp_avg": [0, 1]})
             small.write(found.stamp, json.dumps(found.values).encode(), body)
         slots = Slots(job, rank, 2, [0, 1])
         commit(slots, found, data)

@@ -41,7 +41,7 @@ def job(tmp_path: Path) -> Iterator[JobDir]:
 
 def writer(job: JobDir, rank: int = 0, before_update: bool = False) -> LocalStateWriter:
     smalls = LocalStateWriter(job, rank, before_update)
-    smalls.plan(stamp(0, rank), STATIC, [1], REPLICAS)
+    smalls.set_plan(stamp(0, rank), STATIC, [1], REPLICAS)
     return smalls
 
 
@@ -80,7 +80,7 @@ def test_a_damaged_one_is_left_out(job: JobDir, at: int) -> None:
 def test_a_new_plan_takes_the_old_states_along(job: JobDir) -> None:
     smalls = writer(job)
     smalls.write(stamp(1), b"[1]", body(b"12345"))
-    smalls.plan(stamp(1), STATIC, [0], REPLICAS)
+    smalls.set_plan(stamp(1), STATIC, [0], REPLICAS)
     assert read_local_states(job, 0) == []
 
 
@@ -88,7 +88,7 @@ def put(job: JobDir, rank: int, before: tuple[list[int], bytes], after: tuple[li
     writer(job, rank, before_update=True).write(stamp(7, rank), json.dumps(before[0]).encode(), body(before[1]))
     if after is not None:
         smalls = LocalStateWriter(job, rank)
-        smalls.plan(stamp(0, rank), STATIC, [1], REPLICAS)
+        smalls.set_plan(stamp(0, rank), STATIC, [1], REPLICAS)
         smalls.write(stamp(7, rank), json.dumps(after[0]).encode(), body(after[1]))
 
 

@@ -91,14 +91,14 @@ def test_the_oldest_snapshot_that_is_to_be_pinned_stays_until_storage_has_it(job
 
     for step in (1, 2):
         pin(step)
-    assert [stamp.step for stamp in slots.to_pin(newest)] == [1, 2]
+    assert [stamp.step for stamp in slots.pins_due(newest)] == [1, 2]
     for step in (3, 4, 5, 6):
         save(slots, step)
     assert steps(job)[0] == 1 and 2 not in steps(job) and len(files(job)) <= 4
-    assert slots.to_pin(ShardId(1, 0, 1, FIRST)) == [], "older ones only"
-    assert slots.to_pin(ShardId(9, 0, 1, Incarnation(2, "b" * 16, parent="a" * 16, parent_step=0))) == [], "abandoned"
+    assert slots.pins_due(ShardId(1, 0, 1, FIRST)) == [], "older ones only"
+    assert slots.pins_due(ShardId(9, 0, 1, Incarnation(2, "b" * 16, parent="a" * 16, parent_step=0))) == [], "abandoned"
     job.notes.write_durable(1)
-    assert slots.to_pin(newest) == []
+    assert slots.pins_due(newest) == []
     pin(7)
     for step in (8, 9, 10):
         save(slots, step)

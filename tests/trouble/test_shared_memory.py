@@ -67,7 +67,7 @@ def test_workers_of_a_data_loader_find_room_beside_snapshots(tmp_path: Path) -> 
     assert "67.1 MB are to be left to others, such as a DataLoader's workers: give it 99 MiB" in small
     assert "(a container: --shm-size), or lower memory_headroom. Checkpoints go straight to storage" in small
     assert "memory store /dev/shm/rekindle-" in large
-    assert "of which 67.1 MB stay with others, but for dying gasps" in large
+    assert "of which 67.1 MB are reserved for other programs, except in a dying gasp" in large
     assert "memory_headroom" in spared
 
 
@@ -103,7 +103,7 @@ def test_a_job_that_comes_back_is_not_refused_the_memory_that_it_has(job: JobDir
     save(slots, 2)
     (job.path.parent.parent / "a worker's batch").write_bytes(bytes(7 * MIB))
     room = Room(None, 8 * MIB)
-    assert room.lacking(job, 3 * MIB, 1) is None
-    assert "give it 24 MiB" in str(room.lacking(job, 4 * MIB, 1))
+    assert room.describe_shortage(job, 3 * MIB, 1) is None
+    assert "give it 24 MiB" in str(room.describe_shortage(job, 4 * MIB, 1))
     slots.close()
     assert Room().headroom(job) == 0, "a file system of one's own"

@@ -29,7 +29,7 @@ from rekindle.format.names import MAX_RANKS
 from rekindle.format.receipt import write_atomic
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.status import DOES, DONE, SECURING, TRAINING, Status, StatusReader
+from rekindle.memory.status import DONE, PHASE_TEXTS, SECURING, TRAINING, Status, StatusReader
 
 __all__ = ["RankMonitor"]
 
@@ -330,13 +330,13 @@ class RankMonitor:
         )
         for each, page in sorted(pages.items()):
             more = (f", {page.note}" if page.note else "") + (", stopped by a signal" if each in stopped else "")
-            lines.append(f"rank {each}: after step {page.step}, {DOES[page.phase]}, for {page.age:.2f} s{more}")
+            lines.append(f"rank {each}: after step {page.step}, {PHASE_TEXTS[page.phase]}, for {page.age:.2f} s{more}")
         rank = self.ranks[behind]
         step, generation = pages[behind].step, pages[behind].generation
         like = [n for n in sorted(pages) if (n in stopped, pages[n].step) == (behind in stopped, step)]
-        what = f"rank {behind} hangs after step {step}, {DOES[pages[behind].phase]}"
+        what = f"rank {behind} hangs after step {step}, {PHASE_TEXTS[pages[behind].phase]}"
         if len(like) > 1:  # only their stacks can tell which one the others wait for
-            what = f"ranks {', '.join(map(str, like))} hang after step {step}, {DOES[pages[behind].phase]}"
+            what = f"ranks {', '.join(map(str, like))} hang after step {step}, {PHASE_TEXTS[pages[behind].phase]}"
         info = None
         with suppress(FormatError):
             info = self.job.read_job()

@@ -23,7 +23,7 @@ from rekindle.format.receipt import read_file
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
-from rekindle.memory.status import DOES, PHASES, STAGES, Status, read_status
+from rekindle.memory.status import PHASE_TEXTS, PHASES, STAGES, Status, read_status
 from rekindle.storage.catalog import find_copies
 from rekindle.storage.listing import describe_deleted, job_info, root_hint
 from rekindle.storage.open import open_store
@@ -115,7 +115,7 @@ def ended_status(root: Root, base: Path) -> dict[str, Any]:
 def _described(page: Status) -> dict[str, Any]:
     return {
         "phase": "paused" if page.paused else STAGES[page.stage] if page.stage else PHASES[page.phase],
-        "does": "pauses" if page.paused else STAGES[page.stage] if page.stage else DOES[page.phase],
+        "does": "pauses" if page.paused else STAGES[page.stage] if page.stage else PHASE_TEXTS[page.phase],
         "step": page.step,
         "in_memory": page.snapshot if page.snapshot >= 0 else None,
         "age": round(page.age, 3),

@@ -1,4 +1,4 @@
-"""What has gone wrong in a job: one record for whoever notices it, whoever is told, and whoever asks later."""
+"""Defines the record of a fault, for the process that notices it, those that are told, and commands that show it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ __all__ = ["Fault"]
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, as it was first noticed."""
+    """Describes one fault as it was first noticed."""
 
     cause: str
-    """``exception``, ``exit``, ``signal``, ``oom``, ``notice`` (told to go), ``hang`` or ``loss``."""
+    """``exception``, ``exit``, ``signal``, ``oom``, ``notice`` (the process was told to end), ``hang`` or ``loss``."""
     rank: int
     generation: int
-    """Number of the job's start that it struck."""
+    """Generation of the start in which it happened."""
     step: int
-    """Updates that the rank had completed; -1 where that is not known."""
+    """Updates that the rank had completed; -1 if unknown."""
     what: str
-    """One line: "rank 3 was killed by SIGKILL"."""
+    """One line, such as "rank 3 was killed by SIGKILL"."""
     detail: str = ""
-    """A traceback, or what else there is to read."""
+    """Further text, such as a traceback."""
     noticed: float = field(default_factory=time.monotonic)
-    """By this node's monotonic clock, in seconds."""
+    """Time at which it was noticed, by this node's monotonic clock, in seconds."""
     at: float = field(default_factory=time.time)
-    """By the wall clock, for people."""
+    """The same by the wall clock, for people."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(value: Any) -> Fault:
-        """Raises FormatError when it is none."""
+        """Reads the record from JSON. Raises FormatError when a field is missing or malformed."""
         try:
             cause, what, detail = check_texts([value["cause"], value["what"], value["detail"]])
             times = check_seconds(value["noticed"]), check_seconds(value["at"])
@@ -48,4 +48,4 @@ class Fault:
             )
             return Fault(cause, rank, generation, step, what, detail, *times)
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"a fault is not readable: {error!r}") from error
+            raise FormatError(f"the record of a fault is not readable: {error!r}") from error

@@ -1,8 +1,8 @@
-"""The small state of a rank that died inside of its update, inferred from how it fared with the others.
+"""Infers the local state of a rank that died inside of its update from that of other ranks.
 
-All ranks run one program. What the update and what follows it did not change on another rank, they would not have
-changed here; what was the same on both before it would have been the same after it. What differs between ranks *and*
-changes after the update can't be inferred, and nothing is then.
+All ranks run one program. A value that the update and the code after it did not change on another rank would not have
+changed here. A value that was the same on both ranks before would have been the same after. If a value differs between
+ranks *and* changes, nothing is inferred.
 """
 
 from __future__ import annotations
@@ -27,34 +27,37 @@ __all__ = ["infer_local_state"]
 
 
 def infer_local_state(job: JobDir, plan: LocalStatePlan, rank: int) -> LocalState | None:
-    """The small state of the step that ``rank`` was about to complete. None if it was not, or can't be inferred."""
+    """Returns the local state of the step that ``rank`` was about to complete.
+
+    None if the rank was not inside of an update, or no other rank allows an inference.
+    """
     before = read_before_update(job, rank)
     if before is None or not plan.fits(before):
         return None
-    local_ranks = sorted({mate for ranks in plan.replicas.values() for mate in ranks} - {rank})
-    for mate in local_ranks:
+    others = sorted({other for ranks in plan.replicas.values() for other in ranks} - {rank})
+    for other in others:
         try:
-            theirs = read_local_state_plan(job, mate)
+            theirs = read_local_state_plan(job, other)
         except FormatError:
             continue
-        theirs_before = read_before_update(job, mate)
+        theirs_before = read_before_update(job, other)
         if theirs is None or theirs_before is None or theirs_before.stamp.checkpoint != before.stamp.checkpoint:
             continue
         if theirs.static != plan.static or theirs.blocks != plan.blocks or not theirs.fits(theirs_before):
             continue
-        for after in read_local_states(job, mate):
+        for after in read_local_states(job, other):
             if after.stamp.checkpoint == before.stamp.checkpoint and theirs.fits(after):
-                return _transfer(plan, before, theirs_before, after)
+                return _apply_change(plan, before, theirs_before, after)
     return None
 
 
-def _transfer(plan: LocalStatePlan, ours: LocalState, before: LocalState, after: LocalState) -> LocalState | None:
-    values = [json.loads(half.values) for half in (ours, before, after)]
+def _apply_change(plan: LocalStatePlan, ours: LocalState, before: LocalState, after: LocalState) -> LocalState | None:
+    values = [json.loads(state.values) for state in (ours, before, after)]
     if len({len(found) for found in values}) != 1:
         return None
-    new_values = _each(zip(*values, strict=True))
+    new_values = _infer_each(zip(*values, strict=True))
     sizes = [stop - start for start, stop in (plan.layout.blocks[number] for number in plan.blocks)]
-    new_blocks = _each(zip(*(_cut(half, sizes) for half in (ours, before, after)), strict=True))
+    new_blocks = _infer_each(zip(*(_cut(state, sizes) for state in (ours, before, after)), strict=True))
     if new_values is None or new_blocks is None:
         return None
     body = b"".join(block.ljust(padded(len(block)), b"\0") for block in new_blocks)
@@ -62,15 +65,18 @@ def _transfer(plan: LocalStatePlan, ours: LocalState, before: LocalState, after:
     return replace(ours, values=text, tensors=memoryview(body))
 
 
-def _cut(half: LocalState, sizes: Iterable[int]) -> Iterator[bytes]:
+def _cut(state: LocalState, sizes: Iterable[int]) -> Iterator[bytes]:
     at = 0
     for size in sizes:
-        yield bytes(half.tensors[at : at + size])
+        yield bytes(state.tensors[at : at + size])
         at += padded(size)
 
 
-def _each(triples: Iterable[tuple[Any, Any, Any]]) -> list[Any] | None:
-    """Of (ours before, theirs before, theirs after): ours after. None when one can't be told."""
+def _infer_each(triples: Iterable[tuple[Any, Any, Any]]) -> list[Any] | None:
+    """Returns our values after the update, from triples of ours before, theirs before and theirs after.
+
+    None if one of them can't be inferred.
+    """
     found = []
     for ours, before, after in triples:
         if before == after:

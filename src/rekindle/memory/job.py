@@ -1,4 +1,4 @@
-"""What a job is, for its agent: ``job.json``."""
+"""Defines the record of a job that its trainers write for its agent, ``job.json``."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ __all__ = ["JobInfo"]
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What a trainer tells its agent, through ``job.json``."""
+    """Describes a job to its agent. Each trainer writes it into ``job.json``."""
 
     root: str
+    """Path or URL of its checkpoints."""
     ranks: list[int]
     """Ranks on this node."""
     world: int
+    """Number of ranks of the job."""
     keep: int | None
-    """Newest checkpoints that stay on storage; None, without ``keep_every`` too, for retention by age."""
+    """Number of newest checkpoints that stay on storage. None, if ``keep_every`` is None too, for retention by age."""
     keep_every: int | None
+    """Interval in steps of checkpoints that stay on storage for ever."""
     idle_timeout: float
-    """Seconds without a trainer after which the agent leaves, everything being durable."""
+    """Seconds without a trainer after which the agent ends, once everything is durable."""
     drain_limit: int | None = None
-    """Bytes per second that the drain of all ranks of this node may write; None for what storage takes."""
-
+    """Most bytes per second that this node's drain writes; None for no limit."""
     persist_seconds: float | None = None
-    """Snapshots that nobody asked for on storage go there too, at most so often; None where none does."""
+    """Least seconds between drains of snapshots that were not asked for on storage. None: such ones are not drained."""
     start: str = ""
-    """Id of the incarnation that trains now; empty where an earlier Rekindle does."""
+    """Id of the incarnation that trains now; empty if an earlier version of Rekindle wrote the record."""
 
     def to_json(self) -> dict[str, Any]:
-        """``keep`` stays a number in it: an agent of an older version, which may still serve the job, wants one."""
+        """Returns the record as JSON. ``keep`` is a number in it: an older agent, if it serves the job, needs one."""
         by_age = self.keep is None and self.keep_every is None
         return {**asdict(self), "keep": 2 if self.keep is None else self.keep, "keep_by_age": by_age}
 
     @staticmethod
     def from_json(value: Any) -> JobInfo:
-        """Raises ValueError, TypeError or KeyError when it makes no sense."""
+        """Reads the record from JSON. Raises ValueError, TypeError or KeyError when a field is missing or malformed."""
         world = check_integer(value["world"], 1, MAX_RANKS)
         every, limit, idle = value["keep_every"], value.get("drain_limit"), value["idle_timeout"]
         rest = value.get("persist_seconds")
         if any(
             type(time) not in (int, float) or not 0 <= time < math.inf for time in (idle, 0 if rest is None else rest)
         ):
-            raise ValueError("its idle_timeout or persist_seconds is no time")
+            raise ValueError("its idle_timeout or persist_seconds is not a number of seconds")
         (root,) = check_texts([value["root"]])
         if (not root.startswith(os.sep) and not isinstance(canonical_root(root), str)) or b"\0" in os.fsencode(root):
             raise ValueError("its root is neither an absolute path nor a URL")

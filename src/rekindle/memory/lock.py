@@ -1,4 +1,4 @@
-"""Locks on files, which the kernel frees when their holder dies."""
+"""Locks files. The kernel frees the locks of a process that dies."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ __all__ = ["Lock"]
 
 
 class Lock:
-    """An exclusive lock on a file that the kernel frees when its holder dies. Not shared with forked children."""
+    """Holds an exclusive lock on a file, which also names the holder's process id. Forked children don't share it.
+
+    For one thread at a time.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = -1
 
     def acquire(self, timeout: float = 0.0) -> bool:
-        """Take the lock within ``timeout`` seconds. True when it is held."""
+        """Takes the lock within ``timeout`` seconds. True if it is held then. Raises OSError."""
         deadline = time.monotonic() + timeout
         while not self._try():
             if time.monotonic() >= deadline:
@@ -33,9 +36,9 @@ class Lock:
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(self.path).st_ino == os.fstat(fd).st_ino:  # else it was removed while we opened it
+            if os.stat(self.path).st_ino == os.fstat(fd).st_ino:  # else it was removed since it was opened
                 self._fd = fd
-                with suppress(OSError):  # full memory: then nobody learns our process id
+                with suppress(OSError):  # memory is full: the holder's process id stays unknown
                     os.ftruncate(fd, 0)
                     os.write(fd, f"{os.getpid()}\n".encode())
                 return True
@@ -45,13 +48,14 @@ class Lock:
         return False
 
     def held(self) -> bool:
-        """Whether the lock is still ours: somebody may have removed its file, and others then take another one."""
+        """True if the lock is still held. If somebody removed its file, another process can lock a new one."""
         try:
             return self._fd >= 0 and os.stat(self.path).st_ino == os.fstat(self._fd).st_ino
         except OSError:
             return False
 
     def release(self) -> None:
+        """Releases the lock. May be called again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -60,7 +64,7 @@ class Lock:
 
     @staticmethod
     def holder(path: Path) -> int | None:
-        """Process id of whoever holds the lock, 0 if it isn't known, or None when nobody does."""
+        """Returns the process id of the lock's holder, 0 if it is unknown, None if nobody holds the lock."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError):
@@ -70,7 +74,7 @@ class Lock:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None
-        except OSError:  # held; or, as above, it can't be told, and who may be there must not be taken for gone
+        except OSError:  # held; or unknown, and a holder that may be alive must not be taken for dead
             with suppress(OSError):
                 text = os.read(fd, 32).strip()
                 return int(text) if text.isdigit() else 0
@@ -80,10 +84,11 @@ class Lock:
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
+"""All locks of this process, for its forked children to release."""
 
 
 def _forget_locks() -> None:
-    """A data loader's worker must not keep the rank locked after the trainer's death."""
+    """Releases all locks in a forked child: a data loader's worker must not hold its dead trainer's rank."""
     for lock in list(_held):
         lock.release()
 

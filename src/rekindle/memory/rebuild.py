@@ -1,4 +1,4 @@
-"""A dead rank's snapshot, made of its own small state, where others' snapshots of the step have the rest."""
+"""Rebuilds a dead rank's snapshot from its local state, if other ranks' snapshots of the step have the rest."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger("rekindle")
 
 
 def rebuild(job: JobDir, slots: Slots) -> list[int]:
-    """Put together what can be of the rank's newest steps. Steps that have a snapshot now and had none.
+    """Rebuilds snapshots of the rank's newest steps, and returns these steps.
 
-    For whoever holds the rank's lock. A step that can't be had is left out, with a line in the log.
+    The caller must hold the rank's lock. A step that can't be rebuilt is skipped, with a warning if something failed.
     """
     rank, made = slots.rank, []
     try:
@@ -37,31 +37,31 @@ def rebuild(job: JobDir, slots: Slots) -> list[int]:
     if plan is None:
         return []
     own = {stamp.checkpoint for stamp, _ in job.snapshots.shard_ids() if stamp.rank == rank}
-    halves = [half for half in read_local_states(job, rank)[::-1] if plan.fits(half)]
+    states = [state for state in read_local_states(job, rank)[::-1] if plan.fits(state)]
     inferred = infer_local_state(job, plan, rank)
-    if inferred is not None and all(half.stamp.checkpoint != inferred.stamp.checkpoint for half in halves):
-        halves.append(inferred)
-    for half in halves:
-        if half.stamp.checkpoint in own:
+    if inferred is not None and all(state.stamp.checkpoint != inferred.stamp.checkpoint for state in states):
+        states.append(inferred)
+    for state in states:
+        if state.stamp.checkpoint in own:
             continue
         try:
-            if _compose(job, slots, plan, half):
-                made.append(half.stamp.step)
+            if _rebuild_step(job, slots, plan, state):
+                made.append(state.stamp.step)
         except (OSError, RekindleError) as error:
-            log.warning("step %d of rank %d can't be put together: %s", half.stamp.step, rank, error)
+            log.warning("step %d of rank %d can't be rebuilt from its local state: %s", state.stamp.step, rank, error)
     return made
 
 
 def rebuild_dead_ranks(job: JobDir) -> None:
-    """``rebuild`` for all ranks of this node, whose trainers have gone: so that storage gets what they had secured.
+    """Rebuilds the newest snapshots of all ranks of this node after their trainers died, so that they reach storage.
 
-    A restarted rank would do it too; the node may be gone before there is one. Takes no memory but what the ranks'
-    files have already.
+    A restarted rank would do it too, but the node may be gone before there is one. Uses no memory beyond the files that
+    the ranks have already. A failure is logged.
     """
     try:
         info = job.read_job()
     except FormatError as error:
-        log.warning("what its dead ranks left is not put together: %s", error)
+        log.warning("the newest snapshots of the dead ranks are not rebuilt: %s", error)
         return
     for rank in info.ranks if info is not None else []:
         assert info is not None
@@ -76,11 +76,12 @@ def rebuild_dead_ranks(job: JobDir) -> None:
             finally:
                 slots.close()
                 lock.release()
-        except (OSError, RekindleError) as error:  # a BusyError, too: the rank has come back
-            log.warning("rank %d: its newest steps are left as they are: %s", rank, error)
+        except (OSError, RekindleError) as error:  # also a BusyError: the rank is back
+            log.warning("rank %d: its newest snapshots are not rebuilt: %s", rank, error)
 
 
-def _compose(job: JobDir, slots: Slots, plan: LocalStatePlan, half: LocalState) -> bool:
+def _rebuild_step(job: JobDir, slots: Slots, plan: LocalStatePlan, state: LocalState) -> bool:
+    """Commits a snapshot of the local state. False if no other ranks have the rest of the step."""
     kept = set(plan.blocks)
     ours: list[tuple[Chunk, int]] = []
     wanted: list[Chunk] = []
@@ -91,22 +92,22 @@ def _compose(job: JobDir, slots: Slots, plan: LocalStatePlan, half: LocalState) 
         else:
             wanted.append(chunk)
         block += len(block_ranges(chunk))
-    if not _others_have(job, half.stamp, wanted, plan):
+    if not _others_have(job, state.stamp, wanted, plan):
         return False
     layout = Layout.build(chunk for chunk, _ in ours)
-    slot = slots.acquire(half.stamp.step, half.stamp.incarnation, layout.file_bytes)
+    slot = slots.acquire(state.stamp.step, state.stamp.incarnation, layout.file_bytes)
     try:
-        receipt = _fill(slot, layout, plan, half, {(chunk.name, chunk.offsets): block for chunk, block in ours})
+        receipt = _fill(slot, layout, plan, state, {(chunk.name, chunk.offsets): block for chunk, block in ours})
     except BaseException:
         slot.unlock()
         raise
-    slots.commit(slot, half.stamp, receipt)
-    log.info("rank %d: step %d was put together from its small state and its replicas", slots.rank, half.stamp.step)
+    slots.commit(slot, state.stamp, receipt)
+    log.info("rank %d: step %d was rebuilt from its local state and its replicas", slots.rank, state.stamp.step)
     return True
 
 
 def _others_have(job: JobDir, stamp: ShardId, wanted: Sequence[Chunk], plan: LocalStatePlan) -> bool:
-    """Whether all of ``wanted`` is in snapshots that other ranks of this node have of the step."""
+    """True if snapshots of the step by other ranks of this node have all of ``wanted``."""
     there: dict[str, list[Chunk]] = {}
     for rank in sorted({rank for chunk in wanted for rank in plan.replicas.get(chunk.name, [])} - {stamp.rank}):
         for chunk in _chunks(job, stamp, rank):
@@ -134,7 +135,7 @@ def _chunks(job: JobDir, stamp: ShardId, rank: int) -> tuple[Chunk, ...]:
 
 
 def _fill(
-    slot: Slot, layout: Layout, plan: LocalStatePlan, half: LocalState, numbers: dict[tuple[str, Any], int]
+    slot: Slot, layout: Layout, plan: LocalStatePlan, state: LocalState, numbers: dict[tuple[str, Any], int]
 ) -> bytes:
     assert slot.map is not None
     base = len(layout.header)
@@ -143,7 +144,7 @@ def _fill(
     places, at = {}, 0
     for number in plan.blocks:
         start, stop = plan.layout.blocks[number]
-        places[number] = half.tensors[at : at + stop - start]
+        places[number] = state.tensors[at : at + stop - start]
         at += padded(stop - start)
     sums = []
     for chunk in layout.chunks:
@@ -151,4 +152,4 @@ def _fill(
             piece = places[numbers[chunk.name, chunk.offsets]]
             data[chunk.start : chunk.stop] = piece
             sums.append(checksum(piece))
-    return Receipt.encode(half.stamp, Receipt.static_part(layout, plan.structure), sums, half.values)
+    return Receipt.encode(state.stamp, Receipt.static_part(layout, plan.structure), sums, state.values)

@@ -1,4 +1,4 @@
-"""Room in the memory store: a job's part of it, and what is left to others there, data loaders above all."""
+"""Bounds a job's part of the memory store, and reserves the headroom that other programs need there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from rekindle.memory.job_dir import JobDir
 __all__ = ["Room"]
 
 _SHARED = "/dev/shm"
-"""Where a ``DataLoader``'s workers put their batches, whatever memory store a job has."""
+"""File system in which a ``DataLoader``'s workers put their batches, whatever memory store a job has."""
 
 _HEADROOM, _PART = 64 << 20, 4
-"""Bytes left to others there at least, and the part of the file system. A worker that finds no room dies of SIGBUS."""
+"""Least headroom in bytes, and the divisor that gives it from the file system's size. A data loader's worker that finds
+no room there dies of SIGBUS."""
 
 _ALIKE = 16
-"""Part of a job's memory by which a start may misjudge it: names and counters that optimizers have not made yet."""
+"""Divisor: the part of a job's memory by which an estimate may be too low, for names and counters that optimizers
+have not made yet at the start."""
 
 _SLACK = 1 << 20
 """Bytes that must be free beside the snapshots, for receipts and the job's small files."""
@@ -24,30 +26,30 @@ _SLACK = 1 << 20
 
 @dataclass(frozen=True)
 class Room:
-    """What a job may take of a node's memory store."""
+    """Bounds the memory that a job takes on a node."""
 
     limit: int | None = None
-    """Bytes that all snapshots of the job may hold."""
-    spared: int | None = None
-    """Bytes of the file system to leave to others. None: a quarter and at least 64 MiB of the one that /dev/shm is, and
-    nothing of another one, where nobody else is expected."""
+    """Most bytes of all snapshots of the job on the node; None for no limit."""
+    reserved: int | None = None
+    """Headroom in bytes. None: a quarter of the file system and at least 64 MiB if it is that of /dev/shm; 0 on another
+    one, where no other program is expected."""
 
     def headroom(self, job: JobDir) -> int:
-        """Bytes that must stay free. Raises OSError when the file system can't be asked."""
-        if self.spared is not None:
-            return self.spared
+        """Returns the bytes of the file system that must stay free. Raises OSError."""
+        if self.reserved is not None:
+            return self.reserved
         if not os.path.isdir(_SHARED) or os.stat(job.path).st_dev != os.stat(_SHARED).st_dev:
             return 0
         return max(_HEADROOM, job.total_bytes() // _PART)
 
-    def share(self, ranks: int) -> int | None:
-        """Bytes that each rank of a node may hold of the limit, if there is one."""
+    def limit_per_rank(self, ranks: int) -> int | None:
+        """Returns the part of the limit, in bytes, of each of the node's ``ranks``; None without a limit."""
         return None if self.limit is None else self.limit // ranks
 
-    def lacking(self, job: JobDir, nbytes: int, ranks: int) -> str | None:
-        """Why it can't hold two snapshots of ``nbytes`` of each of ``ranks`` ranks; None when it can.
+    def describe_shortage(self, job: JobDir, nbytes: int, ranks: int) -> str | None:
+        """Describes why two snapshots of ``nbytes`` for each of ``ranks`` ranks don't fit; None if they do.
 
-        A job that comes back to memory that it holds already takes next to nothing from anybody.
+        The headroom doesn't count for a restarted job whose files already hold the memory: it takes no more.
         """
         need, held, free = 2 * nbytes * ranks, job.held_bytes(), job.free_bytes()
         asks = f"two snapshots of about {_mb(nbytes)} for each of {ranks} rank(s) need {_mb(need)}"
@@ -64,21 +66,21 @@ class Room:
         return f"memory store {job.path.parent}: {asks}, {room}: {advice}"
 
     def _enough(self, job: JobDir, need: int, held: int, free: int) -> int:
-        """Bytes, rounded up to whole MiB, of a file system on which ``need`` of them would do."""
+        """Returns the size, in bytes and rounded up to whole MiB, of a file system that would be large enough."""
         taken = job.total_bytes() - free - held + need
-        enough = taken + _SLACK + (self.headroom(job) if self.spared is not None else 0)
-        if self.spared is None and self.headroom(job):
+        enough = taken + _SLACK + (self.headroom(job) if self.reserved is not None else 0)
+        if self.reserved is None and self.headroom(job):
             enough = max(taken + _HEADROOM, taken * _PART // (_PART - 1))
         return enough + (1 << 20) - 1
 
-    def told(self, job: JobDir, nbytes: int, ranks: int) -> str:
-        """What two snapshots of each rank take, and what they leave."""
+    def describe(self, job: JobDir, nbytes: int, ranks: int) -> str:
+        """Describes the memory that two snapshots of each rank take, and how much is left."""
         need, headroom = 2 * nbytes * ranks, self.headroom(job)
         left = max(0, job.free_bytes() + job.held_bytes() - need)
-        kept = f", of which {_mb(headroom)} stay with others, but for dying gasps" if headroom else ""
+        kept = f", of which {_mb(headroom)} are reserved for other programs, except in a dying gasp" if headroom else ""
         return (
-            f"memory store {job.path.parent}: snapshots take {_mb(need)}, half as much again while one is drained and "
-            f"there is room; {_mb(left)} are left{kept}"
+            f"memory store {job.path.parent}: snapshots take {_mb(need)}, half as much again during a drain if there "
+            f"is room; {_mb(left)} are left{kept}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a rank is doing, on one page in memory: read by anybody, also after its death."""
+"""Shows a rank's progress on one page of memory, which other processes read, also after the rank's death."""
 
 from __future__ import annotations
 
@@ -16,55 +16,58 @@ from rekindle.errors import FormatError
 
 __all__ = ["DONE", "STABLE", "STARTING", "STEPPING", "UPDATING"]
 __all__ += ["FAILED", "SECURED", "SECURING", "TRAINING"]
-__all__ += ["DOES", "PHASES", "STAGES", "StatusReader", "Status", "StatusPage", "read_status"]
+__all__ += ["PHASE_TEXTS", "PHASES", "STAGES", "StatusReader", "Status", "StatusPage", "read_status"]
 
 STARTING, STABLE, UPDATING, STEPPING, DONE = range(5)
 PHASES = ("starting", "stable", "updating", "stepping", "done")
-"""``stable``: the state is that of ``step``. ``updating``: an optimizer is at it, or has been. ``stepping``: inside of
-``ckpt.step()``. ``done``: the guarded part has ended as it should."""
+"""Names of the phases. ``stable``: the state is that of ``step``. ``updating``: an optimizer has begun to change it.
+``stepping``: inside of ``ckpt.step()``. ``done``: the guarded part ended without a fault."""
 
-DOES = ("starting", "before its next update", "in its update", "in ckpt.step()", "done")
-"""The same for people."""
+PHASE_TEXTS = ("starting", "before its next update", "in its update", "in ckpt.step()", "done")
+"""The phases in words for people."""
 
 TRAINING, SECURING, SECURED, FAILED = range(4)
 STAGES = ("training", "securing", "secured", "failed")
-"""After a fault: ``securing`` the state, then it is ``secured``, or could not be (``failed``); then the rank ends."""
+"""Names of the stages of the dying gasp. After a fault a rank is ``securing`` its state, then that is ``secured``, or
+has ``failed``. Then the rank ends."""
 
 _MAGIC = b"RKSTAT01"
 _RECORD = struct.Struct("<QQqqqqqqdQ64sd")
-"""Its last field is newer than the others. In a page that an older version has written it is 0."""
+"""One record. Its last field is newer than the others: 0 in a page that an older version wrote."""
 _HEAD = struct.Struct("8sQ")
-"""Magic, and the count of writes, whose last bit tells which of the two records holds."""
+"""Magic, and the count of writes, whose last bit selects the valid one of the two records."""
 _AT = (64, 64 + 256)
-"""First bytes of the two records."""
+"""Offsets of the two records."""
 _SIZE = 4096
 
 
 @dataclass(frozen=True)
 class Status:
-    """One look at a status page. Steps are -1 while there are none."""
+    """Holds one reading of a status page. A step is -1 while there is none."""
 
     pid: int
     generation: int
     phase: int
+    """Index into ``PHASES``."""
     stage: int
+    """Index into ``STAGES``."""
     paused: int
-    """Not 0 while the watchdog was told to wait."""
+    """Not 0 while the rank has paused the watchdog."""
     step: int
-    """Completed updates."""
+    """Number of completed updates."""
     snapshot: int
-    """Newest step of this rank that is in memory."""
+    """Newest step that this rank has in memory."""
     secured: int
-    """Newest step that was secured because of a fault."""
+    """Newest step that the rank secured because of a fault."""
     longest: float
-    """Longest of the recent steps, in seconds; 0 as long as there were too few to tell."""
+    """Longest of the recent steps, in seconds; 0 while there were too few."""
     progress: int
-    """``time.monotonic_ns()`` of the last progress, by this node's clock."""
+    """Time of the last progress, by this node's ``time.monotonic_ns()``."""
     note: str
-    """What the rank is doing, in its own words."""
+    """Further words of the rank on its progress."""
     pause: float
-    """Longest time between two steps that this rank of the job has ever taken, but for pauses that it declared, in
-    seconds. Earlier starts on this node count."""
+    """Longest time between two steps of this rank, in seconds, without pauses that it declared. Earlier starts of the
+    job on this node count."""
 
     @property
     def age(self) -> float:
@@ -73,15 +76,15 @@ class Status:
 
 
 class StatusPage:
-    """This rank's page. Fields are set, then ``write`` shows all of them at once. For one thread at a time.
+    """Writes this rank's page. Fields are set, then ``write`` shows all of them at once. For one thread at a time.
 
-    A write takes four microseconds: one record of two is filled, then one word says that it holds. So a death in the
-    middle leaves the record before. Nothing is mapped: a store into a page that somebody has truncated would end this
-    process with SIGBUS, where a write mends it.
+    A write takes four microseconds: it fills one of two records, then changes one word to select it. A death in between
+    leaves the record before. The page is not mapped: a store into a mapping that somebody truncated would end this
+    process with SIGBUS, while a write restores the file.
     """
 
     def __init__(self, path: Path | None, generation: int) -> None:
-        """Make the page anew; without a path one that nobody sees. Raises OSError when memory is full."""
+        """Makes a new page; without a path, one that no other process sees. Raises OSError when memory is full."""
         self._path = path
         self._file: FileIO | None = None
         self._pid, self._generation, self._count = os.getpid(), generation, 0
@@ -90,18 +93,19 @@ class StatusPage:
         self.longest, self.pause = 0.0, _pause_of(path)
         self.progress = time.monotonic_ns()
         self.note = b""
-        self.place()
+        self.publish()
 
-    def place(self) -> None:
-        """Put the page where others look for it, once more if somebody has removed it. Raises OSError."""
+    def publish(self) -> None:
+        """Puts the page at its path, again if somebody removed it. Raises OSError when memory is full."""
         if self._path is None:
             return
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         self._file = _allocate(temporary)
         self.write()
-        os.replace(temporary, self._path)  # an earlier process's page stays as it is for whoever has it open
+        os.replace(temporary, self._path)  # readers that have an earlier process's page open keep it
 
     def write(self) -> None:
+        """Shows the fields to readers. Never fails: without memory the page keeps what it had."""
         if self._file is None:
             return
         self._count += 1
@@ -110,13 +114,13 @@ class StatusPage:
             *(self.step, self.snapshot, self.secured, self.longest, self.progress, self.note),
             self.pause,
         )
-        with suppress(OSError):  # a page that can't be written has been truncated, and memory is full
+        with suppress(OSError):  # only if somebody truncated the page and memory is full
             os.pwrite(self._file.fileno(), record, _AT[self._count & 1])
             os.pwrite(self._file.fileno(), _HEAD.pack(_MAGIC, self._count), 0)
 
 
 def _pause_of(path: Path | None) -> float:
-    """What an earlier start of this rank knew of the job's pauses."""
+    """Returns the longest pause that an earlier start of this rank noted; 0 without a readable page."""
     if path is not None:
         with suppress(OSError, FormatError):
             return read_status(path).pause
@@ -134,16 +138,16 @@ def _allocate(path: Path) -> FileIO:
 
 
 class StatusReader:
-    """Somebody else's page, opened once and looked at often: 5 microseconds each."""
+    """Reads another process's page: opened once, 5 microseconds for each reading. For one thread at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises FileNotFoundError, and FormatError when the file is something else."""
+        """Opens the page. Raises FileNotFoundError, or FormatError when the file is not a status page."""
         self._path = path
         self._file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW))
         self.read()
 
     def read(self) -> Status:
-        """What the page says. Raises FormatError when somebody has damaged it; its owner's next write mends it."""
+        """Returns the valid record. Raises FormatError when the page is damaged; its owner's next write repairs it."""
         fd, end = self._file.fileno(), _AT[-1] + _RECORD.size
         while True:
             page = os.pread(fd, end, 0)
@@ -151,7 +155,9 @@ class StatusReader:
             at = _AT[count & 1]
             if magic != _MAGIC or len(page) < at + _RECORD.size:
                 raise FormatError(f"{self._path}: is not a status page")
-            if os.pread(fd, _HEAD.size, 0) == page[: _HEAD.size]:  # else perhaps into what was just read
+            if (
+                os.pread(fd, _HEAD.size, 0) == page[: _HEAD.size]
+            ):  # else its owner may have written into the record just read: once more
                 *fields, note, pause = _RECORD.unpack_from(page, at)
                 values: tuple[Any, ...] = (*fields, note.rstrip(b"\0").decode("utf-8", "replace"), pause)
                 return self._sensible(Status(*values))
@@ -164,5 +170,5 @@ class StatusReader:
 
 
 def read_status(path: Path) -> Status:
-    """One look at a page. Raises FileNotFoundError and FormatError."""
+    """Reads a page once. Raises FileNotFoundError or FormatError."""
     return StatusReader(path).read()

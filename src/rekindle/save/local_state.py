@@ -104,7 +104,7 @@ class SmallState:
     def _write(self, file: LocalStateWriter, stamp: ShardId, plan: CopyPlan) -> None:
         told, self._told = self._told, False  # should this fail, the files may be gone, plan and all
         if not told:
-            file.plan(stamp, plan.static, [unit.block for unit in self._taken], plan.replicas)
+            file.set_plan(stamp, plan.static, [unit.block for unit in self._taken], plan.replicas)
         self._wait()
         file.write(
             stamp, self.values, memoryview((ctypes.c_char * len(self._body)).from_address(self._body.data_ptr()))

@@ -60,7 +60,7 @@ def _wait_for_earlier(saver: Saver, stamp: ShardId, timeout: float) -> None:
     if saver.memory is None:
         return
     store, deadline = saver.session.store, time.monotonic() + timeout
-    for older in saver.memory.slots.to_pin(stamp):
+    for older in saver.memory.slots.pins_due(stamp):
         try:
             saver.wait_once_durable(older, max(0.0, deadline - time.monotonic()))
         except NotDurableError as error:

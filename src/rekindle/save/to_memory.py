@@ -106,7 +106,7 @@ class MemorySaver:
 
     def is_complete(self, stamp: ShardId) -> bool:
         """True if all ranks of this node have committed their parts of the step."""
-        return stamp.checkpoint in self.slots.complete()
+        return stamp.checkpoint in self.slots.complete_checkpoints()
 
     def finish(self) -> PendingSnapshot | None:
         """Wait until the newest save has ended. Returns it, once, if it failed."""

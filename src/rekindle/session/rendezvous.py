@@ -109,7 +109,7 @@ def _agree(
         warn_of_capability(store)
     if no_memory is None and group.rank == local_ranks[0]:
         with suppress(OSError):
-            log.info("%s", room.told(job, nbytes, len(local_ranks)))
+            log.info("%s", room.describe(job, nbytes, len(local_ranks)))
     deleted = deleted_for_all([report.storage_state for report in reports])
     return Meeting(
         incarnation=Incarnation(1 + max(report.generation for report in reports), reports[0].begun),
@@ -137,6 +137,6 @@ def _refuse_differences(arrivals: list[_Arrival]) -> None:
 def _lacking(job: JobDir, nbytes: int, ranks: int, room: Room) -> str | None:
     """Say why memory can't hold the snapshots of this node's ``ranks``; None when it can."""
     try:
-        return room.lacking(job, nbytes, ranks)
+        return room.describe_shortage(job, nbytes, ranks)
     except OSError as error:  # somebody has removed it
         return f"memory store {job.path.parent}: {describe_error(error)}"

@@ -215,7 +215,7 @@ class Session:
         if self.is_first_on_node:
             self.keeper = AgentKeeper(self.job_dir, info, fallback_after, agent_changed)
             self.keeper.check()
-        limit, headroom = room.share(len(self.local_ranks)), room.headroom(self.job_dir)
+        limit, headroom = room.limit_per_rank(len(self.local_ranks)), room.headroom(self.job_dir)
         self.slots = Slots(
             self.job_dir, self.rank, self.agreed.world, self.local_ranks, limit, page_lock, headroom=headroom
         )
@@ -260,7 +260,7 @@ class Session:
         """Free what memory has of a run that was deleted, before the note of it goes: else it would be drained."""
         with suppress(OSError):  # memory that fails: the first save will say so
             if self.slots is not None:
-                self.slots.give_up()
+                self.slots.free_all()
             elif self.job is not None:
                 self.job.snapshots.remove(self.rank)
 

@@ -145,7 +145,7 @@ class DcpSession:
             if busy:
                 session.release_place()
                 raise BusyError(busy)
-            session.no_memory = session.no_memory or Room().lacking(session.job_dir, 0, 1)
+            session.no_memory = session.no_memory or Room().describe_shortage(session.job_dir, 0, 1)
 
     # -- agreeing on a save ------------------------------------------------------------------------------------------
 
