@@ -80,7 +80,7 @@ def ask(*arguments: object, timeout: float = 40) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=30)
 def test_storage_that_hangs_holds_nobody_up_and_gets_all_once_it_answers(troubled: Troubled, memory: Path) -> None:
     import torch
 
@@ -121,7 +121,7 @@ def test_storage_that_hangs_holds_nobody_up_and_gets_all_once_it_answers(trouble
     assert all(verify(copy) == [] for copy in find_copies(None, PosixStore(root)))
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=10)
 def test_with_storage_hanging_and_no_memory_a_job_still_ends(
     troubled: Troubled, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

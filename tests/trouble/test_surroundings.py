@@ -49,7 +49,7 @@ def sound(root: Path) -> list[int]:
     return [copy.step for copy in copies]
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=10)
 def test_a_process_out_of_file_descriptors_trains_on_and_saves_again_once_there_are_some(
     root: Path, memory: Path
 ) -> None:
@@ -147,7 +147,7 @@ time_t time(time_t *to) {
 """
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=20)
 def test_a_clock_that_jumps_changes_nothing(root: Path, memory: Path, job: JobDir) -> None:
     source, library, clock = (root.parent / name for name in ("clock.c", "clock.so", "clock"))
     compiler = shutil.which("gcc") or shutil.which("cc")
@@ -182,7 +182,7 @@ print("failed", ckpt.metrics.failed)
     assert "from 40" in done.stdout, "the newest is what steps and generations say, not the clock"
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=20)
 def test_a_memory_limit_that_kills_the_trainer_costs_what_a_kill_costs(root: Path, memory: Path, job: JobDir) -> None:
     groups = Path("/sys/fs/cgroup/memory")
     if not (groups / "memory.limit_in_bytes").exists() or not os.access(groups, os.W_OK):
