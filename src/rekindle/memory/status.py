@@ -93,9 +93,9 @@ class StatusPage:
         self.longest, self.pause = 0.0, _pause_of(path)
         self.progress = time.monotonic_ns()
         self.note = b""
-        self.publish()
+        self.install()
 
-    def publish(self) -> None:
+    def install(self) -> None:
         """Puts the page at its path, again if somebody removed it. Raises OSError when memory is full."""
         if self._path is None:
             return

@@ -47,7 +47,7 @@ class Gate:
     def show_again(self) -> None:
         """Somebody has removed what shows where training stands. Raises OSError when it can't be shown."""
         with self._changed:
-            self._page.publish()
+            self._page.install()
 
     def _show(self) -> None:
         self._page.progress = time.monotonic_ns()
