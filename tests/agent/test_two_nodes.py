@@ -45,7 +45,7 @@ class Node:
         return self.drainer.tick()
 
     def stop(self) -> None:
-        stop(self.job, 1.0, False, lambda progress: None)
+        stop(self.job, 1.0, lambda progress: None)
 
 
 @pytest.fixture

@@ -159,7 +159,7 @@ def test_snapshots_of_an_unknown_job_are_a_problem_and_stay(crashed: JobDir, roo
     with subprocess.Popen([sys.executable, "-m", "rekindle.agent", str(crashed.path)]) as agent:
         wait_for(lambda: crashed.agent() == agent.pid and "step 3 stays in memory" in crashed.notes.drain_error())
         result = run("stop", root)
-        assert result.exit_code == rekindle.NotDurableError.exit_code and "start the job again" in result.stderr
+        assert result.exit_code == rekindle.NotDurableError.exit_code and "Start the job again" in result.stderr
         agent.kill()
     again = Run(root, memory, steps=4, wait="durable")
     assert train(again) == [0] and restored(again)[-1] == 3

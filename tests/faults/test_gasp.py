@@ -110,7 +110,7 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(
     root: Path, memory: Path, cgroup: Path, unbroken: Callable[[Path, str, int], list[str]]
 ) -> None:
     out = run(Cell(root, memory, "ddp", "oom", "forward", cgroup=cgroup))
-    assert out.cause == "oom" and out.what == "rank 1 was killed by the kernel for want of memory"
+    assert out.cause == "oom" and out.what == "rank 1 was killed by the kernel, as memory ran out"
     assert judge(out, unbroken(memory, "ddp", 2)) == []
 
 

@@ -22,7 +22,7 @@ def test_a_job_that_changes_its_shape_at_each_start(tmp_path: Path, memory: Path
     whole = on_ranks(1, training, grouped=False)[0]["losses"]
     for number, (kind, ranks, place) in enumerate(STARTS):
         if place == "storage":
-            stop(stores.job, 30.0, False, lambda status: None)
+            stop(stores.job, 30.0, lambda status: None)
             assert not stores.job.path.exists()
         answers = on_ranks(ranks, starting, number, stores, grouped=kind != "single")
         for answer in answers:

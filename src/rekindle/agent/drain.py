@@ -83,7 +83,7 @@ class Drainer:
 
         With False the limit counts again. For any thread, at any moment.
         """
-        self._budget.lift(on)
+        self._budget.lift(on=on)
 
     def tick(self) -> bool:
         """Drains the newest snapshot that should be on storage and isn't. True when one became durable."""

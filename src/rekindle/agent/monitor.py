@@ -84,7 +84,7 @@ class _Rank:
     """The last sound content of its status page."""
     writer: asyncio.StreamWriter
     oom_kills_before: int
-    """Processes that the kernel had killed for want of memory when the rank registered."""
+    """Processes that the kernel had killed because memory ran out, when the rank registered."""
     idle_since: float = 0.0
     """Time at which it had nothing more to do after a fault."""
     stacks_asked_at: float = 0.0
@@ -162,7 +162,7 @@ class RankMonitor:
 
     @property
     def reporting(self) -> bool:
-        """Whether a report is still to be written, from files in the job's directory."""
+        """True while the report of a hang is being written, from files in the job's directory."""
         return self._reporting is not None and not self._reporting.done()
 
     # -- talking ------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class RankMonitor:
         self._remove(rank)
         if not news:
             return
-        cause, what = describe_end(status, oom_kills(rank.process.pid) > rank.oom_kills_before)
+        cause, what = describe_end(status, oom=oom_kills(rank.process.pid) > rank.oom_kills_before)
         self.announce(Fault(cause, rank.rank, page.generation, page.step, f"rank {rank.rank} {what}"), rank)
 
     def _limit(self, pages: dict[int, Status]) -> SilenceLimit | None:

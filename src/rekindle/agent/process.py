@@ -110,10 +110,10 @@ def children(pids: Iterable[int]) -> dict[int, list[Child]]:
     return found
 
 
-def describe_end(status: int | None, oom: bool) -> tuple[str, str]:
+def describe_end(status: int | None, *, oom: bool) -> tuple[str, str]:
     """Returns the cause of an end, as of ``Fault.cause``, and one line about it.
 
-    ``oom`` is True if the kernel has been killing processes for want of memory.
+    ``oom`` is True if the kernel has been killing processes because memory ran out.
     """
     if status is None:
         return "exit", "has ended with an exit code that is not known"
@@ -121,7 +121,7 @@ def describe_end(status: int | None, oom: bool) -> tuple[str, str]:
         return "exit", f"ended with exit code {os.WEXITSTATUS(status)}"
     number = os.WTERMSIG(status)
     if number == signal.SIGKILL and oom:
-        return "oom", "was killed by the kernel for want of memory"
+        return "oom", "was killed by the kernel, as memory ran out"
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -130,7 +130,7 @@ def describe_end(status: int | None, oom: bool) -> tuple[str, str]:
 
 
 def oom_kills(pid: int) -> int:
-    """Counts the processes that the kernel killed for want of memory: anywhere, and in the process's control group."""
+    """Counts the processes that the kernel killed because memory ran out: anywhere, and in the process's group."""
     counts = [_count(Path("/proc/vmstat"))]
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():

@@ -279,12 +279,8 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
         for job in wanted:
             held, info = job.held_bytes(), job_info(job)
             try:
-                stop(
-                    job,
-                    timeout,
-                    discard,
-                    DrainDisplay(bar, info.root if info is not None else str(job.path), timeout, info),
-                )
+                name = info.root if info is not None else str(job.path)
+                stop(job, timeout, DrainDisplay(bar, name, timeout, info), discard=discard)
                 click.echo(f"{job.path}: ended, {decimal(held)} given back")
             except RekindleError as error:
                 failures.append(error)

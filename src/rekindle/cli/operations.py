@@ -24,7 +24,7 @@ from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.memory.status import PHASE_TEXTS, PHASES, STAGES, Status, read_status
-from rekindle.storage.catalog import find_copies
+from rekindle.storage.catalog import StoredCopy, find_copies
 from rekindle.storage.listing import describe_deleted, job_info, root_hint
 from rekindle.storage.open import open_store
 
@@ -56,6 +56,7 @@ def job_status(job: JobDir) -> dict[str, Any]:
     """Returns the status of one job, as ``rekindle status --json`` shows it. ``problem`` is None when all is well."""
     info, agent, trainers = job.read_job(), job.agent(), job.trainers()
     memory = find_copies(job, None)
+    drain, silence = _ask_agent(job, agent, trainers)
     status: dict[str, Any] = {
         "root": info.root if info else None,
         "directory": str(job.path),
@@ -67,30 +68,37 @@ def job_status(job: JobDir) -> dict[str, Any]:
         "memory_steps": sorted({copy.step for copy in memory}, reverse=True),
         "durable_step": job.notes.durable(),
         "problem": None,
-        "drain": None,
+        "drain": drain,
     }
-    try:
-        if agent is not None:
-            status["drain"] = send_request(job.paths.agent_socket, "GET", "/status")
-    except AgentError as error:
-        # A trainer that could get no agent drains in a thread, holds the agent's lock and answers no questions.
-        status["problem"] = None if agent in trainers.values() else str(error)
-    if agent is None and trainers:
-        status["problem"] = "no agent: nothing is being drained to storage"
-    elif agent is None and memory and (status["durable_step"] is None or memory[0].step > status["durable_step"]):
-        status["problem"] = f"step {memory[0].step} is only in memory, and no agent drains it: run 'rekindle stop ROOT'"
-    elif status["drain"] and status["drain"]["error"]:
-        status["problem"] = status["drain"]["error"]
-    elif status["drain"]:
-        status["problem"] = status["drain"].get("waits") or status["drain"].get("given_up")
     deleted = None if trainers else describe_deleted(job, _ANSWERS_WITHIN)
+    problem = deleted or describe_orphan(job) or _drain_problem(status, memory) or silence
+    status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
     if deleted is not None:
         status["durable_step"] = None
-    problem = deleted or describe_orphan(job) or status["problem"]
-    status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
-    if status["durable_step"] is None and status["drain"] and deleted is None:
-        status["durable_step"] = status["drain"]["durable"]  # that of an earlier start of the job
+    elif status["durable_step"] is None and drain:
+        status["durable_step"] = drain["durable"]  # that of an earlier start of the job
     return status
+
+
+def _ask_agent(job: JobDir, agent: int | None, trainers: dict[int, int]) -> tuple[dict[str, Any] | None, str | None]:
+    """Returns the drain's progress as the agent reports it, and the reason why an agent doesn't answer."""
+    if agent is None:
+        return None, None
+    try:
+        return send_request(job.paths.agent_socket, "GET", "/status"), None
+    except AgentError as error:
+        # A trainer that could get no agent drains in a thread, holds the agent's lock and answers no requests.
+        return None, None if agent in trainers.values() else str(error)
+
+
+def _drain_problem(status: dict[str, Any], memory: list[StoredCopy]) -> str | None:
+    """Describes what keeps memory's newest step from storage; None when all is well."""
+    drain, durable = status["drain"], status["durable_step"]
+    if status["agent"] is None and status["trainers"]:
+        return "no agent: nothing is being drained to storage"
+    if status["agent"] is None and memory and (durable is None or memory[0].step > durable):
+        return f"step {memory[0].step} is only in memory, and no agent drains it: run 'rekindle stop ROOT'"
+    return (drain["error"] or drain.get("waits") or drain.get("given_up")) if drain else None
 
 
 def ended_status(root: Root, base: Path) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def _last_fault(job: JobDir) -> dict[str, Any] | None:
         return None
 
 
-def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
+def stop(job: JobDir, timeout: float, progress: Callable[[dict[str, Any]], object], *, discard: bool = False) -> None:
     """Ends a job for good: drains what only memory holds, then gives the memory back.
 
     With ``discard`` the memory is given back at once, and what only memory held is lost. Raises BusyError while
@@ -150,9 +158,9 @@ def stop(job: JobDir, timeout: float, discard: bool, progress: Callable[[dict[st
         _refuse_deleted(job, deadline)
     agent = job.agent()
     if agent is not None:
-        _end_agent(job, agent, deadline, discard, progress)
+        _end_agent(job, agent, deadline, progress, discard=discard)
     if job.path.exists():
-        _end_here(job, deadline, discard, progress)
+        _end_here(job, deadline, progress, discard=discard)
 
 
 def _refuse_deleted(job: JobDir, deadline: float) -> None:
@@ -164,7 +172,7 @@ def _refuse_deleted(job: JobDir, deadline: float) -> None:
 
 
 def _end_agent(
-    job: JobDir, agent: int, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]
+    job: JobDir, agent: int, deadline: float, progress: Callable[[dict[str, Any]], object], *, discard: bool
 ) -> None:
     if discard and agent > 0:  # 0: it has not written down its process id yet
         os.kill(agent, signal.SIGTERM)  # it ends after the drain in hand, and leaves the memory to this process
@@ -195,7 +203,7 @@ def _so_far(progress: Mapping[str, Any]) -> str:
     return f"storage has {done:,} of {total:,} bytes of step {progress['step']} so far: give it more time (--timeout)"
 
 
-def _end_here(job: JobDir, deadline: float, discard: bool, progress: Callable[[dict[str, Any]], object]) -> None:
+def _end_here(job: JobDir, deadline: float, progress: Callable[[dict[str, Any]], object], *, discard: bool) -> None:
     lock = Lock(job.paths.agent_lock)
     if not lock.acquire(5.0):
         raise BusyError(f"{job.path}: process {job.agent()} has become its agent: try again")

@@ -130,11 +130,11 @@ def list_copies(root: Root, base: Path, step: int | None = None, *, stored: bool
                 ListedCopy(StoredCopy(number, Incarnation(0, ""), 0, STORAGE, files, frozenset(), True), 0, "damaged")
             )
     if not listed:
-        raise NotFoundError(f"{root}: {_none_of(step, copies, root, base, stored)}")
+        raise NotFoundError(f"{root}: {_none_of(step, copies, root, base, stored=stored)}")
     return listed
 
 
-def _none_of(step: int | None, copies: list[StoredCopy], root: Root, base: Path, stored: bool) -> str:
+def _none_of(step: int | None, copies: list[StoredCopy], root: Root, base: Path, *, stored: bool) -> str:
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     if copies:
         newest = list(dict.fromkeys(str(copy.step) for copy in copies))

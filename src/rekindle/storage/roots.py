@@ -61,7 +61,7 @@ def describe_root(root: Root, known: Iterable[str] = ()) -> str | None:
         found, cut_short = _search(root)
         below += map(str, found)
     if below:
-        return _list_roots(sorted(set(below)), cut_short)
+        return _list_roots(sorted(set(below)), cut_short=cut_short)
     if cut_short:
         return "it is no root, and the search for one below it took too long: give the root itself"
     return _describe_directory(root, names) if root.is_dir() else _describe_nothing(root)
@@ -96,7 +96,7 @@ def _instead(inside: _Inside) -> str:
 
 def _describe_url(url: str, known: list[str]) -> str:
     if known:
-        return _list_roots(sorted(known), False)
+        return _list_roots(sorted(known))
     below = []
     with suppress(OSError, UsageError):  # the command that needs the listing reports the error itself
         below = urls_below(url)
@@ -141,7 +141,7 @@ def _describe_nothing(root: Path) -> str:
     return f"there is no such directory; {nearest} is there: see that the path is right, and that it is mounted"
 
 
-def _list_roots(roots: list[str], cut_short: bool) -> str:
+def _list_roots(roots: list[str], *, cut_short: bool = False) -> str:
     shown = roots[:_SHOWN]
     more = ["and perhaps more"] if cut_short else [f"and {len(roots) - _SHOWN} more"] if len(roots) > _SHOWN else []
     return "\n  ".join(["it is no root itself, but these below it are: give one of them", *shown, *more])

@@ -79,7 +79,7 @@ class Budget:
         now: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] | None = None,
     ) -> None:
-        """Takes a clock of its own, ``now`` and ``wait``, where nobody is to wait for real."""
+        """Takes another clock, ``now`` and ``wait``, for tests that must not really wait."""
         self.limit = limit
         """Bytes per second; may be changed at any moment."""
         self._due = 0.0
@@ -101,7 +101,7 @@ class Budget:
         self._wait(max(0.0, self._due - self._now()))
         self._due = max(self._due, self._now() - _SLICE) + nbytes / limit
 
-    def lift(self, on: bool = True) -> None:
+    def lift(self, *, on: bool = True) -> None:
         """Lifts the limit, because someone waits for the end, and wakes ``take``. ``on=False`` imposes it again."""
         if on:
             self._lifted.set()

@@ -1,4 +1,4 @@
-"""What every store has to pass. Subclass ``StoreContract`` in a test module of your own; pytest finds its tests."""
+"""Ships the tests that every store has to pass. Subclass ``StoreContract`` in a test module; pytest finds its tests."""
 
 from __future__ import annotations
 

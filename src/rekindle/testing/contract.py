@@ -1,4 +1,4 @@
-"""The promises of ``rekindle.storage.store.Store``, as tests that any store can be put to.
+"""Tests a store against the promises of ``rekindle.storage.store.Store``.
 
 ```python
 class TestMine(StoreContract):
@@ -44,7 +44,7 @@ SECOND = Incarnation(2, "22" * 8, FIRST.id, 4)
 RIVAL = Incarnation(2, "33" * 8, FIRST.id, 4)
 _KILLED = -9
 _CLOCK = 3600.0
-"""Seconds that a test may take, and a clock be wrong."""
+"""Seconds by which ``saved_at`` may differ from this clock: the length of a test and the error of a clock."""
 
 _SAVE = "import sys; from rekindle.testing.contract import save_and_tidy; save_and_tidy(*sys.argv[1:])"
 
@@ -77,7 +77,7 @@ def _refused(ask: Callable[[], object]) -> bool:
 
 
 def save_and_tidy(root: str, step: str, nbytes: str, pinned: str = "") -> None:
-    """What a drain does, for a process that is to be killed in it."""
+    """Saves, prunes and cleans up as a drain does, in a process that is to be killed meanwhile."""
     store = open_store(root)
     _save(store, int(step), nbytes=int(nbytes), pinned=bool(pinned))
     store.prune(1, None)
@@ -85,7 +85,7 @@ def save_and_tidy(root: str, step: str, nbytes: str, pinned: str = "") -> None:
 
 
 class _Gather(Sink):
-    """Blocks by number, put together from wherever they come."""
+    """A sink that collects blocks by number, half of them in place and half by copies."""
 
     def __init__(self, sizes: list[tuple[int, int]]) -> None:
         self.blocks = [bytearray(stop - start) for start, stop in sizes]
@@ -101,30 +101,31 @@ class _Gather(Sink):
 
 
 class StoreContract:
-    """Every test has a ``root`` of its own: a path, or a URL, under which nothing is yet."""
+    """The tests of a store. Each test needs a ``root`` of its own: a path or URL under which there is nothing yet."""
 
     root: str
 
     big = 40 << 20
-    """Bytes of a shard that has to be sent in several parts, if the store sends any in parts."""
+    """Bytes of a shard that is sent in several parts by a store that sends parts."""
 
     points = POINTS["drain"]
-    """Where to die; a store need not come by all of them."""
+    """Failpoints at which a process dies. A store need not reach all of them."""
 
     def open(self) -> Store:
+        """Opens the store of ``root``."""
         return open_store(self.root)
 
     def everything(self) -> set[str]:
-        """Names of all files, or whatever they are called there, below the root."""
+        """Returns the names of all files or objects below the root."""
         raise NotImplementedError
 
     def damage(self, step: int) -> None:
-        """Change a byte of the step's manifest."""
+        """Changes a byte of the step's manifest."""
         raise NotImplementedError
 
     def hidden(self, step: int) -> AbstractContextManager[object]:
-        """A context in which the step's manifest is there, and every try to read it fails."""
-        raise SkipTest("nothing is known that would keep one manifest from being read")
+        """Returns a context in which the step's manifest exists and every attempt to read it fails."""
+        raise SkipTest("this store has no way to keep one manifest from being read")
 
     # -- what the tests have in common --------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Shards made by hand, of parts that need no torch."""
+"""Makes shards for tests, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["make_shard"]
 
 
 def make_shard(stamp: ShardId, data: Mapping[str, bytes]) -> tuple[Receipt, bytes]:
-    """A receipt and its shard's bytes: byte tensors in a ``Values`` that the state calls "v"."""
+    """Returns a receipt and its shard's bytes: byte tensors in a ``Values`` that the state calls "v"."""
     layout = Layout.build(Chunk(f"v.{n}", "uint8", (len(b),), (0,), (len(b),)) for n, b in data.items())
     body = b"".join(data[chunk.name.removeprefix("v.")] for chunk in layout.chunks)
     sums = [checksum(body[start:stop]) for start, stop in layout.blocks]

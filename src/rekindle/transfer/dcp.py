@@ -119,7 +119,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 class DcpSource:
     """A DCP directory to import. Creating one reads the metadata only."""
 
-    def __init__(self, path: Path, allow_pickle: bool) -> None:
+    def __init__(self, path: Path, *, allow_pickle: bool) -> None:
         if not allow_pickle:
             raise UsageError(
                 f"{path}: is a DCP checkpoint, whose metadata and values are pickles: loading it runs code that "

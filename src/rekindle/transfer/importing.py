@@ -165,16 +165,16 @@ def _read(source: Path, directory: Path, entry: str | None, allow_pickle: bool, 
     tree: Any
     loaded = 0
     if form == "dcp":
-        found = dcp.DcpSource(source, allow_pickle)
+        found = dcp.DcpSource(source, allow_pickle=allow_pickle)
         sidecar, loaded = found.note, found.nbytes
         progress.begin(3 * loaded)
         tree = found.load(directory, progress.advance)
     elif form == "safetensors":
         tree, sidecar = huggingface.read(source)
     else:
-        tree = torchfile.read(source, allow_pickle)
+        tree = torchfile.read(source, allow_pickle=allow_pickle)
     if sidecar is not None:
-        tree = sidecar.state(tree, allow_pickle)
+        tree = sidecar.state(tree, allow_pickle=allow_pickle)
     state = _entries(tree, entry, sidecar is not None, source)
     _check_room(state, directory)
     return _Source(form, state, sidecar, loaded)

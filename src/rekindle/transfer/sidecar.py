@@ -117,7 +117,7 @@ class Sidecar:
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{path}: field {error} is missing or malformed") from error
 
-    def state(self, tensors: Mapping[str, torch.Tensor], allow_pickle: bool) -> Any:
+    def state(self, tensors: Mapping[str, torch.Tensor], *, allow_pickle: bool) -> Any:
         """Returns the state with these tensors, given by key. Raises CorruptError when others were exported."""
         noted = {entry.key: entry for entry in self.tensors}
         odd = sorted(noted.keys() ^ tensors.keys())

@@ -123,7 +123,7 @@ def is_torch(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def read(path: Path, allow_pickle: bool) -> Any:
+def read(path: Path, *, allow_pickle: bool) -> Any:
     """Returns the content of the file. Its tensors are mapped, so not read yet.
 
     ``allow_pickle`` is for values that were pickled in a checkpoint. Loading the file itself never runs code: raises
@@ -141,7 +141,7 @@ def read(path: Path, allow_pickle: bool) -> Any:
     except Exception as error:  # torch has no type for it
         raise CorruptError(f"{path}: is not readable as a torch.save file: {_first_line(error)}") from error
     _check_size(tree, path)
-    return _untyped(tree, path, allow_pickle)
+    return _untyped(tree, path, allow_pickle=allow_pickle)
 
 
 def _check_size(tree: Any, path: Path) -> None:
@@ -164,11 +164,11 @@ def _check_size(tree: Any, path: Path) -> None:
         room, level, depth = room - len(children), children, depth + 1
 
 
-def _untyped(node: Any, path: Path, allow_pickle: bool) -> Any:
+def _untyped(node: Any, path: Path, *, allow_pickle: bool) -> Any:
     """Returns the state with values instead of their typed forms."""
     kind: Any = type(node)
     if kind in (list, tuple):
-        return kind(_untyped(item, path, allow_pickle) for item in node)
+        return kind(_untyped(item, path, allow_pickle=allow_pickle) for item in node)
     if is_typed(node):
         if has_pickle(node) and not allow_pickle:
             raise UsageError(f"{path}: holds pickled values; loading those runs code: --allow-pickle allows it")
@@ -176,5 +176,5 @@ def _untyped(node: Any, path: Path, allow_pickle: bool) -> Any:
     if kind is dict and len(node) == 1 and _is_mark(next(iter(node))):
         node = {key[1:]: value for key, value in node.items()}
     if kind in (dict, OrderedDict):
-        return kind((key, _untyped(value, path, allow_pickle)) for key, value in node.items())
+        return kind((key, _untyped(value, path, allow_pickle=allow_pickle)) for key, value in node.items())
     return node
