@@ -241,7 +241,7 @@ def test_a_thread_of_a_trainer_that_drains_makes_way_too(job, root, snapshot, mo
 
 
 def test_checkpoints_that_are_out_of_sight_are_an_alarm_and_no_new_root(disk: Disk, memory: Path) -> None:
-    """What is written to the directory below a mount point is lost by the next mount."""
+    """Bytes written to the directory below a mount point are lost by the next mount."""
     root, job = disk.root, JobDir.of(disk.root, memory_base())
     ckpt = rekindle.Checkpointer(root, {"values": rekindle.Values(a=1)}, memory=memory)
     ckpt.save(1, wait="durable")

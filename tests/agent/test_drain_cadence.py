@@ -1,4 +1,4 @@
-"""Storage gets at times what nobody has asked for there; what was asked for goes at once all the same."""
+"""Tests how often snapshots are drained unasked, and which of them go to storage at once."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def answers(job: JobDir) -> bool:
 
 
 def held(job: JobDir) -> tuple[int, int]:
-    """How many files the agent has open, and how many MiB of memory it holds."""
+    """Returns the number of files that the agent has open, and the MiB of memory that it holds."""
     pid = job.agent()
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return len(os.listdir(f"/proc/{pid}/fd")), pages * os.sysconf("SC_PAGESIZE") >> 20

@@ -150,7 +150,7 @@ def test_status_names_a_job_of_unknown_root_by_its_directory(root: Path, memory:
 
 
 def test_snapshots_of_an_unknown_job_are_a_problem_and_stay(crashed: JobDir, root: Path, memory: Path) -> None:
-    """Somebody has removed what the trainers wrote of the job: nobody can drain, so nobody may give memory back."""
+    """The job's description was removed: its snapshots can't be drained, so the memory must stay."""
     (crashed.path / "job.json").unlink()
     for command in (["status"], ["status", root], ["stop", root], ["stop", "--stale"]):
         result = run(*command)

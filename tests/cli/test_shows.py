@@ -31,7 +31,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal(NamedTuple):
-    """What a command said at a terminal of its own, colours and cursor left out."""
+    """The output of a command at a terminal of its own, without colours and cursor movements."""
 
     code: int
     text: str

@@ -1,4 +1,4 @@
-"""What a script that has set up no logging gets to see, and what it is told at its end."""
+"""Tests the warnings that a script without logging shows, and those at its end."""
 
 from __future__ import annotations
 

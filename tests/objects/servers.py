@@ -27,7 +27,7 @@ class Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a job needs to be told."""
+        """Variables that a job's environment needs."""
         keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
         return {**keys, "AWS_ENDPOINT_URL": self.endpoint}
 

@@ -72,7 +72,7 @@ class TestObjects(StoreContract):
 
 
 AZURITE = os.environ.get("REKINDLE_TEST_AZURITE")
-"""Where it listens, as in http://127.0.0.1:10000. It is to be had from npm: ``azurite-blob --skipApiVersionCheck``."""
+"""Its address, as in http://127.0.0.1:10000. It comes from npm: ``azurite-blob --skipApiVersionCheck``."""
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """The one that every Azurite has."""

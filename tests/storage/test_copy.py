@@ -39,7 +39,7 @@ def aligned(data: bytes) -> memoryview:
 
 
 def shifted(data: bytes) -> memoryview:
-    """Where no disk can fetch it by itself."""
+    """Puts a shard where no disk can fetch it by itself."""
     place = mmap.mmap(-1, len(data) + 1)
     place[1:] = data
     return memoryview(place)[1:]
@@ -138,7 +138,7 @@ def test_the_pieces_of_a_budget_make_the_same_file(tmp_path, limit):
 
 
 def write(path: Path, receipt, source: memoryview) -> bool:
-    """Copy to a file of its own. Whether that went past the page cache to the end."""
+    """Copies to a new file. Returns True if the copy went past the page cache to the end."""
     with open(path, "wb", buffering=0) as out, UncachedFile(out.fileno(), receipt.file_bytes) as file:
         copy_shard(receipt, source, file, lambda nbytes: None, Budget())
         file.sync()

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: by number, by multiples, and by age where nobody has said anything."""
+"""Tests which checkpoints stay: by number, by multiples, and by age where nothing is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a drain may be, and who goes first."""
+"""Tests the limits of a drain: bytes per second, and the priority of its threads."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def load(job: JobDir | None, store: PosixStore) -> str:
-    """What a restore comes back with, checked byte for byte when it comes back with something."""
+    """Restores, and checks what was restored byte for byte. Returns the outcome in words."""
     values = rekindle.Values()
     try:
         done, _ = restore(SingleProcess(), {"v": values}, job, store, None, allow_pickle=False)

@@ -49,7 +49,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 class Rank(NamedTuple):
-    """What one rank saves."""
+    """The state that one rank saves."""
 
     pieces: Sequence[Piece]
     structure: Any
@@ -99,7 +99,7 @@ def run(*arguments: object) -> Result:
 
 
 def done(*arguments: object) -> Any:
-    """What a command says in JSON that must succeed."""
+    """Runs a command that must succeed. Returns its JSON output."""
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)

@@ -38,7 +38,7 @@ def halves(root: Path, memory: Path) -> Path:
 
 
 def refused(code: int, *arguments: object) -> str:
-    """What is said of a command that ends with this code."""
+    """Runs a command that must end with this exit code. Returns its error message."""
     result = run(*arguments)
     assert result.exit_code == code, result.output
     assert "Error: " in result.stderr

@@ -1,4 +1,4 @@
-"""What others have written becomes a checkpoint; what can't, is told, and runs nothing."""
+"""Tests that other programs' files become checkpoints, and that files which can't are refused and run no code."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_torch_files_that_are_not_right(root: Path, memory: Path, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def by_dcp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What DCP saves of a module and an optimizer of two ranks that have half a tensor each."""
+    """A checkpoint by DCP of a module and an optimizer of two ranks that have half a tensor each."""
     out = tmp_path_factory.mktemp("dcp") / "out"
     code = (
         "import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"

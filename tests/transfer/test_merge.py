@@ -1,4 +1,4 @@
-"""What ranks have saved, put together: pure structures, and those of real state."""
+"""Tests how the states of ranks are merged: pure structures, and those of real state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def whole(name: str, size: int = 4, own: bool = False, dtype: str = "float32") -
 
 
 def receipt(rank: int, state: dict[str, Any], chunks: list[Chunk] | None = None) -> Receipt:
-    """What rank ``rank`` says of ``state``, a nested one in which tensors stand for those of their place's name."""
+    """The receipt of rank ``rank`` for a nested ``state``, whose tensors are stored by the names of their places."""
     description = describe(state)
     for leaf in description.leaves:
         leaf.node["$tensor"] = leaf.name

@@ -269,7 +269,7 @@ def test_ranks_that_trained_together_are_exported_as_one(root: Path, memory: Pat
 
 
 def pieces() -> tuple[list[list[Piece]], dict[str, torch.Tensor]]:
-    """What three ranks have of a model, cut up in every way, and the model."""
+    """The parts that three ranks have of a model, cut up in every way, and the model."""
     torch.manual_seed(3)
     rows = torch.randn(10, 4)
     columns = torch.randn(3, 9, dtype=torch.bfloat16)

@@ -127,7 +127,7 @@ class DcpSource:
             )
         self._path = path
         self._reader = FileSystemReader(path)
-        self.note = Sidecar.read(path / SIDECAR)
+        self.sidecar = Sidecar.read(path / SIDECAR)
         try:
             self._metadata: Metadata = self._reader.read_metadata()
             self._kept = dict(self._metadata.state_dict_metadata)
@@ -140,8 +140,8 @@ class DcpSource:
                     raise ValueError(f"{place.relative_path} is no file beside it")
         except Exception as error:  # a pickle may raise anything
             raise CorruptError(f"{path / _METADATA}: is not readable: {error}") from error
-        if self.note is not None:  # DCP has tied tensors under each of their names
-            noted = {entry.key for entry in self.note.tensors}
+        if self.sidecar is not None:  # DCP has tied tensors under each of their names
+            noted = {entry.key for entry in self.sidecar.tensors}
             self._tensors = {key: kept for key, kept in self._tensors.items() if key in noted}
         for key, kept in self._tensors.items():
             if str(kept.properties.dtype).removeprefix("torch.") not in DTYPES:
@@ -161,7 +161,7 @@ class DcpSource:
             for key, kept in self._tensors.items()
         }
         state: dict[str, Any] = dict(tensors)
-        if self.note is None:
+        if self.sidecar is None:
             state |= {key: None for key in self._kept if key not in tensors}
         try:
             with _without_group_warning():
@@ -170,7 +170,7 @@ class DcpSource:
             raise CorruptError(f"{self._path}: can't be loaded: {_cause(error)}") from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CorruptError(f"{self._path}: its metadata is malformed: {error}") from error
-        return tensors if self.note is not None else _nested(state, self._metadata.planner_data)
+        return tensors if self.sidecar is not None else _nested(state, self._metadata.planner_data)
 
 
 def _nested(flat: dict[str, Any], paths: Any) -> Any:

@@ -86,12 +86,12 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], Sidecar | None]:
         return _tensors(path), None
     indices = sorted(path.glob("*.safetensors.index.json"))
     files = sorted(path.glob("*.safetensors"))
-    note = Sidecar.read(path / SIDECAR)
+    sidecar = Sidecar.read(path / SIDECAR)
     if len(indices) > 1 or (not indices and len(files) != 1):
         what = indices if len(indices) > 1 else files
         names = ", ".join(file.name for file in what[:3])
         raise UsageError(f"{path}: holds {len(what)} files ({names}, ...) and no single index: give the one to import")
-    return (_indexed(indices[0]) if indices else _tensors(files[0])), note
+    return (_indexed(indices[0]) if indices else _tensors(files[0])), sidecar
 
 
 def _indexed(path: Path) -> dict[str, torch.Tensor]:

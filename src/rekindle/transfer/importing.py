@@ -166,7 +166,7 @@ def _read(source: Path, directory: Path, entry: str | None, allow_pickle: bool, 
     loaded = 0
     if form == "dcp":
         found = dcp.DcpSource(source, allow_pickle=allow_pickle)
-        sidecar, loaded = found.note, found.nbytes
+        sidecar, loaded = found.sidecar, found.nbytes
         progress.begin(3 * loaded)
         tree = found.load(directory, progress.advance)
     elif form == "safetensors":

@@ -47,7 +47,7 @@ class TensorEntry:
     """Order of its dimensions in memory, as in a receipt; empty where the tensor was row-major."""
 
 
-def _noted(value: Any) -> TensorEntry:
+def _tensor_entry(value: Any) -> TensorEntry:
     key, name, dtype = check_texts([value["key"], value["name"], value["dtype"]])
     if dtype not in DTYPES:
         raise ValueError(f"dtype of {key[:200]!r}")
@@ -106,7 +106,7 @@ class Sidecar:
         try:
             if fields["checksum"] != {"algorithm": CHECKSUM, "block": BLOCK}:
                 raise FormatError(f"{path}: unknown checksum {fields['checksum']}")
-            tensors = list(map(_noted, fields["tensors"]))
+            tensors = list(map(_tensor_entry, fields["tensors"]))
             check_structure(fields["structure"], len(check_values(fields["values"])))
             strange = {*tensor_names(fields["structure"])} - {entry.name for entry in tensors}
             if strange or type(fields["structure"]) is not dict:
@@ -119,8 +119,8 @@ class Sidecar:
 
     def state(self, tensors: Mapping[str, torch.Tensor], *, allow_pickle: bool) -> Any:
         """Returns the state with these tensors, given by key. Raises CorruptError when others were exported."""
-        noted = {entry.key: entry for entry in self.tensors}
-        odd = sorted(noted.keys() ^ tensors.keys())
+        entries = {entry.key: entry for entry in self.tensors}
+        odd = sorted(entries.keys() ^ tensors.keys())
         if odd:
             raise CorruptError(f"{self.path}: it or the files beside it lack {odd[0]!r}. {self._advice}")
         if not allow_pickle and has_pickle(self.values):
