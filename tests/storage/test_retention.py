@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.storage.retention import MOST, surviving
+from rekindle.storage.retention import MOST_BY_DEFAULT, surviving
 
 START = Incarnation(1, "a" * 16)
 GAPS = st.lists(st.integers(1, 5000) | st.just(1) | st.just(1000), min_size=1, max_size=150)
@@ -48,9 +48,9 @@ def test_without_a_word_there_is_something_to_go_back_to():
 @given(GAPS)
 def test_every_age_that_there_was_has_something_near_it(gaps):
     for newest, ever, there in histories(gaps):
-        assert set(ever[-2:]) <= set(there) <= set(ever) and len(there) <= MOST
+        assert set(ever[-2:]) <= set(there) <= set(ever) and len(there) <= MOST_BY_DEFAULT
         rungs = {(newest - step).bit_length() for step in ever}
-        if len(rungs) <= MOST - 2:  # else the bound has made it thinner
+        if len(rungs) <= MOST_BY_DEFAULT - 2:  # else the bound has made it thinner
             for step in ever:
                 ages = [max(newest - other, 1) for other in there]
                 assert min(apart(max(newest - step, 1), age) for age in ages) <= 4, (newest, step, there)

@@ -18,7 +18,7 @@ import torch
 
 import rekindle
 from rekindle.agent.process import Process
-from rekindle.common.backoff import SOON, Backoff, delays
+from rekindle.common.backoff import EARLY_TRIES, Backoff, delays
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, step_dir
 from rekindle.format.receipt import parse_document
@@ -88,7 +88,7 @@ def test_three_tries_take_the_time_that_was_given_and_then_they_become_rare() ->
     assert tried[-1] - tried[-2] == 60.0
     tries.succeed()
     assert tries.due() and tries.failed == 0
-    first = [pause for _, pause in zip(range(SOON), delays(10.0), strict=False)]
+    first = [pause for _, pause in zip(range(EARLY_TRIES), delays(10.0), strict=False)]
     assert sum(first) == 10.0 and first == sorted(first)
 
 

@@ -18,7 +18,7 @@ __all__ = ["send_request", "serve"]
 
 _CONNECTIONS = 64
 """Most connections at a time; beyond that the oldest is closed. Each is an open file, which a drain may need."""
-_PATIENCE = 30.0
+_CONNECTION_LASTS = 30.0
 """Seconds that a connection may last. A request takes milliseconds."""
 _LONGEST = 1 << 20
 """Most bytes of an answer that are read."""
@@ -68,7 +68,7 @@ async def serve(
         for oldest in server.connections[:-_CONNECTIONS]:
             oldest.force_close()
         handler = server()
-        loop.call_later(_PATIENCE, handler.force_close)  # aiohttp waits for the rest of a request for ever
+        loop.call_later(_CONNECTION_LASTS, handler.force_close)  # aiohttp waits for the rest of a request for ever
         return handler
 
     socket.unlink(missing_ok=True)

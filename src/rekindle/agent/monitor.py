@@ -155,7 +155,7 @@ class RankMonitor:
                 try:
                     self._check_ranks()
                 except Exception:
-                    log.exception("the ranks could not be looked at")
+                    log.exception("a check of the ranks failed; the next one follows")
                     await asyncio.sleep(1.0)
         finally:
             self._server.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from rekindle.cli.terminal import JSON, PATIENCE, ROOT, print_json
+from rekindle.cli.terminal import ANSWERS_WITHIN, JSON_OPTION, ROOT_ARGUMENT, print_json
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import NotFoundError
 from rekindle.format.names import Root
@@ -24,7 +24,7 @@ _STEP = click.argument("step", type=click.IntRange(min=0))
 
 
 @click.command("pin", short_help="Keep a step on storage, whatever is pruned.")
-@ROOT
+@ROOT_ARGUMENT
 @_STEP
 def pin_command(root: Root, step: int) -> None:
     """Keep STEP of ROOT on storage, whatever is pruned, until it is unpinned."""
@@ -32,7 +32,7 @@ def pin_command(root: Root, step: int) -> None:
 
 
 @click.command("unpin", short_help="Let retention decide on a step again.")
-@ROOT
+@ROOT_ARGUMENT
 @_STEP
 def unpin_command(root: Root, step: int) -> None:
     """Let the job, or 'rekindle prune', remove STEP of ROOT again."""
@@ -45,11 +45,11 @@ def _change_pin(root: Root, step: int, change: Callable[[Store, int], object], o
 
 
 @click.command("prune", short_help="Remove surplus checkpoints from storage.")
-@ROOT
+@ROOT_ARGUMENT
 @click.option("--keep", type=_AT_LEAST_1, help="Number of newest checkpoints that stay.")
 @click.option("--keep-every", type=_AT_LEAST_1, help="Steps that are a multiple of this stay.")
 @click.option("--dry-run", is_flag=True, help="Only list the steps that would be removed.")
-@JSON
+@JSON_OPTION
 def prune_command(root: Root, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove checkpoints of ROOT from storage that are neither pinned nor to be kept.
 
@@ -59,10 +59,11 @@ def prune_command(root: Root, keep: int | None, keep_every: int | None, dry_run:
     store = open_store(root)
     _on_storage(root, lambda: _refuse_empty(store))
     if dry_run:
-        gone = [entry.stamp.step for entry in with_timeout(PATIENCE, root, lambda: store.surplus(keep, keep_every))]
+        surplus = with_timeout(ANSWERS_WITHIN, root, lambda: store.surplus(keep, keep_every))
+        gone = [entry.stamp.step for entry in surplus]
     else:
         gone = with_timeout(_REMOVING, root, lambda: store.prune(keep, keep_every))
-    stays = [entry.stamp.step for entry in with_timeout(PATIENCE, root, store.published)]
+    stays = [entry.stamp.step for entry in with_timeout(ANSWERS_WITHIN, root, store.published)]
     left = [step for step in stays if step not in gone] if dry_run else stays
     if as_json:
         print_json({"removed": gone, "left": left})
@@ -80,10 +81,10 @@ def _refuse_empty(store: Store) -> None:
 def _on_storage(root: Root, work: Callable[[], object]) -> None:
     """Does ``work`` in bounded time. Where there is no checkpoint, the error describes what is at ``root`` instead."""
     try:
-        with_timeout(PATIENCE, root, work)
+        with_timeout(ANSWERS_WITHIN, root, work)
     except (NotFoundError, NotADirectoryError) as error:
         text = str(error) if isinstance(error, NotFoundError) else f"{root}: no checkpoint on storage"
-        what = with_timeout(PATIENCE, root, lambda: describe_root(root))
+        what = with_timeout(ANSWERS_WITHIN, root, lambda: describe_root(root))
         raise NotFoundError(f"{text}: {what}" if what else text) from error
 
 

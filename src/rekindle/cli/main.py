@@ -25,11 +25,11 @@ from rekindle.cli.operations import stop
 from rekindle.cli.run import run_command
 from rekindle.cli.status import ended_job, status_command
 from rekindle.cli.terminal import (
-    JSON,
-    MEMORY,
-    PATIENCE,
-    ROOT,
-    STEP,
+    ANSWERS_WITHIN,
+    JSON_OPTION,
+    MEMORY_OPTION,
+    ROOT_ARGUMENT,
+    STEP_ARGUMENT,
     DrainDisplay,
     asks_for_json,
     complete_directory,
@@ -112,16 +112,16 @@ main.add_command(status_command)
 
 
 def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list[ListedCopy]:
-    return with_timeout(PATIENCE, root, lambda: list_copies(root, memory_base(memory), step))
+    return with_timeout(ANSWERS_WITHIN, root, lambda: list_copies(root, memory_base(memory), step))
 
 
 @main.command("ls", short_help="List checkpoints, on storage and in this node's memory.")
-@ROOT
-@JSON
-@MEMORY
+@ROOT_ARGUMENT
+@JSON_OPTION
+@MEMORY_OPTION
 def ls(root: Root, as_json: bool, memory: Path | None) -> None:
     """List the checkpoints of ROOT: on storage, and in this node's memory."""
-    listed, trouble = list_copies_within(root, memory_base(memory), PATIENCE)
+    listed, trouble = list_copies_within(root, memory_base(memory), ANSWERS_WITHIN)
     if as_json:
         print_json([entry.to_json() for entry in listed])
     else:
@@ -148,10 +148,10 @@ def _copies_table(listed: list[ListedCopy]) -> Table:
 
 
 @main.command("inspect", short_help="Show the tensors and values of a checkpoint.")
-@ROOT
-@STEP
-@JSON
-@MEMORY
+@ROOT_ARGUMENT
+@STEP_ARGUMENT
+@JSON_OPTION
+@MEMORY_OPTION
 def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) -> None:
     """Show the tensors and values of a checkpoint of ROOT: of STEP, or the newest complete one."""
     listed = _copies_of(root, memory, step)
@@ -186,10 +186,10 @@ def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) ->
 
 
 @main.command("verify", short_help="Read every byte and compare it with its checksum.")
-@ROOT
-@STEP
-@JSON
-@MEMORY
+@ROOT_ARGUMENT
+@STEP_ARGUMENT
+@JSON_OPTION
+@MEMORY_OPTION
 def verify_command(root: Root, step: int | None, as_json: bool, memory: Path | None) -> None:
     """Read every byte of the checkpoints of ROOT, or of one STEP, and compare it with its checksum."""
     results: list[dict[str, Any]] = []
@@ -221,16 +221,16 @@ def _verify_one(entry: ListedCopy, bar: Progress) -> dict[str, Any]:
 
 
 def _job_of(root: Root, memory: Path | None) -> JobDir:
-    return with_timeout(PATIENCE, root, lambda: job_in_memory(root, memory_base(memory)))
+    return with_timeout(ANSWERS_WITHIN, root, lambda: job_in_memory(root, memory_base(memory)))
 
 
 @main.command("drill", short_help="Strike a running job with a real fault, and show what it cost.")
-@ROOT
+@ROOT_ARGUMENT
 @click.argument("fault", type=click.Choice(list(FAULTS)))
 @click.option("--rank", type=click.IntRange(min=0), help="Rank to strike; the highest rank of this node if unset.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for the first new step.")
-@JSON
-@MEMORY
+@JSON_OPTION
+@MEMORY_OPTION
 def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_json: bool, memory: Path | None) -> None:
     """Strike the running job of ROOT with a real fault, and show what was noticed, secured and lost, and when.
 
@@ -257,12 +257,12 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
         raise RekindleError(f"no new step within {timeout:.0f} s: is there a launcher that starts the ranks again?")
 
 
-@main.command("stop", short_help="End a job on this node: drain its memory to storage, and give it back.")
+@main.command("stop", short_help="End a job: drain its memory to storage, then give it back.")
 @click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
 @click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
 @click.option("--discard", is_flag=True, help="Give memory back at once. What only memory holds is lost.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")
-@MEMORY
+@MEMORY_OPTION
 def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, memory: Path | None) -> None:
     """End the job of ROOT on this node: drain what only memory holds to storage, then give the memory back."""
     if (root is None) == (not stale):
@@ -293,8 +293,8 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
 
 
 @main.command("agent", short_help="Serve a job's memory on this node, in the foreground.")
-@ROOT
-@MEMORY
+@ROOT_ARGUMENT
+@MEMORY_OPTION
 def agent(root: Root, memory: Path | None) -> None:
     """Serve the memory of ROOT on this node, in the foreground. Trainers start their agents themselves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

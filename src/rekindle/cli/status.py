@@ -16,9 +16,9 @@ from rich.table import Table
 
 from rekindle.cli.operations import ended_status, job_status
 from rekindle.cli.terminal import (
-    JSON,
-    MEMORY,
-    PATIENCE,
+    ANSWERS_WITHIN,
+    JSON_OPTION,
+    MEMORY_OPTION,
     complete_directory,
     escaped,
     local_time,
@@ -43,8 +43,8 @@ _INDENT = (0, 0, 0, 2)
 @click.command("status", short_help="Show jobs: who is alive, what is in memory, what is on storage.")
 @click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
 @click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
-@JSON
-@MEMORY
+@JSON_OPTION
+@MEMORY_OPTION
 def status_command(root: Root | None, watch: bool, as_json: bool, memory: Path | None) -> None:
     """Show this node's jobs, or that of ROOT: who is alive and does what, what is in memory, what is on storage."""
     base = memory_base(memory)
@@ -67,7 +67,7 @@ def status_command(root: Root | None, watch: bool, as_json: bool, memory: Path |
 
 def ended_job(root: Root, base: Path) -> dict[str, Any]:
     """Returns the status of a job without memory here. Raises TimeoutError where storage doesn't answer."""
-    return with_timeout(PATIENCE, root, lambda: ended_status(root, base))
+    return with_timeout(ANSWERS_WITHIN, root, lambda: ended_status(root, base))
 
 
 def _statuses(root: Root | None, base: Path) -> list[dict[str, Any]]:

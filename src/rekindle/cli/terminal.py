@@ -24,11 +24,11 @@ from rekindle.format.names import Root, canonical_root
 from rekindle.memory.job import JobInfo
 
 __all__ = [
-    "JSON",
-    "MEMORY",
-    "PATIENCE",
-    "ROOT",
-    "STEP",
+    "JSON_OPTION",
+    "MEMORY_OPTION",
+    "ANSWERS_WITHIN",
+    "ROOT_ARGUMENT",
+    "STEP_ARGUMENT",
     "DrainDisplay",
     "asks_for_json",
     "progress_bar",
@@ -42,7 +42,7 @@ _WORD = 10
 """Fewest columns to which a column that may be folded is cut: nearly all words fit into them."""
 _TELL_FIRST, _TELL_EVERY = 1.0, 10.0
 """Seconds after which a wait is worth a line, and between the lines."""
-PATIENCE = 10.0
+ANSWERS_WITHIN = 10.0
 """Seconds that storage gets to answer before a command fails with a timeout."""
 
 
@@ -61,10 +61,12 @@ def complete_directory(_ctx: click.Context, _param: click.Parameter, incomplete:
     return [CompletionItem(incomplete, type="dir")]
 
 
-ROOT = click.argument("root", callback=parse_root, shell_complete=complete_directory)
-STEP = click.argument("step", type=click.IntRange(min=0), required=False)
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-MEMORY = click.option("--memory", type=click.Path(path_type=Path), help="Memory store; $REKINDLE_MEMORY if unset.")
+ROOT_ARGUMENT = click.argument("root", callback=parse_root, shell_complete=complete_directory)
+STEP_ARGUMENT = click.argument("step", type=click.IntRange(min=0), required=False)
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+MEMORY_OPTION = click.option(
+    "--memory", type=click.Path(path_type=Path), help="Memory store; $REKINDLE_MEMORY if unset."
+)
 
 
 def asks_for_json(arguments: Sequence[str]) -> bool:

@@ -9,7 +9,14 @@ import click
 from rich.filesize import decimal
 from rich.progress import Progress as Bar
 
-from rekindle.cli.terminal import JSON, MEMORY, ROOT, complete_directory, print_json, progress_bar
+from rekindle.cli.terminal import (
+    JSON_OPTION,
+    MEMORY_OPTION,
+    ROOT_ARGUMENT,
+    complete_directory,
+    print_json,
+    progress_bar,
+)
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.format.names import MAX_STEP, Root, canonical_root
 from rekindle.memory.job_dir import JobDir, memory_base
@@ -57,8 +64,8 @@ def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
 @click.option(
     "--max-shard-size", metavar="SIZE", callback=_amount, help="Bytes of tensors in a safetensors file; 5GB if unset."
 )
-@JSON
-@MEMORY
+@JSON_OPTION
+@MEMORY_OPTION
 def export_command(
     places: tuple[Root, int | None, Path],
     form: Form,
@@ -115,12 +122,12 @@ def _copy(root: Root, step: int | None, base: Path) -> StoredCopy:
 
 @click.command("import", short_help="Make a checkpoint of what other programs wrote.")
 @click.argument("source", type=click.Path(path_type=Path))
-@ROOT
+@ROOT_ARGUMENT
 @click.argument("step", type=click.IntRange(0, MAX_STEP))
 @click.option("--as", "entry", metavar="ENTRY", help="All of it becomes this entry of the state.")
 @click.option("--allow-pickle", is_flag=True, help="Let SOURCE run code: DCP is made of pickles.")
-@JSON
-@MEMORY
+@JSON_OPTION
+@MEMORY_OPTION
 def import_command(
     source: Path, root: Root, step: int, entry: str | None, allow_pickle: bool, as_json: bool, memory: Path | None
 ) -> None:

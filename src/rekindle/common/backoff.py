@@ -7,9 +7,9 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["SOON", "Backoff", "delays"]
+__all__ = ["EARLY_TRIES", "Backoff", "delays"]
 
-SOON = 3
+EARLY_TRIES = 3
 """Failures after which the caller goes on without what has failed. It is still retried now and then."""
 _LONGEST = 60.0
 """Most seconds between two tries, unless the first three take longer together."""

@@ -33,7 +33,7 @@ def with_timeout(seconds: float, where: str | os.PathLike[str], work: Callable[[
 
     The thread goes on waiting after that; only the caller is set free.
     """
-    answer = in_background(work, "rekindle-patience")
+    answer = in_background(work, "rekindle-timeout")
     if not wait([answer], seconds).done:  # not result(seconds), as work itself may raise TimeoutError
         why = f"does not answer within {seconds:.0f} s: its file system hangs, see that the server is there"
         raise TimeoutError(errno.ETIMEDOUT, why, os.fspath(where))

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from rekindle.agent.drain import TICK, Drainer
-from rekindle.common.backoff import SOON, delays
+from rekindle.common.backoff import EARLY_TRIES, delays
 from rekindle.common.timeouts import in_background
 from rekindle.errors import RekindleError
 from rekindle.format.fields import loads
@@ -110,20 +110,20 @@ class AgentKeeper:
         """Start an agent, again and again until one stays; after three that didn't, drain here in between."""
         for number, pause in enumerate(delays(self._within), 1):
             why = self._start()
-            here = number > SOON
+            here = number > EARLY_TRIES
             if self._came(min(pause, _START_WITHIN) if here else pause):
                 if here:
                     log.warning("an agent carries checkpoints to storage again")
                     self._changed(True)
                 return
-            if number == SOON:
+            if number == EARLY_TRIES:
                 log.warning(
                     "no agent on this node (%s): this process drains to storage itself, in a thread, until one can be "
                     "started again",
                     why,
                 )
                 self._changed(False)
-            if number >= SOON:
+            if number >= EARLY_TRIES:
                 try:  # in another thread: an agent would inherit its priority
                     in_background(partial(self._drain, pause), "rekindle-drain").result()
                 except RuntimeError as error:  # no thread can be had

@@ -26,7 +26,7 @@ from rekindle.storage import disk, identity
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.manifest import Head, build_manifest, read_head
-from rekindle.storage.retention import MOST
+from rekindle.storage.retention import MOST_BY_DEFAULT
 from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
 
@@ -308,7 +308,7 @@ class PosixStore(Store):
         surplus = self.surplus(keep, keep_every)
         goes = {entry.stamp for entry in surplus}
         durable = self._scan().durable if surplus else []
-        newest = drop_superseded([entry.stamp for entry in durable])[-max(keep or MOST, 1) :]
+        newest = drop_superseded([entry.stamp for entry in durable])[-max(keep or MOST_BY_DEFAULT, 1) :]
         try:
             for entry in durable:
                 if entry.stamp in newest and entry.stamp not in goes:

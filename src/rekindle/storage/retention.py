@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rekindle.format.lineage import ShardId
 
-__all__ = ["MOST", "surviving"]
+__all__ = ["MOST_BY_DEFAULT", "surviving"]
 
-MOST = 8
+MOST_BY_DEFAULT = 8
 """Checkpoints that stay by default. With eight, one is within a factor of 4 of any age up to some 60 times the
 interval, at a price of 8 times a checkpoint's bytes on storage."""
 _NEWEST = 2
@@ -30,7 +30,7 @@ def _spread(stands: Sequence[ShardId]) -> list[ShardId]:
     """Thins out towards the past. Ages are counted in steps from the newest checkpoint.
 
     The oldest of each power of two stays: it is the first to reach the next power, so that pruning at every step leaves
-    no power without one. Above ``MOST``, the one goes whose neighbours are nearest to each other in age.
+    no power without one. Above ``MOST_BY_DEFAULT``, the one goes whose neighbours are nearest to each other in age.
     """
     oldest: dict[int, ShardId] = {}
     for stamp in stands[:-_NEWEST]:
@@ -41,6 +41,6 @@ def _spread(stands: Sequence[ShardId]) -> list[ShardId]:
         older, newer = (stands[-1].step - stay[i].step for i in (index - 1, index + 1))
         return older / max(newer, 1)
 
-    while len(stay) > MOST:
+    while len(stay) > MOST_BY_DEFAULT:
         del stay[min(range(1, len(stay) - _NEWEST), key=gap)]
     return stay
