@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import os
 import re
 import signal
@@ -22,6 +24,18 @@ PAGE = BENCH.parent / "docs" / "benchmarks.md"
 @pytest.fixture(autouse=True)
 def bench_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
+
+
+def test_no_circle_of_imports() -> None:
+    """Counts imports inside of functions, and those for types only, too."""
+    names = {path.stem for path in BENCH.glob("*.py")}
+    graph = {}
+    for path in BENCH.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        graph[path.stem] = imported & names
+    list(graphlib.TopologicalSorter(graph).static_order())
 
 
 def saves(stall: float, floor: float = 0.1, held: int = 200) -> list[dict]:
