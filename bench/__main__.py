@@ -1,4 +1,4 @@
-"""What saving and loading cost, side by side: Rekindle, torch, and others that are installed.
+"""Measures the cost of saving and loading, side by side: Rekindle, torch, and others that are installed.
 
 Prints tables, writes every sample as JSON, and draws plots. docs/benchmarks.md tells what is measured, and how.
 Linux only.

@@ -1,4 +1,4 @@
-"""What holds in every run, however slow the machine: the smoke run fails when it doesn't."""
+"""Checks what must hold in every run, however slow the machine. The smoke run fails when it doesn't."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check"]
 
 
 def check(document: dict[str, Any], parts: tuple[str, ...]) -> list[str]:
-    """What is wrong; nothing, if all is well. Every load has been verified by the worker that did it."""
+    """Returns a line for each violation. Every load has been verified by the worker that did it."""
     wrong = [f"no number: {path}" for path, value in _numbers(document) if not math.isfinite(value)]
     for label, found in document["sizes"].items():
         wrong += [f"{label}: {what}" for what in _check_size(found, document["skipped"], parts)]

@@ -41,7 +41,7 @@ class Contender:
     """One way to save. Everything is as its library has it by default, unless its docstring says otherwise."""
 
     module = ""
-    """What must be installed for it, beside torch."""
+    """Packages that it needs, beside torch."""
 
     def __init__(self, training: Training, root: Path) -> None:
         self.training, self.root = training, root
@@ -57,10 +57,10 @@ class Contender:
         return self.path_of(self.root, step)
 
     def prepare(self) -> None:
-        """What training itself would have done before a save; not timed."""
+        """Does what training itself would have done before a save; not timed."""
 
     def save(self, step: int) -> None:
-        """What the training loop calls, and is blocked by."""
+        """Saves as the training loop does, which waits for this call."""
         raise NotImplementedError
 
     def ready(self) -> None:

@@ -1,4 +1,4 @@
-"""What the parts cost that documents quote figures of: ``python bench/costs.py``. Linux only.
+"""Measures the costs of parts whose figures the documents quote: ``python bench/costs.py``. Linux only.
 
 Medians. Nothing here is compared with others: these are the floors and prices that decisions rest on.
 """
@@ -58,7 +58,7 @@ def _pages(place: Path) -> Iterator[tuple[str, str]]:
 
 
 def _small_state(place: Path) -> Iterator[tuple[str, str]]:
-    """What a step without a snapshot takes, guarded and not, for a model of 50 layers with BatchNorm."""
+    """Times a step without a snapshot, guarded and not, for a model of 50 layers with BatchNorm."""
     layers = [layer for _ in range(50) for layer in (torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""How fast a disk is with nothing between us and it: fio with direct I/O, or our own loop where there is no fio."""
+"""Measures the speed of a disk with nothing in between: fio with direct I/O, or our own loop where there is no fio."""
 
 from __future__ import annotations
 

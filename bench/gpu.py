@@ -1,4 +1,4 @@
-"""What a snapshot at every step costs on a CUDA device, and how near its copies come to the bus's limit.
+"""Measures the cost of a snapshot at every step on a CUDA device, and how near its copies come to the bus's limit.
 
 Prints a table and writes JSON. Needs a device, and twice --size in /dev/shm.
 """

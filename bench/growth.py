@@ -1,4 +1,4 @@
-"""What a save costs as the work grows: in tensors, in bytes, in ranks, in saves that came before."""
+"""Measures the cost of a save as the work grows: in tensors, in bytes, in ranks, in saves that came before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark runs on, and what its processes hold. Linux only."""
+"""Describes the machine of a benchmark, and the memory that its processes hold. Linux only."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Runs = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything."""
+    """The amount of everything that a run does."""
 
     rounds: int = 3
     """Times that every contender has its turn."""
@@ -43,7 +43,7 @@ class Plan:
     """Seconds to wait for an idle machine before a measurement, at most."""
     contenders: tuple[str, ...] = tuple(CONTENDERS)
     loop: tuple[str, ...] = tuple(LOOP)
-    """Who trains with a save at every step."""
+    """Contenders that train with a save at every step."""
     tensors: tuple[int, ...] = (10, 100, 1_000, 10_000, 100_000)
     tensor_bytes: tuple[int, ...] = (16 * MIB, 512 * MIB)
     bytes: tuple[int, ...] = tuple(64 * MIB * 2**n for n in range(7))
@@ -201,7 +201,7 @@ class Parts:
         return found
 
     def turns(self, parts: tuple[str, ...], sizes: int) -> int:
-        """How often ``tell`` will be called, if nobody fails."""
+        """Counts the calls of ``tell`` in a run in which no worker fails."""
         saving = [name for name in self.plan.contenders if name not in self.skipped]
         each = 1
         if "stall" in parts or "load" in parts:

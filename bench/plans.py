@@ -1,4 +1,4 @@
-"""What planning a read onto another shape costs, by the number of chunks that exist: ``python bench/plans.py``.
+"""Measures the cost of planning a read onto another shape, by the number of chunks: ``python bench/plans.py``.
 
 Tensors are cut up for so many ranks, by rows or as a grid, and wanted whole, by one rank of three quarters as many, or,
 of a grid, by all ranks of another one. ``--docs`` puts the table into docs/benchmarks.md.

@@ -1,4 +1,4 @@
-"""Who takes part, by name: in saving, in the loop of training, in loading; and who can't, with the reason."""
+"""Lists the contenders by name: in saving, in the training loop, in loading; and those that can't run, with reasons."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Load(NamedTuple):
     load: Callable[[Training, Path], float]
     """Seconds that it took; the state must then be the saved one."""
     needs_state: bool = True
-    """Whether AdamW's state must exist before. It doesn't in a new process, so making it isn't counted."""
+    """True if AdamW's state must exist before. It doesn't in a new process, so making it isn't counted."""
 
 
 class _Stays(Exception):
@@ -100,7 +100,7 @@ LOADS: dict[str, Load] = {
 
 
 def is_peer(name: str) -> bool:
-    """Whether ``name`` may be left out: something that is neither ours nor torch's."""
+    """True if ``name`` may be left out, as it is neither Rekindle's nor torch's."""
     return bool({**LOOP, **CONTENDERS}[name].module)
 
 

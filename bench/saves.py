@@ -118,7 +118,7 @@ def _save(training: Training, contender: Contender, copies: Copies, step: int, l
 
 
 def run_drain(task: Task, tell: Tell) -> None:
-    """What Rekindle's agent takes to carry a snapshot to storage while the trainer does nothing, beside the disk's
+    """Times Rekindle's agent as it carries a snapshot to storage while the trainer does nothing, beside the disk's
     own speed just before and just after. The first one isn't counted twice: it is there as ``samples[0]``.
     """
     training = Training(task.size, task.batch)

@@ -1,4 +1,4 @@
-"""Where a benchmark works, and the processes that it starts: whatever happens, neither outlives it."""
+"""Holds a benchmark's directories and processes: whatever happens, neither outlives it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Scratch:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def run(self, task: Task, place: str = "memory") -> Any:
-        """What a worker found, its memory store being the directory ``place``. Raises Failed."""
+        """Returns the result of a worker whose memory store is the directory ``place``. Raises Failed."""
         return self.run_ranks(task, 1, place)[0]
 
     def run_ranks(self, task: Task, world: int, place: str = "memory") -> list[Any]:
-        """What the workers of ``world`` ranks found, all running at the same time. Raises Failed."""
+        """Returns the results of the workers of ``world`` ranks, which run at the same time. Raises Failed."""
         results = [self.target / f"result-{rank}" for rank in range(world)]
         for path in results:
             path.unlink(missing_ok=True)

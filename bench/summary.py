@@ -1,4 +1,4 @@
-"""What the samples come to: medians of each contender, slopes of growth, and the table of what must be reached."""
+"""Summarises the samples: medians of each contender, slopes of growth, and the table of targets."""
 
 from __future__ import annotations
 

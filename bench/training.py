@@ -1,4 +1,4 @@
-"""What every contender saves: a small GPT in training, of as many bytes as asked for; and the cost of copying it."""
+"""Provides the state that every contender saves, a small GPT of the bytes asked for, and the cost of copying it."""
 
 from __future__ import annotations
 
