@@ -1,4 +1,5 @@
-"""The trainer's side of the agent: start it, notice that it is gone, do its work when it can't be had."""
+"""Keeps an agent running for the trainers of a node; notices that it is gone, and drains in its place if none can
+run."""
 
 from __future__ import annotations
 
@@ -33,20 +34,20 @@ log = logging.getLogger("rekindle")
 _LOOK_EVERY = 0.5
 """Seconds between looks at the agent's lock: a look costs some microseconds, so not at every step."""
 _START_WITHIN = 5.0
-"""Seconds that nobody drains while an agent that was done without gets another chance."""
+"""Seconds that nobody drains while an agent gets another chance to start."""
 _SIGN_WITHIN = 10.0
 """Seconds within which an agent gives a sign of life, which it does each second."""
 _STAYS = 1.0
-"""Seconds after which an agent that has come is taken to stay: one that can't do its work ends at once."""
+"""Seconds after which an agent that has started is taken to stay: one that can't do its work ends at once."""
 
 
 class AgentKeeper:
-    """Sees to it that somebody drains this job's memory: an agent or, while none will live, a thread of ours."""
+    """Keeps this job's memory drained: by an agent or, while none can run, by a thread of this process."""
 
     def __init__(
         self, job: JobDir, info: JobInfo, within: float = 10.0, changed: Callable[[bool], object] = lambda there: None
     ) -> None:
-        """``info`` is what an agent needs to know; one that does not come ``within`` seconds is done without.
+        """``info`` is what an agent needs to know. If none starts ``within`` seconds, this process drains instead.
 
         ``changed`` is called, in another thread, with False when this process begins to drain and with True when an
         agent does so again.
@@ -64,7 +65,7 @@ class AgentKeeper:
         job.write_job(info)
 
     def check(self) -> None:
-        """Look after the agent, at most twice a second. Never waits for it."""
+        """Looks after the agent, at most twice a second. Never waits for it."""
         now = time.monotonic()
         passed = now - self._looked
         if passed < _LOOK_EVERY or (self._thread is not None and self._thread.is_alive()):
@@ -82,10 +83,10 @@ class AgentKeeper:
             self._thread.start()
 
     def _see(self, agent: int, passed: float) -> None:
-        """Pass on what the agent suffers from, once, and that it is over; end one that holds its lock and does nothing,
-        as a stopped one does: all it has is in files.
+        """Passes on the agent's error, once, and its end; kills an agent that holds its lock and does nothing.
 
-        Only time in which this process was looking counts: a node that sleeps takes both along.
+        Such as a stopped one: nothing is lost, for all it has is in files. Only time in which this process was looking
+        counts: a node that sleeps takes both along.
         """
         try:
             sign = self.job.paths.agent_status.stat().st_mtime_ns
@@ -107,7 +108,7 @@ class AgentKeeper:
                 os.kill(agent, signal.SIGKILL)
 
     def _keep(self) -> None:
-        """Start an agent, again and again until one stays; after three that didn't, drain here in between."""
+        """Starts an agent, again and again until one stays. After three that didn't, drains here in between."""
         for number, pause in enumerate(delays(self._within), 1):
             why = self._start()
             here = number > EARLY_TRIES
@@ -133,7 +134,7 @@ class AgentKeeper:
                 return
 
     def _start(self) -> str:
-        """Start an agent. Gives what to look at if it doesn't stay."""
+        """Starts an agent. Returns what to look at if it doesn't stay."""
         try:
             self.job.write_job_again()
             self._process = spawn(self.job)
@@ -142,7 +143,8 @@ class AgentKeeper:
         return f"it did not stay, see {self.job.paths.agent_log}"
 
     def _came(self, within: float) -> bool:
-        """Whether an agent comes ``within`` so many seconds, and stays. False at once when nobody needs one more."""
+        """Returns True if an agent starts ``within`` so many seconds, and stays. False at once when no more is
+        needed."""
         until = time.monotonic() + within
         since: float | None = None
         while since is None or time.monotonic() < since + min(_STAYS, within / 2):
@@ -171,19 +173,19 @@ class AgentKeeper:
         self._stop.wait(until - time.monotonic())
 
     def _drained(self, error: str | None) -> None:
-        """Say what this process's own drain suffers from, once, and that it is over."""
+        """Logs an error of the drain once, and its end."""
         if error != self._told and (error is None or self._told is None):
             log.warning("drain: %s", error or "storage takes checkpoints again")
         self._told = error
 
     def _made_anew(self, step: int | None) -> None:
-        """Say once that the root was deleted, and is made anew."""
+        """Logs once that the root was deleted, and is made anew."""
         if step is not None and step != self._anew:
             log.warning("%s", describe_recreated_root(self._root, step))
         self._anew = step
 
     def close(self, seconds: float = 60.0) -> None:
-        """Stop draining here, and give what is in hand so many seconds. An agent is left to itself."""
+        """Stops draining here, and gives the drain in hand so many seconds. An agent is left to itself."""
         self._stop.set()
         self._drainer.hurry()
         if self._thread is not None:
@@ -193,7 +195,7 @@ class AgentKeeper:
 
 
 def spawn(job: JobDir) -> subprocess.Popen[bytes]:
-    """Start an agent in a session of its own, so that what kills the trainers' process group spares it."""
+    """Starts an agent in a session of its own, so that a signal to the trainers' process group spares it."""
     package = str(Path(__file__).resolve().parents[2])
     installed = Path(package).name in ("site-packages", "dist-packages")  # then it is found without our help
     path = os.pathsep.join(filter(None, ["" if installed else package, os.environ.get("PYTHONPATH", "")]))
@@ -210,9 +212,9 @@ def spawn(job: JobDir) -> subprocess.Popen[bytes]:
 
 
 def _last_at_the_disk() -> list[str]:
-    """A command that runs another one, in its own place, with the lowest I/O priority that still gets its turn.
+    """Returns a command that runs another one in its place, with the lowest I/O priority that still gets a turn.
 
-    Disks whose scheduler knows no priorities ignore it; where it can't be set, ``-t`` lets the agent start without.
+    Disks whose scheduler knows no priorities ignore it. Where it can't be set, ``-t`` lets the agent start without.
     BusyBox's ionice has no ``-t``.
     """
     ionice = shutil.which("ionice")

@@ -1,4 +1,4 @@
-"""The end of a trainer's work with its agent: wait until storage has the newest checkpoint, then let go of memory."""
+"""Ends a trainer's work with its agent: waits until storage has the newest checkpoint, then gives memory back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["let_go", "wait_durable"]
 _LOOK = 1.0
 """Seconds that a look at storage gets, though the time is over."""
 _FINISH = 60.0
-"""Seconds for a drain in hand, of something older than what is durable."""
+"""Seconds for a drain in hand, of something older than the durable checkpoint."""
 _LEAVE, _OTHERS = 30.0, 2.0
 """Seconds for an agent to leave, which takes it 0.1 s after its last drain; and where it may have reason to stay."""
 _POLL = 0.005
@@ -42,10 +42,10 @@ def wait_durable(
     *,
     once: bool = False,
 ) -> None:
-    """Return when a checkpoint is on storage. Raises NotDurableError after ``seconds``.
+    """Returns when a checkpoint is on storage. Raises NotDurableError after ``seconds``.
 
-    And at once when one of ``local_ranks``, which each save a part of it, won't bring its own any more.
-    ``once``: it is enough that it has been there, should somebody have deleted it since.
+    It is raised at once when one of ``local_ranks``, which each save a part, won't bring its own any more. ``once``: it
+    is enough that it has been there, should somebody have deleted it since.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -77,7 +77,7 @@ def wait_durable(
 
 
 def _lacks(stamp: ShardId, store: Store) -> str | None:
-    """Whose part is missing, if this rank's is there, and storage says so soon."""
+    """Returns the message about missing shards, if this rank's is there, and storage answers soon."""
     with suppress(OSError, RuntimeError):
         looked = in_background(
             lambda: describe_missing_shards(store, stamp) if store.has_shard(stamp) else None, "rekindle-look"
@@ -88,7 +88,7 @@ def _lacks(stamp: ShardId, store: Store) -> str | None:
 
 
 def _lost(stamp: ShardId, store: Store, job: JobDir | None, local_ranks: Collection[int]) -> list[int] | None:
-    """Ranks whose parts can't get to storage any more; None when the checkpoint is there."""
+    """Returns the ranks whose parts can't get to storage any more; None when the checkpoint is there."""
     noted = job.notes.durable() if job is not None else None
     if (
         job is None or not local_ranks or (noted is not None and noted >= stamp.step)
@@ -109,9 +109,9 @@ def _ended(job: JobDir, rank: int) -> bool:
 
 
 def _see_out(job: JobDir) -> None:
-    """Wait for the agent, which prunes, and removes the job's directory once the last rank has left: for a while.
+    """Waits a while for the agent, which prunes, and removes the job's directory once the last rank has left.
 
-    Whoever looks at storage after that, or removes it, meets nobody who still works there.
+    Nobody then works at storage any more, whoever looks at it next or removes it.
     """
     began = time.monotonic()
     while job.path.exists() and job.agent() not in (None, os.getpid()):
@@ -126,7 +126,7 @@ def _see_out(job: JobDir) -> None:
 def let_go(
     job: JobDir | None, keeper: AgentKeeper | None, lock: Lock | None, rank: int, begun: bool, durable: ShardId | None
 ) -> None:
-    """Leave the job, and give this rank's memory back if storage has what is ``durable``, and memory nothing beyond it.
+    """Leaves the job, and gives this rank's memory back if storage has ``durable``, and memory nothing beyond it.
 
     A start that has not ``begun``, because storage didn't show what was there, leaves the note of it to the next one.
     """

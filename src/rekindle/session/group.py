@@ -1,4 +1,4 @@
-"""The ranks of the job, for the few moments at which they must agree. Nothing here is used while training runs."""
+"""Lets the ranks of a job agree, for the few moments at which they must. Nothing here is used while training runs."""
 
 from __future__ import annotations
 
@@ -42,24 +42,25 @@ class ProcessGroup:
         self._group = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in rank order."""
+        """Returns the ``value`` of every rank, in rank order."""
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value, group=self._group)
         return found
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Waits for all ranks."""
         dist.barrier(group=self._group)
 
     def broadcast(self, data: torch.Tensor, source: int) -> Callable[[], object]:
-        """Begin to send ``data``, on the host, from rank ``source`` to all others. The result waits for the end."""
+        """Begins to send ``data``, on the host, from rank ``source`` to all others. The result waits for the end."""
         work = dist.broadcast(data, source, group=self._group, async_op=True)
         assert work is not None
         return lambda: work.wait(self._timeout)
 
 
 def this_group(timeout: timedelta = timedelta(minutes=5)) -> SingleProcess | ProcessGroup:
-    """The process group if there is one. Raises UsageError when a launcher made several ranks and they can't talk."""
+    """Returns the process group, or the single process. Raises UsageError if a launcher made several ranks without
+    one."""
     if dist.is_available() and dist.is_initialized():
         return ProcessGroup(timeout)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -72,7 +73,8 @@ def this_group(timeout: timedelta = timedelta(minutes=5)) -> SingleProcess | Pro
 
 
 def node_id(memory: Path) -> str:
-    """Equal on ranks that share one memory store: same host, same boot, same file system behind the path."""
+    """Returns an id that is equal on ranks that share one memory store: same host, boot, and file system behind the
+    path."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

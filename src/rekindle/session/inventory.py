@@ -125,7 +125,7 @@ class Inventory:
 
 
 def take_inventory(job: JobDir | None, store: Store, rank: int) -> Inventory:
-    """List what this rank could restore from. A rank beyond a smaller world's shards begins again with the first."""
+    """Lists what this rank could restore from. A rank beyond a smaller world's shards begins again with the first."""
     inventory = Inventory(store.root, [], {}, None)
     contents, damaged = None, list[tuple[int, str, CorruptError | None]]()
     noted = job.notes.durable() if job is not None else None
@@ -153,7 +153,7 @@ def take_inventory(job: JobDir | None, store: Store, rank: int) -> Inventory:
 
 
 def _list_storage(store: Store) -> tuple[Contents, list[tuple[int, str, CorruptError | None]]]:
-    """List what storage has, and the step, place and defect of every manifest that can't be read."""
+    """Lists what storage has, and the step, place and defect of every manifest that can't be read."""
     contents, damaged = store.contents(), list[tuple[int, str, CorruptError | None]]()
     for step, files in contents.damaged:
         problem = None
@@ -168,7 +168,7 @@ def _list_storage(store: Store) -> tuple[Contents, list[tuple[int, str, CorruptE
 
 
 def newest_stored(copies: Collection[StoredCopy], base: CheckpointKey | None) -> int | None:
-    """Find the newest step that storage has for a start which goes on from ``base``, wherever it has that from."""
+    """Returns the newest step on storage for a start that goes on from ``base``, wherever it read ``base`` from."""
     if base is None:
         return None
     stands = [copy for copy in drop_superseded(copies) if copy.place == STORAGE]
@@ -176,7 +176,7 @@ def newest_stored(copies: Collection[StoredCopy], base: CheckpointKey | None) ->
 
 
 def newest_fresh_start(inventories: Sequence[Inventory]) -> FreshStart | None:
-    """Find the newest note of a start that began anew, on any node."""
+    """Returns the newest note of a start that began anew, on any node."""
     return max((one.fresh_start for one in inventories if one.fresh_start is not None), default=None)
 
 
@@ -184,7 +184,7 @@ def newest_fresh_start(inventories: Sequence[Inventory]) -> FreshStart | None:
 
 
 def refuse_less(step: int, inventories: Sequence[Inventory], instead: str) -> None:
-    """Raise NotFoundError or VersionError if to go on from ``step`` is to go on from less than storage had.
+    """Raises NotFoundError or VersionError if to go on from ``step`` is to go on from less than storage had.
 
     Step 0 stands for a start from nothing. ``instead`` tells a person how to do it all the same.
     """
@@ -198,11 +198,11 @@ class Unseen(NamedTuple):
 
     step: int
     why: str
-    """A sentence that says so, and what to do about it."""
+    """Sentence that says so, and what to do about it."""
 
 
 def newest_unseen(inventories: Sequence[Inventory]) -> Unseen | None:
-    """Find a step that a node knows to have been on storage, or that one rank sees there, and another rank doesn't.
+    """Finds a step that a node knows to have been on storage, or that one rank sees there, and another rank doesn't.
 
     All inventories must be of one moment, or a step that becomes durable in between would seem to be missing.
     """
@@ -218,14 +218,14 @@ def newest_unseen(inventories: Sequence[Inventory]) -> Unseen | None:
 
 
 def refuse_unseen(step: int, inventories: Sequence[Inventory], instead: str) -> None:
-    """Raise NotFoundError if storage does not show a newer step that it had: it may do so again soon."""
+    """Raises NotFoundError if storage does not show a newer step that it had: it may do so again soon."""
     unseen = newest_unseen(inventories)
     if unseen is not None and unseen.step > step:
         raise NotFoundError(f"{unseen.why}; {instead}")
 
 
 def refuse_unread(step: int, unread: Iterable[tuple[int, str]], instead: str) -> None:
-    """Raise NotFoundError if storage has a newer step that can't be read: it may be the job's newest one.
+    """Raises NotFoundError if storage has a newer step that can't be read: it may be the job's newest one.
 
     ``unread`` is that of ``Contents``, or of several.
     """
@@ -235,14 +235,14 @@ def refuse_unread(step: int, unread: Iterable[tuple[int, str]], instead: str) ->
 
 
 def refuse_newer_format(step: int, inventories: Sequence[Inventory], instead: str) -> None:
-    """Raise VersionError if a newer step was written by a newer Rekindle: to go back is for a person to decide."""
+    """Raises VersionError if a newer step was written by a newer Rekindle: to go back is for a person to decide."""
     newer = [entry for inventory in inventories for entry in inventory.newer if entry[0] > step]
     if newer:
         raise VersionError(f"{max(newer)[1]}; {instead}")
 
 
 def refuse_two_runs(offers: Iterable[Offer], fresh_start: FreshStart, on_purpose: Callable[[int], str]) -> None:
-    """Raise NotFoundError if storage shows a run that was deleted, and another one that began since exists too.
+    """Raises NotFoundError if storage shows a run that was deleted, and another one that began since exists, too.
 
     ``offers`` are those of all ranks; ``on_purpose`` tells how to go on from a step.
     """
@@ -260,7 +260,7 @@ def refuse_two_runs(offers: Iterable[Offer], fresh_start: FreshStart, on_purpose
 
 
 def deleted_for_all(states: Collection[str]) -> bool:
-    """Return True if all that storage had was deleted, by each rank's ``Inventory.storage_state``.
+    """Returns True if all that storage had was deleted, by each rank's ``Inventory.storage_state``.
 
     One rank must have seen that, and no rank may see storage in use, or miss something there.
     """
@@ -268,7 +268,7 @@ def deleted_for_all(states: Collection[str]) -> bool:
 
 
 def describe_fresh_start(root: Root) -> str:
-    """Say that a job starts anew because its checkpoints were deleted."""
+    """Returns the message of a job that starts anew because its checkpoints were deleted."""
     return (
         f"checkpoints of an earlier run were deleted from {root}: starting anew from step 0; what memory still has of "
         "that run is given up"

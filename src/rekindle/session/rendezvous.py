@@ -27,7 +27,7 @@ class _Arrival(NamedTuple):
 
     node: str
     busy: str | None
-    """Who else has its place; None when nobody has."""
+    """Message about another trainer that has its place; None when there is none."""
     given: dict[str, Any]
     """Settings that all ranks must have been given alike."""
 
@@ -37,15 +37,15 @@ class _Report(NamedTuple):
 
     no_memory: str | None
     generation: int
-    """The highest that it sees."""
+    """Highest generation that it sees."""
     begun: str
     """Id of an incarnation that begins now: that of rank 0 is taken."""
     anything: bool
     in_memory: bool
     storage_state: str
-    """See ``Inventory`` for these three."""
+    """These three are properties of its ``Inventory``."""
     problem: str | None
-    """Why the root can't be used."""
+    """Reason why the root can't be used."""
 
 
 def meet(
@@ -55,10 +55,10 @@ def meet(
     room: Room,
     settings: dict[str, Any],
 ) -> Meeting:
-    """Take this rank's place, and agree with all others. A collective of some rounds.
+    """Takes this rank's place, and agrees with all others. A collective of some rounds.
 
-    ``size``, a collective too, is given the ranks of this node and returns what a snapshot of this one will take;
-    ``room`` is what all may take on a node, ``settings`` what every rank must have been given alike.
+    ``size``, a collective too, is given the ranks of this node and returns the bytes that a snapshot of this one will
+    take. ``room`` bounds what all may take on a node. ``settings`` are what every rank must have been given alike.
 
     Raises BusyError or UsageError, on all ranks: also where the root can't be written to, or nodes don't see the same
     one, unless memory has something to go on from.
@@ -124,7 +124,7 @@ def _agree(
 
 
 def _refuse_differences(arrivals: list[_Arrival]) -> None:
-    """Raise BusyError if a rank's place is taken, UsageError if it was given other settings than rank 0."""
+    """Raises BusyError if a rank's place is taken, UsageError if it was given other settings than rank 0."""
     expected = arrivals[0].given
     for rank, arrival in enumerate(arrivals):
         if arrival.busy:
@@ -135,7 +135,7 @@ def _refuse_differences(arrivals: list[_Arrival]) -> None:
 
 
 def _lacking(job: JobDir, nbytes: int, ranks: int, room: Room) -> str | None:
-    """Say why memory can't hold the snapshots of this node's ``ranks``; None when it can."""
+    """Returns the reason why memory can't hold the snapshots of this node's ``ranks``; None when it can."""
     try:
         return room.describe_shortage(job, nbytes, ranks)
     except OSError as error:  # somebody has removed it

@@ -29,7 +29,7 @@ _PERMANENT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIS
 
 
 def find_refusal(store: Store, inventory: Inventory) -> str | None:
-    """Say why nothing will ever be written to the root, and what to do; None where it can be, or nobody knows."""
+    """Returns why nothing will ever be written to the root, and what to do; None where it can be, or nobody knows."""
     if inventory.storage_error is not None and inventory.errno not in _PERMANENT:
         return None  # it doesn't answer, and has been waited for
     try:
@@ -41,7 +41,7 @@ def find_refusal(store: Store, inventory: Inventory) -> str | None:
 
 
 def refuse_root(problems: Sequence[str | None], *, restart: bool, rank: int) -> None:
-    """Raise UsageError for the first problem that a rank has with its root.
+    """Raises UsageError for the first problem that a rank has with its root.
 
     In a ``restart``, which has something to go on from in memory, it is a warning: storage may be back soon.
     """
@@ -53,7 +53,7 @@ def refuse_root(problems: Sequence[str | None], *, restart: bool, rank: int) -> 
 
 
 def warn_of_capability(store: Store) -> None:
-    """Log a promise that the storage turns out not to keep."""
+    """Logs a promise that the storage turns out not to keep."""
     try:
         warning = store.capability_warning()
     except OSError as error:
@@ -86,7 +86,8 @@ class RootProbe:
         return name
 
     def problem(self) -> str | None:
-        """Say why this rank's node doesn't see the file; None when it does, and on all but one rank of each node."""
+        """Returns why this rank's node doesn't see the file; None when it does, and on all but one rank of each
+        node."""
         node, name = self._nodes[self._group.rank], self.name
         if name is None or self._nodes.index(node) != self._group.rank:
             return None
@@ -109,7 +110,7 @@ class RootProbe:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the file: all nodes have looked."""
+        """Removes the file: all nodes have looked."""
         if self.name is not None and self._group.rank == 0:
             name, self.name = self.name, None
             try:

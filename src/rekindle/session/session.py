@@ -49,12 +49,12 @@ _SOON, _DYING = 2.0, 30.0
 """Seconds that a restarted rank waits for its dying predecessor, without and with a word of that."""
 
 _trainers: dict[tuple[Path, int], weakref.WeakMethod[Callable[[], str | None]]] = {}
-"""By directory of the job and rank: how to make this process's trainer of that rank give way."""
+"""By directory of the job and rank: the method that makes this process's trainer of that rank give way."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the ranks of a start have agreed on."""
+    """The agreement of the ranks of a start."""
 
     incarnation: Incarnation
     world: int
@@ -62,7 +62,8 @@ class Meeting:
     """Ranks on this node, in order."""
     nodes: int
     no_memory: str | None
-    """Why snapshots can't go into this node's memory; None when they can. What is there may still be readable."""
+    """Reason why snapshots can't go into this node's memory; None when they can. What is there may still be
+    readable."""
     found: bool
     """True if any rank sees a checkpoint of an earlier start, or a note of one, or can't look."""
     deleted: bool
@@ -87,7 +88,7 @@ class Session:
         self.lock: Lock | None = None
         """Makes this process the rank's only trainer; None where even the job's directory can't be had."""
         self.no_memory: str | None = None
-        """Why there is no memory store, as far as this rank knows; None when there is one."""
+        """Reason why there is no memory store, as far as this rank knows; None when there is one."""
         self.meeting: Meeting | None = None
         self.keeper: AgentKeeper | None = None
         """On one rank of each node that has a memory store."""
@@ -100,7 +101,7 @@ class Session:
     # -- joining -------------------------------------------------------------------------------------------------
 
     def take_place(self, rank: int, *, predecessor_may_live: bool = True) -> str | None:
-        """Become ``rank`` of the job. Returns the reason if another trainer has its place and keeps it.
+        """Becomes ``rank`` of the job. Returns a message if another trainer has its place and keeps it.
 
         It is returned, not raised, so that all ranks can be told before any raises. ``predecessor_may_live``: an
         earlier process of this rank may still be dying, and is waited for.
@@ -120,7 +121,7 @@ class Session:
         return None
 
     def _ask_to_give_way(self, rank: int) -> str | None:
-        """Let an earlier trainer of this process go, as when a notebook's cell runs again. Returns why it can't."""
+        """Asks an earlier trainer of this process to go, as when a notebook's cell runs again. Returns why it can't."""
         known = _trainers.get((self.job_dir.path, rank))
         give_way = known() if known is not None else None
         return give_way() if give_way is not None else None
@@ -147,17 +148,17 @@ class Session:
             raise BusyError(f"{error}: {end_it}") from None
 
     def release_place(self) -> None:
-        """Let go of the place, before anything was done in it."""
+        """Lets go of the place, before anything was done in it."""
         if self.lock is not None:
             self.lock.release()
         self.lock = self.rank = None
 
     def join(self, meeting: Meeting) -> None:
-        """Go by what all ranks have agreed on."""
+        """Goes by what all ranks have agreed on, from here on."""
         self.meeting, self._incarnation = meeting, meeting.incarnation
 
     def on_takeover(self, give_way: Callable[[], str | None]) -> None:
-        """Have the bound method ``give_way`` called when a later trainer of this process wants the place.
+        """Registers the bound method ``give_way``, to be called when a later trainer of this process wants the place.
 
         It lets go of the place for good, without waiting for storage, or returns the reason if it can't do that now. It
         is held weakly, and may have let go before.
@@ -194,7 +195,7 @@ class Session:
         return None if self.lock is None else self.job_dir
 
     def shard_id(self, step: int, *, persist: bool = True, save: str = "") -> ShardId:
-        """Name this rank's shard of ``step``."""
+        """Names this rank's shard of ``step``."""
         assert self.rank is not None
         return ShardId(step, self.rank, self.agreed.world, self.incarnation, persist, save)
 
@@ -207,7 +208,7 @@ class Session:
         fallback_after: float = 10.0,
         agent_changed: Callable[[bool], object] = lambda there: None,
     ) -> Slots:
-        """Start the agent, on one rank of each node, and take over what an earlier process of this rank left.
+        """Starts the agent, on one rank of each node, and takes over what an earlier process of this rank left.
 
         ``info`` is what the agent needs to know; see ``AgentKeeper`` for the last two.
         """
@@ -223,7 +224,7 @@ class Session:
         return self.slots
 
     def check_agent(self) -> None:
-        """Look after the agent, if that is this rank's task. Never waits for it."""
+        """Looks after the agent, if that is this rank's task. Never waits for it."""
         if self.keeper is not None:
             self.keeper.check()
 
@@ -238,7 +239,8 @@ class Session:
         back: bool = False,
         seen_generation: int = 0,
     ) -> None:
-        """Continue ``base``, or begin from nothing: name it as the parent of this start, and note that on this node.
+        """Continues ``base``, or begins from nothing: names it as the parent of this start, and notes that on this
+        node.
 
         ``stored`` is the newest step that storage has of it. It was ``chosen`` if a person named its step. ``back``: it
         is of a run that was deleted, and is there again. ``seen_generation`` is the highest that ranks have seen since
@@ -257,7 +259,7 @@ class Session:
         self.begun = True
 
     def _give_up_memory(self) -> None:
-        """Free what memory has of a run that was deleted, before the note of it goes: else it would be drained."""
+        """Frees what memory has of a run that was deleted, before the note of it goes: else it would be drained."""
         with suppress(OSError):  # memory that fails: the first save will say so
             if self.slots is not None:
                 self.slots.free_all()
@@ -265,7 +267,7 @@ class Session:
                 self.job.snapshots.remove(self.rank)
 
     def _note_run(self, job: JobDir, generation: int, base: CheckpointKey | None, *, chosen: bool, back: bool) -> None:
-        """Note that this start begins anew only because all was deleted; or which of two runs was chosen since."""
+        """Notes that this start begins anew only because all was deleted; or which of two runs was chosen since."""
         anew = job.notes.fresh_start()
         if base is None and not chosen and self.agreed.deleted:
             job.notes.write_fresh_start(generation)
@@ -273,7 +275,7 @@ class Session:
             job.notes.write_fresh_start(anew[0], generation if base is None or back else base.incarnation.generation)
 
     def _note_stored(self, job: JobDir, stored: int | None, *, forget: bool) -> None:
-        """Note the newest step on storage; where storage shows nothing, the old note stays, unless it is to go."""
+        """Notes the newest step on storage. Where storage shows nothing, the old note stays, unless it is to go."""
         if stored is not None:
             job.notes.write_durable(stored, root_identity(self.store, stored))
         elif forget:
@@ -284,11 +286,11 @@ class Session:
     def wait_durable(
         self, stamp: ShardId, seconds: float, *, once: bool = False, local_ranks: Collection[int] = ()
     ) -> None:
-        """Return when a checkpoint is on storage. Raises NotDurableError after ``seconds``. See ``finish``."""
+        """Returns when a checkpoint is on storage. Raises NotDurableError after ``seconds``. See ``finish``."""
         wait_durable(stamp, self.store, self.job, self.keeper, seconds, local_ranks, once=once)
 
     def leave(self, durable: ShardId | None = None) -> None:
-        """Leave the job, and give memory back if storage has what is ``durable``, and memory nothing beyond it."""
+        """Leaves the job, and gives memory back if storage has what is ``durable``, and memory nothing beyond it."""
         if self.slots is not None:
             self.slots.close()
         let_go(self.job, self.keeper, self.lock, self.rank or 0, self.begun, durable)

@@ -37,7 +37,7 @@ class Arrival:
     node: str
     """Equal on ranks that share one memory store."""
     no_memory: str | None
-    """Why its memory can't be had; None when it can."""
+    """Reason why its memory can't be had; None when it can."""
     loaded: dict[CheckpointKey, bool]
     """Checkpoints that it has loaded; True where it had asked for that very step."""
     inventory: Inventory
@@ -45,13 +45,13 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Start:
-    """What all ranks of a start go by from its first save on."""
+    """The agreement of a start's ranks, which they go by from its first save on."""
 
     incarnation: Incarnation
     nodes: list[str]
     """By rank."""
     no_memory: dict[str, str]
-    """By node: why snapshots can't go into its memory."""
+    """By node: the reason why snapshots can't go into its memory."""
     base: CheckpointKey | None
     """The checkpoint that it goes on from."""
     stored: int | None
@@ -72,7 +72,7 @@ class Start:
         return len(self.nodes)
 
     def meeting(self, rank: int) -> Meeting:
-        """Say the same as a session of that rank needs it."""
+        """Returns what a session of that rank needs to know of it."""
         node = self.nodes[rank]
         return Meeting(
             incarnation=self.incarnation,
@@ -93,15 +93,15 @@ class SaveRequest:
     ticket: str
     """Drawn for this rank and this save: the answer goes to the box of this name."""
     wanted: int | None
-    """The step that it was given."""
+    """Step that it was given, if any."""
     step: int
-    """The newest step that it knows to have been used."""
+    """Newest step that it knows to have been used."""
     settings: dict[str, Any]
-    """What every rank must have been given alike."""
+    """Settings that every rank must have been given alike."""
     start: Start | None
-    """What it goes by, if it has begun."""
+    """Agreement that it goes by, if it has begun."""
     arrival: Arrival | None
-    """What it sees, if it has not."""
+    """Its arrival, if it has not."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class SaveDecision:
 
 
 def agree(root: Root, requests: Sequence[SaveRequest], keep: int | None) -> SaveDecision:
-    """Decide on a save, for which these are the requests of all ranks in order.
+    """Decides on a save, for which these are the requests of all ranks in order.
 
     Raises UsageError where it would not be one checkpoint of all ranks, NotFoundError where storage is away.
     """
@@ -133,7 +133,7 @@ def agree(root: Root, requests: Sequence[SaveRequest], keep: int | None) -> Save
 
 
 def _compare(root: Root, requests: Sequence[SaveRequest]) -> None:
-    """Raise UsageError if ranks were given different steps or settings."""
+    """Raises UsageError if ranks were given different steps or settings."""
     for request in requests:
         if request.wanted != requests[0].wanted:
             raise UsageError(
@@ -150,7 +150,10 @@ def _named(wanted: int | None) -> str:
 
 
 def choose_step(root: Root, wanted: int | None, newest: int) -> int:
-    """Choose the step of a save: ``wanted``, or the number after the ``newest``. Raises UsageError for one no newer."""
+    """Chooses the step of a save: ``wanted``, or the number after the ``newest``.
+
+    Raises UsageError if ``wanted`` is no newer.
+    """
     step = max(newest + 1, 1) if wanted is None else wanted
     if not 0 <= step <= MAX_STEP:
         raise UsageError(f"step {step}: must be a whole number of 0 to {MAX_STEP}")
@@ -163,13 +166,13 @@ def choose_step(root: Root, wanted: int | None, newest: int) -> int:
 
 
 def on_purpose(step: int) -> str:
-    """Tell a person how to go on from ``step``, or from nothing, though storage shows less than it had."""
+    """Tells a person how to go on from ``step``, or from nothing, though storage shows less than it had."""
     less = f"to go on from step {step} on purpose, load it by checkpoint_id={step}; " if step else ""
     return f"{less}to begin anew, use a new root"
 
 
 def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
-    """Agree on what a start goes on from: the newest that all ranks have loaded, else the newest there is.
+    """Agrees on what a start goes on from: the newest that all ranks have loaded, else the newest there is.
 
     Raises NotFoundError or VersionError where that is less than storage had, and nobody has asked for that very step.
     """
@@ -200,7 +203,7 @@ def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
 
 
 def _whole(copies: Sequence[StoredCopy]) -> Iterator[CheckpointKey]:
-    """Iterate over the checkpoints of which every rank's shard is somewhere, and that no later start superseded."""
+    """Iterates over the checkpoints of which every rank's shard exists, and that no later start superseded."""
     ranks: dict[CheckpointKey, set[int]] = {}
     for copy in drop_superseded(copies):
         ranks.setdefault(copy.checkpoint, set()).update(copy.ranks)
@@ -208,7 +211,7 @@ def _whole(copies: Sequence[StoredCopy]) -> Iterator[CheckpointKey]:
 
 
 def _refuse_less(base: CheckpointKey | None, inventories: Sequence[Inventory], keep: int | None) -> str | None:
-    """Raise where ``base`` is less than storage had. Returns a warning if memory has as much, and storage is away.
+    """Raises where ``base`` is less than storage had. Returns a warning if memory has as much, and storage is away.
 
     Each inventory is looked at by itself: ranks take theirs as they come, so that a step which becomes durable in
     between is no sign of a missing mount.
@@ -227,7 +230,7 @@ def _refuse_less(base: CheckpointKey | None, inventories: Sequence[Inventory], k
 
 
 def _awaited(base: CheckpointKey | None, copies: Sequence[StoredCopy]) -> ShardId | None:
-    """Find the checkpoint that the last start left in memory alone: where all are to reach storage, it is one."""
+    """Finds the checkpoint that the last start left in memory alone: where all are to reach storage, it is one."""
     durable = max((copy.step for copy in copies if copy.place == STORAGE), default=-1)
     waits = (c for c in copies if c.checkpoint == base and c.place == MEMORY and c.persist and c.step > durable)
     return next((copy.stamp for copy in waits), None)

@@ -50,7 +50,7 @@ _LOOKS = 3
 
 @dataclass
 class Shard:
-    """One rank's part, and the copies of it that seem whole, the nearest first: store and files of each."""
+    """One rank's shard, and the copies of it that seem whole, the nearest first: store and files of each."""
 
     rank: int
     receipt: Receipt
@@ -59,7 +59,7 @@ class Shard:
     """Lists all copies of all checkpoints anew."""
 
     def places(self) -> Iterator[tuple[str, Files]]:
-        """The copies, and then those that have come, or been given another name, since they were listed."""
+        """Iterates over the copies, and then over those that came, or got another name, since they were listed."""
         yield from self.copies
         for copy in self.look().all_copies:
             here = copy.place, copy.files
@@ -80,7 +80,7 @@ class Stored:
 
 
 def find(root: Root, job: JobDir, step: int | None, *, own: bool = False) -> DcpCheckpoint:
-    """Find the newest whole checkpoint that this process can see, or that of ``step``. No tensor is read.
+    """Finds the newest whole checkpoint that this process can see, or that of ``step``. Reads no tensor.
 
     ``own``: this process saves there itself, so that memory holds what is newer than anything that was deleted.
 
@@ -128,7 +128,7 @@ def _find(root: Root, look: _Look, step: int | None, *, own: bool) -> DcpCheckpo
 
 
 def _look(root: Root, job: JobDir) -> Inventory:
-    """List all copies of all checkpoints. Raises NotFoundError where memory has none, and storage can't be listed."""
+    """Lists all copies of all checkpoints. Raises NotFoundError where memory has none, and storage can't be listed."""
     inventory = take_inventory(job, open_store(root), 0)
     if inventory.storage_error is not None:
         why = f"storage can't be listed: {inventory.storage_error}"
@@ -139,7 +139,7 @@ def _look(root: Root, job: JobDir) -> Inventory:
 
 
 def _refuse_deleted(inventory: Inventory) -> None:
-    """Raise NotFoundError if all that storage had was deleted: what memory still has of it is not the newest one."""
+    """Raises NotFoundError if all that storage had was deleted: what memory still has of it is not the newest one."""
     if inventory.deleted:
         steps = sorted({copy.step for copy in inventory.all_copies})
         rest = f"; memory still has steps {steps}, to be loaded by checkpoint_id" if steps else ""
@@ -147,7 +147,7 @@ def _refuse_deleted(inventory: Inventory) -> None:
 
 
 def _of_the_run(inventory: Inventory, step: int | None, *, own: bool) -> list[StoredCopy]:
-    """List all copies; those alone of a run that was deleted and is back, if ``step`` is of it.
+    """Lists all copies; those alone of a run that was deleted and is back, if ``step`` is of it.
 
     Raises NotFoundError where another run has begun since, and no step is asked for.
     """
@@ -179,7 +179,7 @@ def _why_none(root: Root, found: dict[CheckpointKey, list[StoredCopy]], step: in
 
 
 def _shard(key: CheckpointKey, parts: list[StoredCopy], rank: int, look: _Look) -> Shard:
-    """A rank's part. Copies of which the receipt or the size is wrong are left out, and told of when none is left."""
+    """Opens a rank's shard. Skips copies whose receipt or size is wrong, and names them when none is left."""
     problems: list[str] = []
     gone = False
     shard: Shard | None = None
@@ -205,7 +205,7 @@ def _shard(key: CheckpointKey, parts: list[StoredCopy], rank: int, look: _Look) 
 
 
 def _receipt(copy: StoredCopy, rank: int, known: Receipt | None) -> Receipt:
-    """That of a copy: the one that is ``known`` from another copy, if it is the same."""
+    """Returns a copy's receipt: the one that is ``known`` from another copy, if it is the same."""
     name = receipt_name(rank, copy.world)
     raw = copy.files.read(name)
     receipt = known if known is not None and known.raw == raw else Receipt.decode(raw, copy.files.named(name))
@@ -228,16 +228,16 @@ def _receipt(copy: StoredCopy, rank: int, known: Receipt | None) -> Receipt:
 
 
 class DcpCheckpoint:
-    """A whole checkpoint and all that its receipts say. Raises CorruptError when a part of a tensor is missing."""
+    """A whole checkpoint, as its receipts describe it. Raises CorruptError when a part of a tensor is missing."""
 
     def __init__(self, root: Root, key: CheckpointKey, shards: list[Shard]) -> None:
         self.root, self.key, self.shards = root, key, shards
         self._boxes: dict[str, list[Stored]] = {}
         """By name of the tensor, in the order of DCP's chunks."""
         self._values: dict[str, dict[int, Any]] = {}
-        """By name: ranks that have a value, and its encoding."""
+        """By name: the ranks that have a value, and its encoding."""
         self._names: dict[str, str] = {}
-        """By the name that the state has for a tensor: the one that it is stored by. Tied tensors are stored once."""
+        """By the state's name of a tensor: the name that it is stored by. Tied tensors are stored once."""
         self._ways: dict[str, Way] = {}
         problem = find_defect(shard.receipt for shard in shards)
         if problem:
@@ -268,7 +268,7 @@ class DcpCheckpoint:
         self._ways[name] = way
 
     def metadata(self) -> Metadata:
-        """What DCP's planners need to know. ``planner_data`` says how the state was nested."""
+        """Describes the checkpoint to DCP's planners. ``planner_data`` says how the state was nested."""
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata]
         described = {name: BytesStorageMetadata() for name in self._values}
         for name, stored_by in self._names.items():
@@ -284,7 +284,7 @@ class DcpCheckpoint:
         return Metadata(described, planner_data=dict(self._ways))
 
     def stored(self, index: MetadataIndex) -> Stored:
-        """The box that DCP speaks of. Raises NotFoundError when there is none."""
+        """Returns the box that DCP asks for. Raises NotFoundError when there is none."""
         boxes = self._boxes[self._names[index.fqn]]
         if index.index is not None and index.index < len(boxes):
             hinted = boxes[index.index]
@@ -296,8 +296,10 @@ class DcpCheckpoint:
         raise NotFoundError(f"step {self.key[0]}: tensor {index.fqn!r} has no part that begins at {index.offset}")
 
     def value(self, name: str, rank: int) -> io.BytesIO:
-        """A value as DCP has pickled it; one that Rekindle itself has saved is pickled now. That of ``rank`` if it has
-        one."""
+        """Returns a value as DCP pickled it, of ``rank`` if that has one.
+
+        A value that Rekindle itself has saved is pickled now.
+        """
         by_rank = self._values[name]
         holder = rank if rank in by_rank else min(by_rank)
         node, values = by_rank[holder], self.shards[holder].receipt.values
@@ -315,7 +317,10 @@ def _no_tensor(name: str) -> torch.Tensor:
 
 
 def _leaves(node: Any, way: Way = ()) -> Iterator[tuple[Way, Any]]:
-    """What DCP's planners take for one item each, and where it stands. A list without tensors or mappings is one."""
+    """Iterates over what DCP's planners take for one item each, and its place.
+
+    A list without tensors or mappings is one item.
+    """
     if isinstance(node, list) and _is_nest(node):
         for index, item in enumerate(node):
             yield from _leaves(item, (*way, index))
@@ -327,7 +332,7 @@ def _leaves(node: Any, way: Way = ()) -> Iterator[tuple[Way, Any]]:
 
 
 def _is_mapping(node: Any) -> bool:
-    """A tuple, a tensor and a value are dictionaries too, in JSON."""
+    """Returns True for a mapping. A tuple, a tensor and a value are dictionaries too, in JSON."""
     return isinstance(node, dict) and (not node or not next(iter(node)).startswith("$") or bool(entries(node)))
 
 

@@ -1,4 +1,4 @@
-"""From a shard into the tensors that DCP's planner names: only the blocks that they need, each one verified."""
+"""Reads a shard into the tensors that DCP's planner names: only the blocks that they need, each one verified."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Read", "fill"]
 log = logging.getLogger("rekindle")
 
 _STAGED = 256 << 20
-"""Bytes that may wait at a time to be put into order by torch; one tensor's may be more."""
+"""Bytes that may wait at a time for torch to copy them into place; one tensor's may be more."""
 
 
 @dataclass
@@ -30,12 +30,12 @@ class Read:
 
     item: ReadItem
     number: int
-    """Of its chunk, in the shard."""
+    """Number of its chunk in the shard."""
     target: torch.Tensor
 
 
 def fill(shard: Shard, reads: list[Read]) -> None:
-    """Fill all targets from one rank's shard. Raises CorruptError when no copy has sound bytes for one of them."""
+    """Fills all targets from one rank's shard. Raises CorruptError when no copy has sound bytes for one of them."""
     streams = CopyStreams()
     filling = Filling(shard.receipt.layout, streams)
     for read in reads:
@@ -60,7 +60,7 @@ def _aim(filling: Filling, read: Read, chunk: Chunk) -> None:
 
 
 def _pour(shard: Shard, filling: Filling) -> None:
-    """Read what is wanted from the nearest copy; what is damaged there, from the next one."""
+    """Reads what is wanted from the nearest copy; what is damaged there, from the next one."""
     left, problems = filling.blocks, []
     gone = True
     for place, files in shard.places():

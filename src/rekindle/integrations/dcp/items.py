@@ -1,4 +1,4 @@
-"""From DCP's plan of a save to a shard: what to copy where, and how the state was nested."""
+"""Lays DCP's plan of a save out as a shard: what to copy where, and how the state was nested."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rekindle.state.codec import encode
 __all__ = ["Path", "copyable", "plan_shard", "settled"]
 
 Path = tuple[str | int, ...]
-"""Where a leaf stands in the nested state dict, as DCP's planners note it: numbers count the elements of a list."""
+"""Place of a leaf in the nested state dict, as DCP's planners note it: numbers count the elements of a list."""
 
 
 def plan_shard(plan: SavePlan, planner: SavePlanner) -> tuple[CopyPlan, bytes]:
-    """What to copy, and the receipt's values: the pickles that DCP has made of everything but tensors.
+    """Plans the copies, and encodes the receipt's values: the pickles that DCP has made of everything but tensors.
 
     Raises UnsupportedValueError for a tensor that the format has no type for.
     """
@@ -47,12 +47,12 @@ def plan_shard(plan: SavePlan, planner: SavePlanner) -> tuple[CopyPlan, bytes]:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, where a collective still works on it."""
+    """Returns the tensor itself, where a collective still works on it."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def copyable(tensor: torch.Tensor) -> bool:
-    """Whether it is nothing but bytes of a type that the format knows."""
+    """Returns True if a tensor is nothing but bytes of a type that the format knows."""
     return (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and tensor.layout is torch.strided
@@ -76,7 +76,8 @@ def _chunk(item: WriteItem, tensor: torch.Tensor) -> Chunk:
 
 
 def _paths(plan: SavePlan, names: Mapping[str, Any]) -> dict[str, Path]:
-    """Where each leaf stood before DCP's planner flattened the state; by itself if that is not known of all."""
+    """Returns the place of each leaf before DCP's planner flattened the state; by itself if that is not known of
+    all."""
     known = plan.planner_data if isinstance(plan.planner_data, dict) else {}
     paths = {name: known.get(name) for name in names}
     if all(isinstance(path, tuple) and ".".join(map(str, path)) == name for name, path in paths.items()):
@@ -85,7 +86,7 @@ def _paths(plan: SavePlan, names: Mapping[str, Any]) -> dict[str, Path]:
 
 
 class _Branch(dict[Any, Any]):
-    """A level of the nesting, which a leaf, a dictionary too, is not."""
+    """A level of the nesting. A leaf may be a plain dictionary."""
 
 
 def _nest(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
@@ -100,7 +101,7 @@ def _nest(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
 
 
 def _structure(branch: _Branch) -> Any:
-    """A list of which this rank writes some elements becomes a dictionary with numbers for keys."""
+    """Encodes a branch. A list of which this rank writes some elements becomes a dictionary with numbers for keys."""
     children = [(key, _structure(node) if isinstance(node, _Branch) else node) for key, node in branch.items()]
     if all(isinstance(key, str) and not key.startswith("$") and encode(key) is key for key, _ in children):
         return dict(children)

@@ -1,4 +1,4 @@
-"""Which root and which step DCP's paths and ``checkpoint_id`` stand for."""
+"""Parses DCP's paths and ``checkpoint_id`` as root and step, and names checkpoints for its logs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ __all__ = ["is_place", "name_of", "place_of", "step_of"]
 _STEP_OF_ROOT = re.compile(r"step[-_]?(\d{1,10})")
 """A directory's name that can't be a root's."""
 _STEP = re.compile(r"\D*(\d{1,10})")
-"""Whatever ends in the step and has no other number: ``1200``, ``step-1200``, ``global_step1200``."""
+"""Text that ends in the step and has no other number: ``1200``, ``step-1200``, ``global_step1200``."""
 
 
 def place_of(path: str | os.PathLike[str]) -> tuple[Root, int | None]:
-    """The root, and the step if ``path`` is that of a checkpoint, ``ROOT/step-N``, as DCP's own classes are given."""
+    """Returns the root, and the step if ``path`` is that of a checkpoint, ``ROOT/step-N``, as DCP's own classes are
+    given."""
     full = canonical_root(path)
     parent, _, name = str(full).rpartition("/")
     match = _STEP_OF_ROOT.fullmatch(name)
@@ -25,7 +26,7 @@ def place_of(path: str | os.PathLike[str]) -> tuple[Root, int | None]:
 
 
 def step_of(checkpoint_id: str | os.PathLike[str] | int, root: Root) -> int | None:
-    """The step that ``checkpoint_id`` names; None for the root itself. Raises UsageError when it makes no sense."""
+    """Returns the step that ``checkpoint_id`` names; None for the root itself. Raises UsageError when it names none."""
     if isinstance(checkpoint_id, int):
         return checkpoint_id
     text = os.fspath(checkpoint_id)
@@ -41,7 +42,7 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int, root: Root) -> int | No
 
 
 def is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether it can be the path of a root, or of a checkpoint in one."""
+    """Returns True if it can be the path of a root, or of a checkpoint in one."""
     try:
         place_of(checkpoint_id)
     except (UsageError, TypeError):
@@ -50,7 +51,7 @@ def is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
 
 
 def name_of(checkpoint_id: str | os.PathLike[str] | int | None, root: Root) -> str:
-    """What DCP's logs and ``StorageMeta`` call a checkpoint: its path, or that of the root where no step is named."""
+    """Returns the path of a checkpoint for DCP's logs and ``StorageMeta``; that of the root where no step is named."""
     try:
         step = None if checkpoint_id is None else step_of(checkpoint_id, root)
     except UsageError:

@@ -1,4 +1,4 @@
-"""DCP's ``StorageReader``: what DCP's planners ask for, from memory or storage, every block of it verified."""
+"""Implements DCP's ``StorageReader``: reads what DCP's planners ask for from memory or storage, each block verified."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class RekindleReader(StorageReader):
         self._load_id = secrets.token_hex(16)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """From now on load the step that ``checkpoint_id`` names."""
+        """Load the step that ``checkpoint_id`` names, from now on."""
         self._wanted, self._load_id = checkpoint_id, secrets.token_hex(16)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Find the checkpoint and describe it. What is wrong with it is raised by the first look at the result.
+        """Finds the checkpoint and describes it. An error is raised by the first look at the result.
 
-        DCP takes an error from here for a sign to look for metadata of single ranks, and tells of it as of an
+        DCP takes an error from here for a sign to look for metadata of single ranks, and reports it as an
         AssertionError.
         """
         self._checkpoint = None
@@ -73,18 +73,18 @@ class RekindleReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise what ``read_metadata`` has found to be wrong."""
+        """Raises the error that ``read_metadata`` has met."""
         if isinstance(metadata, _Unreadable):
             raise metadata.error
         self._rank = kwargs.get("rank", 0)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Note which checkpoint this rank has found."""
+        """Notes which checkpoint this rank has found."""
         assert self._checkpoint is not None
         return dataclasses.replace(plan, storage_data=self._checkpoint.key)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Make sure that all ranks have found the same checkpoint. Raises CorruptError."""
+        """Makes sure that all ranks have found the same checkpoint. Raises CorruptError."""
         found = {plan.storage_data for plan in plans}
         if len(found) > 1:
             seen = sorted({f"step {key[0]} of generation {key[1].generation}" for key in found if key is not None})
@@ -95,7 +95,7 @@ class RekindleReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for. Done when this returns."""
+        """Fills what the plan asks for. Done when this returns."""
         checkpoint = self._checkpoint
         assert checkpoint is not None
         by_shard: dict[int, list[Read]] = {}
@@ -124,12 +124,12 @@ class RekindleReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a root, or ``ROOT/step-N``."""
+        """Returns True if it can be a root, or ``ROOT/step-N``."""
         return is_place(checkpoint_id)
 
 
 class _Unreadable(Metadata):
-    """What can't be had: whoever looks at it is told why."""
+    """Metadata that can't be had: raises the error when it is looked at."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__({})

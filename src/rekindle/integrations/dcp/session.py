@@ -46,7 +46,7 @@ _IDLE = 900.0
 
 @dataclass(frozen=True)
 class WriterSettings:
-    """What a writer was given besides its root."""
+    """Settings of a writer, besides its root."""
 
     keep: int | None
     drain_limit: int | None
@@ -54,7 +54,7 @@ class WriterSettings:
 
     @property
     def retention(self) -> tuple[int, int | None]:
-        """The newest so many stay, and all multiples of the second number."""
+        """Number of the newest checkpoints that stay, and the number whose multiples do."""
         return (1, 1) if self.keep is None else (self.keep, None)
 
 
@@ -65,7 +65,7 @@ _loaded: dict[Root, dict[CheckpointKey, bool]] = {}
 
 
 def session_of(root: Root, settings: WriterSettings) -> DcpSession:
-    """Return this process's start of the job that saves to ``root``.
+    """Returns this process's start of the job that saves to ``root``.
 
     Raises BusyError if another process is that rank, where no other ranks need to know it.
     """
@@ -87,12 +87,12 @@ def session_of(root: Root, settings: WriterSettings) -> DcpSession:
 
 
 def saves_to(root: Root) -> bool:
-    """Return True if this process has begun to save there: what memory holds is then its own."""
+    """Returns True if this process has begun to save there: what memory holds is then its own."""
     return root in _sessions and _sessions[root].begun
 
 
 def note_loaded(root: Root, key: CheckpointKey, *, named: bool) -> None:
-    """Note a checkpoint that this process has loaded: the next start goes on from there, if all ranks have loaded it.
+    """Notes a checkpoint that this process has loaded: the next start goes on from there, if all ranks have loaded it.
 
     It was ``named`` if its very step was asked for.
     """
@@ -130,7 +130,7 @@ class DcpSession:
         self._pid = os.getpid()
 
     def take_place(self, rank: int) -> None:
-        """Become that rank of the job, in this process alone. Raises BusyError when another process is it."""
+        """Becomes that rank of the job, in this process alone. Raises BusyError when another process is it."""
         session = self._session
         if session.rank not in (None, rank) and not self.begun:
             session.release_place()  # made before the process group was; or a save has failed
@@ -160,7 +160,7 @@ class DcpSession:
         return self._start is not None
 
     def request(self, rank: int, step: int | None, is_coordinator: bool) -> Message:
-        """Prepare this rank's request to save ``step``, or the number after the newest one. Raises BusyError."""
+        """Prepares this rank's request to save ``step``, or the number after the newest one. Raises BusyError."""
         if _sessions.get(self.root) is not self or self.forked:
             whose = "belongs to the process that this one was forked from" if self.forked else "has been closed"
             raise UsageError(f"the writer of {self.root} {whose}: make a new one")
@@ -177,16 +177,16 @@ class DcpSession:
         )
 
     def _arrive(self, rank: int) -> Arrival:
-        """Look at memory and storage, before this start has begun."""
+        """Looks at memory and storage, before this start has begun."""
         session = self._session
         node = node_id(session.job_dir.path.parent.parent)
         inventory = take_inventory(session.job, session.store, rank)
         return Arrival(node, session.no_memory, _loaded.get(self.root, {}), inventory)
 
     def decide(self, own: Message, world: int) -> list[Message]:
-        """Decide on the save that all ranks have made their requests for: the answer to each. On the coordinator.
+        """Decides on the save that all ranks have made their requests for. On the coordinator.
 
-        Raises UsageError, NotFoundError, NotDurableError.
+        Returns the answer to each. Raises UsageError, NotFoundError, NotDurableError.
         """
         own.deliver()
         requests: dict[int, SaveRequest] = {request.rank: request for request in take_box(str(self.root))}
@@ -208,7 +208,7 @@ class DcpSession:
         return answers
 
     def shard_id(self) -> ShardId:
-        """Name the shard that this rank has requested to save. Begins the start with its first save."""
+        """Names the shard that this rank has requested to save. Begins the start with its first save."""
         answers = take_box(self._ticket)
         if not answers:
             raise UsageError(f"the coordinator of this save to {self.root} has not answered: is its writer another?")
@@ -219,7 +219,7 @@ class DcpSession:
         return self._session.shard_id(decision.step, save=decision.save)
 
     def _begin(self, start: Start) -> None:
-        """Go by what all ranks have agreed on."""
+        """Goes by what all ranks have agreed on, from here on."""
         session = self._session
         assert session.rank is not None
         meeting = start.meeting(session.rank)
@@ -245,7 +245,7 @@ class DcpSession:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> bool:
-        """Secure this rank's shard. True when it is in memory, False when it went straight to storage.
+        """Secures this rank's shard. True when it is in memory, False when it went straight to storage.
 
         Raises OSError when storage had to take it and doesn't.
         """
@@ -288,13 +288,14 @@ class DcpSession:
         committer.write(receipt, memoryview(buffer))
 
     def _committer(self) -> Committer:
-        """Made anew each time, as a start's memory is found only when it begins."""
+        """Makes a committer. Anew each time, as a start's memory is found only when it begins."""
         return Committer(self._store, self._job)
 
     def finish(self, stamp: ShardId, in_memory: bool) -> None:
-        """All ranks have written their parts, ``in_memory`` or some of them straight to storage. For the coordinator.
+        """Finishes a save of which all ranks have written their parts. On the coordinator.
 
-        In the second case the checkpoint is on storage when this returns; else neither store could show all of it.
+        They are ``in_memory``, or some of them went straight to storage. In the second case the checkpoint is on
+        storage when this returns; else neither store could show all of it.
         """
         self.finished = stamp
         if in_memory:
@@ -309,20 +310,20 @@ class DcpSession:
     # -- storage ---------------------------------------------------------------------------------------------------
 
     def _wait_for_finished(self) -> None:
-        """Wait until the checkpoint before has reached storage, where every one is to. For the coordinator.
+        """Waits until the checkpoint before has reached storage, where every one is to. On the coordinator.
 
-        The agent carries the newest one only: an older one is then safe from being passed over.
+        The agent carries the newest one only. So an older one can't be passed over.
         """
         stamp, self.finished = self.finished, None
         if self.settings.keep is None and stamp is not None:
             self._session.wait_durable(stamp, _PATIENCE, once=True)
 
     def wait_durable(self, stamp: ShardId, timeout: float) -> None:
-        """Return when a checkpoint is on storage. Raises NotDurableError after ``timeout`` seconds."""
+        """Returns when a checkpoint is on storage. Raises NotDurableError after ``timeout`` seconds."""
         self._session.wait_durable(stamp, timeout)
 
     def _unfinished(self, stamp: ShardId) -> bool:
-        """Return True if a rank of this node has failed to write its part, so that nobody will carry the others'."""
+        """Returns True if a rank of this node has failed to write its part, so that nobody will carry the others'."""
         have = (
             {s.rank for s, _ in self._job.snapshots.shard_ids() if s.checkpoint == stamp.checkpoint}
             if self._job is not None
@@ -332,7 +333,7 @@ class DcpSession:
         return not all(parts) and not self._store.durable(stamp)
 
     def close(self, timeout: float) -> None:
-        """Wait until what was saved last is on storage, then give the memory back. Other ranks are not waited for.
+        """Waits until what was saved last is on storage, then gives the memory back. Doesn't wait for other ranks.
 
         Raises NotDurableError after ``timeout`` seconds: the agent then goes on carrying it.
         """
@@ -348,6 +349,7 @@ class DcpSession:
             self.leave(durable)
 
     def leave(self, durable: ShardId | None = None) -> None:
-        """Let go of everything, and of the memory too if storage has what is ``durable``, and memory nothing beyond."""
+        """Lets go of everything, and of the memory too if storage has what is ``durable``, and memory nothing
+        beyond."""
         self._copier.close()
         self._session.leave(durable)

@@ -1,4 +1,5 @@
-"""DCP's ``AsyncStager``: a state dict copied into host memory in one pass, which is used again from save to save."""
+"""Implements DCP's ``AsyncStager``: copies a state dict in one pass into host memory, which is used from save to
+save."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ __all__ = ["RekindleStager"]
 _DICTS = (dict, OrderedDict)
 _ALIGN = 64
 _SMALL = 1 << 20
-"""Bytes of a tensor that is not worth a thread's turn."""
+"""Bytes of a tensor that is not worth a task of a thread."""
 _PIECE = 8 << 20
 """Bytes that a thread copies in one go."""
 _LINGER, _POLL = 0.05, 0.001
@@ -55,7 +56,7 @@ class RekindleStager(AsyncStager):
         self._buffers: list[_Buffer] = []
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The same state dict with tensors on the host that nobody else knows of. Nothing of ``state_dict`` is kept."""
+        """Returns the same state dict with private tensors on the host. Keeps nothing of ``state_dict``."""
         sources: list[torch.Tensor] = []
         known: dict[tuple[Any, ...], int] = {}
         order: list[int] = []
@@ -101,7 +102,7 @@ class RekindleStager(AsyncStager):
         return copies
 
     def _room(self, nbytes: int) -> _Buffer:
-        """Memory that nobody uses any more."""
+        """Returns memory that is not in use any more."""
         until = time.monotonic() + _LINGER
         while self._buffers and not any(b.free for b in self._buffers) and time.monotonic() < until:
             time.sleep(_POLL)
@@ -114,16 +115,16 @@ class RekindleStager(AsyncStager):
         return kept
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: ``stage`` returns when the copy is made."""
+        """Returns at once: ``stage`` returns when the copy is made."""
 
     def close(self) -> None:
-        """Let go of the memory; what is still in use stays until it isn't."""
+        """Lets go of the memory; what is still in use stays until it isn't."""
         self._threads.shutdown()
         self._buffers.clear()
 
 
 class _Buffer:
-    """Private memory, in large pages where there are any: what costs most of a first copy is making small ones."""
+    """Private memory, in large pages where there are any: making small ones costs most of a first copy."""
 
     def __init__(self, nbytes: int) -> None:
         self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -134,23 +135,24 @@ class _Buffer:
 
     @property
     def free(self) -> bool:
-        """Whether all tensors that were made of what was lent are gone."""
+        """True if all tensors that were made of what was lent are gone."""
         return self._lent() is None
 
     def lend(self) -> torch.Tensor:
-        """The bytes. Whatever is made of them holds on to one view of the memory, whose end tells of theirs."""
+        """Lends the bytes. All made of them hold on to one view of the memory, so the end of that view tells of
+        theirs."""
         view = memoryview(self.map)
         self._lent = weakref.ref(view)
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes can be copied as they lie."""
+    """Returns True if its bytes can be copied as they lie."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _walk(node: Any, give: Callable[[torch.Tensor], torch.Tensor], rebuild: bool) -> Any:
-    """Call ``give`` with every tensor that lies in this process; with ``rebuild``, put its results in their place."""
+    """Calls ``give`` with every tensor that lies in this process; with ``rebuild``, puts its results in their place."""
     kind = type(node)
     if isinstance(node, torch.Tensor):
         return _walk_tensor(settled(node), give, rebuild)
@@ -186,7 +188,8 @@ def _walk_tensor(tensor: torch.Tensor, give: Callable[[torch.Tensor], torch.Tens
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors of the same bytes. Lazily conjugated or negated ones have other values in them."""
+    """Returns a key that is equal for tensors of the same bytes. Lazily conjugated or negated ones have other
+    values."""
     if not tensor.numel():
         return (tensor.shape, tensor.dtype)
     flags = tensor.is_conj(), tensor.is_neg()

@@ -1,4 +1,5 @@
-"""DCP's ``StorageWriter``: each rank's part of DCP's plan becomes a shard in memory, which the agent carries on."""
+"""Implements DCP's ``StorageWriter``: makes each rank's part of DCP's plan a shard in memory, which the agent
+drains."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ __all__ = ["RekindleWriter"]
 
 
 class _Written(NamedTuple):
-    """What a rank tells the coordinator with each item."""
+    """A rank's word to the coordinator with each item."""
 
     in_memory: bool
 
@@ -82,11 +83,11 @@ class RekindleWriter(StorageWriter, AsyncStager):
     # -- a save, in the order of DCP's calls -----------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next save is of the step that ``checkpoint_id`` names."""
+        """Save the step that ``checkpoint_id`` names next."""
         self._wanted, self._save_id = checkpoint_id, secrets.token_hex(16)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Prepare this rank's offer to the coordinator. Raises UsageError, BusyError."""
+        """Prepares this rank's request to the coordinator. Raises UsageError, BusyError."""
         wanted, self._wanted = self._wanted, None
         if not kwargs.get("use_collectives", True):
             raise UsageError("use_collectives=False: Rekindle saves one plan of all ranks; leave it out")
@@ -94,11 +95,11 @@ class RekindleWriter(StorageWriter, AsyncStager):
         self._request = self._session.request(kwargs.get("rank", 0), step, is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Send the offer along."""
+        """Sends the request along."""
         return dataclasses.replace(plan, storage_data=self._request)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Settle what all ranks save, and send it along. On the coordinator: the others wait for this.
+        """Decides what all ranks save, and sends it along. On the coordinator: the others wait for this.
 
         Raises UsageError where that would not be one checkpoint, NotFoundError, NotDurableError.
         """
@@ -107,7 +108,7 @@ class RekindleWriter(StorageWriter, AsyncStager):
         return [dataclasses.replace(plan, storage_data=one) for plan, one in zip(plans, answers, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Secure this rank's part. Done when this returns."""
+        """Secures this rank's part. Done when this returns."""
         self._stamp = stamp = self._session.shard_id()
         shard, values = plan_shard(plan, planner)
         written = _Written(self._session.write(stamp, shard, values))
@@ -118,7 +119,7 @@ class RekindleWriter(StorageWriter, AsyncStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """All ranks have written their parts. On the coordinator."""
+        """Finishes the save: all ranks have written their parts. On the coordinator."""
         assert self._stamp is not None
         metadata.storage_meta = StorageMeta(name_of(self._stamp.step, self._session.root), self._save_id)
         self._save_id = secrets.token_hex(16)
@@ -126,7 +127,7 @@ class RekindleWriter(StorageWriter, AsyncStager):
         self._session.finish(self._stamp, all(entry.in_memory for entry in written))
 
     def storage_meta(self) -> StorageMeta:
-        """What planners are told of the next save."""
+        """Describes the next save to planners."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @property
@@ -136,17 +137,17 @@ class RekindleWriter(StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a root, or ``ROOT/step-N``."""
+        """Returns True if it can be a root, or ``ROOT/step-N``."""
         return is_place(checkpoint_id)
 
     # -- the stager of dcp.async_save ------------------------------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``state_dict`` in host memory: see RekindleStager."""
+        """Copies ``state_dict`` into host memory: see RekindleStager."""
         return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: ``stage`` returns when the copy is made."""
+        """Returns at once: ``stage`` returns when the copy is made."""
 
     def close(self, timeout: float = 600.0) -> None:
         """Wait until the newest save is on storage, then give the memory back. All writers of this root end with it.
