@@ -57,8 +57,8 @@ class AgentKeeper:
         self._process: subprocess.Popen[bytes] | None = None
         self._looked = -_LOOK_EVERY
         self._thread: threading.Thread | None = None
-        self._told: str | None = None
-        self._anew: int | None = None
+        self._logged_error: str | None = None
+        self._recreated_at: int | None = None
         self._sign, self._silent = 0, 0.0
         self._stop = threading.Event()
         self._drainer = Drainer(job)
@@ -75,14 +75,14 @@ class AgentKeeper:
             self._process.poll()  # reaps it
         agent = self.job.agent()
         if agent is not None:
-            self._see(agent, min(passed, 1.0))
+            self._watch_agent(agent, min(passed, 1.0))
             return
         self._silent = 0.0
-        self._thread = threading.Thread(target=self._keep, name="rekindle-keep", daemon=True)
+        self._thread = threading.Thread(target=self._keep_running, name="rekindle-keep", daemon=True)
         with suppress(RuntimeError):  # no thread can be had now: the next look tries again
             self._thread.start()
 
-    def _see(self, agent: int, passed: float) -> None:
+    def _watch_agent(self, agent: int, passed: float) -> None:
         """Passes on the agent's error, once, and its end; kills an agent that holds its lock and does nothing.
 
         Such as a stopped one: nothing is lost, for all it has is in files. Only time in which this process was looking
@@ -94,8 +94,8 @@ class AgentKeeper:
             pid, error, anew = status["pid"], status["error"], status.get("anew")
         except (OSError, ValueError, KeyError, TypeError):
             return
-        self._drained(error)
-        self._made_anew(anew)
+        self._log_drain_error(error)
+        self._log_recreated_root(anew)
         self._silent = 0.0 if sign != self._sign else self._silent + passed
         self._sign = sign
         if self._silent > _SIGN_WITHIN and pid == agent:  # else it is a process that drains in an agent's place
@@ -107,12 +107,12 @@ class AgentKeeper:
             with suppress(OSError):
                 os.kill(agent, signal.SIGKILL)
 
-    def _keep(self) -> None:
+    def _keep_running(self) -> None:
         """Starts an agent, again and again until one stays. After three that didn't, drains here in between."""
         for number, pause in enumerate(delays(self._within), 1):
             why = self._start()
             here = number > EARLY_TRIES
-            if self._came(min(pause, _START_WITHIN) if here else pause):
+            if self._stays(min(pause, _START_WITHIN) if here else pause):
                 if here:
                     log.warning("an agent carries checkpoints to storage again")
                     self._changed(True)
@@ -128,7 +128,7 @@ class AgentKeeper:
                 try:  # in another thread: an agent would inherit its priority
                     in_background(partial(self._drain, pause), "rekindle-drain").result()
                 except RuntimeError as error:  # no thread can be had
-                    self._drained(str(error))
+                    self._log_drain_error(str(error))
                     self._stop.wait(pause)
             if self._stop.is_set():
                 return
@@ -142,7 +142,7 @@ class AgentKeeper:
             return str(error)
         return f"it did not stay, see {self.job.paths.agent_log}"
 
-    def _came(self, within: float) -> bool:
+    def _stays(self, within: float) -> bool:
         """Returns True if an agent starts ``within`` so many seconds, and stays. False at once when no more is
         needed."""
         until = time.monotonic() + within
@@ -164,25 +164,25 @@ class AgentKeeper:
             if lock.acquire(1.0):
                 while time.monotonic() < until and not self._stop.wait(TICK) and lock.held():
                     self._drainer.tick()
-                    self._drained(self._drainer.progress.error)
-                    self._made_anew(self._drainer.progress.anew)
+                    self._log_drain_error(self._drainer.progress.error)
+                    self._log_recreated_root(self._drainer.progress.anew)
         except Exception as error:
-            self._drained(f"{type(error).__name__}: {error}")
+            self._log_drain_error(f"{type(error).__name__}: {error}")
         finally:
             lock.release()
         self._stop.wait(until - time.monotonic())
 
-    def _drained(self, error: str | None) -> None:
+    def _log_drain_error(self, error: str | None) -> None:
         """Logs an error of the drain once, and its end."""
-        if error != self._told and (error is None or self._told is None):
+        if error != self._logged_error and (error is None or self._logged_error is None):
             log.warning("drain: %s", error or "storage takes checkpoints again")
-        self._told = error
+        self._logged_error = error
 
-    def _made_anew(self, step: int | None) -> None:
+    def _log_recreated_root(self, step: int | None) -> None:
         """Logs once that the root was deleted, and is made anew."""
-        if step is not None and step != self._anew:
+        if step is not None and step != self._recreated_at:
             log.warning("%s", describe_recreated_root(self._root, step))
-        self._anew = step
+        self._recreated_at = step
 
     def close(self, seconds: float = 60.0) -> None:
         """Stops draining here, and gives the drain in hand so many seconds. An agent is left to itself."""

@@ -21,7 +21,7 @@ from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.storage.checks import describe_missing_shards
 from rekindle.storage.store import Store
 
-__all__ = ["let_go", "wait_durable"]
+__all__ = ["leave_job", "wait_durable"]
 
 _LOOK = 1.0
 """Seconds that a look at storage gets, though the time is over."""
@@ -71,12 +71,12 @@ def wait_durable(
             keeper.check()
         if time.monotonic() > deadline:
             told = job.notes.drain_error() if job is not None else ""
-            why = told or _lacks(stamp, store) or why
+            why = told or _describe_missing(stamp, store) or why
             raise NotDurableError(f"step {stamp.step} is not on storage after {seconds:.0f} s: {why}")
         time.sleep(store.poll)
 
 
-def _lacks(stamp: ShardId, store: Store) -> str | None:
+def _describe_missing(stamp: ShardId, store: Store) -> str | None:
     """Returns the message about missing shards, if this rank's is there, and storage answers soon."""
     with suppress(OSError, RuntimeError):
         looked = in_background(
@@ -108,7 +108,7 @@ def _ended(job: JobDir, rank: int) -> bool:
     return lock.exists() and Lock.holder(lock) is None  # without its file, as in memory that was removed, nobody knows
 
 
-def _see_out(job: JobDir) -> None:
+def _wait_for_agent(job: JobDir) -> None:
     """Waits a while for the agent, which prunes, and removes the job's directory once the last rank has left.
 
     Nobody then works at storage any more, whoever looks at it next or removes it.
@@ -123,7 +123,7 @@ def _see_out(job: JobDir) -> None:
         time.sleep(_POLL)
 
 
-def let_go(
+def leave_job(
     job: JobDir | None, keeper: AgentKeeper | None, lock: Lock | None, rank: int, begun: bool, durable: ShardId | None
 ) -> None:
     """Leaves the job, and gives this rank's memory back if storage has ``durable``, and memory nothing beyond it.
@@ -138,6 +138,6 @@ def let_go(
     if job is None or (not begun and job.notes.durable() is not None):
         return
     if saved:
-        _see_out(job)
+        _wait_for_agent(job)
     if job.agent() is None and (saved or not any(job.snapshots.shard_ids())):
         job.remove()  # else the agent does it, once the last rank has left

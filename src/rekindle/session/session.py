@@ -34,7 +34,7 @@ from rekindle.memory.lock import Lock
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.session.agent_keeper import AgentKeeper
-from rekindle.session.finish import let_go, wait_durable
+from rekindle.session.finish import leave_job, wait_durable
 from rekindle.state.device import page_lock
 from rekindle.storage.checks import root_identity
 from rekindle.storage.open import open_store
@@ -293,4 +293,4 @@ class Session:
         """Leaves the job, and gives memory back if storage has what is ``durable``, and memory nothing beyond it."""
         if self.slots is not None:
             self.slots.close()
-        let_go(self.job, self.keeper, self.lock, self.rank or 0, self.begun, durable)
+        leave_job(self.job, self.keeper, self.lock, self.rank or 0, self.begun, durable)

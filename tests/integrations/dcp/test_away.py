@@ -169,6 +169,33 @@ def test_a_root_that_was_deleted_is_begun_anew(root: Path, memory: Path) -> None
     assert on_storage(root) == [1]
 
 
+def begin_anew_until_killed(rank: int, root: Path, memory: Path) -> None:
+    save(root, 5, 1, memory=memory)
+    if agent := JobDir.of(root, memory_base(memory)).agent():
+        os.kill(agent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def go_on_from(rank: int, root: Path, memory: Path, step: int) -> float:
+    assert load(root, 1, memory, checkpoint_id=step) == step
+    save(root, 6, 1, memory=memory).close()
+    return load(root, 1, memory)
+
+
+@pytest.mark.parametrize("chosen", [3, 5])
+def test_a_run_that_is_back_is_not_superseded_unasked(root: Path, memory: Path, chosen: int) -> None:
+    """Its checkpoints were moved away, so that the job began anew, and then moved back."""
+    attempt(1, settle_in_memory, root, memory)
+    moved = root.rename(root.with_name("moved"))
+    attempt(1, begin_anew_until_killed, root, memory)
+    shutil.rmtree(root, ignore_errors=True)
+    moved.rename(root)
+    for (refused,) in (ranks(1, load_or_why, root, memory, 1), ranks(1, save_or_why, root, memory)):
+        assert "say which of the two runs counts" in refused
+        assert "load it by checkpoint_id=3" in refused and "load it by checkpoint_id=5" in refused
+    assert ranks(1, go_on_from, root, memory, chosen) == [6.0]
+
+
 def test_a_root_that_is_emptied_before_each_save_costs_no_wait(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from rekindle.format.lineage import CheckpointKey, drop_superseded
 from rekindle.format.names import MANIFEST, Root, receipt_name, shard_name
 from rekindle.format.receipt import Receipt
 from rekindle.integrations.dcp.agree import on_purpose
-from rekindle.integrations.dcp.items import Path as Way
+from rekindle.integrations.dcp.items import LeafPath
 from rekindle.memory.job_dir import JobDir
 from rekindle.session.inventory import Inventory, refuse_less, refuse_two_runs, take_inventory
 from rekindle.state.codec import decode
@@ -38,7 +38,7 @@ from rekindle.storage.catalog import STORAGE, StoredCopy
 from rekindle.storage.open import open_store
 from rekindle.storage.verify import check_manifest
 
-__all__ = ["DcpCheckpoint", "Shard", "Stored", "find"]
+__all__ = ["DcpCheckpoint", "Shard", "StoredBox", "find"]
 
 log = logging.getLogger("rekindle")
 
@@ -68,7 +68,7 @@ class Shard:
 
 
 @dataclass
-class Stored:
+class StoredBox:
     """A box of a tensor, and the ranks that have it: several, where Rekindle itself has saved replicas."""
 
     chunk: Chunk
@@ -232,13 +232,13 @@ class DcpCheckpoint:
 
     def __init__(self, root: Root, key: CheckpointKey, shards: list[Shard]) -> None:
         self.root, self.key, self.shards = root, key, shards
-        self._boxes: dict[str, list[Stored]] = {}
+        self._boxes: dict[str, list[StoredBox]] = {}
         """By name of the tensor, in the order of DCP's chunks."""
         self._values: dict[str, dict[int, Any]] = {}
         """By name: the ranks that have a value, and its encoding."""
         self._names: dict[str, str] = {}
         """By the state's name of a tensor: the name that it is stored by. Tied tensors are stored once."""
-        self._ways: dict[str, Way] = {}
+        self._ways: dict[str, LeafPath] = {}
         problem = find_defect(shard.receipt for shard in shards)
         if problem:
             raise CorruptError(f"step {key[0]}: {problem}")
@@ -248,7 +248,7 @@ class DcpCheckpoint:
                 self._leaf(".".join(map(str, way)), way, node, shard)
 
     def _gather_boxes(self) -> None:
-        known: dict[tuple[str, Box], Stored] = {}
+        known: dict[tuple[str, Box], StoredBox] = {}
         for shard in self.shards:
             for number, chunk in enumerate(shard.receipt.layout.chunks):
                 boxes = self._boxes.setdefault(chunk.name, [])
@@ -256,11 +256,11 @@ class DcpCheckpoint:
                     continue  # each has its own; DCP can speak of one tensor only: that of the first rank
                 stored = known.get((chunk.name, chunk.box))
                 if stored is None:
-                    stored = known[chunk.name, chunk.box] = Stored(chunk)
+                    stored = known[chunk.name, chunk.box] = StoredBox(chunk)
                     boxes.append(stored)
                 stored.places[shard.rank] = number
 
-    def _leaf(self, name: str, way: Way, node: Any, shard: Shard) -> None:
+    def _leaf(self, name: str, way: LeafPath, node: Any, shard: Shard) -> None:
         if isinstance(node, dict) and "$tensor" in node:
             self._names[name] = node["$tensor"]
         else:
@@ -283,7 +283,7 @@ class DcpCheckpoint:
             )
         return Metadata(described, planner_data=dict(self._ways))
 
-    def stored(self, index: MetadataIndex) -> Stored:
+    def stored(self, index: MetadataIndex) -> StoredBox:
         """Returns the box that DCP asks for. Raises NotFoundError when there is none."""
         boxes = self._boxes[self._names[index.fqn]]
         if index.index is not None and index.index < len(boxes):
@@ -316,7 +316,7 @@ def _no_tensor(name: str) -> torch.Tensor:
     raise FormatError(f"tensor {name!r} stands where DCP looks for a value")
 
 
-def _leaves(node: Any, way: Way = ()) -> Iterator[tuple[Way, Any]]:
+def _leaves(node: Any, way: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
     """Iterates over what DCP's planners take for one item each, and its place.
 
     A list without tensors or mappings is one item.

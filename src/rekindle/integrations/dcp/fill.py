@@ -13,7 +13,7 @@ from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk
 from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.integrations.dcp.checkpoint import Shard
-from rekindle.integrations.dcp.items import copyable, settled
+from rekindle.integrations.dcp.items import copyable, wait_for_collective
 from rekindle.restore.fill import CopyStreams, Filling
 
 __all__ = ["Read", "fill"]
@@ -39,15 +39,15 @@ def fill(shard: Shard, reads: list[Read]) -> None:
     streams = CopyStreams()
     filling = Filling(shard.receipt.layout, streams)
     for read in reads:
-        _aim(filling, read, shard.receipt.layout.chunks[read.number])
+        _add_target(filling, read, shard.receipt.layout.chunks[read.number])
         if filling.staged > _STAGED:
-            _pour(shard, filling)
+            _read_wanted(shard, filling)
             filling = Filling(shard.receipt.layout, streams)
-    _pour(shard, filling)
+    _read_wanted(shard, filling)
 
 
-def _aim(filling: Filling, read: Read, chunk: Chunk) -> None:
-    target, lengths = settled(read.target), tuple(read.item.lengths)
+def _add_target(filling: Filling, read: Read, chunk: Chunk) -> None:
+    target, lengths = wait_for_collective(read.target), tuple(read.item.lengths)
     if tuple(target.shape) != lengths:
         raise StateMismatchError(
             f"{read.item.dest_index.fqn}: {lengths} are to be loaded into a tensor of {tuple(target.shape)}"
@@ -59,7 +59,7 @@ def _aim(filling: Filling, read: Read, chunk: Chunk) -> None:
         filling.want(read.number, box, box, target)
 
 
-def _pour(shard: Shard, filling: Filling) -> None:
+def _read_wanted(shard: Shard, filling: Filling) -> None:
     """Reads what is wanted from the nearest copy; what is damaged there, from the next one."""
     left, problems = filling.blocks, []
     gone = True

@@ -15,9 +15,9 @@ from rekindle.format.layout import DTYPES, Chunk, Layout
 from rekindle.save.plan import CopyPlan, Piece, batches
 from rekindle.state.codec import encode
 
-__all__ = ["Path", "copyable", "plan_shard", "settled"]
+__all__ = ["LeafPath", "copyable", "plan_shard", "wait_for_collective"]
 
-Path = tuple[str | int, ...]
+LeafPath = tuple[str | int, ...]
 """Place of a leaf in the nested state dict, as DCP's planners note it: numbers count the elements of a list."""
 
 
@@ -36,7 +36,7 @@ def plan_shard(plan: SavePlan, planner: SavePlanner) -> tuple[CopyPlan, bytes]:
             values.append(encode(bytes(data.getbuffer())))  # type: ignore[union-attr]
         else:
             assert isinstance(data, torch.Tensor)
-            tensor = settled(data.detach())
+            tensor = wait_for_collective(data.detach())
             chunk = _chunk(item, tensor)
             pieces[name, chunk.offsets] = Piece(chunk, tensor, tensor, late=False, ranks=())
             leaves[name] = {"$tensor": name}
@@ -46,7 +46,7 @@ def plan_shard(plan: SavePlan, planner: SavePlanner) -> tuple[CopyPlan, bytes]:
     return CopyPlan(layout, structure, early, [], {}, {}), json.dumps(values, separators=(",", ":")).encode()
 
 
-def settled(tensor: torch.Tensor) -> torch.Tensor:
+def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor itself, where a collective still works on it."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
@@ -75,7 +75,7 @@ def _chunk(item: WriteItem, tensor: torch.Tensor) -> Chunk:
     return Chunk(item.index.fqn, dtype, tuple(item.tensor_data.size), tuple(box.offsets), tuple(box.sizes))
 
 
-def _paths(plan: SavePlan, names: Mapping[str, Any]) -> dict[str, Path]:
+def _paths(plan: SavePlan, names: Mapping[str, Any]) -> dict[str, LeafPath]:
     """Returns the place of each leaf before DCP's planner flattened the state; by itself if that is not known of
     all."""
     known = plan.planner_data if isinstance(plan.planner_data, dict) else {}
@@ -89,7 +89,7 @@ class _Branch(dict[Any, Any]):
     """A level of the nesting. A leaf may be a plain dictionary."""
 
 
-def _nest(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
+def _nest(leaves: Mapping[str, Any], paths: Mapping[str, LeafPath]) -> Any:
     root = _Branch()
     for name, leaf in leaves.items():
         *way, last = paths[name]

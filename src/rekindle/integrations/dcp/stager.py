@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rekindle.errors import RekindleError
 from rekindle.format.reader import reader_threads
-from rekindle.integrations.dcp.items import copyable, settled
+from rekindle.integrations.dcp.items import copyable, wait_for_collective
 from rekindle.state.device import Lanes, page_lock, reached
 
 __all__ = ["RekindleStager"]
@@ -62,7 +62,7 @@ class RekindleStager(AsyncStager):
         order: list[int] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            number = known.setdefault(_place(tensor), len(sources))
+            number = known.setdefault(_bytes_key(tensor), len(sources))
             if number == len(sources):
                 sources.append(tensor)
             order.append(number)
@@ -79,7 +79,7 @@ class RekindleStager(AsyncStager):
         for source in sources:
             places.append(end)
             end += -(-source.nbytes // _ALIGN) * _ALIGN
-        memory = self._room(max(end, _ALIGN)).lend()
+        memory = self._free_buffer(max(end, _ALIGN)).lend()
         copies = [
             memory[at : at + source.nbytes].view(source.dtype).view(source.shape)
             for at, source in zip(places, sources, strict=True)
@@ -101,7 +101,7 @@ class RekindleStager(AsyncStager):
             raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
         return copies
 
-    def _room(self, nbytes: int) -> _Buffer:
+    def _free_buffer(self, nbytes: int) -> _Buffer:
         """Returns memory that is not in use any more."""
         until = time.monotonic() + _LINGER
         while self._buffers and not any(b.free for b in self._buffers) and time.monotonic() < until:
@@ -155,7 +155,7 @@ def _walk(node: Any, give: Callable[[torch.Tensor], torch.Tensor], rebuild: bool
     """Calls ``give`` with every tensor that lies in this process; with ``rebuild``, puts its results in their place."""
     kind = type(node)
     if isinstance(node, torch.Tensor):
-        return _walk_tensor(settled(node), give, rebuild)
+        return _walk_tensor(wait_for_collective(node), give, rebuild)
     if kind in _DICTS:
         pairs = [(key, _walk(value, give, rebuild)) for key, value in node.items()]
         return kind(pairs) if rebuild else None
@@ -187,7 +187,7 @@ def _walk_tensor(tensor: torch.Tensor, give: Callable[[torch.Tensor], torch.Tens
     return tensor.detach().cpu().clone() if rebuild else None  # the writer will refuse it, by its name
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _bytes_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns a key that is equal for tensors of the same bytes. Lazily conjugated or negated ones have other
     values."""
     if not tensor.numel():
