@@ -1,4 +1,4 @@
-"""Checkpoints made by hand, on storage and in memory, for tests that need no trainer."""
+"""Checkpoints made by hand, on storage and in memory, for tests that need no trainer; and what storage has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from rekindle.format.names import step_dir
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
+from rekindle.storage.verify import verify
 from rekindle.testing import make_shard
 from tests.conftest import commit
 
@@ -41,3 +43,20 @@ def remember(job: JobDir, step: int, rank: int = 0, world: int = 1, nbytes: int 
     receipt, shard = make_shard(stamp, {"a": bytes(nbytes)})
     commit(Slots(job, rank, world, list(range(world))), receipt, shard)
     return next(path for found, path in job.snapshots.shard_ids() if (found.step, found.rank) == (step, rank))
+
+
+def steps_on(root: Path) -> list[int]:
+    """Steps on storage, oldest first."""
+    return [entry.stamp.step for entry in PosixStore(root).published()]
+
+
+def newest(root: Path) -> int:
+    """The newest step on storage; -1 for none."""
+    return max(steps_on(root), default=-1)
+
+
+def sound(root: Path) -> list[int]:
+    """Steps on storage, newest first, each read and verified."""
+    copies = find_copies(None, PosixStore(root))
+    assert [verify(copy) for copy in copies] == [[]] * len(copies)
+    return [copy.step for copy in copies]

@@ -15,9 +15,9 @@ from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
-from rekindle.storage.posix import PosixStore
 from tests.conftest import commit, make_shard
 from tests.faults.harness import wait_for
+from tests.stored import steps_on
 
 FIRST = Incarnation(1, "a" * 16)
 
@@ -48,22 +48,18 @@ def save(job: JobDir) -> Iterator[Save]:
         yield save
 
 
-def steps(root: Path) -> list[int]:
-    return [entry.stamp.step for entry in PosixStore(root).published()]
-
-
 def test_the_first_goes_at_once_and_the_next_when_its_time_has_come(job: JobDir, root: Path, save: Save) -> None:
     for step in (1, 2):
         save(step)
         Drainer(job).tick()  # a new one each time: it remembers nothing
-    assert steps(root) == [1]
+    assert steps_on(root) == [1]
     job.notes.write_last_drain(time.monotonic() - 31, 1.0)
     save(3)
     Drainer(job).tick()
-    assert steps(root) == [1, 3]
+    assert steps_on(root) == [1, 3]
     save(4)
     Drainer(job).tick()
-    assert steps(root) == [1, 3]
+    assert steps_on(root) == [1, 3]
 
 
 def test_what_was_asked_for_goes_at_once_and_once(job: JobDir, root: Path, save: Save) -> None:
@@ -71,7 +67,7 @@ def test_what_was_asked_for_goes_at_once_and_once(job: JobDir, root: Path, save:
     for step in range(1, 5):
         save(step, persist=step == 3)
         drainer.tick()
-    assert steps(root) == [1, 3] and not drainer.tick()
+    assert steps_on(root) == [1, 3] and not drainer.tick()
 
 
 def test_storage_is_written_to_for_a_tenth_of_the_time(job: JobDir, root: Path, save: Save) -> None:
@@ -79,7 +75,7 @@ def test_storage_is_written_to_for_a_tenth_of_the_time(job: JobDir, root: Path, 
     save(1)
     assert not Drainer(job).tick()
     job.notes.write_last_drain(time.monotonic() - 61, 6.0)
-    assert Drainer(job).tick() and steps(root) == [1]
+    assert Drainer(job).tick() and steps_on(root) == [1]
 
 
 @pytest.mark.parametrize("note", ["ahead", "longer than it has been", "nonsense", "endless"])
@@ -91,7 +87,7 @@ def test_a_clock_that_jumps_costs_one_drain_and_stops_none(job: JobDir, root: Pa
     if note in ("nonsense", "endless"):
         (job.path / "drained").write_text({"nonsense": "?", "endless": f"{now} inf"}[note])
     save(1)
-    assert Drainer(job).tick() and steps(root) == [1]
+    assert Drainer(job).tick() and steps_on(root) == [1]
     save(2)
     assert not Drainer(job).tick()
 
@@ -105,7 +101,7 @@ def test_when_the_last_trainer_has_gone_storage_gets_all_there_is(memory: Path, 
     receipt, data = make_shard(ShardId(1, 0, 1, FIRST, persist=False), {"x": b"x" * 1000})
     commit(slots, receipt, data)
     slots.close()
-    assert Drainer(job).tick() and steps(root) == [1]
+    assert Drainer(job).tick() and steps_on(root) == [1]
 
 
 def test_a_job_file_of_an_older_version_says_that_steps_decide(job: JobDir, root: Path) -> None:
@@ -131,15 +127,15 @@ def test_training_fast_writes_seldom_and_the_end_loses_nothing(
         values.x = step
         ckpt.step(step)
         if step == 1:
-            wait_for(lambda: steps(root) == [1])
+            wait_for(lambda: steps_on(root) == [1])
     ckpt.save(200, wait="durable", timeout=60)
     for step in range(201, 301):
         ckpt.step(step)
-    there = steps(root)
+    there = steps_on(root)
     seconds = time.monotonic() - began
     ckpt.close()
     assert {1, 200} <= set(there) and len(there) <= 2 + seconds / 30, there
-    assert steps(root)[-1] == 300
+    assert steps_on(root)[-1] == 300
 
 
 def test_where_steps_decide_they_are_told(root: Path, memory: Path, caplog: pytest.LogCaptureFixture) -> None:

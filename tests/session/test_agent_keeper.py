@@ -19,7 +19,7 @@ import torch
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.session import agent_keeper
-from tests.trouble.test_fall_back import newest
+from tests.stored import newest
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -21,12 +21,9 @@ from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from tests.conftest import commit, make_shard
 from tests.faults.harness import wait_for
+from tests.stored import steps_on
 
 FIRST = Incarnation(1, "a" * 16)
-
-
-def steps(root: Path) -> list[int]:
-    return [entry.stamp.step for entry in PosixStore(root).published()]
 
 
 def pinned(root: Path) -> list[int]:
@@ -45,7 +42,7 @@ def test_what_a_script_waited_for_or_pinned_stays(root: Path, memory: Path) -> N
     ckpt.save(8, pin=True)  # is in memory already, without
     wait_for(lambda: pinned(root) == [1, 2, 5, 8], what="pins")
     ckpt.save(9, wait="durable", timeout=60, pin=False)
-    wait_for(lambda: steps(root) == [1, 2, 5, 8, 9], what="retention")
+    wait_for(lambda: steps_on(root) == [1, 2, 5, 8, 9], what="retention")
     assert [(one.step, one.pinned) for one in ckpt.checkpoints() if one.durable][:3] == [
         (9, False),
         (8, True),
@@ -61,7 +58,7 @@ def test_what_a_script_waited_for_or_pinned_stays(root: Path, memory: Path) -> N
     again.save(9, pin=True)  # it was restored, and is on storage
     assert pinned(root) == [1, 5, 8, 9]
     again.save(10, wait="durable", timeout=60)
-    wait_for(lambda: steps(root) == [1, 5, 8, 9, 10], what="retention after a restart")
+    wait_for(lambda: steps_on(root) == [1, 5, 8, 9, 10], what="retention after a restart")
     again.close(timeout=60)
 
 
@@ -85,7 +82,7 @@ def test_pinned_saves_that_nobody_waits_for_all_stay(root: Path, memory: Path) -
     for step in range(13, 19):
         ckpt.step(step)
     ckpt.close(timeout=60)
-    assert pinned(root) == [2, 9, 10, 11, 12] and steps(root) == [2, 9, 10, 11, 12, 18]
+    assert pinned(root) == [2, 9, 10, 11, 12] and steps_on(root) == [2, 9, 10, 11, 12, 18]
 
 
 def test_without_memory_pins_are_the_same(root: Path, memory: Path) -> None:
@@ -95,7 +92,7 @@ def test_without_memory_pins_are_the_same(root: Path, memory: Path) -> None:
     ckpt.save(4, pin=True)  # is on its way there, without
     assert pinned(root) == [2, 4]
     ckpt.close(timeout=60)
-    assert steps(root) == [2, 4]
+    assert steps_on(root) == [2, 4]
 
 
 @pytest.mark.parametrize("asked", ["before the drain", "during the drain"])
@@ -139,12 +136,12 @@ def test_people_pin_unpin_and_prune(root: Path, memory: Path) -> None:
     assert [one["step"] for one in json.loads(ask("ls", "--json")) if one["pinned"]] == [4, 2]
     assert "no checkpoint of step 7" in ask("pin", "7", code=3)
     assert "no checkpoint of step 7" in ask("unpin", "7", code=3)
-    assert "1, 3" in ask("prune", "--keep", "1", "--dry-run") and steps(root) == [1, 2, 3, 4, 5]
+    assert "1, 3" in ask("prune", "--keep", "1", "--dry-run") and steps_on(root) == [1, 2, 3, 4, 5]
     assert json.loads(ask("prune", "--keep", "1", "--json")) == {"removed": [1, 3], "left": [2, 4, 5]}
     ask("unpin", "4")
-    assert "nothing" in ask("prune") and steps(root) == [2, 4, 5], "of all ages"
+    assert "nothing" in ask("prune") and steps_on(root) == [2, 4, 5], "of all ages"
     ask("prune", "--keep", "1")
-    assert steps(root) == [2, 5]
+    assert steps_on(root) == [2, 5]
     shutil.rmtree(root)
     ask("prune", code=3)
 
@@ -160,4 +157,4 @@ def test_a_restore_that_loads_nothing_costs_no_checkpoint(root: Path, memory: Pa
     with pytest.raises(rekindle.UsageError, match="call restore"):
         other.step(3)
     other.close(timeout=60)
-    assert steps(root) == [1, 2]
+    assert steps_on(root) == [1, 2]

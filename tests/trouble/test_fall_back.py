@@ -24,27 +24,14 @@ from rekindle.format.names import MANIFEST, MANIFEST_KIND, step_dir
 from rekindle.format.receipt import parse_document
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import read_status
-from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
-from rekindle.storage.verify import verify
 from tests.conftest import Disk, make_shard
 from tests.faults.harness import Run, take_away, train, wait_for
 from tests.fork_server import run_and_kill
+from tests.stored import newest, sound
 from tests.unreadable import unreadable
 
 Alarms = Callable[[], list[str]]
-
-
-def sound(root: Path) -> list[int]:
-    """Steps on storage, newest first, each read and verified."""
-    copies = find_copies(None, PosixStore(root))
-    assert [verify(copy) for copy in copies] == [[]] * len(copies)
-    return [copy.step for copy in copies]
-
-
-def newest(root: Path) -> int:
-    """The newest step on storage; -1 for none."""
-    return max((entry.stamp.step for entry in PosixStore(root).published()), default=-1)
 
 
 def goes_on(ckpt: rekindle.Checkpointer, weights: torch.Tensor, step: int) -> int:

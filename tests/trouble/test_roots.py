@@ -23,7 +23,8 @@ from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.listing import list_copies_within
 from tests.faults.harness import end_agent, wait_for
 from tests.fork_server import run_and_kill
-from tests.trouble.test_fall_back import Alarms, newest, sound
+from tests.stored import newest, sound
+from tests.trouble.test_fall_back import Alarms
 from tests.unreadable import unreadable
 
 

@@ -17,10 +17,8 @@ import torch
 import rekindle
 from rekindle.common.failpoints import POINTS
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.catalog import find_copies
-from rekindle.storage.posix import PosixStore
-from rekindle.storage.verify import verify
 from tests.faults.harness import Run, digest_of, finish, leftovers, restored, start, train, wait_for
+from tests.stored import sound
 
 REPO = Path(__file__).parents[2]
 
@@ -41,12 +39,6 @@ def run_script(
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **env}, cwd=REPO
     )
-
-
-def sound(root: Path) -> list[int]:
-    copies = find_copies(None, PosixStore(root))
-    assert [verify(copy) for copy in copies] == [[]] * len(copies)
-    return [copy.step for copy in copies]
 
 
 @pytest.mark.campaign(seconds=10)

@@ -18,10 +18,10 @@ from rekindle.errors import NotDurableError, NotFoundError
 from rekindle.format.names import MANIFEST, step_dir
 from rekindle.integrations.dcp import RekindleReader, RekindleWriter
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.posix import PosixStore
 from tests.conftest import Disk
 from tests.faults.harness import wait_for
 from tests.integrations.dcp.ranks import attempt, ranks
+from tests.stored import steps_on
 from tests.unreadable import unreadable
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -47,10 +47,6 @@ def failure(error: CheckpointException) -> BaseException:
     return failed
 
 
-def on_storage(root: Path) -> list[int]:
-    return [entry.stamp.step for entry in PosixStore(root).published()]
-
-
 def outgrow(rank: int, root: Path, memory: Path) -> None:
     """Memory has step 4 last; steps 7 and 8 find no room there and go straight to storage. Then the rank is killed."""
     save(root, 4, 1, memory=memory)
@@ -67,7 +63,7 @@ def outgrown(disk: Disk, small_tmpfs: Callable[[int], Path]) -> Path:
     """The memory store of a job that has been killed, and the disk of its root has been unmounted."""
     memory = small_tmpfs(6 * MIB)
     _, codes = attempt(1, outgrow, disk.root, memory)
-    assert codes == [-signal.SIGKILL] and on_storage(disk.root) == [4, 7, 8]
+    assert codes == [-signal.SIGKILL] and steps_on(disk.root) == [4, 7, 8]
     disk.unmount()
     return memory
 
@@ -101,7 +97,7 @@ def test_what_storage_has_is_not_left_behind_while_it_is_away(disk: Disk, outgro
     disk.mount()
     assert load(root, 8, outgrown) == 8.0
     save(root, 9, 1, memory=outgrown).close()
-    assert on_storage(root) == [4, 7, 8, 9]
+    assert steps_on(root) == [4, 7, 8, 9]
 
 
 def go_on(rank: int, root: Path, memory: Path) -> None:
@@ -111,7 +107,7 @@ def go_on(rank: int, root: Path, memory: Path) -> None:
 
 def test_going_on_from_what_is_in_memory_on_purpose(disk: Disk, outgrown: Path) -> None:
     ranks(1, go_on, disk.root, outgrown)
-    assert on_storage(disk.root)[-1] == 5
+    assert steps_on(disk.root)[-1] == 5
     assert ranks(1, load_or_why, disk.root, outgrown, 1) == [5.0], "the old note is forgotten"
 
 
@@ -143,12 +139,12 @@ def save_four(rank: int, root: Path, memory: Path, keep: int | None, named: bool
 def test_a_root_that_is_not_mounted_is_begun_anew_only_on_purpose(disk: Disk, memory: Path, keep: int | None) -> None:
     root = disk.root
     _, codes = attempt(1, settle_in_memory, root, memory)
-    assert codes == [-signal.SIGKILL] and on_storage(root) == [1, 2, 3]
+    assert codes == [-signal.SIGKILL] and steps_on(root) == [1, 2, 3]
     disk.unmount()
     (why,) = ranks(1, save_four, root, memory, keep, False)
     assert "step 3 was" in why and "see that it is mounted" in why and not root.exists()
     assert ranks(1, save_four, root, memory, keep, True) == ["saved"]
-    assert on_storage(root)[-1] == 4
+    assert steps_on(root)[-1] == 4
 
 
 def begin_anew(rank: int, root: Path, memory: Path) -> str:
@@ -162,11 +158,11 @@ def begin_anew(rank: int, root: Path, memory: Path) -> str:
 
 def test_a_root_that_was_deleted_is_begun_anew(root: Path, memory: Path) -> None:
     _, codes = attempt(1, settle_in_memory, root, memory)
-    assert codes == [-signal.SIGKILL] and on_storage(root) == [1, 2, 3]
+    assert codes == [-signal.SIGKILL] and steps_on(root) == [1, 2, 3]
     shutil.rmtree(root)
     (why,) = ranks(1, begin_anew, root, memory)
     assert f"the checkpoints in {root} were deleted; memory still has steps" in why
-    assert on_storage(root) == [1]
+    assert steps_on(root) == [1]
 
 
 def begin_anew_until_killed(rank: int, root: Path, memory: Path) -> None:
@@ -210,7 +206,7 @@ def test_a_root_that_is_emptied_before_each_save_costs_no_wait(
         save(root, step, 1, memory=memory)
         assert load(root, 1, memory) == step
     RekindleWriter(root, memory=memory).close()
-    assert 4 in on_storage(root)
+    assert 4 in steps_on(root)
 
 
 def save_beside(rank: int, root: Path, memory: Path) -> None:
@@ -227,7 +223,7 @@ def test_another_job_on_the_same_root_is_told_of_where_nothing_else_shows_it(
         save(root, 21, 8, memory=ours)
     assert isinstance(failure(caught.value), FileExistsError)
     assert "another start of this job, generation 2, writes there" in str(failure(caught.value))
-    assert on_storage(root) == [1, 20]
+    assert steps_on(root) == [1, 20]
 
 
 def test_nobody_goes_on_behind_what_cant_be_read(memory: Path, root: Path) -> None:
@@ -268,7 +264,7 @@ def fork(rank: int, root: Path) -> list[int]:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     save(root, 3, 1)
     writer.close()
-    return on_storage(root)
+    return steps_on(root)
 
 
 def test_a_forked_child_takes_nothing_from_its_parent(memory: Path, root: Path) -> None:
