@@ -26,7 +26,7 @@ from rekindle.memory.rebuild import rebuild
 from rekindle.memory.room import Room
 from rekindle.restore.partial import choose_parts
 from rekindle.restore.restore import restore
-from rekindle.save.agree import agree_on_overlap, share_out
+from rekindle.save.agree import agree_on_overlap, agree_on_partition
 from rekindle.save.capture import Capture
 from rekindle.save.exit_report import ExitReport
 from rekindle.save.fence import Fence
@@ -152,13 +152,13 @@ class Checkpointer:
         self._capture = Capture(state, rng, allow_pickle)
         self._session = session = Session(self.root, memory)
         self._fence = Fence(self._capture.state)
-        self._capture.overlap(self._fence)
+        self._capture.use_fence(self._fence)
         self._updates = Updates(self._capture.state, self._fence)
         self._base: ShardId | None = None  # what this run went on from
         self._closed = self._ended = False
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
-        size = partial(share_out, self._group, self._capture, allow_missing)
+        size = partial(agree_on_partition, self._group, self._capture, allow_missing)
         room = Room(memory_limit, memory_headroom)
         session.join(meet(self._group, session, size, room, settings.agreed()))
         try:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.format.boxes import Box, uncovered
-from rekindle.save.partition import Item, share
+from rekindle.save.partition import Item, partition
 
 sizes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 items = st.lists(sizes, max_size=8).map(
@@ -26,7 +26,7 @@ def test_every_element_is_copied_once(found: list[Item], ranks: int) -> None:
     copied = Counter(
         (item.name, element)
         for number in range(ranks)
-        for item, box in share(found, number, ranks)
+        for item, box in partition(found, number, ranks)
         for element in elements(box)
     )
     assert copied == Counter((item.name, element) for item in found for element in elements(item.box))
@@ -36,7 +36,7 @@ def test_every_element_is_copied_once(found: list[Item], ranks: int) -> None:
 def test_ranks_that_know_the_same_in_another_order_agree(found: list[Item], ranks: int, random) -> None:
     mixed = list(found)
     random.shuffle(mixed)
-    assert [share(found, n, ranks) for n in range(ranks)] == [share(mixed, n, ranks) for n in range(ranks)]
+    assert [partition(found, n, ranks) for n in range(ranks)] == [partition(mixed, n, ranks) for n in range(ranks)]
 
 
 def test_large_tensors_are_divided_between_rows() -> None:
@@ -45,9 +45,9 @@ def test_large_tensors_are_divided_between_rows() -> None:
     found = [Item(name, Box((0, 0), shape), 4) for name, shape in shapes.items()]
     total = sum(item.nbytes for item in found)
     for number in range(7):
-        part = share(found, number, 7)
+        part = partition(found, number, 7)
         assert abs(sum(box.volume * 4 for _, box in part) - total / 7) <= 2 * 4096
         assert len({item.name for item, _ in part}) == len(part), "one box of each tensor, so that each keeps its name"
     for item in found:
-        boxes = [box for n in range(7) for other, box in share(found, n, 7) if other == item]
+        boxes = [box for n in range(7) for other, box in partition(found, n, 7) if other == item]
         assert uncovered(item.box, boxes) == []

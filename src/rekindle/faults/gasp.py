@@ -100,11 +100,11 @@ class Gasp:
         """Secure this rank's part while all ranks live and are at one step, and all that it holds once they aren't."""
         self.hooks.call("on_clean", step)
         whole = cause not in _SURVIVED or self._peers_differ(step)
-        self.securer.secure(step, whole)
+        self.securer.secure(step, whole=whole)
         until = min(end, time.monotonic() + _TOGETHER)
         while not whole and not self.securer.is_shared_by_all(step):
             if self._peers_differ(step) or time.monotonic() > until:
-                self.securer.secure(step, True)
+                self.securer.secure(step, whole=True)
                 break
             time.sleep(_POLL)
         self.hooks.call("on_gasp", step)

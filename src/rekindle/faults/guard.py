@@ -144,9 +144,9 @@ class Guard(ContextDecorator):
                 self._securer.secure_last(self._gate.step)
             if self._fault is not None:
                 self._wait_for_the_end()
-            self._gate.end(True)
+            self._gate.end(well=True)
         else:
-            self._gate.end(False)
+            self._gate.end(well=False)
             self._raised(error)
         self._undo.close()
 

@@ -1,4 +1,4 @@
-"""Being told to go: signals that are seen even while the main thread is inside of C code, files, and questions."""
+"""Notices that this process is told to go: by signals, even while the main thread is in C code, files or callables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("rekindle")
 
 
 def _mark(path: Path) -> tuple[int, int] | None:
-    """What tells a file from one that was there before; None when there is none."""
+    """Returns the identity of a file, which tells it from one that was there before; None when there is none."""
     try:
         info = path.stat()
     except OSError:
@@ -29,17 +29,17 @@ def _mark(path: Path) -> tuple[int, int] | None:
 
 
 Notice = signal.Signals | int | str | os.PathLike[str] | Callable[[], bool]
-"""A signal; a file that appears, or is written anew, from now on; a question whose answer becomes true."""
+"""A signal; a file that appears, or is written anew, from now on; a callable whose answer becomes true."""
 
 _ASK_EVERY = 1.0
-"""Seconds between looks at files and answers."""
+"""Seconds between two checks of the files and callables."""
 
 
 class Notices:
     """Calls ``heard`` once, in a thread of its own, with one line about the first notice.
 
     A signal's Python handler only runs when the main thread comes back from C, which one that waits for a dead rank
-    never does. So the byte that the interpreter's own handler writes to a pipe is read instead. Files and questions
+    never does. So the byte that the interpreter's own handler writes to a pipe is read instead. Files and callables
     have another thread, for they may hang. Raises UsageError for what can't be a notice.
     """
 
@@ -62,7 +62,7 @@ class Notices:
             self._listening = True
             threading.Thread(target=self._listen, name="rekindle-notice", daemon=True).start()
         elif self._signals:
-            log.warning("guard() is not in the main thread: signals can't be taken as notices")
+            log.warning("guard() is not in the main thread: signals can't be taken as notices. Use files or callables")
         if self._files or self._questions:
             threading.Thread(target=self._ask, name="rekindle-questions", daemon=True).start()
 
@@ -102,7 +102,7 @@ class Notices:
                 try:
                     told = question()
                 except BaseException:
-                    log.exception("a notice's question failed, and is asked no more")
+                    log.exception("a callable given as a notice failed: it is not called any more")
                     self._questions.remove(question)
                 else:
                     if told and not self._closed.is_set():
@@ -110,7 +110,7 @@ class Notices:
                         return
 
     def forked(self) -> None:
-        """In a child: its signals are its own affair, and must not be taken for the parent's."""
+        """Put signals back in a forked child: its signals are its own, and must not be taken for the parent's."""
         signal.set_wakeup_fd(-1)
         self._put_back()
 

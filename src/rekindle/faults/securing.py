@@ -23,12 +23,12 @@ class StateSecurer:
     def __init__(self, saver: Saver, session: Session) -> None:
         self._saver, self._session = saver, session
 
-    def secure(self, step: int, whole: bool) -> None:
+    def secure(self, step: int, *, whole: bool) -> None:
         """Bring the state, which is that of ``step``, into memory, or to storage where there is no memory.
 
         With ``whole`` all that this rank holds, else its part of what several ranks hold.
         """
-        self._saver.gasp(self._session.shard_id(step), whole)
+        self._saver.gasp(self._session.shard_id(step), whole=whole)
 
     def secure_last(self, step: int) -> None:
         """Save the step at which guarded training has ended well, all of it where other ranks don't save their parts.
@@ -46,7 +46,7 @@ class StateSecurer:
             until = time.monotonic() + _OTHERS
             while not self.is_shared_by_all(step):
                 if time.monotonic() > until:
-                    saver.gasp(self._session.shard_id(step, persist=False), True)
+                    saver.gasp(self._session.shard_id(step, persist=False), whole=True)
                     return
                 time.sleep(_POLL)
 

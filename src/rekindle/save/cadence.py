@@ -1,4 +1,4 @@
-"""How often to take a snapshot: every so many steps, or as often as a budget allows."""
+"""Chooses the interval between snapshots: a fixed number of steps, or the smallest that a budget allows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Auto", "Cadence", "Fixed", "agreement", "cadence_of"]
 log = logging.getLogger("rekindle")
 
 _WARM_UP = 3
-"""Steps that tell nothing: compilation, first allocations, optimizer state that appears."""
+"""Steps that are not measured: compilation, first allocations, optimizer state that appears."""
 _FIRST_LOOK = 24
 """Steps after which the first interval is chosen. Until then every other step has a snapshot."""
 _LOOK_EVERY = 100
@@ -34,29 +34,29 @@ _STICKY = 0.75
 _AGREE_WITHIN = timedelta(seconds=30)
 
 Agreement = Callable[[float], Callable[[], float]]
-"""Takes this rank's number; what it returns gives, later, the largest of all ranks' numbers."""
+"""Takes this rank's number, and returns a callable that later gives the largest of all ranks' numbers."""
 
 
 class Fixed:
-    """Every ``every`` steps."""
+    """Takes a snapshot every ``every`` steps."""
 
     def __init__(self, every: int) -> None:
         self.every = every
 
     def due(self, n: int, stall: float | None) -> bool:
-        """Whether step ``n`` is to have a snapshot. Called once a step, in order.
+        """Returns True if step ``n`` is to have a snapshot. Called once a step, in order.
 
-        ``stall`` is what the snapshot of the step before has held training up for; None if it had none.
+        ``stall``: seconds for which the snapshot of the step before held training up; None if it had none.
         """
         return n % self.every == 0
 
 
 class Auto:
-    """The smallest interval at which snapshots slow training by at most ``budget`` (0.01 is 1 %).
+    """Finds the smallest interval at which snapshots slow training by at most ``budget`` (0.01 is 1 %).
 
-    What a snapshot costs is the median time of a step that has one to hide behind it, less that of a step that has not,
-    and at least what training was seen to stand still for. All ranks choose alike, because ``agree`` tells each the
-    largest cost of all.
+    The cost of a snapshot is the median time of a step that has one to hide behind it, less that of a step that has
+    not, and at least the time for which training was seen to stand still. All ranks choose alike, because ``agree``
+    tells each the largest cost of all.
     """
 
     def __init__(self, budget: float, agree: Agreement, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -92,7 +92,7 @@ class Auto:
         self._began = now
 
     def _share(self) -> float:
-        """What a snapshot costs, in steps. Infinite: not known yet."""
+        """Returns the cost of a snapshot, in steps; infinite if it is not known yet."""
         if min(len(self._with), len(self._without)) < _FEWEST:
             return math.inf
         base = statistics.median(self._without)
@@ -122,7 +122,7 @@ def cadence_of(every: int | Literal["auto"], budget: float, world: int) -> Caden
 
 
 def agreement(world: int) -> Agreement:
-    """The largest of all ranks' numbers, over a group of its own. A collective, as is each use of it.
+    """Returns a way to the largest of all ranks' numbers, over a group of its own. A collective, as is each use of it.
 
     A number that can't be had, a rank being gone, is NaN.
     """

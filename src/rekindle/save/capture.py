@@ -1,8 +1,8 @@
-"""From live state to the layout of a snapshot, and the re-check that it still holds.
+"""Plans the snapshot of a live state, and checks at each save that the plan still holds.
 
-The layout is worked out once. Each save walks the state again (``watch``) and compares every tensor's identity,
-address, shape, strides and dtype with what the layout was made from. Skipping that would save old weights after a
-parameter was replaced.
+The layout is worked out once. Each save compares every tensor's identity, address, shape, strides and dtype with what
+the layout was made from (``rekindle.save.unchanged``). Skipping that would save old weights after a parameter was
+replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rekindle.errors import UnsupportedValueError, UsageError
 from rekindle.format.layout import DTYPES, PAGE, Chunk, Layout
 from rekindle.format.receipt import checksum
 from rekindle.save.fence import Fence
-from rekindle.save.partition import Item, share
+from rekindle.save.partition import Item, partition
 from rekindle.save.plan import IN_STEP, CopyPlan, Piece, batches
 from rekindle.save.unchanged import StateWatch
 from rekindle.settings import Overlap
@@ -41,11 +41,11 @@ __all__ = ["Capture", "unwrap"]
 _OPTIMIZERS = (torch.optim.Optimizer, ZeroState)
 
 _NAMES = 1024
-"""Bytes of the header for what an optimizer keeps of one parameter: ample."""
+"""Bytes of the header for the state that an optimizer keeps of one parameter: ample."""
 
 
 def unwrap(module: Any) -> Any:
-    """The module inside DistributedDataParallel or torch.compile, so that names don't depend on the wrapping."""
+    """Returns the module inside DistributedDataParallel or torch.compile: names don't depend on the wrapping."""
     if is_zero(module):
         return ZeroState(module)
     while True:
@@ -83,19 +83,19 @@ class Capture:
             self.state[RNG] = RngState()
         self._allow_pickle = allow_pickle
         self._fence: Fence | None = None
-        self._restless: set[str] = set()
+        self._unsteady: set[str] = set()
         self._watch: StateWatch | None = None
         self._paths: list[str] = []
         self._plan: CopyPlan | None = None
-        self._rank, self._world, self._mates, self._apart = 0, 1, frozenset({0}), frozenset[str]()
-        self._families: dict[tuple[int, ...], dict[str, Held]] = {}
-        """By all ranks that have a part of them: parameters, if those are not all ranks, and this is the first."""
+        self._rank, self._world, self._local_ranks, self._rank_private = 0, 1, frozenset({0}), frozenset[str]()
+        self._shared_params: dict[tuple[int, ...], dict[str, Held]] = {}
+        """Parameters by the ranks that share them, if those are not all ranks and this is the first of them."""
         self._replicated: tuple[object, dict[int, tuple[int, ...]]] = (None, {})
-        self._common: dict[tuple[int, ...], list[Piece]] = {}
-        """By the ranks of this node that share the copying: what they all hold."""
+        self._copied_together: dict[tuple[int, ...], list[Piece]] = {}
+        """Pieces by the ranks of this node that all hold them, and share the copying."""
 
     def prepare(self) -> tuple[CopyPlan, bytes]:
-        """The plan for the state as it is now, and its values as a JSON array.
+        """Returns the plan for the state as it is now, and its values as a JSON array.
 
         Raises UnsupportedValueError, naming the path, when something in the state can't be saved.
         """
@@ -103,15 +103,15 @@ class Capture:
             self._watch = None
         values = self._watch.values() if self._watch is not None else None
         if self._plan is None or values is None:
-            values = self._survey()
+            values = self._plan_anew()
         assert self._plan is not None
         return self._plan, self._encode(values)
 
-    def begin_anew(self) -> None:
-        """Forget the plan: what went wrong may have to do with it."""
+    def replan(self) -> None:
+        """Make a new plan at the next save, after one that failed: the plan may be the reason."""
         self._watch = None
 
-    def _survey(self) -> list[Any]:
+    def _plan_anew(self) -> list[Any]:
         """Make a plan for the state as it is now. Returns the values."""
         with _no_collection():
             contents = StateContent(self.state)
@@ -123,38 +123,41 @@ class Capture:
             self._watch = StateWatch(self.state, contents, flat.tensors)
         return flat.values
 
-    def overlap(self, fence: Fence) -> None:
+    def use_fence(self, fence: Fence) -> None:
         """From now on plan to copy late what ``fence`` stands before."""
         self._fence = fence
 
-    def among(self, rank: int, world: int, local_ranks: Collection[int], apart: Collection[str] = ()) -> None:
-        """From now on share with ``local_ranks``, all ranks of this node, what several of them hold alike.
+    def share_with(
+        self, rank: int, world: int, local_ranks: Collection[int], rank_private: Collection[str] = ()
+    ) -> None:
+        """From now on share with ``local_ranks``, all ranks of this node, the copying of what several of them hold.
 
-        ``apart``: names of parameters of which each rank's are its own, whatever others have by that name.
+        ``rank_private``: names of parameters of which each rank has its own, whatever others have by that name.
         """
-        self._rank, self._world, self._mates, self._apart = rank, world, frozenset(local_ranks), frozenset(apart)
+        self._rank, self._world = rank, world
+        self._local_ranks, self._rank_private = frozenset(local_ranks), frozenset(rank_private)
         self._watch = None
 
     def shared_params(self) -> dict[tuple[int, ...], list[str]]:
-        """By all ranks that have a part of them: parameters, if those are not all ranks, and this is their first."""
+        """Maps groups of ranks, if not all, to the parameters that they share, if this is the group's first."""
         self.prepare()
-        return {ranks: list(found) for ranks, found in self._families.items()}
+        return {ranks: list(found) for ranks, found in self._shared_params.items()}
 
     def fingerprints(self, names: Collection[str]) -> list[tuple[str, str]]:
-        """(name, what this rank's part of it looks like now) of those of ``names`` that are in ``shared_params``."""
+        """Returns (name, fingerprint of this rank's part now) of those of ``names`` that are in ``shared_params``."""
         return [
             (name, repr([(box, _content(piece)) for box, piece in held.pieces]))
-            for found in self._families.values()
+            for found in self._shared_params.values()
             for name, held in found.items()
             if name in names
         ]
 
-    def shares(self) -> dict[tuple[int, ...], str]:
-        """By the ranks of this node that copy something together: a digest of what each of them must know of it."""
+    def partition_digests(self) -> dict[tuple[int, ...], str]:
+        """Maps each group of local replicas to a digest that its ranks must agree on."""
         self.prepare()
         owners = [(name, entry) for name, entry in self.state.items() if isinstance(entry, _OPTIMIZERS)]
         found = {}
-        for ranks, pieces in self._common.items():
+        for ranks, pieces in self._copied_together.items():
             shared = {id(piece.counter): piece.chunk.name for piece in pieces}
             updated = [
                 (
@@ -168,17 +171,17 @@ class Capture:
             found[ranks] = checksum(repr((boxes, entries, [entry for entry in updated if entry[1]])).encode())
         return found
 
-    def distrust(self, names: Collection[str]) -> None:
+    def copy_in_step(self, names: Collection[str]) -> None:
         """From now on copy these tensors inside of ``step()``: they have been seen to change after it."""
-        self._restless.update(names)
+        self._unsteady.update(names)
         self._watch = None
 
     def estimate(self) -> int:
-        """Bytes that a snapshot will take, before the optimizers have made their state.
+        """Estimates the bytes of a snapshot, before the optimizers have made their state.
 
-        Two tensors per trained parameter are assumed for an optimizer that has none yet: what Adam and most others
-        keep, and room for a counter and for their names; for torch's SGD it is known. Too much costs nothing but a
-        little memory until the first save, too little costs a new allocation then.
+        Two tensors per trained parameter are assumed for an optimizer that has none yet: as many as Adam and most
+        others keep, and room for a counter and for their names; for torch's SGD it is known. Too much costs a little
+        memory until the first save, too little costs a new allocation then.
         """
         plan, _ = self.prepare()
         whole = plan.whole.layout.nbytes
@@ -191,7 +194,7 @@ class Capture:
         return plan.layout.file_bytes + later
 
     def copied_in_step(self, overlap: Overlap) -> bool:
-        """Whether ``step()`` is going to leave nothing for later, going by the ``estimate``."""
+        """Returns True if ``step()`` is going to leave nothing for later, by the ``estimate``."""
         plan, _ = self.prepare()
         small = overlap == "auto" and plan.on_host and self.estimate() <= IN_STEP
         return overlap is False or not plan.late or small
@@ -214,10 +217,10 @@ class Capture:
         taken: set[str] = set()
         lasting = self._fence.lasting() if self._fence is not None else set()
         known = alike(self.state, self._data_parallel(flat))
-        apart = self._ids_apart(flat, [leaf.name for leaf in description.leaves])
+        private = self._private_ids(flat, [leaf.name for leaf in description.leaves])
         pieces: list[Piece] = []
         replicas: dict[str, tuple[int, ...]] = {}
-        self._families = {}
+        self._shared_params = {}
         for tensor, leaf in zip(flat.tensors, description.leaves, strict=True):
             held = hold(tensor, leaf.path)
             if not isinstance(self.state.get(leaf.entry), torch.nn.Module):
@@ -232,12 +235,12 @@ class Capture:
                 first[held.place] = name
                 taken.add(name)
                 sure, likely = known.get(id(held.counter), ((), ()))
-                own = id(held.counter) in apart or not (held.sharded or sure or likely)
+                own = id(held.counter) in private or not (held.sharded or sure or likely)
                 ranks = held.ranks if len(held.ranks) > 1 else sure or held.ranks
-                late = id(held.counter) in lasting and name not in self._restless and _can_wait(held.counter)
+                late = id(held.counter) in lasting and name not in self._unsteady and _can_wait(held.counter)
                 family = () if sure and held.family else held.family or sure  # both: known to be alike elsewhere, too
                 if isinstance(tensor, torch.nn.Parameter) and 0 < len(family) < self._world and self._rank == family[0]:
-                    self._families.setdefault(family, {})[name] = held
+                    self._shared_params.setdefault(family, {})[name] = held
                 pieces += self._pieces(name, held, () if own else ranks, late, own)
                 if late and not own and (others := likely or ranks):
                     replicas[name] = others
@@ -245,18 +248,21 @@ class Capture:
         named = {first[place]: trait for place, trait in traits.items() if any(trait)}
         pieces = [piece.with_trait(named[piece.chunk.name]) if piece.chunk.name in named else piece for piece in pieces]
         whole = self._lay_out(pieces, description.structure, replicas, None)
-        mine = self._shared_out(pieces)
-        return self._lay_out(mine, description.structure, replicas, whole) if self._common else whole
+        mine = self._take_part(pieces)
+        return self._lay_out(mine, description.structure, replicas, whole) if self._copied_together else whole
 
-    def _ids_apart(self, flat: Flat, names: list[str]) -> set[int]:
-        """Of parameters that are each rank's own, and of what optimizers keep of them."""
-        found = {id(tensor) for tensor, name in zip(flat.tensors, names, strict=True) if name in self._apart}
+    def _private_ids(self, flat: Flat, names: list[str]) -> set[int]:
+        """Returns ids of parameters that are each rank's own, and of the state that optimizers keep of them."""
+        found = {id(tensor) for tensor, name in zip(flat.tensors, names, strict=True) if name in self._rank_private}
         owners = [entry for entry in self.state.values() if found and isinstance(entry, _OPTIMIZERS)]
         states = [kept for entry in owners for p, kept in entry.state.items() if id(p) in found]
         return found | {id(value) for kept in states if isinstance(kept, dict) for value in kept.values()}
 
     def _data_parallel(self, flat: Flat) -> dict[int, tuple[int, ...]]:
-        """Looked for anew only where there are other tensors than before: it takes as long as a small step."""
+        """Returns the ranks of DistributedDataParallel by parameter.
+
+        They are sought anew only where there are other tensors than before: that takes as long as a small step.
+        """
         parameters = {id(tensor) for tensor in flat.tensors if isinstance(tensor, torch.nn.Parameter)}
         seen = len(flat.tensors), frozenset(parameters)
         if self._replicated[0] != seen:
@@ -273,20 +279,20 @@ class Capture:
             for box, part in held.pieces
         ]
 
-    def _shared_out(self, pieces: list[Piece]) -> list[Piece]:
-        """Of all that this rank holds, what it copies: its part of what others on this node hold alike."""
+    def _take_part(self, pieces: list[Piece]) -> list[Piece]:
+        """Returns what this rank copies of all that it holds: its part of what others on this node hold too."""
         mine: list[Piece] = []
         common: dict[tuple[int, ...], list[Piece]] = {}
         for piece in pieces:
-            ranks = tuple(sorted(self._mates.intersection(piece.ranks)))
+            ranks = tuple(sorted(self._local_ranks.intersection(piece.ranks)))
             if len(ranks) > 1 and self._rank in ranks and piece.chunk.nbytes:
                 common.setdefault(ranks, []).append(piece)
             else:
                 mine.append(piece)
-        self._common = common
+        self._copied_together = common
         for ranks, found in common.items():
             by_item = {Item(p.chunk.name, p.box, DTYPES[p.chunk.dtype][1]): p for p in found}
-            for item, rows in share(list(by_item), ranks.index(self._rank), len(ranks)):
+            for item, rows in partition(list(by_item), ranks.index(self._rank), len(ranks)):
                 mine.append(by_item[item].rows(rows))
         return mine
 
@@ -303,13 +309,13 @@ class Capture:
 
 
 def _content(tensor: torch.Tensor) -> str:
-    """A checksum of a tensor's bytes."""
+    """Returns a checksum of a tensor's bytes."""
     return checksum(memoryview(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A plan is many small objects. Python's collector, looking for garbage among them, would double its cost."""
+    """Keep Python's collector away: a plan is many small objects, and collecting among them would double its cost."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -320,12 +326,12 @@ def _no_collection() -> Iterator[None]:
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> int:
-    """Tensors that an optimizer will keep for each parameter."""
+    """Returns the number of tensors that an optimizer will keep for each parameter."""
     if type(optimizer) is torch.optim.SGD:
         return int(any(group["momentum"] for group in optimizer.param_groups))
     return 2
 
 
 def _can_wait(tensor: torch.Tensor) -> bool:
-    """Whether it can be copied late: there is a way to, and torch counts what is written to it."""
+    """Returns True if it can be copied late: there is a way to, and torch counts what is written to it."""
     return tensor.device.type in ("cpu", "cuda") and not tensor.is_inference()

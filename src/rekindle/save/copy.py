@@ -1,4 +1,4 @@
-"""Bytes from live tensors into a shard, checksummed on the way: inside of ``step()``, or behind the training's back."""
+"""Copies live tensors into a shard, checksummed on the way: inside of ``step()``, or beside training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rekindle.format.receipt import checksum
 from rekindle.save.plan import Batch, CopyPlan, Unit
 from rekindle.state.device import Event, Lanes, reached
 
-__all__ = ["Copying", "ShardWriter", "fingerprints"]
+__all__ = ["Copying", "ShardWriter", "checksum_late_blocks"]
 
 _PIECE = 256 << 10
 """Bytes copied and then hashed while the processor's cache still has them.
@@ -35,18 +35,18 @@ _STUCK = 600.0
 
 @dataclass
 class _Target:
-    """A buffer and what it takes to write into it. Kept from save to save."""
+    """A buffer, and views into it for the copies of one plan. Kept from save to save."""
 
     plan: CopyPlan
     address: int
     data: memoryview
     views: dict[int, torch.Tensor]
-    """By first byte: the places of the units that torch copies."""
+    """Views of the units that torch copies, by first byte."""
     anchor: object
-    """Keeps the address good."""
+    """Keeps the address valid."""
 
 
-class _Pile:
+class _BatchQueue:
     """Batches of which any number of threads take one after the other until none is left."""
 
     def __init__(self, work: Callable[[Batch], None], batches: Iterable[Batch]) -> None:
@@ -60,7 +60,7 @@ class _Pile:
             self._end()
 
     def help(self) -> None:
-        """Take batches as long as there are any. ``wait`` tells what went wrong; interrupts are raised here too."""
+        """Take batches as long as there are any. ``wait`` raises what went wrong; interrupts are raised here too."""
         try:
             while self._error is None:
                 try:
@@ -80,11 +80,11 @@ class _Pile:
 
     @property
     def open(self) -> int:
-        """How many nobody has taken yet."""
+        """Number of batches that nobody has taken yet."""
         return len(self._todo)
 
     def fail(self, error: BaseException) -> None:
-        """Give up: whoever waits is told why."""
+        """Give up: ``wait`` raises ``error``."""
         self._error = error
         self._end()
 
@@ -93,7 +93,7 @@ class _Pile:
         self._over.set()
 
     def wait(self) -> None:
-        """Wait for those that others have taken, and raise what went wrong."""
+        """Wait for the batches that others have taken, and raise what went wrong."""
         if not self._over.wait(_STUCK):
             raise RekindleError(f"a copy has not ended within {_STUCK:.0f} s")
         if self._error is not None:
@@ -105,10 +105,10 @@ def _nothing(batch: Batch) -> None:
 
 
 class Copying:
-    """One shard on its way into a buffer. ``target`` is what to pass as ``cache`` next time.
+    """The copying of one shard into a buffer. ``target`` is to be passed as ``cache`` next time.
 
-    ``early`` comes first, by the thread that trains. Then any threads may call the others, at the same time too. What
-    goes wrong is raised by ``hold`` and ``finish``.
+    ``early`` comes first, by the thread that trains. Then any threads may call the others, at the same time too.
+    Failures are raised by ``hold_update`` and ``finish``.
     """
 
     def __init__(self, writer: ShardWriter, plan: CopyPlan, target: _Target, step: int) -> None:
@@ -116,15 +116,15 @@ class Copying:
         self._sums = [""] * len(plan.layout.blocks)
         batches = plan.late or plan.early
         self._middle = batches[len(batches) // 2] if batches else None
-        self._host = _Pile(self._copy, (b for b in plan.late if _on_host(b)))
+        self._host = _BatchQueue(self._copy, (b for b in plan.late if _on_host(b)))
         on_device = [b for b in plan.early + plan.late if not _on_host(b)]
-        self._device = _Pile(self._hash, on_device)
+        self._device = _BatchQueue(self._hash, on_device)
         self._events: dict[int, Event | None] = {}
-        """By first byte of a batch: what tells that the device has copied it."""
+        """Events that tell when the device has copied a batch, by its first byte."""
         self._queueing = threading.Lock()
         self._queued = False
         self.holds_all = all(_on_host(b) for b in plan.late)
-        """Whether everything is in the buffer once ``hold`` has returned; else a device may still be copying."""
+        """True if everything is in the buffer once ``hold_update`` has returned; else a device may still be copying."""
 
     def early(self) -> None:
         """Copy what may change as soon as training goes on, and let side streams go on from where training is."""
@@ -133,11 +133,11 @@ class Copying:
             if not _on_host(batch):
                 self._events[batch.units[0].start] = lanes.here(batch.device, *self._sides(batch))
         lanes.start({batch.device for batch in self._plan.late if not _on_host(batch)})
-        pile = _Pile(self._copy, (b for b in early if _on_host(b)))
-        self._writer.all_hands(pile)
+        queue = _BatchQueue(self._copy, (b for b in early if _on_host(b)))
+        self._writer.all_hands(queue)
 
     def queue(self) -> None:
-        """Tell the devices what to copy, once. Waits for none of it."""
+        """Queue the devices' copies, once. Waits for none of them."""
         with self._queueing:
             if self._queued:
                 return
@@ -155,7 +155,7 @@ class Copying:
         """Copy what is left on the host, in this thread alone."""
         self._host.help()
 
-    def hold(self) -> None:
+    def hold_update(self) -> None:
         """Copy what is left, or let the device wait until it is copied: after this the state may change."""
         self.queue()
         self._writer.all_hands(self._host)
@@ -163,7 +163,7 @@ class Copying:
             self._writer.lanes.hold()
 
     def finish(self) -> list[str]:
-        """The checksums of everything, once it is in the buffer."""
+        """Returns the checksums of everything, once it is in the buffer."""
         self.queue()
         self._writer.all_hands(self._host)
         self._writer.all_hands(self._device)
@@ -204,7 +204,7 @@ def _on_host(batch: Batch) -> bool:
 
 
 def _move(unit: Unit, target: _Target) -> str:
-    """Copy a unit and give its checksum. Large copies and hashes run outside the interpreter lock."""
+    """Copy a unit and return its checksum. Large copies and hashes run outside the interpreter lock."""
     start, stop = unit.start, unit.start + unit.nbytes
     where, first = unit.source.data_ptr, unit.address - unit.offset
     if unit.nbytes <= _PIECE and where() == first:
@@ -249,12 +249,12 @@ class ShardWriter:
         """Do ``work`` in the one thread that runs beside training."""
         return self._behind.submit(work)
 
-    def all_hands(self, pile: _Pile) -> None:
-        """Work off the pile with all threads, the caller's included. Raises what went wrong."""
-        for _ in range(min(self._helpers, pile.open - 1)):
-            self._threads.submit(pile.help)
-        pile.help()
-        pile.wait()
+    def all_hands(self, queue: _BatchQueue) -> None:
+        """Work off the queue with all threads, the caller's included. Raises what went wrong."""
+        for _ in range(min(self._helpers, queue.open - 1)):
+            self._threads.submit(queue.help)
+        queue.help()
+        queue.wait()
 
     def close(self) -> None:
         self._behind.shutdown()
@@ -269,8 +269,8 @@ def _target(plan: CopyPlan, buffer: mmap.mmap) -> _Target:
     return _Target(plan, ctypes.addressof(anchor) + base, memoryview(buffer)[base:], views, anchor)
 
 
-def fingerprints(plan: CopyPlan) -> dict[int, str]:
-    """Checksums by number, as a receipt would have them, of all blocks that are copied late, as they are now."""
+def checksum_late_blocks(plan: CopyPlan) -> dict[int, str]:
+    """Returns checksums by number, as in a receipt, of all blocks that are copied late, as they are now."""
     found = {}
     for unit in (unit for batch in plan.late for unit in batch.units):
         source = unit.source.resolve_conj().resolve_neg().cpu().contiguous()

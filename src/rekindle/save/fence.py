@@ -1,4 +1,4 @@
-"""What keeps an update from overtaking the copy of what it changes: hooks on optimizers, and ``updating()``.
+"""Holds an update back until the copy of what it changes is complete: by hooks on optimizers, and ``updating()``.
 
 Parameters that an optimizer owns, and its state, last from ``ckpt.step(n)`` until that optimizer's next ``step()``. A
 hook before that step waits for the copy. Nothing else is known to last: what no fenced optimizer owns is not offered.
@@ -57,7 +57,7 @@ class Fence:
             wait()
 
     def _captured(self, optimizer: torch.optim.Optimizer) -> None:
-        """A CUDA graph replays the update without this hook."""
+        """Stop relying on the hook: a CUDA graph replays the update without calling it."""
         if self._hooks.pop(id(optimizer), None) is not None:
             self._changed = True
             if not self._by_hand:
@@ -67,7 +67,7 @@ class Fence:
                 )
 
     def by_hand(self) -> None:
-        """``updating()`` is used: from now on it stands before every update that no hook announces."""
+        """Note that ``updating()`` is used: from now on it stands before every update that no hook announces."""
         self.updates += 1
         self.steps += 1
         self._changed |= not self._by_hand
@@ -75,16 +75,16 @@ class Fence:
 
     @property
     def hooked(self) -> bool:
-        """Whether any optimizer announces its updates by itself."""
+        """True if any optimizer announces its updates by itself."""
         return bool(self._hooks)
 
     def changed(self) -> bool:
-        """Whether ``lasting`` may have another answer than at the last look."""
+        """Returns True if ``lasting`` may have changed since the last call."""
         changed, self._changed = self._changed, False
         return changed
 
     def lasting(self) -> set[int]:
-        """Ids of the tensors that stay as they are until the next update."""
+        """Returns the ids of the tensors that stay as they are until the next update."""
         owners = [entry for entry in self._state.values() if isinstance(getattr(entry, "param_groups", None), list)]
         fenced = [entry for entry in owners if self._by_hand or id(_optimizer(entry)) in self._hooks]
         owned = {id(p) for entry in fenced for group in entry.param_groups for p in group["params"]}

@@ -1,4 +1,4 @@
-"""Where training stands, shown to everybody, and the gate before each update that a fault can shut.
+"""Shows on the status page where training stands, and holds updates back once a fault has seized the state.
 
 The thread that trains says what it does; after a fault another thread seizes the state while nothing changes it.
 """
@@ -16,11 +16,11 @@ from rekindle.memory.status import DONE, STABLE, STEPPING, UPDATING, StatusPage
 __all__ = ["Gate", "NoGate"]
 
 _RECENT = 20
-"""Steps that the watchdog learns from."""
+"""Newest steps whose times the watchdog learns from."""
 
 
 class Gate:
-    """One rank's. Thread-safe. What the thread that trains calls takes about six microseconds."""
+    """Stands before each update of one rank. Thread-safe. A call takes the thread that trains about 6 microseconds."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class Gate:
         self._seized = self._dead = False
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._since: float | None = None
-        """When the step under way began; None when its time is not to be learned from."""
+        """Time at which the current step began; None if its length is not to be learned from."""
         self.order = ""
-        """A drill: what is to befall this rank before its next update."""
+        """The fault that a drill wants before the next update; empty for none."""
         page.step, page.phase = step, STABLE
         self._show()
 
     def show_again(self) -> None:
-        """Somebody has removed what shows where training stands. Raises OSError when it can't be shown."""
+        """Make the status page again, which somebody has removed. Raises OSError when that can't be done."""
         with self._changed:
             self._page.install()
 
@@ -64,7 +64,7 @@ class Gate:
         self._enter(UPDATING, snapshot)
 
     def stepping(self, snapshot: int) -> None:
-        """The update has ended, and what belongs to a step is being saved. Waits while the state is seized."""
+        """Note that the update has ended, and its step is being saved. Waits while the state is seized."""
         self._enter(STEPPING, snapshot)
 
     def _enter(self, phase: int, snapshot: int) -> None:
@@ -75,7 +75,7 @@ class Gate:
             self._show()
 
     def stable(self, step: int, snapshot: int) -> None:
-        """The state is that of ``step`` until the next update; ``snapshot`` is the newest step in memory."""
+        """Note that the state is that of ``step`` until the next update; ``snapshot``: the newest step in memory."""
         with self._changed:
             page, now = self._page, time.monotonic()
             if self._since is not None and step > page.step:
@@ -88,7 +88,7 @@ class Gate:
 
     @contextmanager
     def pause(self, what: str) -> Iterator[None]:
-        """The watchdog waits meanwhile, and the time counts for no step."""
+        """Let the watchdog wait meanwhile. The time counts for no step."""
         with self._changed:
             before, began = (self._page.note, self._page.paused), time.monotonic()
             self._page.note, self._page.paused = what.encode()[:64], True
@@ -103,12 +103,12 @@ class Gate:
                 self._show()
 
     def learn_nothing(self) -> None:
-        """The step under way takes long for a reason that is no measure of others: another rank pauses, a debugger."""
+        """Leave the current step out of what the watchdog learns: another rank pauses, or a debugger holds it up."""
         with self._changed:
             self._since = None
 
-    def end(self, well: bool) -> None:
-        """The thread that trains does no more. ``well``: the guarded part has ended as it should."""
+    def end(self, *, well: bool) -> None:
+        """Note that the thread that trains does no more. ``well``: True if the guarded part has ended as it should."""
         with self._changed:
             self._dead = True
             if well:
@@ -119,22 +119,22 @@ class Gate:
     # -- after a fault, for another thread ----------------------------------------------------------------------
 
     def seize(self, timeout: float, beyond: int = -1) -> int | None:
-        """Wait until the state is that of a step after ``beyond``, and keep it so.
+        """Wait until the state is that of a step after ``beyond``, and keep it so. Returns the step.
 
-        None after ``timeout`` seconds, or when it never will be, because the thread that trains has ended.
+        Returns None after ``timeout`` seconds, or when it never will be, because the thread that trains has ended.
         """
 
         def ready() -> bool:
-            return self._stands(beyond) or self._dead
+            return self._is_stable(beyond) or self._dead
 
         with self._changed:
             self._changed.wait_for(ready, timeout)
-            if not self._stands(beyond):
+            if not self._is_stable(beyond):
                 return None
             self._seized = True
             return self._page.step
 
-    def _stands(self, beyond: int) -> bool:
+    def _is_stable(self, beyond: int) -> bool:
         return self._page.phase == STABLE and self._page.step > beyond
 
     def release(self) -> None:
@@ -144,7 +144,7 @@ class Gate:
             self._changed.notify_all()
 
     def stage(self, stage: int, secured: int = -1) -> None:
-        """Show how far the state is secured."""
+        """Show how far the state is secured: the stage, and the newest step that is."""
         with self._changed:
             self._page.stage = stage
             self._page.secured = max(secured, self._page.secured)

@@ -1,4 +1,4 @@
-"""What only this rank has of a step, taken at each step's end: for its successor, and for its own last save."""
+"""Captures what only this rank has of a step, at each step's end: for its successor, and for its own last save."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from rekindle.memory.local_state import LocalStateWriter, padded
 from rekindle.save.plan import Batch, CopyPlan, Unit
 from rekindle.state.device import Event, mark, reached
 
-__all__ = ["SmallState"]
+__all__ = ["LocalStateCapture"]
 
 _LARGE = 1 << 20
-"""Tensors of more bytes are not taken at each step: a frozen model would cost more than training it. They can be
-secured as long as they are not written to between the step's end and the fault."""
+"""Bytes of the largest tensor that is taken at each step: a frozen model would cost more than training it. Larger ones
+can be secured as long as they are not written to between the step's end and the fault."""
 _STUCK = 10.0
+"""Seconds that a device gets to come to the end of its step."""
 
 
-class SmallState:
-    """The newest step's values, generators, buffers. ``take`` is for the thread that trains, ``plan`` for any other
-    one while no step is being taken."""
+class LocalStateCapture:
+    """Holds the newest step's values, generators and buffers.
+
+    ``take`` is for the thread that trains, ``plan`` for any other one while no step is being taken.
+    """
 
     def __init__(self, file: LocalStateWriter | None, behind: Callable[[Callable[[], object]], Future[object]]) -> None:
         self._file, self._behind = file, behind
@@ -34,13 +37,13 @@ class SmallState:
         self.stamp: ShardId | None = None
         self.values = b""
         self.events: dict[torch.device, Event] = {}
-        """What tells that a device has come to the end of the step."""
+        """Events that tell when a device has come to the end of the step."""
         self._plan: CopyPlan | None = None
         self._told = False
-        """Whether the file has the plan."""
+        """True if the file has the plan."""
 
     def take(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> None:
-        """The state is that of ``stamp`` now. Raises OSError when memory is full; the last save is not hurt by that."""
+        """Copy what is the state of ``stamp`` now. Raises OSError when memory is full, which hurts no earlier save."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()  # it reads what is about to be overwritten
@@ -72,7 +75,7 @@ class SmallState:
         self._copied: list[tuple[torch.Tensor, Unit]] = []
         self._taken: list[Unit] = []
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        """By address and length of a small tensor: its copy."""
+        """Copies of small tensors, by address and length of the tensor."""
         at = 0
         for unit in small:
             piece = self._body[at : at + unit.nbytes]
@@ -82,7 +85,7 @@ class SmallState:
             at += padded(unit.nbytes)
 
     def changed(self) -> list[str]:
-        """Tensors that were to last until the next update, and have been written to since ``take``."""
+        """Returns tensors that should last until the next update, but have been written to since ``take``."""
         if self._plan is None:
             return []
         pairs = zip(self._plan.whole.watched.items(), self._late, strict=True)
@@ -98,7 +101,7 @@ class SmallState:
 
     @property
     def shared(self) -> bool:
-        """Whether other ranks of the node copy a part of what this one holds."""
+        """True if other ranks of the node copy a part of what this one holds."""
         return self._plan is not None and self._plan.whole is not self._plan
 
     def _write(self, file: LocalStateWriter, stamp: ShardId, plan: CopyPlan) -> None:
@@ -115,10 +118,10 @@ class SmallState:
         if not all(reached(event, _STUCK) for event in self.events.values()):
             raise RekindleError(f"a device has not ended its step within {_STUCK:.0f} s")
 
-    def plan(self, whole: bool) -> CopyPlan:
-        """Where the bytes of ``stamp`` are now, as a plan: small ones as they were taken, others where they live.
+    def plan(self, *, whole: bool) -> CopyPlan:
+        """Returns a plan of where the bytes of ``stamp`` are now: small ones as taken, others where they live.
 
-        Of all that this rank holds, or only of what is its to copy. Raises RekindleError when some have been changed.
+        With ``whole`` of all that this rank holds, else of its part. Raises RekindleError when some have been changed.
         """
         assert self._plan is not None
         self._wait()

@@ -1,4 +1,4 @@
-"""What saving has cost, counted where it happens."""
+"""Counts what saving has cost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["Metrics"]
 
 @dataclass
 class Metrics:
-    """What saving has cost this rank since it started. Times in seconds, sizes in bytes."""
+    """Costs of saving on this rank since it started. Times in seconds, sizes in bytes."""
 
     saves: int = 0
     failed: int = 0
     last_stall: float = 0.0
-    """What the newest save held training up for: inside of ``step()``, and then before the update."""
+    """Time for which the newest save held training up: inside of ``step()``, and then before the update."""
     max_stall: float = 0.0
     committed_in_step: bool = False
-    """Whether the newest snapshot was in memory, committed, when its ``step()`` returned; before the first: whether it
+    """True if the newest snapshot was in memory, committed, when its ``step()`` returned; before the first save, if it
     is going to be. Else it was completed after that, before the next update."""
     bytes_saved: int = 0
     snapshot_every: int = 1
@@ -49,7 +49,7 @@ class Metrics:
         self.waited(stall)
 
     def waited(self, seconds: float) -> None:
-        """Add what the newest save has cost since."""
+        """Add seconds for which the newest save has held training up since."""
         self.last_stall += seconds
         self.stalls[-1] = self.last_stall
         self.max_stall = max(self.last_stall, self.max_stall)
@@ -60,7 +60,7 @@ class Metrics:
         self.agent_lost += not there
 
     def summary(self) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         size, median = self.bytes_saved / max(self.saves, 1) / 1e6, statistics.median(self.stalls or [0.0]) * 1e3
         stalls = f"stall median {median:.2f} ms, longest {self.max_stall * 1e3:.2f} ms"
         return f"{self.saves} saves of {size:.1f} MB, {self.failed} failed, {stalls}"

@@ -1,4 +1,4 @@
-"""Parameters that an optimizer of the state trains and nothing in the state holds: a restart would lose them."""
+"""Finds parameters that an optimizer in the state trains and nothing in it holds: a restart would lose them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SOME = 6
 
 
 def describe_missing(state: Mapping[str, Any]) -> str:
-    """Optimizer, group and shape of each parameter that would be lost; empty when there is none.
+    """Describes each parameter that would be lost by optimizer, group and shape; empty when there is none.
 
     Frozen parameters are passed over: no update changes them. What is in a module of the state, or shares memory with
     any tensor of it, is held. An entry with a ``state_dict()`` of its own may keep copies, so it is taken to hold
@@ -63,7 +63,7 @@ def _is_optimizer(entry: Any) -> bool:
 
 
 def _held(state: Mapping[str, Any], contents: StateContent) -> tuple[set[tuple[Any, ...]], list[Any]]:
-    """Memory of all tensors outside of optimizers, and those tensors and arrays that may be copies of parameters."""
+    """Returns the memory of all tensors outside of optimizers, and the tensors and arrays that may copy parameters."""
     places, copies = set(), []
     for entry in state.values():
         if _is_optimizer(entry):
@@ -78,7 +78,7 @@ def _held(state: Mapping[str, Any], contents: StateContent) -> tuple[set[tuple[A
 
 
 def _is_float(copy: Any) -> bool:
-    """Tell weights from counters, and from a generator's bytes."""
+    """Returns True for weights, False for counters and a generator's bytes."""
     if isinstance(copy, torch.Tensor):
         return copy.is_floating_point() or copy.is_complex()
     return copy.dtype.kind in "fc"

@@ -1,4 +1,4 @@
-"""Who copies what of that which several ranks of a node hold alike: a pure function, which each works out alone.
+"""Divides among the ranks of a node the copying of what several of them hold: a pure function, run by each alone.
 
 Ranks that hold the same boxes know the same list of them, and so come to the same answer without a word. Laid end to
 end the boxes are a line, which is cut into equal parts, one for each rank; a box over a cut is divided between rows.
@@ -11,13 +11,15 @@ from typing import NamedTuple
 
 from rekindle.format.boxes import Box
 
-__all__ = ["Item", "share"]
+__all__ = ["Item", "partition"]
 
 _SMALL = 1 << 20
 """Bytes up to which a box is not divided: it goes where its middle lies."""
 
 
 class Item(NamedTuple):
+    """A box of a tensor that several ranks hold."""
+
     name: str
     box: Box
     itemsize: int
@@ -27,8 +29,8 @@ class Item(NamedTuple):
         return self.box.volume * self.itemsize
 
 
-def share(items: Sequence[Item], number: int, ranks: int) -> list[tuple[Item, Box]]:
-    """What the ``number``-th of ``ranks`` copies of ``items``: at most one box of each, all rows of a run of them.
+def partition(items: Sequence[Item], number: int, ranks: int) -> list[tuple[Item, Box]]:
+    """Returns what the ``number``-th of ``ranks`` copies of ``items``: at most one box of each, a run of its rows.
 
     Over all ranks every element is there exactly once. No rank gets more than its equal part and one row, or 1 MiB.
     """
@@ -47,7 +49,7 @@ def share(items: Sequence[Item], number: int, ranks: int) -> list[tuple[Item, Bo
 
 
 def _rows(item: Item, low: int, high: int) -> tuple[int, int]:
-    """First and last, exclusive, of the box's rows that lie from byte ``low`` to ``high`` of it."""
+    """Returns the first and last, exclusive, of the box's rows that lie from byte ``low`` to ``high`` of it."""
     rows = item.box.sizes[0] if item.box.sizes else 1
     if item.nbytes <= _SMALL or rows == 1:
         middle = item.nbytes // 2

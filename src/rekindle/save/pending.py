@@ -12,7 +12,7 @@ from rekindle.errors import RekindleError, UsageError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.memory.slots import Slot, Slots
-from rekindle.save.copy import Copying, fingerprints
+from rekindle.save.copy import Copying, checksum_late_blocks
 from rekindle.save.plan import CopyPlan
 
 __all__ = ["Changed", "PendingSnapshot"]
@@ -84,10 +84,10 @@ class PendingSnapshot:
         if self._ended and not (first and self.expected):
             return
         try:
-            self.copying.hold()
+            self.copying.hold_update()
             self.check_unchanged()
             if first and self.expected:  # optimizers update one after the other: only the first finds all as it was
-                self._compare(fingerprints(self.plan))
+                self._compare(checksum_late_blocks(self.plan))
         except Exception as error:
             self.error = self.error or error
         if self.copying.holds_all:

@@ -1,4 +1,4 @@
-"""What a save copies, in which order, and where to: made once for a state, used for save after save."""
+"""Describes what a save copies, in which order and where to: made once for a state, used for save after save."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _DEVICE_BATCH = 64 << 20
 
 @dataclass(frozen=True)
 class Unit:
-    """What one copy moves: a tensor, or one checksum block of a tensor whose bytes can be copied as they lie."""
+    """The object of one copy: a tensor, or one checksum block of a tensor whose bytes can be copied as they lie."""
 
     source: torch.Tensor
     address: int
-    """Where the bytes are; 0 when torch has to copy them, from a device or into order."""
+    """Address of the bytes; 0 when torch has to copy them, from a device or into order."""
     start: int
     """First byte in the shard, counted from the start of its data."""
     nbytes: int
@@ -48,7 +48,7 @@ class Unit:
     """Its first byte, counted from the first of ``source``."""
 
     def view(self, buffer: Any, base: int) -> torch.Tensor:
-        """The unit's place in a shard whose data starts at byte ``base`` of ``buffer``."""
+        """Returns the unit's place in a shard whose data starts at byte ``base`` of ``buffer``."""
         count = self.source.numel()
         flat = torch.frombuffer(buffer, dtype=self.source.dtype, count=count, offset=base + self.start)
         return flat.view(self.source.shape)
@@ -62,23 +62,23 @@ class Piece:
     source: torch.Tensor
     counter: torch.Tensor
     late: bool
-    """Whether it stays as it is until the next update."""
+    """True if it stays as it is until the next update."""
     ranks: tuple[int, ...]
-    """All that hold the same, as far as that is known."""
+    """All ranks that hold the same, as far as that is known."""
 
     @property
     def box(self) -> Box:
         return Box(self.chunk.offsets, self.chunk.sizes)
 
     def rows(self, rows: Box) -> Piece:
-        """Some of its rows, or all of it."""
+        """Returns the piece with these rows only."""
         if rows == self.box:
             return self
         source = self.source.narrow(0, rows.offsets[0] - self.chunk.offsets[0], rows.sizes[0])
         return replace(self, chunk=replace(self.chunk, offsets=rows.offsets, sizes=rows.sizes), source=source)
 
     def with_trait(self, trait: Trait) -> Piece:
-        """The same of a tensor of which there is this to say."""
+        """Returns the piece with the trait of its tensor."""
         return replace(self, chunk=replace(self.chunk, **trait._asdict()))
 
 
@@ -87,22 +87,22 @@ class Batch:
     """Some MiB of units, in the order of their bytes: what one thread copies and hashes in one go."""
 
     device: torch.device
-    """Where all of them are."""
+    """Device of all of them."""
     units: list[Unit]
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Everything about a state that stays the same from save to save."""
+    """All about the copying of a state that stays the same from save to save."""
 
     layout: Layout
     structure: Any
     early: list[Batch]
-    """What may change as soon as training goes on: copied before ``step()`` returns."""
+    """Units that may change as soon as training goes on: copied before ``step()`` returns."""
     late: list[Batch]
-    """What stays as it is until the next update."""
+    """Units that stay as they are until the next update."""
     watched: dict[str, torch.Tensor]
-    """By name: the tensors that count what is written to those of ``late``."""
+    """By name: the tensors whose version counters count what is written to those of ``late``."""
     replicas: dict[str, tuple[int, ...]]
     """By tensor that may be copied late: the ranks that are known to have the same bytes of it after each update.
     What updates alike stays alike."""
@@ -110,27 +110,27 @@ class CopyPlan:
 
     @property
     def whole(self) -> CopyPlan:
-        """The plan to copy all that this rank holds, whoever else does."""
+        """Plan that copies all that this rank holds, whoever else holds it too."""
         return self._whole or self
 
     @property
     def on_host(self) -> bool:
-        """Whether no device has to be waited for until all of it is copied."""
+        """True if all of it is in the host's memory, so that no device has to be waited for."""
         return all(batch.device.type == "cpu" for batch in self.early + self.late)
 
     @property
     def fits_in_step(self) -> bool:
-        """Whether ``step()`` affords to copy all of it."""
+        """True if it is small enough for ``step()`` to copy all of it."""
         return self.on_host and self.layout.file_bytes <= IN_STEP
 
     @cached_property
     def static(self) -> bytes:
-        """The part of the receipt that only changes with the layout. Not made before a commit needs it."""
+        """Part of the receipt that only changes with the layout. Not made before a commit needs it."""
         return Receipt.static_part(self.layout, self.structure)
 
 
 def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece]) -> tuple[list[Batch], list[Batch]]:
-    """Units to copy at once, and those that can wait, in batches of one device each."""
+    """Returns the units to copy at once, and those that can wait, in batches of one device each."""
     full: tuple[list[Batch], list[Batch]] = ([], [])
     filling: dict[tuple[bool, torch.device], tuple[Batch, int]] = {}
     block = 0

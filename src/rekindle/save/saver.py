@@ -195,7 +195,7 @@ class Saver:
         try:
             with self.pause("waiting for storage"):
                 self.direct.finish(timeout)
-                self.direct.save_noted(stamp, False)
+                self.direct.save_noted(stamp, whole=False)
         except NotDurableError:
             raise
         except Exception as error:
@@ -225,7 +225,7 @@ class Saver:
         except Exception as error:
             self._report_failure(stamp.step, error)
 
-    def gasp(self, stamp: ShardId, whole: bool) -> None:
+    def gasp(self, stamp: ShardId, *, whole: bool) -> None:
         """Secure the state, which is that of ``stamp``: in memory or, where there is no room, on storage.
 
         With ``whole`` all that this rank holds, where another rank doesn't secure its part. For any thread, while
@@ -233,12 +233,12 @@ class Saver:
         """
         if self.memory is not None:
             try:
-                self.memory.gasp(stamp, whole)
+                self.memory.gasp(stamp, whole=whole)
                 self.newest = stamp
                 return
             except OSError as error:
                 log.warning("step %d goes straight to storage: %s", stamp.step, error)
-        self.direct.gasp(stamp, whole)
+        self.direct.gasp(stamp, whole=whole)
         self.newest = stamp
 
     # -- the end of a save --------------------------------------------------------------------------------------
@@ -360,13 +360,13 @@ class Saver:
     def begin_guard(self, gate: Gate) -> None:
         """From now on tell ``gate`` what training does, and keep what ``gasp`` needs."""
         self._gate = gate
-        self.live.guard(True)
+        self.live.begin_guard()
 
     def end_guard(self) -> None:
         """Tell the gate no more."""
         self._gate = NoGate()
         if self._skipped is None:  # else what it needs is still to be kept
-            self.live.guard(False)
+            self.live.end_guard()
 
     @property
     def busy(self) -> bool:

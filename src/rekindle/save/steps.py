@@ -21,7 +21,7 @@ def check_step(n: int, newest: ShardId | None, base: ShardId | None, updates: Up
     """Raise UsageError, with the right way to count, for an ``n`` that was passed or can't be.
 
     Where it may be right, after a write that need not have been an update, a warning says so once.
-    ``newest`` was saved last, ``base`` was restored, and ``updates`` are those made since.
+    ``newest`` was saved last, ``base`` was restored, ``updates`` counts those made since.
     """
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MAX_STEP:
         raise UsageError(f"step {n!r}: must be the number of completed updates, a whole number of 0 to {MAX_STEP}")
@@ -34,7 +34,7 @@ def check_step(n: int, newest: ShardId | None, base: ShardId | None, updates: Up
             "A step is a number of completed updates: loop by 'for step in range(start + 1, total + 1)', where start "
             "is what restore() returned"
         )
-        if base is None and not updates.surely():
+        if base is None and not updates.announced():
             log.warning(
                 "step 0 after a write to the state: right if it was no update of training, but weights loaded by hand "
                 "or an optimizer's state made with a learning rate of zero. %s",

@@ -11,7 +11,7 @@ from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt, read_file
 from rekindle.memory.lock import Lock
 from rekindle.memory.slots import Slots
-from rekindle.save.copy import fingerprints
+from rekindle.save.copy import checksum_late_blocks
 from rekindle.save.live import Live
 from rekindle.save.pending import Changed, PendingSnapshot
 from rekindle.save.plan import CopyPlan
@@ -45,7 +45,7 @@ class MemorySaver:
             self._repair_slots()
             slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
             assert slot.map is not None
-            expected = fingerprints(plan) if self._overlap == "verify" else {}
+            expected = checksum_late_blocks(plan) if self._overlap == "verify" else {}
             copying = self._live.writer.start(plan, slot.map, slot.cache, stamp.step)
             slot.cache = copying.target
             self.pending = pending = PendingSnapshot(stamp, plan, values, slot, self.slots, copying, expected)
@@ -78,7 +78,7 @@ class MemorySaver:
         self.pending, self._broken_off = None, True
         return removed
 
-    def gasp(self, stamp: ShardId, whole: bool) -> None:
+    def gasp(self, stamp: ShardId, *, whole: bool) -> None:
         """Secure the state, which is that of ``stamp``, in memory. For any thread, while nothing changes the state.
 
         With ``whole`` all that this rank holds, if another rank hasn't secured its part. Raises MemoryStoreError when
@@ -93,7 +93,7 @@ class MemorySaver:
                 return
             if isinstance(pending.error, Changed):
                 raise pending.error
-        plan = self._live.plan(stamp, whole)
+        plan = self._live.plan(stamp, whole=whole)
         self._repair_slots()
         slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes, gasp=True)
         assert slot.map is not None
@@ -118,15 +118,15 @@ class MemorySaver:
             return None
         self.pending = None
         if isinstance(pending.error, Changed):
-            self._live.capture.distrust(pending.error.names)
+            self._live.capture.copy_in_step(pending.error.names)
         if isinstance(pending.error, (Changed, MemoryStoreError)):
             pending.slot.unlock()
         else:
             self._broken_off = True  # threads may still be writing into the slot
-            self._live.capture.begin_anew()
+            self._live.capture.replan()
         return pending
 
-    def persist(self, newest: ShardId, pin: bool = False) -> None:
+    def persist(self, newest: ShardId, *, pin: bool = False) -> None:
         """Ask the agent to carry this start's snapshots up to ``newest`` to storage, and to ``pin`` that one there.
 
         It takes the newest that all ranks have, which is an older one where another rank has failed to save. Call

@@ -80,24 +80,24 @@ class DirectSaver:
             self._cache, self._buffer = None, mmap.mmap(-1, plan.layout.file_bytes)
         return self._buffer
 
-    def gasp(self, stamp: ShardId, whole: bool) -> None:
+    def gasp(self, stamp: ShardId, *, whole: bool) -> None:
         """Brings the state, which is that of ``stamp``, to storage, and waits for that.
 
         ``whole`` writes all that this rank holds, else only its share. For any thread, while nothing changes the state.
         Raises OSError when storage refuses it, RekindleError when the state can't be had.
         """
         self.finish()
-        self.save_noted(stamp, whole)
+        self.save_noted(stamp, whole=whole)
         error = self.finish()
         if error is not None:
             raise error
 
-    def save_noted(self, stamp: ShardId, whole: bool) -> None:
+    def save_noted(self, stamp: ShardId, *, whole: bool) -> None:
         """Saves a step whose end ``Live`` has noted before, as ``save`` does. Call ``finish`` first.
 
         Raises RekindleError when its state can't be had any more.
         """
-        plan = self._live.plan(stamp, whole)
+        plan = self._live.plan(stamp, whole=whole)
         buffer = self._buffer_for(plan)
         self._submit(stamp, self._live.write(stamp, plan, buffer), buffer)
 

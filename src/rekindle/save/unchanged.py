@@ -1,4 +1,4 @@
-"""Whether a state still is what a plan was made of: looked at in place, on the path of every save.
+"""Compares a state with the one that a plan was made of: in place, on the path of every save.
 
 ``state_dict()`` builds dictionaries, and flattening them builds lists. For modules and optimizers that keep torch's own
 ``state_dict()`` as it is, the same is learned from the dictionaries that they keep, without an object for each tensor.
@@ -24,7 +24,7 @@ __all__ = ["StateWatch"]
 
 
 class StateWatch:
-    """Remembers ``state``, of which ``leaves`` are all tensors in the order of their flattening."""
+    """Detects changes in the structure of ``state``. ``leaves`` are all its tensors in order of flattening."""
 
     def __init__(self, state: Mapping[str, Any], contents: StateContent, leaves: list[Leaf]) -> None:
         self._entries = [_watch(entry, contents) for entry in state.values()]
@@ -32,7 +32,7 @@ class StateWatch:
         self._places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in map(memory, leaves)]
 
     def values(self) -> list[Any] | None:
-        """All values that are not tensors, in the order of their flattening; None when anything else has changed."""
+        """Returns all values that are not tensors, in order of flattening; None when anything else has changed."""
         found: list[Any] = []
         if not all(entry.same(found) for entry in self._entries):
             return None
@@ -61,7 +61,7 @@ class _Any:
         return flat
 
     def same(self, values: list[Any]) -> bool:
-        """Whether structure and tensors are those of the start. Appends the values."""
+        """Returns True if structure and tensors are those of the start. Appends the values."""
         flat = self._look()
         values += flat.values
         if flat.signature != self._flat.signature:
@@ -159,12 +159,12 @@ class _Optimizer:
 
 
 def _contents(kept: Collection[Mapping[str, Any]]) -> tuple[list[str], list[int]]:
-    """Names and identities in dictionaries whose contents somebody keeps alive, so that no identity comes back."""
+    """Returns names and identities in dictionaries whose contents are kept alive, so that no identity comes back."""
     return [name for d in kept for name in d], [id(value) for d in kept for value in d.values()]
 
 
 def _identical(now: list[Any], before: list[Any]) -> bool:
-    """Whether both have the same objects, in order."""
+    """Returns True if both have the same objects, in order."""
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 

@@ -20,18 +20,18 @@ class Updates:
         self.begin()
 
     def begin(self) -> None:
-        """Take the state as it is now for that of a complete step."""
-        self._seen, self._steps = self._look(), self._fence.steps
+        """Count from now: the state is that of a complete step."""
+        self._seen, self._steps = self._read_counters(), self._fence.steps
 
     def made(self) -> bool:
-        """Whether an update was made, or begun, since ``begin``. Writes that torch doesn't count stay unseen."""
-        return self._look() != self._seen
+        """Returns True if an update was made or begun since ``begin``. Writes that torch doesn't count stay unseen."""
+        return self._read_counters() != self._seen
 
-    def surely(self) -> bool:
-        """Whether one of them was announced, with a learning rate: not a mere write, such as loading weights is."""
+    def announced(self) -> bool:
+        """Returns True if one of them was announced, with a learning rate: no mere write, as loading weights is."""
         return self._fence.steps != self._steps
 
-    def _look(self) -> list[int]:
+    def _read_counters(self) -> list[int]:
         if self._fence.hooked:
             return [self._fence.updates]
         modules = [entry for entry in self._state.values() if isinstance(entry, torch.nn.Module)]
