@@ -181,13 +181,13 @@ class Candidate:
         unseen = self._sources.unseen if match.unsure else []
         if unseen:
             self._sources.reasons.append(
-                f"what optimizers kept of some parameters may be in the shards of rank(s) {unseen}, which can't be read"
+                f"optimizer state of some parameters may be in the shards of rank(s) {unseen}, which can't be read"
             )
         self._sources.reasons += match.saved.conflicts[:1]
         for name in match.absent[:1]:
-            self._sources.reasons.append(f"no shard that can be read has any of {name}")
+            self._sources.reasons.append(f"no readable shard has any of tensor {name}")
         for want in found.missing[:1]:
-            self._sources.reasons.append(f"no shard that can be read has {want.name}{want.box}")
+            self._sources.reasons.append(f"no readable shard has {want.name}{want.box}")
         return not (match.absent or found.missing or unseen or match.saved.conflicts)
 
     def _plan_fillings(

@@ -25,7 +25,7 @@ class Choice:
 
 
 def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice:
-    """Order what all ranks can read. ``offers`` has one list per rank; ``step`` restricts the choice to one step.
+    """Orders what all ranks can read. ``offers`` has one list per rank; ``step`` restricts the choice to one step.
 
     Shards of different incarnations never make up a checkpoint together. What a later incarnation superseded is out.
     """

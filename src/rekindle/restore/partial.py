@@ -105,10 +105,12 @@ def keep(store: Store, stamp: ShardId) -> None:
         with_timeout(_PIN, store.root, partial(store.pin, stamp))
     except OSError as error:
         why = "only memory has it" if isinstance(error, FileNotFoundError) else describe_error(error)
-        log.warning("step %d, of which a part was not loaded, is not pinned: %s", stamp.step, why)
+        log.warning(
+            "step %d was loaded in part and could not be pinned, so retention may remove it: %s", stamp.step, why
+        )
         return
     log.warning(
-        "step %d stays on storage, as a part of it was not loaded: ckpt.unpin(%d) leaves it to retention again",
+        "step %d is pinned on storage, because a part of it was not loaded: ckpt.unpin(%d) lets retention remove it",
         *(stamp.step, stamp.step),
     )
 

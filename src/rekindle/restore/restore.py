@@ -70,7 +70,7 @@ def restore(
     allow_pickle: bool,
     parts: frozenset[str] | None = None,
 ) -> tuple[Restored | None, int]:
-    """Load the newest readable checkpoint, or that of ``step``. None when there is none to load. A collective.
+    """Loads the newest readable checkpoint, or that of ``step``. None when there is none to load. A collective.
 
     ``parts``: entries of the state to load as far as they match, something of each at least; None when all has to.
 
@@ -119,7 +119,7 @@ class _Restore:
         self._worlds = {CheckpointKey(o.step, o.incarnation): o.world for one in inventories for o in one.offers}
 
     def run(self) -> Restored | None:
-        """Load the first candidate that is sound on all ranks."""
+        """Loads the first candidate that is sound on all ranks."""
         if self._step is None:
             best = max((key.step for key in self._choice.candidates), default=0)
             refuse_newer_format(best, self._inventories, _on_purpose(best))
@@ -135,7 +135,7 @@ class _Restore:
         return None
 
     def _try(self, key: CheckpointKey) -> Restored | None:
-        """Load one candidate; None, and the reason noted in the choice, when a rank has no sound copy of it."""
+        """Loads one candidate; None, and the reason noted in the choice, when a rank has no sound copy of it."""
         group, began = self._group, time.monotonic()
         ranks = (group.rank, group.world)
         copies = self._ours.copies.get(key, [])
@@ -168,7 +168,7 @@ class _Restore:
         return done
 
     def _load(self, key: CheckpointKey, candidate: Candidate, verdicts: list[Verdict]) -> None:
-        """Hand over what all ranks have found to be sound, and tell what a person should know of it."""
+        """Hands over what all ranks have found to be sound, and warns of what a person should know."""
         group, world = self._group, self._worlds[key]
         _warn_of_resize(group, key.step, world)
         code = options_of(self._state)
@@ -182,7 +182,7 @@ class _Restore:
 
 
 def _offers(step: int | None, inventories: list[Inventory], fresh_start: FreshStart | None) -> list[list[Offer]]:
-    """List all ranks' offers; those of a run alone that is back, after another one began, if ``step`` is of it.
+    """Lists all ranks' offers; those of a run alone that is back, after another one began, if ``step`` is of it.
 
     Raises NotFoundError, on all ranks, where there are both, and nobody says which one counts.
     """
@@ -204,7 +204,7 @@ def _on_purpose(step: int) -> str:
 
 
 def _agree(group: SingleProcess | ProcessGroup, verdict: Verdict) -> list[Verdict]:
-    """Gather all ranks' verdicts. Raises on all of them what one of them has to raise."""
+    """Gathers all ranks' verdicts. Raises on all of them what one of them has to raise."""
     verdicts: list[Verdict] = group.gather(verdict)
     for other in verdicts:
         if other.error is not None:
@@ -213,7 +213,7 @@ def _agree(group: SingleProcess | ProcessGroup, verdict: Verdict) -> list[Verdic
 
 
 def _check_match(step: int, verdicts: list[Verdict], parts: frozenset[str] | None) -> None:
-    """Raise StateMismatchError for tensors that no rank has a place for: to load without them would lose them."""
+    """Raises StateMismatchError for tensors that no rank has a place for: to load without them would lose them."""
     if not all(verdict.place for verdict in verdicts):
         return
     if parts is not None:
@@ -228,7 +228,7 @@ def _check_match(step: int, verdicts: list[Verdict], parts: frozenset[str] | Non
 
 
 def _log_table(rank: int, verdicts: list[Verdict]) -> None:
-    """Log one table of what was loaded, and another one from each rank whose table differs."""
+    """Logs one table of what was loaded, and another one from each rank whose table differs."""
     if rank == 0 or verdicts[rank].table != verdicts[0].table:
         log.warning("%s%s", f"rank {rank}: " if len(verdicts) > 1 else "", verdicts[rank].table)
 
@@ -253,15 +253,15 @@ def _warn_of_resize(group: SingleProcess | ProcessGroup, step: int, world: int) 
 
 
 def _explain(rank: int, choice: Choice, key: CheckpointKey, verdicts: list[Verdict]) -> None:
-    """Log on rank 0 why newer steps, or nearer copies of this one, were passed over; note why this one fails."""
+    """Logs on rank 0 why newer steps, or nearer copies of this one, were skipped; notes why this one fails."""
     reasons = [f"rank {i}: {why}" for i, verdict in enumerate(verdicts) for why in verdict.reasons]
     if rank == 0:
         for other in sorted(choice.rejected, reverse=True):
             if other > key:
                 level = logging.INFO if choice.rejected[other].startswith(SUPERSEDED) else logging.WARNING
-                log.log(level, "restore: %s is out: %s", _named(other), choice.rejected[other])
+                log.log(level, "restore: %s was skipped: %s", _named(other), choice.rejected[other])
         for why in reasons:
-            log.warning("restore: step %d: a copy is out: %s", key.step, why)
+            log.warning("restore: a copy of step %d was skipped: %s", key.step, why)
     choice.rejected = {k: v for k, v in choice.rejected.items() if k < key}
     if not all(verdict.place for verdict in verdicts):
         choice.rejected[key] = "; ".join(reasons)
@@ -286,7 +286,7 @@ def _report(rank: int, done: Restored, verdicts: list[Verdict], inventories: lis
 
 
 def _warn_of_unseen(step: int, inventories: list[Inventory]) -> None:
-    """Warn that storage shows nothing at all, though memory has what is as new as anything that was there."""
+    """Warns that storage shows nothing at all, though memory has what is as new as anything that was there."""
     noted = max(inventory.noted for inventory in inventories)
     if noted and not any(inventory.stored or inventory.storage_error for inventory in inventories):
         log.warning(
@@ -299,7 +299,7 @@ def _warn_of_unseen(step: int, inventories: list[Inventory]) -> None:
 def _explain_nothing(
     rank: int, store: Store, choice: Choice, step: int | None, inventories: list[Inventory], *, overwritten: bool
 ) -> None:
-    """Raise the reason why no candidate was left, unless the root is empty: nothing else may pass for a fresh start."""
+    """Raises the reason why no candidate was left, unless the root is empty: all else must not pass for that."""
     why = [f"{_named(key)}: {choice.rejected[key]}" for key in sorted(choice.rejected, reverse=True)]
     storage = next((one.storage_error for one in inventories if one.storage_error), None)
     if storage:
@@ -327,7 +327,7 @@ def _explain_nothing(
 
 def _log_fresh_start(store: Store, why: list[str], superseded: list[int]) -> None:
     for line in why:
-        log.warning("restore: out: %s", line)
+        log.warning("restore: skipped %s", line)
     if superseded:
         log.warning(
             "starting anew, as told: steps %s are superseded, and removed once this run has a durable checkpoint",

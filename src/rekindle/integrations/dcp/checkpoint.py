@@ -200,7 +200,7 @@ def _shard(key: CheckpointKey, parts: list[StoredCopy], rank: int, look: _Look) 
     if shard is None:
         raise (_Gone if gone else CorruptError)(f"step {key[0]} is not whole: {'; '.join(problems)}")
     for problem in problems:
-        log.warning("step %d: a copy of rank %d's shard is out: %s", key[0], rank, problem)
+        log.warning("step %d: a copy of rank %d's shard was skipped: %s", key[0], rank, problem)
     return shard
 
 

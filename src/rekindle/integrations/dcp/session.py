@@ -193,8 +193,8 @@ class DcpSession:
         missing = [rank for rank in range(world) if rank not in requests]
         if missing:
             raise UsageError(
-                f"rank(s) {missing} of {world} bring nothing to a save to {self.root}: do they save to another root, "
-                "or by another writer?"
+                f"rank(s) {missing} of {world} have sent no request for a save to {self.root}: give all ranks a "
+                "RekindleWriter of that root"
             )
         decision = agree(self.root, [requests[rank] for rank in range(world)], self.settings.keep)
         if all(request.start is None for request in requests.values()):
@@ -211,7 +211,9 @@ class DcpSession:
         """Names the shard that this rank has requested to save. Begins the start with its first save."""
         answers = take_box(self._ticket)
         if not answers:
-            raise UsageError(f"the coordinator of this save to {self.root} has not answered: is its writer another?")
+            raise UsageError(
+                f"the coordinator of this save to {self.root} has not answered: give it a RekindleWriter of that root"
+            )
         decision: SaveDecision = answers[-1]
         if not self.begun:
             self._begin(decision.start)
