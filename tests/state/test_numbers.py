@@ -15,7 +15,7 @@ from rekindle.errors import FormatError
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.state.codec import decode, encode
-from rekindle.state.numbers import Numbers
+from rekindle.state.numbers import NumberList
 
 ODD = [struct.unpack("<d", struct.pack("<Q", bits))[0] for bits in (0x7FF8000000000123, 0xFFF0000000000001, 1)]
 FLOATS = [0.1 * n for n in range(1000)] + [float("nan"), float("inf"), float("-inf"), -0.0, 5e-324, *ODD]
@@ -69,11 +69,11 @@ def test_a_list_that_grows_costs_no_new_plan_and_is_one_value(root: Path, memory
 
 
 def test_bytes_are_little_endian_whatever_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = Numbers.of([1, 2**40])
+    numbers = NumberList.of([1, 2**40])
     assert numbers is not None and numbers.data == struct.pack("<qq", 1, 2**40)
     other = "big" if sys.byteorder == "little" else "little"
     monkeypatch.setattr("sys.byteorder", other)
-    swapped = Numbers.of([1, 2**40])
+    swapped = NumberList.of([1, 2**40])
     assert swapped is not None and swapped.data == struct.pack(">qq", 1, 2**40) and swapped.items() == [1, 2**40]
 
 

@@ -15,7 +15,7 @@ from rekindle.format.layout import Chunk, Layout
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.save.capture import Capture
-from rekindle.state.tree import Flat, assemble, describe, flatten
+from rekindle.state.tree import FlatState, assemble, describe, flatten
 from rekindle.transfer.merge import leaves, merge, part
 
 WORLD = 3
@@ -30,7 +30,7 @@ def receipt(rank: int, state: dict[str, Any], chunks: list[Chunk] | None = None)
     description = describe(state)
     for leaf in description.leaves:
         leaf.node["$tensor"] = leaf.name
-    flat = Flat()
+    flat = FlatState()
     flatten(state, flat)
     values = json.loads(json.dumps([_typed(value) for value in flat.values]))
     layout = Layout.build(chunks if chunks is not None else [whole(leaf.name) for leaf in description.leaves])

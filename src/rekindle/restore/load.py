@@ -17,10 +17,10 @@ from rekindle.state.codec import has_pickle
 from rekindle.state.content import StateContent, with_extra_state
 from rekindle.state.flat import is_flat
 from rekindle.state.rng import RngState
-from rekindle.state.traits import again
+from rekindle.state.traits import with_traits
 from rekindle.state.tree import assemble, entries, paths_in
-from rekindle.state.types import classes_in, classes_of
-from rekindle.state.zero import numbered
+from rekindle.state.types import class_names_in, classes_of
+from rekindle.state.zero import number_parameters
 
 __all__ = ["build", "check_values", "load"]
 
@@ -37,10 +37,10 @@ def check_values(receipt: Receipt, allow_pickle: bool, state: Mapping[str, Any])
             f"the checkpoint of step {receipt.stamp.step} holds pickled values; loading those runs code: "
             "restore(allow_pickle=True) allows it"
         )
-    if next(classes_in(receipt.values), None) is not None:
+    if next(class_names_in(receipt.values), None) is not None:
         known = _classes(state, StateContent(dict(state)))
         for path, number in paths_in(receipt.structure):
-            for name in classes_in(receipt.values[number]):
+            for name in class_names_in(receipt.values[number]):
                 if name not in known:
                     raise UsageError(
                         f"{path}: is of the class {name.replace(':', '.')}, and loading imports none: let the live "
@@ -99,7 +99,7 @@ class _Loading:
 
     def __init__(self, match: Match, allow_pickle: bool) -> None:
         self._match, self._allow_pickle = match, allow_pickle
-        needed = any(next(classes_in(receipt.values), None) is not None for receipt in match.saved.receipts)
+        needed = any(next(class_names_in(receipt.values), None) is not None for receipt in match.saved.receipts)
         self._classes = _classes(match.state, match.contents) if needed else {}
         self._again: dict[tuple[str, str], torch.Tensor] = {}
         """By entry and name: a tensor outside of modules, with the autograd traits that it had."""
@@ -122,7 +122,7 @@ class _Loading:
         chunk = self._match.saved.chunk(name)
         if chunk is None or isinstance(self._match.state[entry], torch.nn.Module):
             return found
-        return self._again.setdefault((entry, name), again(found, chunk))
+        return self._again.setdefault((entry, name), with_traits(found, chunk))
 
     def _module(self, name: str, module: torch.nn.Module) -> Any:
         tree: OrderedDict[str, Any] = OrderedDict()
@@ -137,7 +137,7 @@ class _Loading:
         return tree
 
     def _optimizer(self, name: str, entry: Any, saved: Node) -> dict[str, Any]:
-        numbers = {id(p): number for number, p in numbered(entry.param_groups).items()}
+        numbers = {id(p): number for number, p in number_parameters(entry.param_groups).items()}
         state = {
             number: self._build(name, kept)
             if isinstance(kept, Node)

@@ -16,12 +16,21 @@ from rekindle.restore.reshard import Want
 from rekindle.restore.saved import Node, Saved
 from rekindle.state.content import StateContent, is_plain_optimizer
 from rekindle.state.flat import is_flat
-from rekindle.state.names import canonical
-from rekindle.state.parts import Leaf, Sharded, dtype_name, hold, is_dtensor, is_leaf, memory, replicated
+from rekindle.state.names import canonical_names
+from rekindle.state.parts import (
+    FlatPart,
+    Leaf,
+    dtype_name,
+    is_dtensor,
+    is_leaf,
+    local_parts,
+    local_tensor,
+    replicate_like,
+)
 from rekindle.state.rng import RNG, RngState
-from rekindle.state.strides import empty, order_of
+from rekindle.state.strides import empty_for, order_of
 from rekindle.state.tree import entries
-from rekindle.state.zero import ZeroState, numbered
+from rekindle.state.zero import ZeroState, number_parameters
 
 __all__ = ["Match", "Target", "mismatch"]
 
@@ -124,7 +133,7 @@ class Match:
 
     def _target(self, entry: str, name: str, leaf: Leaf, live: bool) -> None:
         if (entry, name) not in self.targets:
-            held = hold(leaf, name)
+            held = local_parts(leaf, name)
             self.targets[entry, name] = Target(name, entry, leaf, held.pieces, live)
 
     def new(self, entry: str, name: str, like: Leaf | None = None) -> Leaf:
@@ -145,9 +154,9 @@ class Match:
             if is_dtensor(like) and tuple(like.shape) == shape:
                 leaf = torch.empty_like(like.detach(), dtype=getattr(torch, chunk.dtype))
             elif is_dtensor(like) and shape and not self.saved.own(name):
-                leaf = replicated(empty(chunk, chunk.order, memory(like).device), like)
+                leaf = replicate_like(empty_for(chunk, chunk.order, local_tensor(like).device), like)
             else:
-                leaf = empty(chunk, self._order(chunk, like))
+                leaf = empty_for(chunk, self._order(chunk, like))
         except (RuntimeError, TypeError) as error:
             raise CorruptError(f"{name}: there is no room for a {chunk.dtype}{list(shape)}") from error
         self._target(entry, name, leaf, False)
@@ -169,7 +178,7 @@ class Match:
     def _module(self, name: str, module: torch.nn.Module) -> None:
         live = self.contents.of(module)
         owned = {key for key, _ in module.named_parameters()}
-        names = canonical(module)
+        names = canonical_names(module)
         self._resizing[name] = {names[key] for key in _resizing(module) if key in names}
         before = len(self.lacking) + len(self.problems)
         for key, leaf in live.items():
@@ -200,12 +209,12 @@ class Match:
         if kind is None:
             self.absent.append(stored)
             return
-        ours = (dtype_name(memory(leaf)), tuple(leaf.shape))
+        ours = (dtype_name(local_tensor(leaf)), tuple(leaf.shape))
         resized = ours[0] == kind[0] and path.removeprefix(f"{entry}.") in self._resizing[entry]
         if ours != kind and (resized or self._widens(entry, leaf, kind)):
             self.new(entry, stored)
         elif ours != kind:
-            self._misfits.add(id(leaf.counter if isinstance(leaf, Sharded) else leaf))
+            self._misfits.add(id(leaf.counter if isinstance(leaf, FlatPart) else leaf))
             self.problems.append(f"{path}: live {ours[0]}{list(ours[1])}, saved {kind[0]}{list(kind[1])}")
         elif (entry, stored) not in self.targets:
             if self._claims.add(leaf):
@@ -215,7 +224,7 @@ class Match:
 
     def _widens(self, entry: str, leaf: Leaf, kind: tuple[str, tuple[int, ...]]) -> bool:
         """Returns True for a buffer that FullyShardedDataParallel will cast, at its first use, to what was saved."""
-        if not is_flat(self.state[entry]) or isinstance(leaf, (Sharded, torch.nn.Parameter)):
+        if not is_flat(self.state[entry]) or isinstance(leaf, (FlatPart, torch.nn.Parameter)):
             return False
         saved = getattr(torch, kind[0])
         return tuple(leaf.shape) == kind[1] and torch.promote_types(leaf.dtype, saved) == leaf.dtype
@@ -223,7 +232,7 @@ class Match:
     # -- optimizers ---------------------------------------------------------------------------------------------
 
     def _optimizer(self, name: str, entry: Any) -> None:
-        every = numbered(entry.param_groups)
+        every = number_parameters(entry.param_groups)
         names = self.names[name] = self._names(name, entry)
         owned = entry.owned if isinstance(entry, ZeroState) else set(names)
         self.kept[name] = {}
@@ -272,7 +281,7 @@ class Match:
         """
         names = self.contents.names(entry)
         saved = self.saved.parameters(name)
-        every = numbered(entry.param_groups)
+        every = number_parameters(entry.param_groups)
         if not saved or any(map(self.contents.runs, every.values())):
             return names
         if all(type(key) is int for key in saved):
@@ -305,7 +314,7 @@ class Match:
                 flat = kept[key] = live if fits else torch.zeros(parameter.shape, dtype=dtype, device=device)
             self._target(name, stored, run.of(flat, flat), flat is live)
             return
-        fits = isinstance(live, torch.Tensor) and (dtype_name(memory(live)), tuple(live.shape)) == kind
+        fits = isinstance(live, torch.Tensor) and (dtype_name(local_tensor(live)), tuple(live.shape)) == kind
         if fits and (name, stored) not in self.targets and self._claims.add(live):
             self._target(name, stored, live, True)
         kept[key] = self.new(name, stored, parameter)
@@ -362,8 +371,8 @@ class Claims:
 
         False, and nothing claimed, where bytes can't be put into the tensor's own memory, or a part is taken.
         """
-        tensor = memory(leaf)
-        if isinstance(leaf, Sharded):
+        tensor = local_tensor(leaf)
+        if isinstance(leaf, FlatPart):
             start = tensor.data_ptr() + leaf.start * tensor.element_size()
             return self._claim(tensor.device, start, start + (leaf.last - leaf.first) * tensor.element_size())
         if not _can_be_filled(tensor):

@@ -27,12 +27,12 @@ from rekindle.save.unchanged import StateWatch
 from rekindle.settings import Overlap
 from rekindle.state.codec import encode
 from rekindle.state.content import StateContent
-from rekindle.state.parts import Held, hold, memory
-from rekindle.state.replicas import alike, data_parallel
+from rekindle.state.parts import LocalParts, local_parts, local_tensor
+from rekindle.state.replicas import data_parallel_ranks, ranks_with_copies
 from rekindle.state.rng import RNG, RngState
 from rekindle.state.strides import is_negated, order_of
-from rekindle.state.traits import Trait, trait_of
-from rekindle.state.tree import Flat, describe, flatten
+from rekindle.state.traits import Traits, traits_of
+from rekindle.state.tree import FlatState, describe, flatten
 from rekindle.state.zero import ZeroState, is_zero
 
 __all__ = ["Capture", "unwrap"]
@@ -88,7 +88,7 @@ class Capture:
         self._paths: list[str] = []
         self._plan: CopyPlan | None = None
         self._rank, self._world, self._local_ranks, self._rank_private = 0, 1, frozenset({0}), frozenset[str]()
-        self._shared_params: dict[tuple[int, ...], dict[str, Held]] = {}
+        self._shared_params: dict[tuple[int, ...], dict[str, LocalParts]] = {}
         """Parameters by the ranks that share them, if those are not all ranks and this is the first of them."""
         self._replicated: tuple[object, dict[int, tuple[int, ...]]] = (None, {})
         self._copied_together: dict[tuple[int, ...], list[Piece]] = {}
@@ -116,7 +116,7 @@ class Capture:
         with _no_collection():
             contents = StateContent(self.state)
             tree = {name: contents.of(entry) for name, entry in self.state.items()}
-            flat = Flat()
+            flat = FlatState()
             flatten(tree, flat)
             self._watch = None
             self._plan = self._make_plan(tree, flat)
@@ -189,7 +189,7 @@ class Capture:
         later = 0
         for entry in self.state.values():
             if isinstance(entry, torch.optim.Optimizer) and not entry.state:
-                trained = [memory(p) for g in entry.param_groups for p in g["params"] if p.requires_grad]
+                trained = [local_tensor(p) for g in entry.param_groups for p in g["params"] if p.requires_grad]
                 later += sum(int(part * _kept(entry) * p.nbytes) + 8 + _NAMES for p in trained) + PAGE
         return plan.layout.file_bytes + later
 
@@ -208,23 +208,23 @@ class Capture:
                 raise UnsupportedValueError(f"{self._paths[index]}: {error}") from None
         return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
 
-    def _make_plan(self, tree: dict[str, Any], flat: Flat) -> CopyPlan:
+    def _make_plan(self, tree: dict[str, Any], flat: FlatState) -> CopyPlan:
         description = describe(tree)
         self._paths = description.paths
         first: dict[tuple[Any, ...], str] = {}
-        traits: dict[tuple[Any, ...], Trait] = {}
+        traits: dict[tuple[Any, ...], Traits] = {}
         """Of tensors outside of modules; those of modules come back in place, and stay what they are."""
         taken: set[str] = set()
         lasting = self._fence.lasting() if self._fence is not None else set()
-        known = alike(self.state, self._data_parallel(flat))
+        known = ranks_with_copies(self.state, self._data_parallel(flat))
         private = self._private_ids(flat, [leaf.name for leaf in description.leaves])
         pieces: list[Piece] = []
         replicas: dict[str, tuple[int, ...]] = {}
         self._shared_params = {}
         for tensor, leaf in zip(flat.tensors, description.leaves, strict=True):
-            held = hold(tensor, leaf.path)
+            held = local_parts(tensor, leaf.path)
             if not isinstance(self.state.get(leaf.entry), torch.nn.Module):
-                trait = trait_of(tensor)
+                trait = traits_of(tensor)
                 if traits.setdefault(held.place, trait) != trait:  # a parameter and its data are two
                     held.place = (*held.place, trait)
                     traits[held.place] = trait
@@ -251,14 +251,14 @@ class Capture:
         mine = self._take_part(pieces)
         return self._lay_out(mine, description.structure, replicas, whole) if self._copied_together else whole
 
-    def _private_ids(self, flat: Flat, names: list[str]) -> set[int]:
+    def _private_ids(self, flat: FlatState, names: list[str]) -> set[int]:
         """Returns ids of parameters that are each rank's own, and of the state that optimizers keep of them."""
         found = {id(tensor) for tensor, name in zip(flat.tensors, names, strict=True) if name in self._rank_private}
         owners = [entry for entry in self.state.values() if found and isinstance(entry, _OPTIMIZERS)]
         states = [kept for entry in owners for p, kept in entry.state.items() if id(p) in found]
         return found | {id(value) for kept in states if isinstance(kept, dict) for value in kept.values()}
 
-    def _data_parallel(self, flat: Flat) -> dict[int, tuple[int, ...]]:
+    def _data_parallel(self, flat: FlatState) -> dict[int, tuple[int, ...]]:
         """Returns the ranks of DistributedDataParallel by parameter.
 
         They are sought anew only where there are other tensors than before: that takes as long as a small step.
@@ -266,10 +266,10 @@ class Capture:
         parameters = {id(tensor) for tensor in flat.tensors if isinstance(tensor, torch.nn.Parameter)}
         seen = len(flat.tensors), frozenset(parameters)
         if self._replicated[0] != seen:
-            self._replicated = seen, data_parallel()
+            self._replicated = seen, data_parallel_ranks()
         return self._replicated[1]
 
-    def _pieces(self, name: str, held: Held, ranks: tuple[int, ...], late: bool, own: bool) -> list[Piece]:
+    def _pieces(self, name: str, held: LocalParts, ranks: tuple[int, ...], late: bool, own: bool) -> list[Piece]:
         own = own and self._world > 1
         return [
             Piece(

@@ -19,7 +19,7 @@ from rekindle.errors import RekindleError
 from rekindle.format.layout import BLOCK
 from rekindle.format.receipt import checksum
 from rekindle.save.plan import Batch, CopyPlan, Unit
-from rekindle.state.device import Event, Lanes, reached
+from rekindle.state.device import Event, SideStreams, wait_for_event
 
 __all__ = ["Copying", "ShardWriter", "checksum_late_blocks"]
 
@@ -186,7 +186,7 @@ class Copying:
 
     def _hash(self, batch: Batch) -> None:
         """Hash what a device copies, once it has."""
-        if not reached(self._events[batch.units[0].start], _STUCK):
+        if not wait_for_event(self._events[batch.units[0].start], _STUCK):
             raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
         for unit in batch.units:
             self._hash_unit(unit)
@@ -231,7 +231,7 @@ class ShardWriter:
         # One, for training needs its cores. Not of lower priority: where training keeps them all busy, most would be
         # left to do when the update waits, and training is slowed by as much either way.
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-behind")
-        self.lanes = Lanes()
+        self.lanes = SideStreams()
 
     def start(self, plan: CopyPlan, buffer: mmap.mmap, cache: object, step: int) -> Copying:
         """Begin to fill ``buffer``, of at least ``plan.layout.file_bytes`` bytes. What may change at once is copied."""

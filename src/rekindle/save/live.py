@@ -14,7 +14,7 @@ from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
 from rekindle.save.local_state import LocalStateCapture
 from rekindle.save.plan import CopyPlan
-from rekindle.state.device import after
+from rekindle.state.device import resume_after
 
 __all__ = ["Live"]
 
@@ -117,7 +117,7 @@ class Live:
     def write(self, stamp: ShardId, plan: CopyPlan, buffer: mmap.mmap) -> bytes:
         """Fill ``buffer`` by ``plan`` and return the receipt. Raises RekindleError when the state changes."""
         assert self._local is not None
-        with after(self._local.events):
+        with resume_after(self._local.events):
             _, checksums = self.writer.write(plan, buffer, None, stamp.step)
         changed = self._local.changed()
         if changed:

@@ -14,7 +14,7 @@ from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
 from rekindle.memory.local_state import LocalStateWriter, padded
 from rekindle.save.plan import Batch, CopyPlan, Unit
-from rekindle.state.device import Event, mark, reached
+from rekindle.state.device import Event, record_event, wait_for_event
 
 __all__ = ["LocalStateCapture"]
 
@@ -49,7 +49,7 @@ class LocalStateCapture:
             writing.result()  # it reads what is about to be overwritten
         if plan is not self._plan:
             self._lay_out(plan)
-        self.events = {device: mark(device) for device in self._devices}
+        self.events = {device: record_event(device) for device in self._devices}
         with torch.no_grad():
             for view, unit in self._copied:
                 view.copy_(unit.source, non_blocking=True)
@@ -115,7 +115,7 @@ class LocalStateCapture:
         self._told = True
 
     def _wait(self) -> None:
-        if not all(reached(event, _STUCK) for event in self.events.values()):
+        if not all(wait_for_event(event, _STUCK) for event in self.events.values()):
             raise RekindleError(f"a device has not ended its step within {_STUCK:.0f} s")
 
     def plan(self, *, whole: bool) -> CopyPlan:

@@ -10,8 +10,8 @@ import torch
 
 from rekindle.state.codec import is_numpy
 from rekindle.state.content import StateContent
-from rekindle.state.parts import Sharded, dtype_name, memory
-from rekindle.state.tree import Flat, flatten
+from rekindle.state.parts import FlatPart, dtype_name, local_tensor
+from rekindle.state.tree import FlatState, flatten
 from rekindle.state.values import Values
 
 __all__ = ["describe_missing"]
@@ -45,7 +45,7 @@ def describe_missing(state: Mapping[str, Any]) -> str:
         return ""
     places, copies = _held(state, contents)
     shapes = {tuple(copy.shape) for copy in copies}
-    left = {name: [(n, p) for n, p in found if _storage(memory(p)) not in places] for name, found in left.items()}
+    left = {name: [(n, p) for n, p in found if _storage(local_tensor(p)) not in places] for name, found in left.items()}
     wanted = {id(p): p.numel() for found in left.values() for _, p in found}
     if sum(wanted.values()) <= sum(math.prod(copy.shape) for copy in copies if _is_float(copy)):
         return ""
@@ -68,11 +68,11 @@ def _held(state: Mapping[str, Any], contents: StateContent) -> tuple[set[tuple[A
     for entry in state.values():
         if _is_optimizer(entry):
             continue
-        flat = Flat()
+        flat = FlatState()
         flatten(contents.of(entry), flat)
-        places |= {_storage(memory(leaf)) for leaf in flat.tensors}
+        places |= {_storage(local_tensor(leaf)) for leaf in flat.tensors}
         if not isinstance(entry, (torch.nn.Module, Values)):
-            copies += [leaf for leaf in flat.tensors if not isinstance(leaf, Sharded)]
+            copies += [leaf for leaf in flat.tensors if not isinstance(leaf, FlatPart)]
             copies += [value for value in flat.values if is_numpy(value)]
     return places, copies
 

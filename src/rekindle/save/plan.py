@@ -12,7 +12,7 @@ import torch
 from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk, Layout, block_ranges
 from rekindle.format.receipt import Receipt
-from rekindle.state.traits import Trait
+from rekindle.state.traits import Traits
 
 __all__ = ["IN_STEP", "Batch", "Piece", "CopyPlan", "Unit", "batches"]
 
@@ -77,7 +77,7 @@ class Piece:
         source = self.source.narrow(0, rows.offsets[0] - self.chunk.offsets[0], rows.sizes[0])
         return replace(self, chunk=replace(self.chunk, offsets=rows.offsets, sizes=rows.sizes), source=source)
 
-    def with_trait(self, trait: Trait) -> Piece:
+    def with_trait(self, trait: Traits) -> Piece:
         """Returns the piece with the trait of its tensor."""
         return replace(self, chunk=replace(self.chunk, **trait._asdict()))
 

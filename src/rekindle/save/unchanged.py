@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from rekindle.state.content import StateContent
 from rekindle.state.flat import is_flat
-from rekindle.state.parts import Leaf, Sharded, memory
-from rekindle.state.tree import Flat, flatten
+from rekindle.state.parts import FlatPart, Leaf, local_tensor
+from rekindle.state.tree import FlatState, flatten
 
 __all__ = ["StateWatch"]
 
@@ -29,14 +29,14 @@ class StateWatch:
     def __init__(self, state: Mapping[str, Any], contents: StateContent, leaves: list[Leaf]) -> None:
         self._entries = [_watch(entry, contents) for entry in state.values()]
         self._leaves = leaves
-        self._places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in map(memory, leaves)]
+        self._places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in map(local_tensor, leaves)]
 
     def values(self) -> list[Any] | None:
         """Returns all values that are not tensors, in order of flattening; None when anything else has changed."""
         found: list[Any] = []
         if not all(entry.same(found) for entry in self._entries):
             return None
-        for tensor, (address, shape, stride, dtype) in zip(map(memory, self._leaves), self._places, strict=True):
+        for tensor, (address, shape, stride, dtype) in zip(map(local_tensor, self._leaves), self._places, strict=True):
             if (
                 tensor.data_ptr() != address
                 or tensor.shape != shape
@@ -55,8 +55,8 @@ class _Any:
         self._flat = self._look()
         self._wanted = list(map(_requires_grad, self._flat.tensors))
 
-    def _look(self) -> Flat:
-        flat = Flat()
+    def _look(self) -> FlatState:
+        flat = FlatState()
         flatten(self._contents.of(self._entry), flat)
         return flat
 
@@ -129,8 +129,8 @@ class _Optimizer:
         )
 
     @staticmethod
-    def _group(group: dict[str, Any]) -> Flat:
-        flat = Flat()
+    def _group(group: dict[str, Any]) -> FlatState:
+        flat = FlatState()
         flatten({key: value for key, value in group.items() if key != "params"}, flat)
         return flat
 
@@ -169,7 +169,7 @@ def _identical(now: list[Any], before: list[Any]) -> bool:
 
 
 def _identity(leaf: Leaf) -> torch.Tensor:
-    return leaf.counter if isinstance(leaf, Sharded) else leaf
+    return leaf.counter if isinstance(leaf, FlatPart) else leaf
 
 
 def _requires_grad(leaf: Leaf) -> bool:

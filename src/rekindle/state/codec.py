@@ -13,10 +13,18 @@ import torch
 
 from rekindle.errors import FormatError, UnsupportedValueError, UsageError
 from rekindle.format.fields import MAX_VALUE_DEPTH
-from rekindle.state.numbers import Numbers
-from rekindle.state.types import DECODERS, OF_A_CLASS, Again, Foreign, classes_in, form_of, of_a_class
+from rekindle.state.numbers import NumberList
+from rekindle.state.types import (
+    CLASS_TAGS,
+    DECODERS,
+    ForeignValue,
+    Recurse,
+    class_names_in,
+    decode_of_class,
+    encode_other,
+)
 
-__all__ = ["decode", "encode", "encodes", "has_pickle", "is_numpy", "is_plain", "is_typed"]
+__all__ = ["decode", "encode", "is_well_formed", "has_pickle", "is_numpy", "is_plain", "is_typed"]
 
 _EXACT = 1 << 53
 """JSON readers other than Python's hold integers as doubles; beyond this they are written as text."""
@@ -28,7 +36,7 @@ def _b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def encodes(text: str) -> bool:
+def is_well_formed(text: str) -> bool:
     """Whether it has no lone surrogates: JSON readers join two that happen to meet."""
     try:
         text.encode()
@@ -48,7 +56,11 @@ def encode(value: Any, allow_pickle: bool = False, room: int = MAX_VALUE_DEPTH -
     if kind is bool or value is None:
         return value
     if kind is str:
-        return value if value.isascii() or encodes(value) else {"$str": _b64(value.encode("utf-8", "surrogatepass"))}
+        return (
+            value
+            if value.isascii() or is_well_formed(value)
+            else {"$str": _b64(value.encode("utf-8", "surrogatepass"))}
+        )
     if kind is int:
         return value if -_EXACT < value < _EXACT else {"$int": hex(value)}  # decimal would be slow, and is limited
     if kind is float:
@@ -57,7 +69,7 @@ def encode(value: Any, allow_pickle: bool = False, room: int = MAX_VALUE_DEPTH -
         return {"$bytes": _b64(value)}
     if kind is list:
         return [encode(item, allow_pickle, room - 1) for item in value]
-    if kind is Numbers:
+    if kind is NumberList:
         return {"$numbers": [value.code, _b64(value.data)]}
     if kind is torch.Size:
         return {"$size": list(value)}
@@ -72,7 +84,7 @@ def encode(value: Any, allow_pickle: bool = False, room: int = MAX_VALUE_DEPTH -
     array = _encode_numpy(value)
     if array is not None:
         return array
-    more = form_of(value, lambda inner: encode(inner, allow_pickle, room - 3))
+    more = encode_other(value, lambda inner: encode(inner, allow_pickle, room - 3))
     if more is not None:
         return more
     if allow_pickle:
@@ -115,12 +127,12 @@ def has_pickle(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Whether decoding the value gives it to anybody: it is no pickle, and of no class that must be at hand."""
-    return not has_pickle(value) and next(classes_in(value), None) is None
+    return not has_pickle(value) and next(class_names_in(value), None) is None
 
 
 def is_typed(value: Any) -> bool:
     """Whether this looks like the typed form of a value, outside of a checkpoint too."""
-    return type(value) is dict and len(value) == 1 and next(iter(value)) in {*_DECODERS, *OF_A_CLASS, "$pickle"}
+    return type(value) is dict and len(value) == 1 and next(iter(value)) in {*_DECODERS, *CLASS_TAGS, "$pickle"}
 
 
 def decode(value: Any, allow_pickle: bool = False, classes: Mapping[str, type] | None = None) -> Any:
@@ -146,26 +158,26 @@ def decode(value: Any, allow_pickle: bool = False, classes: Mapping[str, type] |
             )
         return pickle.loads(base64.b64decode(body))
     decoder = _DECODERS.get(tag)
-    if decoder is None and tag not in OF_A_CLASS:
+    if decoder is None and tag not in CLASS_TAGS:
         raise FormatError(f"unknown type {tag!r} of a value")
     try:
         if decoder is not None:
             return decoder(body, again)
-        return Foreign(value) if classes is None else of_a_class(tag, body, again, classes, allow_pickle)
+        return ForeignValue(value) if classes is None else decode_of_class(tag, body, again, classes, allow_pickle)
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, OverflowError, MemoryError) as error:
         if isinstance(error, (FormatError, UsageError)):
             raise
         raise FormatError(f"a value of type {tag!r} is not readable: {error}") from error
 
 
-def _dtype(body: Any, _: Again) -> torch.dtype:
+def _dtype(body: Any, _: Recurse) -> torch.dtype:
     found = vars(torch).get(body)  # getattr() would import what torch only loads when it is asked for
     if not isinstance(found, torch.dtype):
         raise ValueError(f"torch.{body} is no dtype")
     return found
 
 
-def _array(body: Any, _: Again) -> Any:
+def _array(body: Any, _: Recurse) -> Any:
     import numpy  # noqa: PLC0415  torch works without numpy, and so do we until a checkpoint has an array in it
 
     return numpy.frombuffer(base64.b64decode(body[2]), _numpy_dtype(body[0])).reshape(body[1]).copy()
@@ -180,14 +192,14 @@ def _numpy_dtype(name: Any) -> Any:
     return dtype
 
 
-def _scalar(body: Any, again: Again) -> Any:
+def _scalar(body: Any, again: Recurse) -> Any:
     dtype = _numpy_dtype(body[0])
     if not dtype.itemsize:  # an empty string, which an array can't hold
         return dtype.type()
     return _array([body[0], [1], body[1]], again)[0]
 
 
-_DECODERS: dict[str, Callable[[Any, Again], Any]] = {
+_DECODERS: dict[str, Callable[[Any, Recurse], Any]] = {
     "$int": lambda body, _: int(body, 16),
     "$str": lambda body, _: base64.b64decode(body).decode("utf-8", "surrogatepass"),
     "$float": lambda body, _: float(body),
@@ -199,7 +211,7 @@ _DECODERS: dict[str, Callable[[Any, Again], Any]] = {
     "$size": lambda body, _: torch.Size(body),
     "$dtype": _dtype,
     "$device": lambda body, _: torch.device(body),
-    "$numbers": lambda body, _: Numbers(body[0], base64.b64decode(body[1])).items(),
+    "$numbers": lambda body, _: NumberList(body[0], base64.b64decode(body[1])).items(),
     "$array": _array,
     "$scalar": _scalar,
     **DECODERS,

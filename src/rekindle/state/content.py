@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from rekindle.state.flat import Run, flat_modules, is_flat, runs_of, tied
-from rekindle.state.names import Names, canonical, strip
-from rekindle.state.numbers import pack
-from rekindle.state.parts import Sharded
-from rekindle.state.zero import ZeroState, numbered
+from rekindle.state.flat import FlatRun, flat_modules, flat_runs, is_flat, tied_names
+from rekindle.state.names import Names, canonical_names, strip_wrappings
+from rekindle.state.numbers import pack_numbers
+from rekindle.state.parts import FlatPart
+from rekindle.state.zero import ZeroState, number_parameters
 
 __all__ = ["StateContent", "is_plain_optimizer", "with_extra_state"]
 
@@ -24,26 +24,26 @@ class StateContent:
             if isinstance(module, torch.nn.Module) and not is_flat(module) and _has_hooks(module):
                 module.state_dict(keep_vars=True)  # fully_shard then puts back the parameters that optimizers have
         self._names = Names(state)
-        self._flat: dict[int, list[Run]] = {}
+        self._flat: dict[int, list[FlatRun]] = {}
         """By id of a tensor in which parameters lie flattened: these. With views, each parameter has its own."""
         self._modules = {id(module): self._flatten(module) for module in state.values() if is_flat(module)}
 
-    def _flatten(self, module: torch.nn.Module) -> list[tuple[str, Sharded]]:
+    def _flatten(self, module: torch.nn.Module) -> list[tuple[str, FlatPart]]:
         found = []
         for prefix, part in flat_modules(module):
-            dot = strip(prefix + ".", []) if prefix else ""
-            base, runs = runs_of(part, dot)
+            dot = strip_wrappings(prefix + ".", []) if prefix else ""
+            base, runs = flat_runs(part, dot)
             flat = part._handle.flat_param
             self._flat[id(flat)] = runs
             for number, run in enumerate(runs):
                 counter = flat
                 if part._handle._use_orig_params:
                     counter = flat._params[number]
-                    view = Run(run.name, run.shape, 0, run.first, run.last, run.ranks)
+                    view = FlatRun(run.name, run.shape, 0, run.first, run.last, run.ranks)
                     self._flat[id(counter)] = [view]
                 found.append((run.name, run.of(base, counter)))
             known = dict(found)
-            found += [(dot + name, known[dot + first]) for name, first in tied(flat)]
+            found += [(dot + name, known[dot + first]) for name, first in tied_names(flat)]
         return found
 
     def of(self, entry: Any) -> Any:
@@ -52,7 +52,7 @@ class StateContent:
         saved = entry.state_dict()
         if isinstance(entry, ZeroState) or is_plain_optimizer(entry, saved):
             return self._optimizer(entry, saved)
-        return pack(saved)
+        return pack_numbers(saved)
 
     def keys(self, module: torch.nn.Module) -> dict[str, str]:
         """The bare model's names, by what the module's own ``load_state_dict()`` is to be given them as.
@@ -60,12 +60,12 @@ class StateContent:
         Without what lies in flattened parameters: that is filled where it is.
         """
         if id(module) in self._modules:
-            return {key: key for key, leaf in self._module(module).items() if not isinstance(leaf, Sharded)}
-        names = canonical(module)
+            return {key: key for key, leaf in self._module(module).items() if not isinstance(leaf, FlatPart)}
+        names = canonical_names(module)
         return {key: names.get(key, key) for key in module.state_dict(keep_vars=True)}
 
     def _module(self, module: torch.nn.Module) -> dict[str, Any]:
-        names = canonical(module)
+        names = canonical_names(module)
         if id(module) not in self._modules:
             return {names.get(key, key): value for key, value in module.state_dict(keep_vars=True).items()}
         found: dict[str, Any] = dict(self._modules[id(module)])
@@ -83,20 +83,20 @@ class StateContent:
 
     def names(self, entry: Any) -> dict[int, list[Any]]:
         """By id of each of an optimizer's parameters: what it is called; several names where several are flattened."""
-        every = numbered(entry.param_groups)
+        every = number_parameters(entry.param_groups)
         single = self._names.of(every)
         return {
             id(p): [run.name for run in self._flat[id(p)]] if id(p) in self._flat else [single[number]]
             for number, p in every.items()
         }
 
-    def runs(self, parameter: torch.Tensor) -> list[Run] | None:
+    def runs(self, parameter: torch.Tensor) -> list[FlatRun] | None:
         """What lies in a parameter that is a flattened one."""
         return self._flat.get(id(parameter))
 
     def _optimizer(self, entry: Any, saved: dict[str, Any]) -> dict[str, Any]:
         names = self.names(entry)
-        every = numbered(entry.param_groups)
+        every = number_parameters(entry.param_groups)
         state: dict[Any, Any] = {}
         for key, kept in saved["state"].items():
             if not isinstance(key, int):
@@ -131,7 +131,7 @@ def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mo
     """Modules inside that keep more than tensors, and what ``state_dict()`` calls that."""
     for name, part in module.named_modules():
         if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
-            yield strip(f"{name}._extra_state" if name else "_extra_state", []), part
+            yield strip_wrappings(f"{name}._extra_state" if name else "_extra_state", []), part
 
 
 def is_plain_optimizer(entry: Any, saved: Any) -> bool:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-__all__ = ["Event", "Lanes", "after", "mark", "page_lock", "reached"]
+__all__ = ["Event", "SideStreams", "resume_after", "record_event", "page_lock", "wait_for_event"]
 
 log = logging.getLogger("rekindle")
 
@@ -27,7 +27,7 @@ _POLL = 1e-4
 Event = torch.cuda.Event
 
 
-class Lanes:
+class SideStreams:
     """One side stream for each CUDA device in use. ``here`` and ``hold`` belong to the thread that trains."""
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class Lanes:
         self._last.clear()
 
 
-def mark(device: torch.device) -> Event:
+def record_event(device: torch.device) -> Event:
     """What tells that the device has done all that the caller's stream was given so far."""
     event: Event = torch.cuda.current_stream(device).record_event()
     return event
 
 
 @contextmanager
-def after(events: Mapping[torch.device, Event]) -> Iterator[None]:
+def resume_after(events: Mapping[torch.device, Event]) -> Iterator[None]:
     """Work as if the caller's streams were at these events, though what was queued later may never end."""
     with ExitStack() as streams:
         for device, event in events.items():
@@ -85,7 +85,7 @@ def after(events: Mapping[torch.device, Event]) -> Iterator[None]:
         yield
 
 
-def reached(event: Event | None, timeout: float) -> bool:
+def wait_for_event(event: Event | None, timeout: float) -> bool:
     """Wait until the device has come to ``event``. False after ``timeout`` seconds. Other threads run meanwhile."""
     deadline = time.monotonic() + timeout
     while event is not None and not event.query():  # type: ignore[no-untyped-call]

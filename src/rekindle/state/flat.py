@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rekindle.state.parts import Sharded
+from rekindle.state.parts import FlatPart
 
-__all__ = ["Run", "flat_modules", "is_flat", "runs_of", "tied"]
+__all__ = ["FlatRun", "flat_modules", "is_flat", "flat_runs", "tied_names"]
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRun:
     """A parameter's elements ``first`` to ``last`` lie in a flat tensor from ``start`` on."""
 
     name: str
@@ -31,8 +31,8 @@ class Run:
     last: int
     ranks: tuple[int, ...]
 
-    def of(self, base: torch.Tensor, counter: torch.Tensor) -> Sharded:
-        return Sharded(base, self.start, self.shape, self.first, self.last, counter, self.ranks)
+    def of(self, base: torch.Tensor, counter: torch.Tensor) -> FlatPart:
+        return FlatPart(base, self.start, self.shape, self.first, self.last, counter, self.ranks)
 
 
 def is_flat(module: Any) -> bool:
@@ -49,7 +49,7 @@ def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, part
 
 
-def runs_of(part: Any, prefix: str) -> tuple[torch.Tensor, list[Run]]:
+def flat_runs(part: Any, prefix: str) -> tuple[torch.Tensor, list[FlatRun]]:
     """The flat tensor of one such part, and what lies in it. ``prefix``: the part's own name, with a dot if any."""
     handle, flat = part._handle, part._handle.flat_param
     base = getattr(flat, "_local_shard", flat.data)  # which it has from its first use on
@@ -60,11 +60,11 @@ def runs_of(part: Any, prefix: str) -> tuple[torch.Tensor, list[Run]]:
             at, first, last = info.offset_in_shard, info.intra_param_start_idx, info.intra_param_end_idx + 1
         else:
             first = last = 0
-        found.append(Run(prefix + name, tuple(shape), at, first, last, ranks))
+        found.append(FlatRun(prefix + name, tuple(shape), at, first, last, ranks))
     return base, found
 
 
-def tied(flat: Any) -> list[tuple[str, str]]:
+def tied_names(flat: Any) -> list[tuple[str, str]]:
     """Of a flat tensor's parameters that have several names: each further one, and the first."""
     return [
         (_dotted(info.module_name, info.param_name), _dotted(info.prim_module_name, info.prim_param_name))

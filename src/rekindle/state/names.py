@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Names", "canonical", "strip"]
+__all__ = ["Names", "canonical_names", "strip_wrappings"]
 
 _WRAPPINGS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def canonical(module: torch.nn.Module) -> dict[str, str]:
+def canonical_names(module: torch.nn.Module) -> dict[str, str]:
     """Of each parameter and buffer of ``module``, as it calls them itself: the name without any wrapping."""
     inner = [f"{name}." if name else "" for name, m in module.named_modules() if isinstance(m, DistributedDataParallel)]
     found = {}
     for named in (module.named_parameters, module.named_buffers):
         for key, _ in named(remove_duplicate=False):
-            found[key] = strip(key, inner)
+            found[key] = strip_wrappings(key, inner)
     count = Counter(found.values())  # a part may be called as a wrapping is, and have a namesake outside
     return {key: name if count[name] == 1 else key for key, name in found.items()}
 
 
-def strip(key: str, inner: list[str]) -> str:
+def strip_wrappings(key: str, inner: list[str]) -> str:
     """``inner``: prefixes of modules that are DistributedDataParallel, whose own is called ``module``."""
     for prefix in sorted(inner, key=len, reverse=True):
         if key.startswith(f"{prefix}module."):
@@ -44,7 +44,7 @@ class Names:
         self._of: dict[int, tuple[str, str]] = {}
         for entry, module in state.items():
             if isinstance(module, torch.nn.Module):
-                names = canonical(module)
+                names = canonical_names(module)
                 for key, parameter in module.named_parameters(remove_duplicate=False):
                     self._of.setdefault(id(parameter), (entry, names[key]))
 

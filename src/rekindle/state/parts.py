@@ -15,11 +15,22 @@ from rekindle.errors import UnsupportedValueError
 from rekindle.format.boxes import Box
 from rekindle.format.layout import DTYPES
 
-__all__ = ["Held", "Leaf", "Sharded", "boxes_of", "dtype_name", "hold", "is_dtensor", "is_leaf", "memory", "replicated"]
+__all__ = [
+    "LocalParts",
+    "Leaf",
+    "FlatPart",
+    "boxes_of_range",
+    "dtype_name",
+    "local_parts",
+    "is_dtensor",
+    "is_leaf",
+    "local_tensor",
+    "replicate_like",
+]
 
 
 @dataclass(eq=False)
-class Sharded:
+class FlatPart:
     """A part of a tensor that lies, flattened, in a piece of ``base``, as FullyShardedDataParallel keeps them."""
 
     base: torch.Tensor
@@ -39,20 +50,20 @@ class Sharded:
     @property
     def pieces(self) -> list[tuple[Box, torch.Tensor]]:
         found, at = [], self.start
-        for box in boxes_of(self.shape, self.first, self.last):
+        for box in boxes_of_range(self.shape, self.first, self.last):
             found.append((box, self.base.detach()[at : at + box.volume].view(box.sizes)))
             at += box.volume
         return found
 
 
-Leaf = torch.Tensor | Sharded
+Leaf = torch.Tensor | FlatPart
 
 
 def is_leaf(value: object) -> bool:
-    return isinstance(value, (torch.Tensor, Sharded))
+    return isinstance(value, (torch.Tensor, FlatPart))
 
 
-def boxes_of(shape: Sequence[int], first: int, last: int) -> list[Box]:
+def boxes_of_range(shape: Sequence[int], first: int, last: int) -> list[Box]:
     """The elements ``first`` to ``last``, exclusive, of a tensor, counted row by row, as boxes in their order."""
     if first >= last:
         return []
@@ -71,12 +82,12 @@ def boxes_of(shape: Sequence[int], first: int, last: int) -> list[Box]:
 
 def _in_row(shape: Sequence[int], row: int, first: int, last: int) -> list[Box]:
     before = row * math.prod(shape[1:])
-    inner = boxes_of(shape[1:], first - before, last - before)
+    inner = boxes_of_range(shape[1:], first - before, last - before)
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
 
 
 @dataclass
-class Held:
+class LocalParts:
     """What this process holds of one tensor."""
 
     shape: tuple[int, ...]
@@ -96,9 +107,9 @@ class Held:
     """Equal for tied tensors."""
 
 
-def memory(leaf: Leaf) -> torch.Tensor:
+def local_tensor(leaf: Leaf) -> torch.Tensor:
     """The plain tensor that this process's part lies in."""
-    if isinstance(leaf, Sharded):
+    if isinstance(leaf, FlatPart):
         return leaf.base
     return leaf._local_tensor if is_dtensor(leaf) else leaf
 
@@ -108,7 +119,7 @@ def is_dtensor(value: object) -> TypeGuard[Any]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def replicated(whole: torch.Tensor, like: Any) -> torch.Tensor:
+def replicate_like(whole: torch.Tensor, like: Any) -> torch.Tensor:
     """A DTensor that is ``whole`` on each rank of the mesh of ``like``, another one."""
     module = sys.modules["torch.distributed.tensor"]
     placements = [module.Replicate()] * like.device_mesh.ndim
@@ -120,28 +131,28 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def hold(leaf: Leaf, path: str) -> Held:
+def local_parts(leaf: Leaf, path: str) -> LocalParts:
     """Raises UnsupportedValueError, naming ``path``, for what can't be saved."""
-    local = memory(leaf)
+    local = local_tensor(leaf)
     _check_kind(local, path)
-    if isinstance(leaf, Sharded):
+    if isinstance(leaf, FlatPart):
         at = (_place(local), leaf.start, leaf.shape, leaf.first, leaf.last)
         place = at if leaf.first < leaf.last else (id(leaf),)  # nothing of it is here: it is like no other
-        return Held(leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, True, (), place)
+        return LocalParts(leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, True, (), place)
     if is_dtensor(leaf):
         return _hold_dtensor(leaf, local, path)
     shape = tuple(leaf.shape)
     whole = Box((0,) * len(shape), shape)
-    return Held(shape, dtype_name(leaf), [(whole, leaf.detach())], leaf, place=_place(leaf))
+    return LocalParts(shape, dtype_name(leaf), [(whole, leaf.detach())], leaf, place=_place(leaf))
 
 
-def _hold_dtensor(tensor: Any, local: torch.Tensor, path: str) -> Held:
+def _hold_dtensor(tensor: Any, local: torch.Tensor, path: str) -> LocalParts:
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedValueError(f"{path}: is a partial sum, {tensor.placements}: redistribute it before saving")
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     shape = tuple(tensor.shape)
     if coordinate is None:  # a mesh that this rank is no part of
-        return Held(shape, dtype_name(local), [], tensor, (), True, (), _place(local))
+        return LocalParts(shape, dtype_name(local), [], tensor, (), True, (), _place(local))
     alike = tuple(
         slice(None) if placement.is_replicate() else at
         for placement, at in zip(tensor.placements, coordinate, strict=True)
@@ -153,7 +164,9 @@ def _hold_dtensor(tensor: Any, local: torch.Tensor, path: str) -> Held:
     box = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
     pieces = [(box, local.detach())] if box.volume else []
     family = tuple(sorted(mesh.mesh.flatten().tolist()))
-    return Held(shape, dtype_name(local), pieces, tensor, tuple(sorted(ranks)), True, family, (_place(local), box))
+    return LocalParts(
+        shape, dtype_name(local), pieces, tensor, tuple(sorted(ranks)), True, family, (_place(local), box)
+    )
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

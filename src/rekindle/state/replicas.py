@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rekindle.errors import UsageError
-from rekindle.state.parts import hold, is_dtensor
+from rekindle.state.parts import is_dtensor, local_parts
 from rekindle.state.zero import ZeroState
 
-__all__ = ["ReplicaGroup", "alike", "data_parallel", "replica_groups", "replicated_over"]
+__all__ = ["ReplicaGroup", "ranks_with_copies", "data_parallel_ranks", "replica_groups", "parent_ranks"]
 
 _over: dict[tuple[int, ...], tuple[int, ...]] = {}
 """By the ranks of a part: those of the group that it is a part of."""
@@ -82,7 +82,7 @@ def replica_groups(
     return ReplicaGroup(made, host, mine, tuple(parts))
 
 
-def data_parallel() -> dict[int, tuple[int, ...]]:
+def data_parallel_ranks() -> dict[int, tuple[int, ...]]:
     """By ``id`` of a parameter: the ranks that DistributedDataParallel keeps alike, unless a hook may not.
 
     Found among all objects of this process, because a state usually names the module that is wrapped, which knows
@@ -106,7 +106,7 @@ def _keeps_alike(hook: tuple[Any, Any]) -> bool:
     return "post_localSGD" not in str(getattr(hook[0], "__module__", ""))
 
 
-def alike(
+def ranks_with_copies(
     state: Mapping[str, Any], parameters: Mapping[int, tuple[int, ...]]
 ) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
     """By ``id`` of a tensor that doesn't tell it of itself: (all ranks that hold the same, ranks of which some do).
@@ -116,7 +116,7 @@ def alike(
     found = {key: (ranks, ranks) for key, ranks in parameters.items()}
     for entry in state.values():
         if isinstance(entry, ZeroState):
-            part = replicated_over(entry.optimizer.process_group)
+            part = parent_ranks(entry.optimizer.process_group)
             found |= {id(tensor): ((), part) for kept in entry.state.values() for tensor in kept.values()}
         elif isinstance(entry, torch.optim.Optimizer):
             trained = [p for group in entry.param_groups for p in group["params"] if p.requires_grad]
@@ -131,10 +131,10 @@ def alike(
 
 def _of(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Who keeps the same count of a sharded parameter's updates: whoever holds the same shard of it, and more."""
-    ranks = hold(parameter, "").ranks if is_dtensor(parameter) else ()
+    ranks = local_parts(parameter, "").ranks if is_dtensor(parameter) else ()
     return ranks, ranks
 
 
-def replicated_over(group: dist.ProcessGroup) -> tuple[int, ...]:
+def parent_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     """The ranks among which there are copies of what ``group``, a part, shards; nobody if it isn't a part."""
     return _over.get(tuple(dist.get_process_group_ranks(group)), ())

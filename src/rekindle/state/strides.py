@@ -8,7 +8,7 @@ import torch
 
 from rekindle.format.layout import NEGATABLE, Chunk
 
-__all__ = ["SAME_SIZE", "empty", "is_negated", "order_of", "reorder"]
+__all__ = ["SAME_SIZE", "empty_for", "is_negated", "order_of", "reorder"]
 
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Types to copy elements by: torch can't copy all of its own."""
@@ -30,7 +30,7 @@ def is_negated(tensor: torch.Tensor) -> bool:
     return tensor.is_neg() and str(tensor.dtype).removeprefix("torch.") in NEGATABLE
 
 
-def empty(chunk: Chunk, order: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
+def empty_for(chunk: Chunk, order: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
     """A new tensor for all of what ``chunk`` is a part of. ``order`` is that of its dimensions in memory, as above."""
     shape, dtype = chunk.global_shape, getattr(torch, chunk.dtype)
     made = torch.empty_permuted(shape, tuple(order) or tuple(range(len(shape))), dtype=dtype, device=device)

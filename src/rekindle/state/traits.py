@@ -10,25 +10,25 @@ from torch.nn import Parameter
 from rekindle.format.layout import Chunk
 from rekindle.state.parts import Leaf
 
-__all__ = ["Trait", "again", "trait_of"]
+__all__ = ["Traits", "with_traits", "traits_of"]
 
 
-class Trait(NamedTuple):
+class Traits(NamedTuple):
     """The fields of a chunk that tell of it."""
 
     parameter: bool = False
     requires_grad: bool = False
 
 
-def trait_of(leaf: Leaf) -> Trait:
+def traits_of(leaf: Leaf) -> Traits:
     if not isinstance(leaf, torch.Tensor):
-        return Trait()
-    return Trait(isinstance(leaf, Parameter), leaf.requires_grad)
+        return Traits()
+    return Traits(isinstance(leaf, Parameter), leaf.requires_grad)
 
 
-def again(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+def with_traits(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """What was saved, in the memory of ``tensor``: that one itself where nothing is to be said of it."""
-    if trait_of(tensor) == (chunk.parameter, chunk.requires_grad):
+    if traits_of(tensor) == (chunk.parameter, chunk.requires_grad):
         return tensor
     if chunk.parameter:
         return Parameter(tensor.detach(), requires_grad=chunk.requires_grad)

@@ -13,7 +13,7 @@ from rekindle.errors import FormatError, UnsupportedValueError
 from rekindle.state.codec import decode, encode, is_plain
 from rekindle.state.parts import Leaf, is_leaf
 
-__all__ = ["Flat", "assemble", "describe", "entries", "flatten", "paths_in"]
+__all__ = ["FlatState", "assemble", "describe", "entries", "flatten", "paths_in"]
 
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 _DEEPEST = 100
@@ -23,7 +23,7 @@ _LISTS: dict[type, str] = {list: "$list", tuple: "$tuple"}
 
 
 @dataclass
-class Flat:
+class FlatState:
     """Leaves in the order of the walk. Two states of equal ``signature`` have the same structure."""
 
     signature: list[Any] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Flat:
     values: list[Any] = field(default_factory=list)
 
 
-def flatten(node: Any, out: Flat) -> None:
+def flatten(node: Any, out: FlatState) -> None:
     """Walk ``node``; on the path of every save, so it only looks and appends."""
     kind = type(node)
     children: Any
@@ -55,7 +55,7 @@ def flatten(node: Any, out: Flat) -> None:
 
 
 @dataclass
-class Place:
+class TensorLeaf:
     """A tensor in the structure. ``node`` is its place there, to be completed with the name that it is stored by."""
 
     name: str
@@ -70,7 +70,7 @@ class Description:
     """The structure as JSON, and where its leaves are, in the order of the walk."""
 
     structure: Any = None
-    leaves: list[Place] = field(default_factory=list)
+    leaves: list[TensorLeaf] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     """Path of each value, as a person would write it."""
 
@@ -87,7 +87,7 @@ def _describe(node: Any, name: str, path: str, out: Description, depth: int = 0,
     if depth > _DEEPEST:
         raise UnsupportedValueError(f"{path[:80]}...: nested more than {_DEEPEST} deep")
     if is_leaf(node):
-        leaf = Place(_sayable(name), path, {}, entry)
+        leaf = TensorLeaf(_sayable(name), path, {}, entry)
         out.leaves.append(leaf)
         return leaf.node
     if kind in _LISTS:

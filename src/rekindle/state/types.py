@@ -16,12 +16,21 @@ import torch
 
 from rekindle.errors import FormatError, UsageError
 
-__all__ = ["DECODERS", "OF_A_CLASS", "Again", "Foreign", "classes_in", "classes_of", "form_of", "of_a_class"]
+__all__ = [
+    "DECODERS",
+    "CLASS_TAGS",
+    "Recurse",
+    "ForeignValue",
+    "class_names_in",
+    "classes_of",
+    "encode_other",
+    "decode_of_class",
+]
 
-Again = Callable[[Any], Any]
+Recurse = Callable[[Any], Any]
 """Encodes or decodes what is inside of a value."""
 
-OF_A_CLASS = ("$enum", "$namedtuple")
+CLASS_TAGS = ("$enum", "$namedtuple")
 """Forms whose value is of a class that somebody else has defined, and loading doesn't import."""
 
 _PATHS = {kind.__name__: kind for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
@@ -30,20 +39,20 @@ _FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set
 _TORCH = {"$layout": torch.layout, "$memory_format": torch.memory_format}
 
 
-class Foreign:
+class ForeignValue:
     """A value of a class that is not at hand, on its way from one checkpoint to another file and back."""
 
     def __init__(self, form: dict[str, Any]) -> None:
         self.form = form
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Foreign) and self.form == other.form
+        return isinstance(other, ForeignValue) and self.form == other.form
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.form))
 
 
-def form_of(value: Any, again: Again) -> Any:
+def encode_other(value: Any, again: Recurse) -> Any:
     """The JSON for a value, an object of one key; None for a type that has no form."""
     kind = type(value)
     if kind is complex:
@@ -69,10 +78,10 @@ def form_of(value: Any, again: Again) -> Any:
     for tag, torchs in _TORCH.items():
         if kind is torchs:
             return {tag: str(value).removeprefix("torch.")}
-    return value.form if kind is Foreign else _of_class(value, again)
+    return value.form if kind is ForeignValue else _of_class(value, again)
 
 
-def _defaultdict(value: defaultdict[Any, Any], again: Again) -> Any:
+def _defaultdict(value: defaultdict[Any, Any], again: Recurse) -> Any:
     factory = value.default_factory
     if factory is not None and factory not in _FACTORIES.values():
         return None
@@ -80,7 +89,7 @@ def _defaultdict(value: defaultdict[Any, Any], again: Again) -> Any:
     return {"$defaultdict": [name, *([again(key), again(item)] for key, item in value.items())]}
 
 
-def _of_class(value: Any, again: Again) -> Any:
+def _of_class(value: Any, again: Recurse) -> Any:
     kind = type(value)
     if isinstance(value, enum.Enum) and kind.__members__.get(str(value.name)) is value:
         return {"$enum": [_name(kind), value.name]}
@@ -100,8 +109,8 @@ def _name(kind: type) -> str:
 # -- and back --------------------------------------------------------------------------------------------------------
 
 
-def _of_torch(kind: type) -> Callable[[Any, Again], Any]:
-    def find(body: Any, _: Again) -> Any:
+def _of_torch(kind: type) -> Callable[[Any, Recurse], Any]:
+    def find(body: Any, _: Recurse) -> Any:
         found = vars(torch).get(body)
         if type(found) is not kind:
             raise ValueError(f"torch.{body} is no {kind.__name__}")
@@ -110,7 +119,7 @@ def _of_torch(kind: type) -> Callable[[Any, Again], Any]:
     return find
 
 
-DECODERS: dict[str, Callable[[Any, Again], Any]] = {
+DECODERS: dict[str, Callable[[Any, Recurse], Any]] = {
     "$complex": lambda body, again: complex(*map(again, body)),
     "$range": lambda body, again: range(*map(again, body)),
     "$slice": lambda body, again: slice(*map(again, body)),
@@ -128,7 +137,7 @@ DECODERS: dict[str, Callable[[Any, Again], Any]] = {
 }
 
 
-def of_a_class(tag: str, body: Any, again: Again, classes: Mapping[str, type], may_import: bool) -> Any:
+def decode_of_class(tag: str, body: Any, again: Recurse, classes: Mapping[str, type], may_import: bool) -> Any:
     """A value of one of these classes, of which nothing but what ``enum`` and ``tuple`` do is run.
 
     Raises UsageError for a class that is not among them, unless it may be imported.
@@ -159,14 +168,14 @@ def _imported(name: str) -> Any:
     return found
 
 
-def classes_in(form: Any) -> Iterator[str]:
+def class_names_in(form: Any) -> Iterator[str]:
     """Names of classes that typed JSON speaks of."""
     if isinstance(form, dict):
-        for tag in OF_A_CLASS:
+        for tag in CLASS_TAGS:
             if isinstance(body := form.get(tag), list) and body:
                 yield str(body[0])
     for child in form if isinstance(form, list) else form.values() if isinstance(form, dict) else ():
-        yield from classes_in(child)
+        yield from class_names_in(child)
 
 
 def classes_of(values: Iterable[Any]) -> dict[str, type]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ZeroState", "is_zero", "numbered"]
+__all__ = ["ZeroState", "is_zero", "number_parameters"]
 
 
 def is_zero(entry: Any) -> bool:
@@ -15,7 +15,7 @@ def is_zero(entry: Any) -> bool:
     return module is not None and isinstance(entry, module.ZeroRedundancyOptimizer)
 
 
-def numbered(groups: list[dict[str, Any]]) -> dict[int, torch.Tensor]:
+def number_parameters(groups: list[dict[str, Any]]) -> dict[int, torch.Tensor]:
     """An optimizer's parameters by the numbers that torch gives them: their places, group after group.
 
     One that is there twice has that of its last place in the first group that it is in.
@@ -55,7 +55,7 @@ class ZeroState:
         return {id(p) for group in self.optimizer.optim.param_groups for p in group["params"]}
 
     def _numbers(self) -> dict[int, int]:
-        return {id(p): number for number, p in numbered(self.param_groups).items()}
+        return {id(p): number for number, p in number_parameters(self.param_groups).items()}
 
     def state_dict(self) -> dict[str, Any]:
         numbers = self._numbers()
@@ -64,7 +64,7 @@ class ZeroState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what it keeps; the state of other ranks' parameters is passed over."""
-        every = numbered(self.param_groups)
+        every = number_parameters(self.param_groups)
         owned = self.owned
         self.state.clear()
         for number, kept in state["state"].items():

@@ -25,7 +25,7 @@ from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
 from rekindle.save.plan import CopyPlan
 from rekindle.session.inventory import refuse_unread
-from rekindle.state.tree import Flat, flatten
+from rekindle.state.tree import FlatState, flatten
 from rekindle.storage import disk
 from rekindle.storage.catalog import copies_from
 from rekindle.storage.commit import Committer
@@ -223,7 +223,7 @@ def _check_room(state: Mapping[Any, Any], directory: Path) -> None:
 
     To be asked before a plan is made: for a size that a damaged source makes up, planning would not end.
     """
-    flat = Flat()
+    flat = FlatState()
     flatten(dict(state), flat)
     sizes = {
         (leaf.data_ptr(), leaf.shape, leaf.stride()): leaf.numel() * leaf.element_size()

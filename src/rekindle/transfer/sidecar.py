@@ -19,7 +19,7 @@ from rekindle.format.fields import check_integers, check_structure, check_texts,
 from rekindle.format.layout import BLOCK, DTYPES, MAX_DIMENSIONS, check_order
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import CHECKSUM, checksum, encode_document, parse_document, read_file
-from rekindle.state.codec import encodes, has_pickle
+from rekindle.state.codec import has_pickle, is_well_formed
 from rekindle.state.strides import reorder
 from rekindle.state.tree import assemble
 from rekindle.transfer.shards import Shards
@@ -90,7 +90,7 @@ class Sidecar:
     def check_names(shards: Shards) -> None:
         """Raises UnsupportedValueError for a name that can't be stored in a sidecar or a safetensors header."""
         for key, _, _ in shards.items:
-            if key == "__metadata__" or not encodes(key):
+            if key == "__metadata__" or not is_well_formed(key):
                 raise UnsupportedValueError(
                     f"step {shards.copy.step}: {key!r:.200} can't be the name of a tensor in this format: "
                     "--format torch takes it"

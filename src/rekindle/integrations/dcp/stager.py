@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rekindle.errors import RekindleError
 from rekindle.format.reader import reader_threads
 from rekindle.integrations.dcp.items import copyable, wait_for_collective
-from rekindle.state.device import Lanes, page_lock, reached
+from rekindle.state.device import SideStreams, page_lock, wait_for_event
 
 __all__ = ["RekindleStager"]
 
@@ -52,7 +52,7 @@ class RekindleStager(AsyncStager):
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(reader_threads(in_memory=True), thread_name_prefix="rekindle-stage")
-        self._lanes = Lanes()
+        self._lanes = SideStreams()
         self._buffers: list[_Buffer] = []
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class RekindleStager(AsyncStager):
         events = [self._lanes.here(device, *pair) for device, pair in rest.items()]
         for _ in self._threads.map(lambda piece: ctypes.memmove(*piece), large):
             pass
-        if not all(reached(event, _STUCK) for event in events):
+        if not all(wait_for_event(event, _STUCK) for event in events):
             raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
         return copies
 
