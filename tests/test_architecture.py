@@ -47,6 +47,8 @@ TOP = {"__init__.py", "__main__.py", "checkpointer.py", "errors.py", "py.typed",
 """All files at the top of the package; everything else is in a room."""
 LONGEST = 500
 """Lines of a module."""
+MOST_METHODS = 20
+"""Public methods and properties of a class."""
 STORES = {"rekindle.storage.store", "rekindle.storage.posix", "rekindle.storage.objects"}
 
 
@@ -177,6 +179,16 @@ def test_the_commit_protocol_stands_once(step):
 def test_a_module_can_be_read_in_one_go(module):
     lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
     assert lines <= LONGEST, f"{MODULES[module].name} has {lines} lines: split it"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_class_can_be_known_by_heart(module):
+    """A store's contract excepted, and the tests of it."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name not in ("Store", "StoreContract"):
+            methods = {part.name for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))}
+            public = sorted(name for name in methods if not name.startswith("_"))
+            assert len(public) <= MOST_METHODS, f"{node.name} has {len(public)} public methods: split it: {public}"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -342,20 +342,20 @@ class Saver:
             began = time.perf_counter()
             pending.wait_before_update()
             self._metrics.waited(time.perf_counter() - began)
-        self._gate.updating(self.newest_in_memory())
+        self._gate.updating(self._newest_in_memory())
 
     @contextmanager
     def stepping(self, n: int) -> Iterator[None]:
         """Wrap what is done at the end of step ``n``, when the state is neither the old nor the new one."""
         self.refuse_child()
-        self._gate.stepping(self.newest_in_memory())
+        self._gate.stepping(self._newest_in_memory())
         self._stepping = True
         try:
             yield
         finally:
             self._stepping = False
         self.reached = n
-        self._gate.stable(n, self.newest_in_memory())
+        self._gate.stable(n, self._newest_in_memory())
 
     def begin_guard(self, gate: Gate) -> None:
         """From now on tell ``gate`` what training does, and keep what ``gasp`` needs."""
@@ -377,7 +377,7 @@ class Saver:
         """Let the watchdog wait meanwhile, if there is one."""
         return self._gate.pause(what)
 
-    def newest_in_memory(self) -> int:
+    def _newest_in_memory(self) -> int:
         """Returns this rank's newest step in memory; -1 if there is none."""
         pending = self.memory.pending if self.memory is not None else None
         if pending is not None and pending.committed:
