@@ -22,7 +22,7 @@ from rekindle.testing import make_shard
 from tests.conftest import commit
 
 START = Incarnation(1, "a" * 16)
-MISSING = r"step {} is not on storage as a whole: the part of rank\(s\) {} is missing at .*, which another node has to"
+MISSING = r"step {} is not whole on storage: .* lacks the shard of rank\(s\) {}, and another node has to write it"
 
 
 class Node:
@@ -84,7 +84,7 @@ def test_what_lacks_is_told_after_a_while_and_forgotten_when_it_comes(
     monkeypatch.setattr(unfinished, "_OVERDUE", 0.0)
     one.drainer._unfinished._ask_at = 0.0
     one.drainer.tick()
-    assert "the part of rank(s) 1 is missing" in str(one.drainer.progress.waits)
+    assert "lacks the shard of rank(s) 1" in str(one.drainer.progress.waits)
     other.drain(3)
     one.drainer._unfinished._ask_at = 0.0
     one.drainer.tick()

@@ -121,10 +121,10 @@ class Drainer:
         self.progress.error = why
         if for_good and copy is not None:
             self._backlog.give_up(copy.checkpoint)
-            log.error("a snapshot will not be drained: %s", why)
+            log.error("step %d stays in memory only, as its snapshot is damaged: %s", copy.step, why)
         else:
             self._retry_at = time.monotonic() + self._delay
-            log.warning("not drained, next try in %.1f s: %s", self._delay, why)
+            log.warning("storage refused a checkpoint, memory keeps it; next try in %.1f s: %s", self._delay, why)
             self._delay = min(2 * self._delay, _RETRY_LONGEST)
         if copy is not None and info is not None:
             store = open_store(info.root)
@@ -187,15 +187,15 @@ class Drainer:
             self.progress.anew = ours.step
         elif not candidates:
             self.progress.given_up = (
-                f"{info.root}: was deleted; what memory still has of it is given up when the job starts again, or "
-                f"{info.idle_timeout:.0f} s after its end"
+                f"{info.root}: was deleted; the snapshots that memory still has of it are given up when the job starts "
+                f"again, or {info.idle_timeout:.0f} s after its end"
             )
         return ours
 
     def _report_rival(self, info: JobInfo, newest: ShardId) -> None:
         why = describe_rival(info.root, newest, "what this one saves stays in memory")
         if self.progress.error != why:
-            log.warning("not drained: %s", why)
+            log.warning("%s", why)
         self.progress.error = why
 
     def _drain(self, info: JobInfo, committer: Committer, copy: StoredCopy) -> bool:
@@ -237,7 +237,7 @@ class Drainer:
             try:
                 published = committer.commit_if_complete(shard)
             except CorruptError as error:
-                log.error("step %d will not be on storage: %s", shard.step, error)
+                log.error("step %d stays in memory only, as its shards do not make up a whole: %s", shard.step, error)
                 store.discard(shard)
                 self._backlog.give_up(shard.checkpoint)
                 self._unfinished.remove(shard.checkpoint)

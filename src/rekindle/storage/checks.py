@@ -32,7 +32,7 @@ def newest_live(
     """Returns the newest checkpoint that no start of the job has superseded. ``starts`` adds those that memory knows.
 
     Raises FileNotFoundError where step ``noted`` was and nothing is now, unless ``identity`` tells that the root was
-    deleted: such is the look of the directory below a mount point, and what is written there is lost by the next mount.
+    deleted. A mount point without its mount is as empty, and what is written there is hidden by the next mount.
     """
     published = store.published() or store.published()  # the only one may just be getting its name
     if not published and noted is not None and not store.damaged() and not store.was_deleted(identity):
@@ -63,7 +63,7 @@ def is_superseded(store: Store, stamp: ShardId) -> bool:
 
 def describe_recreated_root(root: Root, step: int) -> str:
     """Returns the message of a running job whose root was deleted, and is made again with ``step``."""
-    return f"{root} was deleted while the job runs: it is made anew, with step {step} as its oldest checkpoint"
+    return f"{root} was deleted while the job runs: it is made anew, and step {step} is its oldest checkpoint now"
 
 
 def describe_rival(root: Root, newest: ShardId, consequence: str) -> str:
@@ -87,6 +87,6 @@ def describe_missing_shards(store: Store, stamp: ShardId) -> str | None:
         return None
     some = ", ".join(map(str, missing[:_SOME])) + (", ..." if len(missing) > _SOME else "")
     return (
-        f"step {stamp.step} is not on storage as a whole: the part of rank(s) {some} is missing at {store.root}, which "
-        "another node has to bring: see 'rekindle status' there, and that it has the same root mounted"
+        f"step {stamp.step} is not whole on storage: {store.root} lacks the shard of rank(s) {some}, and another node "
+        "has to write it: run 'rekindle status' there, and see that it has the same root mounted"
     )

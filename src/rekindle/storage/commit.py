@@ -85,7 +85,7 @@ class Committer:
         """
         newest = self.newest()
         if newest is not None and continued_by_another(stamp.incarnation, newest.incarnation):
-            raise FileExistsError(describe_rival(self._store.root, newest, "what this one saves is kept nowhere"))
+            raise FileExistsError(describe_rival(self._store.root, newest, "what this one saves is not kept"))
         return newest
 
     def root_deleted(self) -> bool:
