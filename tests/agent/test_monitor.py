@@ -84,7 +84,7 @@ def first_cause(place: Path, ranks: Callable[[JobDir], list[Rank]], events: Call
         while not job.paths.watch_socket.exists():
             await asyncio.sleep(0.01)
         both = await asyncio.to_thread(ranks, job)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 100
         while len(monitor.ranks) < 2:
             assert time.monotonic() < until
             await asyncio.sleep(0.01)
