@@ -1,4 +1,4 @@
-"""The trainer's wiring: policy on top, the parts that do the work below."""
+"""Defines Checkpointer, the public class: its options, its methods, and how the rooms below are put together."""
 
 from __future__ import annotations
 
@@ -14,26 +14,23 @@ from typing import Any, Literal
 import torch
 
 from rekindle.agent.watchdog import silence_floor
-from rekindle.errors import MemoryStoreError, NotDurableError, UsageError
+from rekindle.errors import NotDurableError, UsageError
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import Hooks
 from rekindle.faults.notices import Notice
 from rekindle.faults.torchelastic import introduce, warn_of_reused_store
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
-from rekindle.memory.job import JobInfo
 from rekindle.memory.rebuild import rebuild
-from rekindle.memory.room import Room
 from rekindle.restore.partial import choose_parts
 from rekindle.restore.restore import restore
-from rekindle.save.agree import agree_on_overlap, agree_on_partition
+from rekindle.save.agree import agree_on_partition
 from rekindle.save.capture import Capture
 from rekindle.save.exit_report import ExitReport
 from rekindle.save.fence import Fence
 from rekindle.save.metrics import Metrics
 from rekindle.save.pinning import pin_saved
-from rekindle.save.saver import Saver
-from rekindle.save.schedule import Schedule
+from rekindle.save.start import start_saver
 from rekindle.save.steps import check_loss, check_step
 from rekindle.save.updates import Updates
 from rekindle.session.group import this_group
@@ -154,64 +151,23 @@ class Checkpointer:
         self._fence = Fence(self._capture.state)
         self._capture.use_fence(self._fence)
         self._updates = Updates(self._capture.state, self._fence)
-        self._base: ShardId | None = None  # what this run went on from
+        self._base: ShardId | None = None  # the checkpoint that this run continues
         self._closed = self._ended = False
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
         size = partial(agree_on_partition, self._group, self._capture, allow_missing)
-        room = Room(memory_limit, memory_headroom)
-        session.join(meet(self._group, session, size, room, settings.agreed()))
+        session.join(meet(self._group, session, size, settings.room, settings.agreed()))
         try:
-            self._start(session, settings, room)
+            if session.is_first_on_node:
+                introduce(session.job_dir, self.root)
+            self._saves = start_saver(self._group, session, self._capture, self._fence, settings, self.metrics)
         except BaseException:  # else whoever keeps the traceback would keep the rank's place
             self._fence.close()
             session.leave()
             raise
+        self._exit_report = ExitReport(self._saves, session)
         session.on_takeover(self._give_way)
         warn_of_reused_store(self._group.rank)
-
-    # -- starting -----------------------------------------------------------------------------------------------
-
-    def _start(self, session: Session, settings: Settings, room: Room) -> None:
-        overlap, in_step = agree_on_overlap(self._group, self._capture, settings)
-        if session.is_first_on_node:
-            introduce(session.job_dir, self.root)
-        self._schedule = Schedule(settings, session.agreed.nodes, self._group.world, self.metrics)
-        if session.agreed.no_memory is None:
-            self._open_memory(session, settings, room)
-        elif settings.strict:
-            raise MemoryStoreError(session.agreed.no_memory)
-        elif session.is_first_on_node:
-            self._schedule.warn_of_direct_saves(session.agreed.no_memory)
-        self._saves = Saver(
-            *(self._capture, self._fence, session, settings, self._schedule, self.metrics),
-            overlap=overlap,
-            in_step=in_step,
-        )
-        if session.slots is not None and not session.agreed.found:
-            session.slots.reserve(session.agreed.nbytes)  # else after the restore, which needs the cores itself
-        self._exit_report = ExitReport(self._saves, session)
-
-    def _open_memory(self, session: Session, settings: Settings, room: Room) -> None:
-        if session.is_first_on_node:
-            self._schedule.tell_cost_of_a_node()
-        info = JobInfo(
-            root=str(self.root),
-            ranks=session.local_ranks,
-            world=self._group.world,
-            keep=settings.keep,
-            keep_every=settings.keep_every,
-            idle_timeout=settings.idle_timeout,
-            drain_limit=settings.drain_rate,
-            persist_seconds=self._schedule.pause,
-            start=session.incarnation.id,
-        )
-        session.open_memory(info, room, settings.fallback_after, self.metrics.agent)
-        log.info(
-            "rank %d of %d, generation %d: snapshots of about %.1f MB in %s, checkpoints in %s",
-            *(self._group.rank, self._group.world, session.incarnation.generation, session.agreed.nbytes / 1e6),
-            *(session.job_dir.path, self.root),
-        )
 
     # -- restoring ----------------------------------------------------------------------------------------------
 
@@ -243,15 +199,8 @@ class Checkpointer:
         session = self._session
         if session.slots is not None and step != 0:
             rebuild(session.job_dir, session.slots)
-        done, seen = restore(
-            self._group,
-            self._capture.state,
-            session.job,
-            self._session.store,
-            step,
-            allow_pickle=allow_pickle,
-            parts=parts,
-        )
+        state, job, store = self._capture.state, session.job, session.store
+        done, seen = restore(self._group, state, job, store, step, allow_pickle=allow_pickle, parts=parts)
         first, chosen = not session.begun, step is not None
         if done is None:
             session.go_on_from(None, None, chosen=chosen, seen_generation=seen)
@@ -271,7 +220,7 @@ class Checkpointer:
     # -- saving -------------------------------------------------------------------------------------------------
 
     def step(self, n: int) -> None:
-        """Tell that ``n`` optimizer updates are complete; saves when the policy says so. Never waits for storage.
+        """Note that ``n`` optimizer updates are complete, and save if the step is due. Never waits for storage.
 
         Until the next update, parameters and optimizer state may only be changed inside of ``updating()``.
         """
@@ -282,8 +231,9 @@ class Checkpointer:
         self._saves.conclude()
         self._check_step(n)
         self._begin()
-        if self._schedule.due(n, memory=self._saves.memory is not None):
-            self._save(n, self._schedule.persists(n))
+        schedule = self._saves.schedule
+        if schedule.due(n, memory=self._saves.memory is not None):
+            self._save(n, schedule.persists(n))
         else:
             self._saves.live.note(self._session.shard_id(n, persist=False))
             self._session.check_agent()
@@ -296,7 +246,7 @@ class Checkpointer:
         *,
         pin: bool | None = None,
     ) -> None:
-        """Save step ``n`` now, whatever the policy, and send it to storage.
+        """Save step ``n`` now, due or not, and send it to storage.
 
         ``wait="memory"`` returns when it is in memory, where it survives this process; ``wait="durable"`` when it is on
         storage. Raises NotDurableError when the save failed, or after ``timeout`` seconds; in the latter case the
@@ -377,7 +327,7 @@ class Checkpointer:
         )
 
     def pause_watchdog(self, what: str) -> AbstractContextManager[None]:
-        """A long pause that is no fault, such as an evaluation: ``with ckpt.pause_watchdog("evaluation"):``."""
+        """Declare a long pause that is no fault: ``with ckpt.pause_watchdog("evaluation"):``."""
         return self._saves.pause(what)
 
     def report(self, *, loss: float | torch.Tensor) -> None:
@@ -412,12 +362,12 @@ class Checkpointer:
     # -- looking ------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Checkpoint]:
-        """All complete checkpoints that this node can see, newest first; abandoned ones are left out."""
+        """Returns all complete checkpoints that this node can see, newest first, without superseded ones."""
         self._saves.conclude()
         return list_checkpoints(self._session.job, self._session.store, self._session.local_ranks)
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint that this node can see."""
+        """Returns the newest complete checkpoint that this node can see, or None."""
         return next(iter(self.checkpoints()), None)
 
     # -- ending -------------------------------------------------------------------------------------------------
@@ -449,7 +399,7 @@ class Checkpointer:
             self._let_go(durable)
 
     def _give_way(self) -> str | None:
-        """Let go for good, to another Checkpointer of this root and process. Gives a reason if that can't be now."""
+        """Let go for good, to a later Checkpointer of this root and process. Returns a reason if that can't be now."""
         if self._closed or self._saves.forked:
             return None
         if self._saves.busy:

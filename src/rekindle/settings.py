@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rekindle.errors import UsageError
+from rekindle.memory.room import Room
 from rekindle.storage.throttle import parse_rate
 
 __all__ = ["Overlap", "Settings"]
@@ -66,6 +67,11 @@ class Settings:
     def retention(self) -> tuple[int | None, int | None]:
         """``keep`` and ``keep_every``, as ``Store.prune`` takes them."""
         return self.keep, self.keep_every
+
+    @property
+    def room(self) -> Room:
+        """``memory_limit`` and ``memory_headroom``."""
+        return Room(self.memory_limit, self.memory_headroom)
 
     def agreed(self) -> dict[str, Any]:
         """Options that every rank must have been given alike, since each rank decides by them without asking others."""

@@ -79,6 +79,7 @@ class Saver:
         """Newest completed step that this rank was told of, or that was restored."""
         self.restored = 0
         self._stepping = False
+        self.schedule = schedule
         self._limit = schedule.limit_direct_saves(self.direct.took)
         self._skipped: ShardId | None = None
         """Newest step that was not saved because storage was to be left in peace."""
