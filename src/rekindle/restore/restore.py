@@ -25,6 +25,7 @@ from rekindle.session.inventory import (
     describe_fresh_start,
     newest_fresh_start,
     newest_stored,
+    only_in_deleted_run,
     refuse_less,
     refuse_newer_format,
     refuse_two_runs,
@@ -189,10 +190,11 @@ def _offers(step: int | None, inventories: list[Inventory], fresh_start: FreshSt
     offers = [inventory.offers for inventory in inventories]
     if fresh_start is None:
         return offers
+    every = [offer for rank in offers for offer in rank]
     if step is None:
-        refuse_two_runs((offer for rank in offers for offer in rank), fresh_start, _on_purpose)
+        refuse_two_runs(every, fresh_start, _on_purpose)
         return offers
-    if any(offer.step == step and offer.incarnation.generation >= fresh_start[0] for rank in offers for offer in rank):
+    if not only_in_deleted_run(step, every, fresh_start):
         return offers
     return [[offer for offer in rank if offer.incarnation.generation < fresh_start[0]] for rank in offers]
 

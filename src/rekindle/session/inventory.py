@@ -46,6 +46,7 @@ __all__ = [
     "newest_fresh_start",
     "newest_stored",
     "newest_unseen",
+    "only_in_deleted_run",
     "refuse_less",
     "refuse_newer_format",
     "refuse_two_runs",
@@ -257,6 +258,14 @@ def refuse_two_runs(offers: Iterable[Offer], fresh_start: FreshStart, on_purpose
             f"{max(begun)}: say which of the two runs counts; the other one is then superseded. For the one that is "
             f"back: {on_purpose(max(back))}. For the one that was begun anew: {on_purpose(max(begun))}"
         )
+
+
+def only_in_deleted_run(step: int, found: Iterable[Offer | StoredCopy], fresh_start: FreshStart) -> bool:
+    """Returns True if ``step``, which a person named, is only in a run that was deleted, and is back perhaps.
+
+    Then what was begun anew since must be left out: it supersedes that run.
+    """
+    return not any(one.step == step and one.incarnation.generation >= fresh_start[0] for one in found)
 
 
 def deleted_for_all(states: Collection[str]) -> bool:

@@ -79,7 +79,7 @@ def _agree(
     room: Room,
     settings: dict[str, Any],
 ) -> Meeting:
-    job, store = session.job_dir, session.store
+    job = session.job_dir
     own = _Arrival(node_id(job.path.parent.parent), busy, {"root": str(session.root), **settings})
     arrivals: list[_Arrival] = group.gather(own)
     _refuse_differences(arrivals)
@@ -87,26 +87,8 @@ def _agree(
     local_ranks = [rank for rank, node in enumerate(nodes) if node == own.node]
     nbytes = size(local_ranks)
     no_memory = session.no_memory or _lacking(job, nbytes, len(local_ranks), room)
-    with RootProbe(group, store, nodes) as probe:
-        inventory = take_inventory(session.job, store, group.rank)
-        problem = (find_refusal(store, inventory) if group.rank == local_ranks[0] else None) or probe.problem()
-        generation = max((offer.incarnation.generation for offer in inventory.offers), default=0)
-        reports: list[_Report] = group.gather(
-            _Report(
-                no_memory=no_memory,
-                generation=generation,
-                begun=Incarnation.begin(0).id,
-                anything=inventory.anything,
-                in_memory=inventory.in_memory,
-                storage_state=inventory.storage_state,
-                problem=problem,
-            )
-        )
-    restart = any(report.in_memory for report in reports)
-    refuse_root([report.problem for report in reports], restart=restart, rank=group.rank)
+    reports = _look(group, session, nodes, no_memory)
     no_memory = next((reports[rank].no_memory for rank in local_ranks if reports[rank].no_memory), None)
-    if group.rank == 0 and inventory.storage_error is None:
-        warn_of_capability(store)
     if no_memory is None and group.rank == local_ranks[0]:
         with suppress(OSError):
             log.info("%s", room.describe(job, nbytes, len(local_ranks)))
@@ -121,6 +103,33 @@ def _agree(
         deleted=deleted,
         nbytes=nbytes,
     )
+
+
+def _look(
+    group: SingleProcess | ProcessGroup, session: Session, nodes: list[str], no_memory: str | None
+) -> list[_Report]:
+    """Looks at memory and storage. Returns the reports of all ranks. Raises UsageError if one can't use its root."""
+    store = session.store
+    with RootProbe(group, store, nodes) as probe:
+        inventory = take_inventory(session.job, store, group.rank)
+        first_on_node = nodes.index(nodes[group.rank]) == group.rank
+        problem = (find_refusal(store, inventory) if first_on_node else None) or probe.problem()
+        reports: list[_Report] = group.gather(
+            _Report(
+                no_memory=no_memory,
+                generation=max((offer.incarnation.generation for offer in inventory.offers), default=0),
+                begun=Incarnation.begin(0).id,
+                anything=inventory.anything,
+                in_memory=inventory.in_memory,
+                storage_state=inventory.storage_state,
+                problem=problem,
+            )
+        )
+    restart = any(report.in_memory for report in reports)
+    refuse_root([report.problem for report in reports], restart=restart, rank=group.rank)
+    if group.rank == 0 and inventory.storage_error is None:
+        warn_of_capability(store)
+    return reports
 
 
 def _refuse_differences(arrivals: list[_Arrival]) -> None:

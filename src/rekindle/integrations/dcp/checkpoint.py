@@ -31,7 +31,7 @@ from rekindle.format.receipt import Receipt
 from rekindle.integrations.dcp.agree import on_purpose
 from rekindle.integrations.dcp.items import LeafPath
 from rekindle.memory.job_dir import JobDir
-from rekindle.session.inventory import Inventory, refuse_less, refuse_two_runs, take_inventory
+from rekindle.session.inventory import Inventory, only_in_deleted_run, refuse_less, refuse_two_runs, take_inventory
 from rekindle.state.codec import decode
 from rekindle.state.tree import assemble, entries
 from rekindle.storage.catalog import STORAGE, StoredCopy
@@ -157,7 +157,7 @@ def _of_the_run(inventory: Inventory, step: int | None, *, own: bool) -> list[St
     if step is None:
         refuse_two_runs(inventory.offers, fresh_start, on_purpose)
         return copies
-    if any(copy.step == step and copy.incarnation.generation >= fresh_start[0] for copy in copies):
+    if not only_in_deleted_run(step, copies, fresh_start):
         return copies
     return [copy for copy in copies if copy.incarnation.generation < fresh_start[0]]
 
