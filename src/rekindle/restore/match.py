@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,11 +100,11 @@ class Match:
                     self.lacking.append(repr(name))
                     self.counts[name] = 0, 1
             elif isinstance(entry, torch.nn.Module):
-                self._module(name, entry)
+                self._match_module(name, entry)
             elif isinstance(entry, ZeroState) or is_plain_optimizer(entry, entry.state_dict()):
-                self._optimizer(name, entry)
+                self._match_optimizer(name, entry)
             else:
-                self._other(saved.body, entry.state_dict())
+                self._match_other(saved.body, entry.state_dict())
                 self.counts[name] = 1, 1
 
     def chosen(self, name: str) -> bool:
@@ -113,6 +113,7 @@ class Match:
 
     @property
     def wants(self) -> list[tuple[Target, Want, torch.Tensor]]:
+        """Boxes of tensors that are to be filled, each with its target and the live memory for it."""
         return [
             (target, Want(target.name, box), tensor)
             for target in self.targets.values()
@@ -175,7 +176,8 @@ class Match:
 
     # -- modules ------------------------------------------------------------------------------------------------
 
-    def _module(self, name: str, module: torch.nn.Module) -> None:
+    def _match_module(self, name: str, module: torch.nn.Module) -> None:
+        """Matches a module tensor by tensor."""
         live = self.contents.of(module)
         owned = {key for key, _ in module.named_parameters()}
         names = canonical_names(module)
@@ -186,14 +188,14 @@ class Match:
             if node is None:
                 self.lacking.append(f"{name}.{key}")
             elif is_leaf(leaf):
-                self._module_tensor(name, key, leaf, node, key in owned)
+                self._match_module_tensor(name, key, leaf, node, key in owned)
             else:
-                self._other(node.body, leaf)
+                self._match_other(node.body, leaf)
         misses = len(self.lacking) + len(self.problems) - before
         self.counts[name] = len(live) - misses, len(live)
         self.surplus |= {f"{name}.{key}" for key in self.saved.children(name) if key not in live}
 
-    def _module_tensor(self, name: str, key: str, leaf: Leaf, node: Node, parameter: bool) -> None:
+    def _match_module_tensor(self, name: str, key: str, leaf: Leaf, node: Node, parameter: bool) -> None:
         stored = node.body.get("$tensor") if isinstance(node.body, dict) else None
         if stored is None:
             self.problems.append(f"{name}.{key}: a tensor in the live state, none in the checkpoint")
@@ -201,9 +203,9 @@ class Match:
         if parameter:
             self.parameters.add(stored)
             self._stored[id(leaf)] = stored
-        self._into(name, f"{name}.{key}", stored, leaf)
+        self._aim(name, f"{name}.{key}", stored, leaf)
 
-    def _into(self, entry: str, path: str, stored: str, leaf: Leaf) -> None:
+    def _aim(self, entry: str, path: str, stored: str, leaf: Leaf) -> None:
         """Aims the checkpoint's ``stored`` at a live tensor."""
         kind = self.saved.kind(stored)
         if kind is None:
@@ -231,47 +233,53 @@ class Match:
 
     # -- optimizers ---------------------------------------------------------------------------------------------
 
-    def _optimizer(self, name: str, entry: Any) -> None:
+    def _match_optimizer(self, name: str, entry: Any) -> None:
+        """Matches an optimizer parameter by parameter, by their names: their numbers depend on the code."""
         every = number_parameters(entry.param_groups)
         names = self.names[name] = self._names(name, entry)
         owned = entry.owned if isinstance(entry, ZeroState) else set(names)
         self.kept[name] = {}
         for number, parameter in every.items():
-            if id(parameter) not in owned:
-                continue
-            kept: dict[str, Any] = {}
-            runs = self.contents.runs(parameter)
-            for at, own_name in enumerate(names[id(parameter)]):
-                node = self.saved.kept(name, own_name)
-                if node is None:
-                    self.unsure = self.unsure or parameter.requires_grad
-                    continue
-                if id(parameter) in self._misfits:
-                    self.surplus.add(f"{name}: what it kept of {own_name!r}")
-                    continue
-                if not entries(node.body):  # not a dictionary, or an empty one
-                    self._nested(node.body, parameter)
-                    self.kept[name][number] = node
-                    continue
-                live = entry.state.get(parameter, {})
-                for key, child in entries(node.body).items():
-                    run = runs[at] if runs is not None else None
-                    found = live.get(key) if isinstance(live, dict) else None
-                    self._kept(name, parameter, run, found, kept, key, Node(child, node.receipt))
-            if kept:
-                self.kept[name][number] = kept
-        self._groups(name, entry, names)
+            if id(parameter) in owned:
+                self._match_state(name, entry, number, parameter, names[id(parameter)])
+        self._match_groups(name, entry, names)
         live = {key for own in names.values() for key in own}
-        fitting = [key for at, own in names.items() for key in own if at not in self._misfits]
-        self.counts[name] = sum(self.saved.group_of(name, key) is not None for key in fitting), len(live)
+        matching = [key for at, own in names.items() for key in own if at not in self._misfits]
+        self.counts[name] = sum(self.saved.group_of(name, key) is not None for key in matching), len(live)
         for key, node in self.saved.beside(name):
-            self._other(node.body, None)
+            self._match_other(node.body, None)
             self.kept[name][key] = node
         self.surplus |= {f"{name}: parameter {key!r}" for key in set(self.saved.parameters(name)) - live}
         home = self.saved.entry(name)
         for key, child in entries(home.body).items() if home is not None else ():
             if key not in ("state", "param_groups"):
-                self._other(child, None)
+                self._match_other(child, None)
+
+    def _match_state(
+        self, name: str, entry: Any, number: int, parameter: torch.Tensor, own_names: Sequence[Any]
+    ) -> None:
+        """Matches what an optimizer keeps of one parameter, which is several in the checkpoint if it is flattened."""
+        kept: dict[str, Any] = {}
+        runs = self.contents.runs(parameter)
+        for at, own_name in enumerate(own_names):
+            node = self.saved.kept(name, own_name)
+            if node is None:
+                self.unsure = self.unsure or parameter.requires_grad  # a frozen one never has any
+                continue
+            if id(parameter) in self._misfits:
+                self.surplus.add(f"{name}: what it kept of {own_name!r}")
+                continue
+            if not entries(node.body):  # not a dictionary, or an empty one
+                self._match_nested(node.body, parameter)
+                self.kept[name][number] = node
+                continue
+            live = entry.state.get(parameter, {})
+            for key, child in entries(node.body).items():
+                run = runs[at] if runs is not None else None
+                found = live.get(key) if isinstance(live, dict) else None
+                self._match_kept(name, parameter, run, found, kept, key, Node(child, node.receipt))
+        if kept:
+            self.kept[name][number] = kept
 
     def _names(self, name: str, entry: Any) -> dict[int, list[Any]]:
         """Returns the checkpoint's names of an optimizer's parameters, by their ids.
@@ -293,12 +301,16 @@ class Match:
                 names[id(parameter)] = [there]
         return names
 
-    def _kept(
+    def _match_kept(
         self, name: str, parameter: torch.Tensor, run: Any, live: Any, kept: dict[str, Any], key: str, node: Node
     ) -> None:
+        """Matches one thing that an optimizer keeps of a parameter: a live tensor takes it if it can, else a new one.
+
+        ``run`` is the parameter's part of a flattened one. Then the tensors of all its parts become one, as it is one.
+        """
         stored = node.body.get("$tensor") if isinstance(node.body, dict) else None
         if stored is None:
-            self._nested(node.body, parameter)
+            self._match_nested(node.body, parameter)
             kept[key] = node
             return
         self.parameters.add(stored)
@@ -319,11 +331,13 @@ class Match:
             self._target(name, stored, live, True)
         kept[key] = self.new(name, stored, parameter)
 
-    def _nested(self, body: Any, parameter: torch.Tensor) -> None:
+    def _match_nested(self, body: Any, parameter: torch.Tensor) -> None:
+        """Makes a tensor for each one in a structure that an optimizer keeps of a parameter."""
         for stored, _ in _pairs(body, None):
             self.new("", stored, parameter)
 
-    def _groups(self, name: str, entry: Any, names: dict[int, list[Any]]) -> None:
+    def _match_groups(self, name: str, entry: Any, names: dict[int, list[Any]]) -> None:
+        """Matches each group with the saved one of its parameters, whatever its number was."""
         for number, group in enumerate(entry.param_groups):
             own = [key for parameter in group["params"] for key in names[id(parameter)]]
             found = {key: self.saved.group_of(name, key) for key in own}
@@ -331,7 +345,7 @@ class Match:
             nodes = [node for node in found.values() if node is not None]
             options = [_options(node) for node in nodes]
             for node in nodes[:1]:
-                self._other(node.body, group)
+                self._match_other(node.body, group)
                 there, here = set(entries(node.body)), set(group)
                 if there - here and here - there:  # newer versions of torch have more, and never both
                     self.problems.append(
@@ -343,7 +357,7 @@ class Match:
 
     # -- anything else ------------------------------------------------------------------------------------------
 
-    def _other(self, body: Any, live: Any) -> None:
+    def _match_other(self, body: Any, live: Any) -> None:
         """Makes tensors for entries that keep what they are given. Each is made once, so tensors that were tied
         still are."""
         for stored, leaf in _pairs(body, live):
@@ -435,6 +449,7 @@ def _pairs(body: Any, live: Any) -> Iterator[tuple[str, Any]]:
 
 
 def mismatch(problems: list[str]) -> StateMismatchError:
+    """Makes the error that names the first of the ``problems``, and tells how to load the rest."""
     more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
     hint = "; restore(partial=True) loads what fits"
     return StateMismatchError("; ".join(sorted(problems)[:5]) + more + hint)

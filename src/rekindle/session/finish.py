@@ -90,9 +90,8 @@ def _describe_missing(stamp: ShardId, store: Store) -> str | None:
 def _lost(stamp: ShardId, store: Store, job: JobDir | None, local_ranks: Collection[int]) -> list[int] | None:
     """Returns the ranks whose parts can't get to storage any more; None when the checkpoint is there."""
     noted = job.notes.durable() if job is not None else None
-    if (
-        job is None or not local_ranks or (noted is not None and noted >= stamp.step)
-    ):  # it was there, and may be back soon
+    was_there = noted is not None and noted >= stamp.step  # and may be back soon
+    if job is None or not local_ranks or was_there:
         return None if store.durable(stamp) else []
     # In this order: a rank that has ended or gone on does nothing more for it, and parts go from memory to storage.
     over = {rank for rank in local_ranks if rank == stamp.rank or _ended(job, rank)}
@@ -115,9 +114,8 @@ def _wait_for_agent(job: JobDir) -> None:
     """
     began = time.monotonic()
     while job.path.exists() and job.agent() not in (None, os.getpid()):
-        stays = job.trainers() or any(
-            job.snapshots.shard_ids()
-        )  # for other ranks, or for what one of them has not seen saved
+        # For other ranks, or for what one of them has not seen saved.
+        stays = job.trainers() or any(job.snapshots.shard_ids())
         if time.monotonic() - began > (_OTHERS if stays else _LEAVE):
             return
         time.sleep(_POLL)

@@ -170,6 +170,7 @@ class Session:
 
     @property
     def agreed(self) -> Meeting:
+        """The agreement of the ranks, once the session has joined."""
         assert self.meeting is not None, "the session has not joined"
         return self.meeting
 
