@@ -22,7 +22,7 @@ from rekindle.state.codec import decode, encode, has_pickle
 from rekindle.state.tree import assemble, entries
 from rekindle.storage.listing import list_values
 from rekindle.storage.throttle import parse_rate, parse_size
-from rekindle.transfer.merge import leaves, merge, part
+from rekindle.transfer.merge import extract_part, find_tensors, merge
 from tests.fuzz.choices import Case, Choices, apply, edits, text
 from tests.fuzz.fence import preparing
 from tests.fuzz.seeds import fields_of, scratch_directory, sealed, sharded
@@ -103,8 +103,8 @@ def spray(fields: dict[str, Any], count: int, every: int, dimensions: int) -> No
 
 def _merged(receipts: list[Receipt]) -> None:
     merged = merge(receipts)
-    named = dict(leaves(merged.structure))
-    structure, kept = part(merged.structure, merged.values, {name: name for name in named.values()})
+    named = dict(find_tensors(merged.structure))
+    structure, kept = extract_part(merged.structure, merged.values, {name: name for name in named.values()})
     assemble(structure, kept, lambda name: name, False)  # type: ignore[arg-type, return-value]
 
 

@@ -16,7 +16,7 @@ from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.save.capture import Capture
 from rekindle.state.tree import FlatState, assemble, describe, flatten
-from rekindle.transfer.merge import leaves, merge, part
+from rekindle.transfer.merge import extract_part, find_tensors, merge
 
 WORLD = 3
 
@@ -188,7 +188,7 @@ def test_one_rank_alone_is_told_as_it_is():
 
 def test_a_part_has_its_own_values_and_names():
     merged = merge([receipt(0, {"a": {"x": T, "n": 1}, "b": {"x": T, "n": [2, (3, T)]}})])
-    assert list(leaves(merged.structure)) == [("a.x", "a.x"), ("b.x", "b.x"), ("b.n.1.1", "b.n.1.1")]
-    structure, values = part(merged.structure["b"], merged.values, {"b.x": "x", "b.n.1.1": "y"})
+    assert list(find_tensors(merged.structure)) == [("a.x", "a.x"), ("b.x", "b.x"), ("b.n.1.1", "b.n.1.1")]
+    structure, values = extract_part(merged.structure["b"], merged.values, {"b.x": "x", "b.n.1.1": "y"})
     assert values == [2, 3]
     assert assemble(structure, values, str, False) == {"x": "x", "n": [2, (3, "y")]}  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def verified_pieces(receipt: Receipt, source: memoryview, budget: Budget) -> Ite
     at = 0
     while at < receipt.file_bytes:
         stop = min(at + budget.piece(_PIECE), receipt.file_bytes)
-        hashing.go_on(stop)
+        hashing.hash_to(stop)
         budget.take(stop - at)
         yield source[at:stop], at
         at = stop
@@ -64,7 +64,7 @@ class _Hashing:
         """Number of the block being hashed; -1 is the header."""
         self._at, self._stop = 0, receipt.header_bytes
 
-    def go_on(self, to: int) -> None:
+    def hash_to(self, to: int) -> None:
         """Hashes up to byte ``to``. Raises CorruptError."""
         while self._at < to:
             until = min(to, self._stop)

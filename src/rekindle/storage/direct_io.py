@@ -13,7 +13,7 @@ from rekindle.storage import disk
 
 __all__ = ["UncachedFile"]
 
-_BEHIND = 64 << 20
+_MOST_UNSYNCED = 64 << 20
 """Bytes of a buffered file that may be on their way to the disk. Beyond that, one of its writers waits for them."""
 _SYNC_FILE_RANGE_WRITE = 2
 _start_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)  # exists on Linux only
@@ -36,7 +36,7 @@ class UncachedFile:
         self.direct = self._direct_fd >= 0
         """True while whole pages go past the page cache."""
         self._lock = threading.Lock()
-        self._behind = 0
+        self._unsynced = 0
 
     def write(self, data: memoryview, offset: int) -> None:
         """Writes all of ``data`` at ``offset``, a multiple of a page. Raises OSError."""
@@ -44,7 +44,7 @@ class UncachedFile:
         while data:
             done = self._write_pages(data[: len(data) // PAGE * PAGE], offset) or disk.pwrite(self._fd, data, offset)
             data, offset = data[done:], offset + done
-        self._send_off(offset - nbytes, nbytes)
+        self._start_writeback(offset - nbytes, nbytes)
 
     def _write_pages(self, pages: memoryview, offset: int) -> int:
         """Writes past the page cache. Returns the number of bytes written: 0 where direct I/O is refused."""
@@ -57,7 +57,7 @@ class UncachedFile:
                 self.direct = False
         return 0
 
-    def _send_off(self, offset: int, nbytes: int) -> None:
+    def _start_writeback(self, offset: int, nbytes: int) -> None:
         """Keeps what has just been written from piling up in the page cache.
 
         Needed after direct I/O, too: some file systems accept it and write through the cache all the same.
@@ -65,14 +65,14 @@ class UncachedFile:
         if _start_writing is not None:
             _start_writing(self._fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
         with self._lock:
-            self._behind += nbytes
-            much, self._behind = self._behind >= _BEHIND, self._behind % _BEHIND
+            self._unsynced += nbytes
+            much, self._unsynced = self._unsynced >= _MOST_UNSYNCED, self._unsynced % _MOST_UNSYNCED
         if much and self.direct:
-            self._forget()
+            self._drop_cached()
         elif much:
             self.sync()
 
-    def _forget(self) -> None:
+    def _drop_cached(self) -> None:
         """Drops all from the page cache that is on storage."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -80,7 +80,7 @@ class UncachedFile:
     def sync(self) -> None:
         """Returns when all that was written is on storage and out of the page cache."""
         disk.fsync(self._fd)
-        self._forget()
+        self._drop_cached()
 
     def close(self) -> None:
         if self._direct_fd >= 0:

@@ -16,7 +16,7 @@ __all__ = ["shows_deletion", "identify_root"]
 
 def identify_root(root: Path) -> RootIdentity:
     """Returns the identity of ``root`` as it is now. Raises OSError where a directory above it can't be read."""
-    mounts = [_mount(path) for path in (root, *root.parents)]
+    mounts = [_mount_id(path) for path in (root, *root.parents)]
     entries: RootIdentity = []
     for index, path in enumerate((root, *root.parents)):
         above = mounts[index + 1] if index + 1 < len(mounts) else None
@@ -32,7 +32,7 @@ def _entry(path: Path, begins: int) -> DirectoryIdentity | None:
         return None
 
 
-def _mount(path: Path) -> str | None:
+def _mount_id(path: Path) -> str | None:
     """Returns a text that is equal for paths of one mount at one moment; None where there is no such path.
 
     Device numbers would not do: they don't tell a bind mount from its source.
@@ -61,14 +61,14 @@ def shows_deletion(then: RootIdentity | None, now: RootIdentity) -> bool:
     for old, new in zip(then, now, strict=True):
         if old is None:
             return False
-        if new is not None and _same(old, new):
+        if new is not None and _is_same_directory(old, new):
             return True
         if old[3] or (new is not None and new[3]):
             return False
     return False
 
 
-def _same(old: DirectoryIdentity, new: DirectoryIdentity) -> bool:
+def _is_same_directory(old: DirectoryIdentity, new: DirectoryIdentity) -> bool:
     """True if two entries are of the same directory.
 
     None of the three numbers will do alone: a device number is given again to the next mount, and every tmpfs begins

@@ -32,7 +32,7 @@ _FOREIGN = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Endings of files that 'rekindle import' may know how to read."""
 
 
-class _Inside(NamedTuple):
+class _EnclosingStep(NamedTuple):
     """A place within a root: the root itself, and the step that the place belongs to."""
 
     root: str
@@ -45,9 +45,9 @@ def describe_root(root: Root, known: Iterable[str] = ()) -> str | None:
     ``known`` are the roots of this node's jobs, which may have nothing on storage yet. Changes nothing; a search for
     roots is bounded. Raises OSError when the file system refuses.
     """
-    inside = _inside(root)
+    inside = _enclosing_step(root)
     if inside is not None:
-        return f"it lies inside the root {inside.root}, and belongs to step {inside.step}: {_instead(inside)}"
+        return f"it lies inside the root {inside.root}, and belongs to step {inside.step}: {_instead_of(inside)}"
     below = [name for name in known if name.startswith(f"{root}/")]
     if not isinstance(root, Path):
         return _describe_url(root, below)
@@ -69,7 +69,7 @@ def describe_root(root: Root, known: Iterable[str] = ()) -> str | None:
 
 def refuse_inside(root: Root) -> None:
     """Raises UsageError for a root inside of a step of another root, where nothing may be written."""
-    inside = _inside(root)
+    inside = _enclosing_step(root)
     if inside is not None:
         raise UsageError(f"{root}: lies inside the root {inside.root}, in its step {inside.step}: give that root")
 
@@ -81,16 +81,16 @@ def root_to_train(root: str | os.PathLike[str]) -> Root:
     return checked
 
 
-def _inside(root: Root) -> _Inside | None:
+def _enclosing_step(root: Root) -> _EnclosingStep | None:
     parts = str(root).split("/")
     for at in (len(parts) - 2, len(parts) - 1):
         name = parts[at]
         if at > 0 and STEP_DIR.match(name[:_STEP]) and (len(name) == _STEP or name[_STEP] == "."):
-            return _Inside("/".join(parts[:at]) or "/", int(name[_STEP - 10 : _STEP]))
+            return _EnclosingStep("/".join(parts[:at]) or "/", int(name[_STEP - 10 : _STEP]))
     return None
 
 
-def _instead(inside: _Inside) -> str:
+def _instead_of(inside: _EnclosingStep) -> str:
     return f"say 'rekindle ls {inside.root}' or 'rekindle inspect {inside.root} {inside.step}'"
 
 

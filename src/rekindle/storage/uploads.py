@@ -30,7 +30,7 @@ def list_unfinished(bucket: str, prefix: str) -> Iterator[tuple[str, str]]:
     and where the server doesn't list uploads.
     """
     with suppress(OSError, HTTPException, ElementTree.ParseError):
-        tree = ElementTree.fromstring(_ask("GET", bucket, "", {"prefix": prefix, "uploads": ""}))
+        tree = ElementTree.fromstring(_request("GET", bucket, "", {"prefix": prefix, "uploads": ""}))
         for node in tree.iter():
             if node.tag.rpartition("}")[2] == "Upload":
                 fields = {child.tag.rpartition("}")[2]: child.text or "" for child in node}
@@ -40,10 +40,10 @@ def list_unfinished(bucket: str, prefix: str) -> Iterator[tuple[str, str]]:
 def abort_upload(bucket: str, name: str, upload: str) -> None:
     """Removes an upload's parts. Ignores a refusal, and another process that was faster."""
     with suppress(OSError, HTTPException):
-        _ask("DELETE", bucket, name, {"uploadId": upload})
+        _request("DELETE", bucket, name, {"uploadId": upload})
 
 
-def _ask(method: str, bucket: str, name: str, query: dict[str, str]) -> bytes:
+def _request(method: str, bucket: str, name: str, query: dict[str, str]) -> bytes:
     """Sends one request, signed with AWS Signature Version 4, and returns the answer. Raises OSError."""
     key, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
     if not key or not secret:

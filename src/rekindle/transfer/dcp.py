@@ -65,7 +65,7 @@ def write(shards: Shards, directory: Path, only: str | None, progress: Progress)
     progress.begin(shards.reads + shards.nbytes)
     tensors, places = shards.gather(directory.parent, progress.advance)
     values = [value if is_plain(value) else encode(value) for value in shards.values]
-    tree = assemble(_listed(shards.structure), values, tensors.__getitem__, False)
+    tree = assemble(_tuples_as_lists(shards.structure), values, tensors.__getitem__, False)
     if only is not None:
         tree = tree[only]
     if not isinstance(tree, dict):
@@ -83,15 +83,15 @@ def write(shards: Shards, directory: Path, only: str | None, progress: Progress)
     Sidecar.of(shards, places, directory / SIDECAR).write(shards.copy.stamp)
 
 
-def _listed(node: Any) -> Any:
+def _tuples_as_lists(node: Any) -> Any:
     """Returns the structure with lists for the tuples that hold tensors: DCP would pickle such a tuple as one value."""
     if isinstance(node, list):
-        return [_listed(item) for item in node]
+        return [_tuples_as_lists(item) for item in node]
     if not isinstance(node, dict):
         return node
     if "$tuple" in node and _has_tensor(node):
-        return [_listed(item) for item in node["$tuple"]]
-    return {key: _listed(child) for key, child in node.items()}
+        return [_tuples_as_lists(item) for item in node["$tuple"]]
+    return {key: _tuples_as_lists(child) for key, child in node.items()}
 
 
 def _has_tensor(node: Any) -> bool:
@@ -170,10 +170,10 @@ class DcpSource:
             raise CorruptError(f"{self._path}: can't be loaded: {_cause(error)}") from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CorruptError(f"{self._path}: its metadata is malformed: {error}") from error
-        return tensors if self.sidecar is not None else _nested(state, self._metadata.planner_data)
+        return tensors if self.sidecar is not None else _unflatten(state, self._metadata.planner_data)
 
 
-def _nested(flat: dict[str, Any], paths: Any) -> Any:
+def _unflatten(flat: dict[str, Any], paths: Any) -> Any:
     """Returns ``flat`` with the dictionaries and lists that DCP flattened, where its metadata says how."""
     if not isinstance(paths, Mapping) or not paths.keys() >= flat.keys():
         return flat
@@ -184,20 +184,20 @@ def _nested(flat: dict[str, Any], paths: Any) -> Any:
         for step in way:
             node = node.setdefault(step, {})
         node[last] = value
-    return _numbered({key: _lists(child) for key, child in root.items()})
+    return _restore_numbers({key: _numbered_as_lists(child) for key, child in root.items()})
 
 
-def _lists(node: Any) -> Any:
+def _numbered_as_lists(node: Any) -> Any:
     """Makes a list of a mapping whose keys are all numbers: DCP keeps those of lists, and makes texts of all others."""
     if type(node) is not dict:
         return node
-    children = {key: _lists(child) for key, child in node.items()}
+    children = {key: _numbered_as_lists(child) for key, child in node.items()}
     if children and all(type(key) is int for key in children):
         return [children[number] for number in sorted(children)]
     return children
 
 
-def _numbered(state: dict[Any, Any]) -> dict[Any, Any]:
+def _restore_numbers(state: dict[Any, Any]) -> dict[Any, Any]:
     """Turns the texts that DCP made of optimizers' parameter numbers into numbers again."""
     for key, entry in state.items():
         groups = entry.get("param_groups") if isinstance(entry, dict) else None

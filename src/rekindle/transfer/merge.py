@@ -18,7 +18,7 @@ from rekindle.format.receipt import Receipt
 from rekindle.state.codec import encode
 from rekindle.state.tree import entries
 
-__all__ = ["Merged", "Part", "Whole", "leaves", "merge", "part"]
+__all__ = ["Merged", "Part", "Whole", "find_tensors", "merge", "extract_part"]
 
 
 class Part(NamedTuple):
@@ -93,17 +93,17 @@ def _tensors(receipts: Sequence[Receipt]) -> dict[str, Whole]:
     return tensors
 
 
-def leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def find_tensors(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yields (path, name) of every tensor in a structure. The path is made of keys and numbers with dots between."""
     if isinstance(node, dict) and "$tensor" in node:
         yield path, node["$tensor"]
         return
     items = _items(node)
     for key, child in enumerate(items) if items is not None else entries(node).items():
-        yield from leaves(child, f"{path}.{key}" if path else str(key))
+        yield from find_tensors(child, f"{path}.{key}" if path else str(key))
 
 
-def part(structure: Any, values: list[Any], names: Mapping[str, str]) -> tuple[Any, list[Any]]:
+def extract_part(structure: Any, values: list[Any], names: Mapping[str, str]) -> tuple[Any, list[Any]]:
     """Returns a part of a structure by itself: with no values but its own, and with new names for its tensors."""
     own: list[Any] = []
     return _renamed(_copy(_Tree(structure, values), own), names), own
@@ -153,7 +153,11 @@ def _unite(trees: list[_Tree], out: list[Any], *, every: bool = False) -> Any:
             children.setdefault(key, []).append(_Tree(child, values))
     first = entries(trees[0].node)
     every = every or any(isinstance(t.node, dict) and "$tensor" in t.node for found in children.values() for t in found)
-    kept = {k: found for k, found in children.items() if k in first or every or any(any(leaves(t[0])) for t in found)}
+
+    def leads_to_tensor(found: list[_Tree]) -> bool:
+        return any(any(find_tensors(tree.node)) for tree in found)
+
+    kept = {key: found for key, found in children.items() if key in first or every or leads_to_tensor(found)}
     return _mapping(tag, {key: _unite(found, out) for key, found in kept.items()})
 
 

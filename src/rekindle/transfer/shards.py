@@ -22,7 +22,7 @@ from rekindle.state.strides import SAME_SIZE
 from rekindle.state.tree import entries
 from rekindle.storage.catalog import STORAGE, StoredCopy
 from rekindle.storage.verify import check_manifest
-from rekindle.transfer.merge import Merged, Whole, leaves, merge, part
+from rekindle.transfer.merge import Merged, Whole, extract_part, find_tensors, merge
 from rekindle.transfer.staging import lay_out, map_scratch, tensor_view
 
 __all__ = ["Item", "Shards", "nbytes"]
@@ -63,7 +63,7 @@ class Shards:
             wanted = merged.structure if only is None else _entry(merged, only, copy.step)
             self.items = _items(wanted, only, merged, copy.step)
             names = {item.whole.name: item.name for item in self.items}
-            self.structure, self.values = part(wanted if only is None else {only: wanted}, merged.values, names)
+            self.structure, self.values = extract_part(wanted if only is None else {only: wanted}, merged.values, names)
             """Structure and values of what is exported, with the items' names. The values are typed JSON."""
             self._moves = self._plan()
         except BaseException:
@@ -209,7 +209,7 @@ def _items(structure: Any, only: str | None, merged: Merged, step: int) -> list[
     """Lists all tensors of a structure, each once, in its order."""
     keys: dict[str, str] = {}
     taken = set()
-    for path, name in leaves(structure):
+    for path, name in find_tensors(structure):
         if name not in merged.tensors:
             raise CorruptError(f"step {step}: no shard has any of tensor {name!r}")
         if name not in keys:

@@ -46,10 +46,10 @@ class _File(io.RawIOBase):
 
 def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> None:
     """Writes the state, or its entry ``only``, to a new file."""
-    values = [value if _accepts(value) else encode(value) for value in shards.values]
-    structure = _shielded(shards.structure)
+    values = [value if _loads_safely(value) else encode(value) for value in shards.values]
+    structure = _escape_marks(shards.structure)
     empty = assemble(structure, values, lambda _: torch.empty(0), False)
-    why = _refusal(empty)
+    why = _reason_to_refuse(empty)
     if why is not None:  # such as a dictionary's key of an unusual type
         raise UnsupportedValueError(
             f"step {shards.copy.step}: torch.load(weights_only=True) would refuse its state: {why}"
@@ -71,34 +71,34 @@ def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> N
         os.close(fd)
 
 
-def _shielded(node: Any) -> Any:
+def _escape_marks(node: Any) -> Any:
     """Adds a $ to the only key of each dictionary in the structure that would pass for a value's typed form."""
     if isinstance(node, list):
-        return [_shielded(item) for item in node]
+        return [_escape_marks(item) for item in node]
     if not isinstance(node, dict):
         return node
     if "$dict" in node and len(node["$dict"]) == 1:
         ((key, child),) = node["$dict"]
-        return {"$dict": [[f"${key}" if _is_mark(key) else key, _shielded(child)]]}
-    return {key: _shielded(child) for key, child in node.items()}
+        return {"$dict": [[f"${key}" if _is_marked(key) else key, _escape_marks(child)]]}
+    return {key: _escape_marks(child) for key, child in node.items()}
 
 
-def _is_mark(key: Any) -> bool:
+def _is_marked(key: Any) -> bool:
     """True for the key of a value's typed form, also with more $ before it."""
     return isinstance(key, str) and key.startswith("$") and is_typed({f"${key.lstrip('$')}": None})
 
 
-def _accepts(value: Any) -> bool:
+def _loads_safely(value: Any) -> bool:
     """True if a value can be in a file whose loading runs no code. numpy's arrays, for one, can't.
 
     Other values are written in their typed form: a dictionary of plain values.
     """
     if not isinstance(value, (dict, list)):
         return True
-    return is_plain(value) and _refusal(decode(value)) is None
+    return is_plain(value) and _reason_to_refuse(decode(value)) is None
 
 
-def _refusal(tree: Any) -> str | None:
+def _reason_to_refuse(tree: Any) -> str | None:
     """Returns torch's reason for refusing to load it without running code; None when it would load it."""
     buffer = io.BytesIO()
     torch.save(tree, buffer)
@@ -141,7 +141,7 @@ def read(path: Path, *, allow_pickle: bool) -> Any:
     except Exception as error:  # torch has no type for it
         raise CorruptError(f"{path}: is not readable as a torch.save file: {_first_line(error)}") from error
     _check_size(tree, path)
-    return _untyped(tree, path, allow_pickle=allow_pickle)
+    return _decode_typed(tree, path, allow_pickle=allow_pickle)
 
 
 def _check_size(tree: Any, path: Path) -> None:
@@ -164,17 +164,17 @@ def _check_size(tree: Any, path: Path) -> None:
         room, level, depth = room - len(children), children, depth + 1
 
 
-def _untyped(node: Any, path: Path, *, allow_pickle: bool) -> Any:
+def _decode_typed(node: Any, path: Path, *, allow_pickle: bool) -> Any:
     """Returns the state with values instead of their typed forms."""
     kind: Any = type(node)
     if kind in (list, tuple):
-        return kind(_untyped(item, path, allow_pickle=allow_pickle) for item in node)
+        return kind(_decode_typed(item, path, allow_pickle=allow_pickle) for item in node)
     if is_typed(node):
         if has_pickle(node) and not allow_pickle:
             raise UsageError(f"{path}: holds pickled values; loading those runs code: --allow-pickle allows it")
         return decode(node, allow_pickle)
-    if kind is dict and len(node) == 1 and _is_mark(next(iter(node))):
+    if kind is dict and len(node) == 1 and _is_marked(next(iter(node))):
         node = {key[1:]: value for key, value in node.items()}
     if kind in (dict, OrderedDict):
-        return kind((key, _untyped(value, path, allow_pickle=allow_pickle)) for key, value in node.items())
+        return kind((key, _decode_typed(value, path, allow_pickle=allow_pickle)) for key, value in node.items())
     return node
