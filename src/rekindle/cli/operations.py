@@ -30,9 +30,6 @@ from rekindle.storage.open import open_store
 
 __all__ = ["ended_status", "job_status", "status_pages", "stop"]
 
-
-_SHOWN = 10
-"""Most steps that a message lists."""
 _HANGS_AFTER = 10.0
 """Seconds without an answer after which storage counts as hanging, no longer as slow."""
 _ANSWERS_WITHIN = 3.0
