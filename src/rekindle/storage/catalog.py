@@ -1,4 +1,4 @@
-"""Finds every copy of every checkpoint that this node can see, in memory and on storage."""
+"""Finds every copy of every checkpoint that this node can see, in memory and on storage, for the job itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Lists the checkpoints of a root, in memory and on storage, for people and programs outside of the job."""
+"""Lists the checkpoints of a root, in memory and on storage, for the commands and the launcher.
+
+``rekindle.storage.catalog`` finds the copies. This module adds their size, time and condition, and the reason why there
+are none.
+"""
 
 from __future__ import annotations
 

@@ -142,6 +142,7 @@ class ObjectStore(Store):
     def _list_manifests(self, objects: Iterable[Object] | None = None) -> list[_Manifest]:
         """Returns all manifests by step: one listing, unless it is given, and a request for each unread one."""
         listed = [o for o in (self.bucket.list() if objects is None else objects) if _STEP.match(o.name)]
+        # A tag changes with the content, so a head that is known by name and tag need not be read again.
         known = self._known
         found = [_Manifest(o, _step(o.name), known[o.name, o.etag]) for o in listed if (o.name, o.etag) in known]
         found += _in_parallel(self._try_to_read, [o for o in listed if (o.name, o.etag) not in known])

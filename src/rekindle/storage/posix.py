@@ -258,9 +258,9 @@ class PosixStore(Store):
                 disk.rename(aside, path)
             elif not (aside / MANIFEST).exists():
                 _remove_checkpoint(aside)
-        except FileNotFoundError:  # somebody else has freed it
+        except FileNotFoundError:  # another process has freed it
             return
-        except OSError as error:  # somebody else has taken either name
+        except OSError as error:  # another process has taken either name
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
 
@@ -268,7 +268,7 @@ class PosixStore(Store):
         unfinished = []
         for path, step, start, kind in self._step_directories():
             if kind == "partial" and start == stamp.incarnation.id:
-                with suppress(FileNotFoundError):  # somebody has just finished it
+                with suppress(FileNotFoundError):  # another process has just published it
                     names = os.listdir(path)
                     parts = [parse_shard_name(name.removeprefix(".").removesuffix(".tmp")) for name in names]
                     if MANIFEST not in names and all(part is None or part[0] in ranks for part in parts):

@@ -83,6 +83,7 @@ def root_to_train(root: str | os.PathLike[str]) -> Root:
 
 def _enclosing_step(root: Root) -> _EnclosingStep | None:
     parts = str(root).split("/")
+    # A step's directory, or a file in it: no step has directories of its own.
     for at in (len(parts) - 2, len(parts) - 1):
         name = parts[at]
         if at > 0 and STEP_DIR.match(name[:_STEP]) and (len(name) == _STEP or name[_STEP] == "."):
@@ -91,7 +92,7 @@ def _enclosing_step(root: Root) -> _EnclosingStep | None:
 
 
 def _instead_of(inside: _EnclosingStep) -> str:
-    return f"say 'rekindle ls {inside.root}' or 'rekindle inspect {inside.root} {inside.step}'"
+    return f"run 'rekindle ls {inside.root}' or 'rekindle inspect {inside.root} {inside.step}'"
 
 
 def _describe_url(url: str, known: list[str]) -> str:

@@ -241,7 +241,7 @@ class StoreContract:
         self.assert_sound()
 
     def test_nobody_is_told_of_a_success_that_another_job_has_undone(self) -> None:
-        _save(self.open(), 5, 6)  # what both have left behind
+        _save(self.open(), 5, 6)  # superseded by both starts below
         for step in (5, 6, 7, 8):
             starts = [SECOND, RIVAL]
             stamps = [ShardId(step, 0, 1, incarnation) for incarnation in starts]
@@ -401,7 +401,7 @@ class StoreContract:
     def test_nothing_older_goes_while_a_newer_one_cant_be_read(self) -> None:
         _save(self.open(), 1, 2, 3, 4, 5)
         _save(self.open(), 3, incarnation=replace(SECOND, parent_step=2))
-        with self.hidden(3):  # it has left 4 and 5 behind: then 2 is the newest but one
+        with self.hidden(3):  # it supersedes 4 and 5, so that 2 is the newest but one
             assert self.open().prune(2, None) == []
         assert sorted(self.open().prune(2, None))[-2:] == [4, 5] and self.steps()[-2:] == [2, 3]
 
