@@ -119,3 +119,14 @@ def test_the_end_of_a_pause_within_a_pause_is_not_the_end(tmp_path: Path) -> Non
         page = read_status(tmp_path / "page")
         assert page.paused and page.note == "evaluation"
     assert not read_status(tmp_path / "page").paused
+
+
+def test_before_an_update_is_called_once_however_many_optimizers_there_are(tmp_path: Path) -> None:
+    told: list[int] = []
+    gate = Gate(StatusPage(tmp_path / "page", 1), 3, before_update=told.append)
+    gate.updating(3)
+    gate.updating(3)
+    gate.stepping(3)
+    gate.stable(4, 3)
+    gate.updating(3)
+    assert told == [4, 5]
