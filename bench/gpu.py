@@ -132,7 +132,7 @@ def measure(size: int, rows: int, rounds: int, steps: int, target: Path, memory:
     from_storage = seconds(ckpt.restore)
     again.update()
     ckpt.save(step + 1, wait="memory")
-    ckpt._saves.memory.slots.ready()
+    ckpt._saver.memory.slots.ready()
     ckpt = None  # as if it had died: the snapshot stays
     ckpt = rekindle.Checkpointer(target, {"model": again.model, "optimizer": again.optimizer}, memory=memory)
     from_memory = seconds(ckpt.restore)

@@ -419,7 +419,7 @@ def test_saving_the_step_that_was_restored_waits_for_no_storage(
     ckpt = rekindle.Checkpointer(root, training.state, **often)  # type: ignore[arg-type]
     ckpt.restore()
     go(ckpt, training, 1, 3)
-    ckpt._saves.secure(10)
+    ckpt._saver.secure(10)
     del ckpt
     gc.collect()
     ckpt = rekindle.Checkpointer(root, Training().state, **often)  # type: ignore[arg-type]

@@ -160,12 +160,12 @@ class Checkpointer:
         try:
             if session.is_first_on_node:
                 introduce(session.job_dir, self.root)
-            self._saves = start_saver(self._group, session, self._capture, self._fence, settings, self.metrics)
+            self._saver = start_saver(self._group, session, self._capture, self._fence, settings, self.metrics)
         except BaseException:  # else whoever keeps the traceback would keep the rank's place
             self._fence.close()
             session.leave()
             raise
-        self._exit_report = ExitReport(self._saves, session)
+        self._exit_report = ExitReport(self._saver, session)
         session.on_takeover(self._give_way)
         warn_of_reused_store(self._group.rank)
 
@@ -194,7 +194,7 @@ class Checkpointer:
         """
         parts = choose_parts(partial, strict, self._capture.state)
         self._check_open()
-        if self._saves.newest is not None:
+        if self._saver.newest is not None:
             raise UsageError("restore() comes before the first save of a run")
         session = self._session
         if session.slots is not None and step != 0:
@@ -212,7 +212,7 @@ class Checkpointer:
         if done is not None:
             at, place, seconds = done.step, done.place, done.seconds
             self._base = ShardId(at, self._group.rank, self._group.world, done.checkpoint.incarnation)
-        self._saves.restored = self._saves.reached = at
+        self._saver.restored = self._saver.reached = at
         self._updates.begin()
         self.metrics.restored_step, self.metrics.restored_from, self.metrics.restore_seconds = at, place, seconds
         return at
@@ -224,18 +224,18 @@ class Checkpointer:
 
         Until the next update, parameters and optimizer state may only be changed inside of ``updating()``.
         """
-        with self._saves.stepping(n):
+        with self._saver.stepping(n):
             self._step(n)
 
     def _step(self, n: int) -> None:
-        self._saves.conclude()
+        self._saver.conclude()
         self._check_step(n)
         self._begin()
-        schedule = self._saves.schedule
-        if schedule.due(n, memory=self._saves.memory is not None):
+        schedule = self._saver.schedule
+        if schedule.due(n, memory=self._saver.memory is not None):
             self._save(n, schedule.persists(n))
         else:
-            self._saves.live.note(self._session.shard_id(n, persist=False))
+            self._saver.live.note(self._session.shard_id(n, persist=False))
             self._session.check_agent()
 
     def save(
@@ -256,20 +256,20 @@ class Checkpointer:
         pin = wait == "durable" if pin is None else pin
         if wait not in (None, "memory", "durable"):
             raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
-        with self._saves.stepping(n):
-            self._saves.conclude()
+        with self._saver.stepping(n):
+            self._saver.conclude()
             self._check_step(n)
             self._begin()
             self._save(n, persist=True, pin=pin)
         if wait is not None:
-            self._saves.secure(timeout)
-        stamp = self._saves.newest or self._base
+            self._saver.secure(timeout)
+        stamp = self._saver.newest or self._base
         if wait is not None and (stamp is None or stamp.step != n):
             raise NotDurableError(f"step {n} is not saved: see the log for why")
         if wait == "durable" and stamp is not None:
-            self._saves.wait_durable(stamp, timeout)
+            self._saver.wait_durable(stamp, timeout)
         if pin and stamp is not None and stamp.step == n:
-            pin_saved(self._saves, stamp, durable=wait == "durable", timeout=timeout)
+            pin_saved(self._saver, stamp, durable=wait == "durable", timeout=timeout)
 
     def unpin(self, n: int) -> None:
         """Let ``keep`` decide on step ``n`` again. One rank is enough. Raises NotFoundError when storage lacks it."""
@@ -283,7 +283,7 @@ class Checkpointer:
         owns is copied behind the training's back too, so every update must then be wrapped.
         """
         self._fence.by_hand()
-        self._saves.wait_before_update()
+        self._saver.wait_before_update()
         yield
 
     def guard(
@@ -318,7 +318,7 @@ class Checkpointer:
         """
         self._check_open()
         return Guard(
-            *(self._saves, self._session, self._group),
+            *(self._saver, self._session, self._group),
             fence=fence,
             floor=silence_floor(watchdog),
             deadline=gasp_deadline,
@@ -328,25 +328,25 @@ class Checkpointer:
 
     def pause_watchdog(self, what: str) -> AbstractContextManager[None]:
         """Declare a long pause that is no fault: ``with ckpt.pause_watchdog("evaluation"):``."""
-        return self._saves.pause(what)
+        return self._saver.pause(what)
 
     def report(self, *, loss: float | torch.Tensor) -> None:
         """Raise NonFiniteLossError for a loss that is infinite or not a number, before it gets into the parameters.
 
         To be called before the update. A tensor on a device is waited for.
         """
-        check_loss(loss, self._saves.reached)
+        check_loss(loss, self._saver.reached)
 
     def _save(self, n: int, persist: bool, pin: bool = False) -> None:
         self._session.check_agent()
-        base = self._base if self._saves.newest is None else None
-        if base is not None and base.step == n and (not persist or self._saves.find_restored(base)):
+        base = self._base if self._saver.newest is None else None
+        if base is not None and base.step == n and (not persist or self._saver.find_restored(base)):
             return  # it has just been restored, and there is nothing to add
-        self._saves.save(replace(self._session.shard_id(n, persist=persist), pinned=pin))
+        self._saver.save(replace(self._session.shard_id(n, persist=persist), pinned=pin))
 
     def _check_step(self, n: int) -> None:
         self._check_open()
-        check_step(n, self._saves.newest, self._base, self._updates)
+        check_step(n, self._saver.newest, self._base, self._updates)
         if not self._session.begun and self._session.agreed.found:
             raise UsageError(
                 f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"
@@ -363,7 +363,7 @@ class Checkpointer:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Returns all complete checkpoints that this node can see, newest first, without superseded ones."""
-        self._saves.conclude()
+        self._saver.conclude()
         return list_checkpoints(self._session.job, self._session.store, self._session.local_ranks)
 
     def latest(self) -> Checkpoint | None:
@@ -379,38 +379,38 @@ class Checkpointer:
         the agent goes on carrying it to storage, which a second call waits for. Does nothing in a forked child: all
         belongs to its parent.
         """
-        if self._ended or self._saves.forked:
+        if self._ended or self._saver.forked:
             return
         if self._successor:
             raise UsageError(self._successor)
         durable: ShardId | None = None
         try:
-            self._saves.conclude()
-            self._saves.save_skipped(timeout)
-            newest = self._saves.newest or self._base
-            kept = self._saves.find_restored(newest)
+            self._saver.conclude()
+            self._saver.save_skipped(timeout)
+            newest = self._saver.newest or self._base
+            kept = self._saver.find_restored(newest)
             if newest is not None and not kept:
-                self._saves.persist(newest)
-                self._saves.wait_durable(newest, timeout)
+                self._saver.persist(newest)
+                self._saver.wait_durable(newest, timeout)
                 log.info("closed: step %d is durable; %s", newest.step, self.metrics.summary())
-            durable = newest if not kept or (kept == STORAGE and self._saves.memory is not None) else None
+            durable = newest if not kept or (kept == STORAGE and self._saver.memory is not None) else None
             self._ended = True
         finally:
             self._let_go(durable)
 
     def _give_way(self) -> str | None:
         """Let go for good, to a later Checkpointer of this root and process. Returns a reason if that can't be now."""
-        if self._closed or self._saves.forked:
+        if self._closed or self._saver.forked:
             return None
-        if self._saves.busy:
+        if self._saver.busy:
             return "an earlier Checkpointer of this process is inside of guard() or step() at this root: end that first"
-        self._saves.finish_quietly(GIVE_WAY)
+        self._saver.finish_quietly(GIVE_WAY)
         self._let_go(None)
         self._successor = f"a later Checkpointer of this process has taken over {self.root}"
         return None
 
     def _check_open(self) -> None:
-        self._saves.refuse_child()
+        self._saver.refuse_child()
         if self._closed:
             raise UsageError(self._successor or "the checkpointer is closed")
 
@@ -418,7 +418,7 @@ class Checkpointer:
         if not self._closed:
             self._closed = self._exit_report.given = True
             self._fence.close()
-            self._saves.close()
+            self._saver.close()
             self._session.leave(durable)
 
     def __enter__(self) -> Checkpointer:
@@ -427,7 +427,7 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-        elif not (self._closed or self._saves.forked):
-            self._saves.finish_quietly(0.0)
+        elif not (self._closed or self._saver.forked):
+            self._saver.finish_quietly(0.0)
             self._let_go(None)
             self._exit_report.give(error)

@@ -66,8 +66,8 @@ def test_a_step_of_a_small_state_is_in_memory_when_it_returns(
         model, optimizer, ckpt = train_of(width, root, **options)
     assert ckpt.metrics.committed_in_step is promised
     assert ((_IN_STEP in caplog.text), (_BEHIND in caplog.text)) == (promised, not promised)
-    assert ckpt._saves.memory is not None
-    ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)  # no copy behind step() can begin before
+    assert ckpt._saver.memory is not None
+    ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)  # no copy behind step() can begin before
     update(model, optimizer)
     ckpt.save(1)
     assert in_memory(job) == [1] * promised

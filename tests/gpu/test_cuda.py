@@ -123,7 +123,7 @@ def test_slots_are_page_locked(root: Path, memory: Path) -> None:
     ckpt.restore()
     training.update()
     ckpt.save(1, wait="memory")
-    pending = ckpt._saves.memory.pending
+    pending = ckpt._saver.memory.pending
     assert torch.frombuffer(pending.slot.map, dtype=torch.uint8).is_pinned()
     ckpt.close()
 

@@ -23,7 +23,7 @@ def test_a_start_anew_is_the_same_after_another_restore(first: str, root: Path, 
     if first == "restore":
         assert ckpt.restore() == 20
     assert ckpt.restore(step=0) == 0
-    assert (ckpt._session.incarnation.parent, ckpt._session.incarnation.parent_step, ckpt._saves.reached) == ("", 0, 0)
+    assert (ckpt._session.incarnation.parent, ckpt._session.incarnation.parent_step, ckpt._saver.reached) == ("", 0, 0)
     found = ckpt.metrics.restored_step, ckpt.metrics.restored_from, ckpt.metrics.restore_seconds
     assert found == (0, "", 0.0)
     go(ckpt, training, 1, 2)

@@ -63,8 +63,8 @@ def content(receipt: Path) -> tuple[str, Any, Any]:
 
 def pending_of(ckpt: rekindle.Checkpointer) -> PendingSnapshot:
     """The newest save, which is over when this returns."""
-    assert ckpt._saves.memory is not None
-    pending = ckpt._saves.memory.pending
+    assert ckpt._saver.memory is not None
+    pending = ckpt._saver.memory.pending
     assert pending is not None
     pending.commit()
     return pending

@@ -81,9 +81,9 @@ sys.setprofile(watch)
 ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, memory=sys.argv[2], overlap=True)
 ckpt.restore()
 ckpt.step(1)
-while not ckpt._saves.memory.pending._ended:  # conclude() would help to copy, and read on while the other thread frees
+while not ckpt._saver.memory.pending._ended:  # conclude() would help to copy, and read on while the other thread frees
     time.sleep(0.01)
-ckpt._saves.conclude()
+ckpt._saver.conclude()
 print(ckpt.metrics.failed, len(hashed), flush=True)
 os._exit(0)
 """
@@ -164,7 +164,7 @@ def test_a_dying_gasp_does_not_wait_for_a_trainer_that_hangs(
     trainer.start()
     assert hangs.wait(20)
     began = time.monotonic()
-    ckpt._saves.gasp(ckpt._session.shard_id(1, persist=False), whole=False)
+    ckpt._saver.gasp(ckpt._session.shard_id(1, persist=False), whole=False)
     took = time.monotonic() - began
     os.write(go, b"x")
     trainer.join()
@@ -210,9 +210,9 @@ def test_memory_that_is_taken_away_in_the_window_costs_the_snapshot_at_most(root
     ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6, overlap=True)
     ckpt.restore()
     pending = None
-    ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)  # the copy can't begin before
+    ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)  # the copy can't begin before
     ckpt.step(1)
-    pending = ckpt._saves.memory.pending
+    pending = ckpt._saver.memory.pending
     model[7].untyped_storage().resize_(0)
     with torch.no_grad():
         model[7].set_(torch.zeros(1 << 20))

@@ -145,7 +145,7 @@ def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Pat
     training = Adversaries(1500)
     ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
     ckpt.restore()
-    ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)
+    ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)
     ckpt.step(1)
     child = os.fork()
     if child == 0:
@@ -168,7 +168,7 @@ def test_a_checkpointer_that_is_forgotten_keeps_its_place_until_its_copy_is_whol
     ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, overlap=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
-    ckpt._saves.memory._live.writer._behind.submit(time.sleep, 0.3)
+    ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)
     ckpt.step(1)
     del ckpt
     assert job.trainers() == {0: os.getpid()}

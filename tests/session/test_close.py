@@ -30,13 +30,13 @@ def start(root: Path, training: Training) -> rekindle.Checkpointer:
 
 def changed_too_late(ckpt: rekindle.Checkpointer, training: Training, step: int) -> None:
     """A save that fails while training goes on, whichever thread is faster."""
-    assert ckpt._saves.memory is not None
-    land, begun = ckpt._saves.live.writer.behind, []
-    ckpt._saves.live.writer.behind = begun.append  # type: ignore[assignment,method-assign]
+    assert ckpt._saver.memory is not None
+    land, begun = ckpt._saver.live.writer.behind, []
+    ckpt._saver.live.writer.behind = begun.append  # type: ignore[assignment,method-assign]
     training.update()
     ckpt.step(step)
     torch.nn.init.constant_(training.model.weight, 7.0)
-    ckpt._saves.live.writer.behind = land  # type: ignore[method-assign]
+    ckpt._saver.live.writer.behind = land  # type: ignore[method-assign]
     assert len(begun) == 1
     begun[0]()
 
@@ -66,14 +66,14 @@ def test_after_a_last_save_that_was_interrupted_too(root: Path, memory: Path, mo
     training = Training()
     ckpt = start(root, training)
     go(ckpt, training, 1, 2)
-    assert ckpt._saves.memory is not None
+    assert ckpt._saver.memory is not None
 
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
     training.update()
     with monkeypatch.context() as patch:
-        patch.setattr(ckpt._saves.memory.slots, "acquire", interrupted)
+        patch.setattr(ckpt._saver.memory.slots, "acquire", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.step(3)
     closed_within(ckpt)
@@ -84,7 +84,7 @@ def test_what_memory_has_lost_is_not_waited_for(root: Path, memory: Path) -> Non
     training = Training()
     ckpt = start(root, training)
     go(ckpt, training, 1, 2)
-    ckpt._saves.conclude()
+    ckpt._saver.conclude()
     JobDir.of(root, memory_base(memory)).snapshots.remove(0)
     with pytest.raises(rekindle.NotDurableError, match="nobody carries it there: rank 0 has no part"):
         closed_within(ckpt)
@@ -98,7 +98,7 @@ def test_a_snapshot_that_is_sent_later_is_not_given_up_for_newer_ones(root: Path
     go(ckpt, training, 1, 1)
     ckpt.save(1)
     go(ckpt, training, 2, 5)
-    ckpt._saves.conclude()
+    ckpt._saver.conclude()
     steps = {stamp.step for stamp, _ in JobDir.of(root, memory_base(memory)).snapshots.shard_ids()}
     root.unlink()
     assert steps >= {1, 5}
@@ -134,7 +134,7 @@ def test_a_second_close_waits_after_an_interrupted_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ckpt._saves, "wait_durable", interrupted)
+        patch.setattr(ckpt._saver, "wait_durable", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.close()
     closed_within(ckpt)
@@ -147,7 +147,7 @@ def _save_to_memory(root: Path, memory: Path) -> None:
     ckpt.restore()
     root.write_text("in the way")
     go(ckpt, training, 1, 2)
-    ckpt._saves.conclude()
+    ckpt._saver.conclude()
 
 
 def test_a_run_that_has_saved_nothing_waits_for_what_it_restored(root: Path, memory: Path) -> None:
@@ -181,7 +181,7 @@ def _rank(root: Path, memory: Path, rank: int, persist_every: int | None) -> Non
     ckpt = rekindle.Checkpointer(root, training.state, memory=memory, persist_every=persist_every, overlap=True)
     ckpt.restore()
     go(ckpt, training, 1, 1)
-    ckpt._saves.conclude()
+    ckpt._saver.conclude()
     torch.distributed.barrier()
     if rank == 1:
         changed_too_late(ckpt, training, 2)

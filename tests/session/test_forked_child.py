@@ -64,8 +64,8 @@ def test_a_child_may_look_while_its_parents_copy_is_on_its_way(root: Path, memor
     ckpt = rekindle.Checkpointer(root, training.state, persist_every=1000, overlap=True)
     ckpt.restore()
     go(ckpt, training, 1, 1)
-    assert ckpt._saves.memory is not None
-    pending = ckpt._saves.memory.pending
+    assert ckpt._saver.memory is not None
+    pending = ckpt._saver.memory.pending
     assert pending is not None
     pending.commit()
     pending._ended = False  # as if the child had been forked a moment earlier

@@ -180,8 +180,8 @@ class _Job:
             self.weights = self.values.weights = torch.zeros(9000)
         self.weights.fill_(n)
         self.ckpt.step(n)
-        self.ckpt._saves.conclude()
-        self.ckpt._saves.finish_direct()
+        self.ckpt._saver.conclude()
+        self.ckpt._saver.finish_direct()
 
     def drain(self) -> None:
         self.drainer._retry_at = 0.0
@@ -245,7 +245,7 @@ def _play(cell: Cell, control: Control, place: Path) -> Outcome:
         finally:
             control.arm(False)
             job.lock.release()
-            job.ckpt._saves.close()
+            job.ckpt._saver.close()
     outcome.alarms = [alarm for alarm in alarms if "memory_limit is" not in alarm]  # the last look's own
     if cell.error and outcome.alarms and not any(_advises(alarm) for alarm in outcome.alarms):
         outcome.wrong.append(f"no alarm says what to do: {alarms}")

@@ -261,7 +261,7 @@ def test_a_restore_without_storage_says_so(root: Path, memory: Path, alarms: Ala
     ckpt.restore()
     root.write_text("in the way")  # of the agent too, which carries what a dead trainer has left
     ckpt.step(1)
-    ckpt._saves.secure(10)
+    ckpt._saver.secure(10)
     del ckpt
     gc.collect()
     ckpt, _ = job_in(root, memory, persist_every=1000)

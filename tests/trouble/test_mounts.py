@@ -281,7 +281,7 @@ def test_a_start_that_goes_on_from_memory_knows_what_storage_has(disk: Disk, mem
             ckpt.step(step) if step % 2 else ckpt.save(step, wait="durable", timeout=20)
         stored = steps[-1] // 2 * 2
         wait_for(lambda: job.notes.durable() == stored)  # noqa: B023 - waited for here
-        ckpt._saves.secure(20)
+        ckpt._saver.secure(20)
         agent = job.agent()
         if agent is not None:
             os.kill(agent, signal.SIGKILL)

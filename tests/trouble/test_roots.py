@@ -272,7 +272,7 @@ def _train_to_six(root: Path, memory: Path) -> None:
             ckpt.save(step, wait="durable", timeout=30)
         else:
             ckpt.step(step)
-    ckpt._saves.secure(20)
+    ckpt._saver.secure(20)
 
 
 def killed(root: Path, memory: Path) -> JobDir:
@@ -389,7 +389,7 @@ def _begin_anew(root: Path, memory: Path) -> None:
     assert ckpt.restore() == 0
     weights.fill_(5)
     ckpt.step(5)
-    ckpt._saves.secure(20)
+    ckpt._saver.secure(20)
     end_agent(JobDir.of(root, memory_base(memory)))
 
 

@@ -33,7 +33,7 @@ class Schedule:
         self._world = world
         self._cadence = cadence_of(settings.snapshot_every, settings.snapshot_budget, world)
         self._metrics = metrics
-        self._saves = 0
+        self._counted = 0
         """Saves that the cadence has been told of."""
 
     def due(self, n: int, *, memory: bool) -> bool:
@@ -42,7 +42,7 @@ class Schedule:
         Without a ``memory`` store each save goes to storage, so only the steps for storage are saved, where a number
         chooses them.
         """
-        saved, self._saves = self._metrics.saves > self._saves, self._metrics.saves
+        saved, self._counted = self._metrics.saves > self._counted, self._metrics.saves
         due = self._cadence.due(n, self._metrics.last_stall if saved else None)
         self._metrics.snapshot_every = self._cadence.every
         if not memory and self.persist_every is not None:
