@@ -123,7 +123,11 @@ def test_a_class_is_known_by_its_name_and_is_what_it_was():
     name = "tests.state.test_types:Point"
     assert decode(form, classes={name: Point}) == (1, 2)
     other = collections.namedtuple("Point", "y x")
-    for kind, told in ((other, "has the fields"), (Mode, "no namedtuple"), (dict, "no namedtuple")):
+    for kind, told in (
+        (other, "has the fields"),
+        (Mode, "not a class of namedtuple"),
+        (dict, "not a class of namedtuple"),
+    ):
         with pytest.raises(FormatError, match=told):
             decode(form, classes={name: kind})
     with pytest.raises(FormatError, match="FAST"):
@@ -162,7 +166,7 @@ def test_what_has_no_form_is_refused_by_path(pipeline, value):
 
 
 def test_keys_of_such_classes_are_refused_by_path(pipeline):
-    with pytest.raises(UnsupportedValueError, match=r"v\.x: a key of the dictionary: .*take its value or name"):
+    with pytest.raises(UnsupportedValueError, match=r"v\.x: a key of the dictionary: .*use its value or name"):
         pipeline({"v": values(x={Mode.FAST: 1})}).save()
 
 

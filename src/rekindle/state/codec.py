@@ -1,4 +1,4 @@
-"""Values that are not tensors, as typed JSON. Reading them runs no code, but for pickles, asked for by name."""
+"""Encodes values that are not tensors as typed JSON. Decoding runs no code, except for pickles, if they are allowed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from rekindle.state.types import (
 __all__ = ["decode", "encode", "is_well_formed", "has_pickle", "is_numpy", "is_plain", "is_typed"]
 
 _EXACT = 1 << 53
-"""JSON readers other than Python's hold integers as doubles; beyond this they are written as text."""
+"""Bound for integers as JSON numbers. Other JSON readers hold them as doubles, so larger ones are written as text."""
 
 _NUMPY_KINDS = "biufcSUmM"
+"""Kinds of NumPy dtypes with plain elements, which need no pickle."""
 
 
 def _b64(data: bytes) -> str:
@@ -37,7 +38,7 @@ def _b64(data: bytes) -> str:
 
 
 def is_well_formed(text: str) -> bool:
-    """Whether it has no lone surrogates: JSON readers join two that happen to meet."""
+    """True if ``text`` has no lone surrogates. In JSON two adjacent ones become another character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -46,9 +47,9 @@ def is_well_formed(text: str) -> bool:
 
 
 def encode(value: Any, allow_pickle: bool = False, room: int = MAX_VALUE_DEPTH - 1) -> Any:
-    """The JSON for a value.
+    """Returns the JSON for a value, nested at most ``room`` levels deep.
 
-    Raises UnsupportedValueError for what has no type in the format, or needs more than ``room`` levels of JSON.
+    Raises UnsupportedValueError for a value that has no type in the format, or is nested too deeply.
     """
     kind = type(value)
     if room < 0:
@@ -62,7 +63,9 @@ def encode(value: Any, allow_pickle: bool = False, room: int = MAX_VALUE_DEPTH -
             else {"$str": _b64(value.encode("utf-8", "surrogatepass"))}
         )
     if kind is int:
-        return value if -_EXACT < value < _EXACT else {"$int": hex(value)}  # decimal would be slow, and is limited
+        return (
+            value if -_EXACT < value < _EXACT else {"$int": hex(value)}
+        )  # hexadecimal: decimal takes quadratic time, and Python limits its length
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if kind is bytes:
@@ -91,7 +94,7 @@ def encode(value: Any, allow_pickle: bool = False, room: int = MAX_VALUE_DEPTH -
         return {"$pickle": _b64(pickle.dumps(value))}
     if isinstance(value, torch.Tensor):
         raise UnsupportedValueError(
-            "a tensor is saved inside of lists, tuples and dictionaries: make what holds it one of them"
+            "a tensor can be saved inside of lists, tuples and dictionaries only: use one of them to hold it"
         )
     raise UnsupportedValueError(
         f"a value of type {kind.__module__}.{kind.__qualname__} has no type in the checkpoint format "
@@ -100,15 +103,15 @@ def encode(value: Any, allow_pickle: bool = False, room: int = MAX_VALUE_DEPTH -
 
 
 def is_numpy(value: Any) -> bool:
-    """Whether it is an array or a number of NumPy's."""
-    numpy = sys.modules.get("numpy")  # a value can't be numpy's before numpy was imported
+    """True if the value is a NumPy array or scalar. Does not import NumPy."""
+    numpy = sys.modules.get("numpy")  # without the module imported, no value can be of its types
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
 def _encode_numpy(value: Any) -> Any:
     if not is_numpy(value):
         return None
-    import numpy  # noqa: PLC0415  it is there already
+    import numpy  # noqa: PLC0415  imported already
 
     dtype = value.dtype
     if dtype.kind not in _NUMPY_KINDS or type(value) not in (numpy.ndarray, dtype.type):
@@ -119,26 +122,27 @@ def _encode_numpy(value: Any) -> Any:
 
 
 def has_pickle(value: Any) -> bool:
-    """Whether decoding the value would run code."""
+    """True if decoding the value would run code."""
     if isinstance(value, list):
         return any(map(has_pickle, value))
     return isinstance(value, dict) and ("$pickle" in value or any(map(has_pickle, value.values())))
 
 
 def is_plain(value: Any) -> bool:
-    """Whether decoding the value gives it to anybody: it is no pickle, and of no class that must be at hand."""
+    """True if any program can decode the value: it has no pickle, and needs no class."""
     return not has_pickle(value) and next(class_names_in(value), None) is None
 
 
 def is_typed(value: Any) -> bool:
-    """Whether this looks like the typed form of a value, outside of a checkpoint too."""
+    """True if ``value`` looks like the typed form of a value. Also used outside of checkpoints."""
     return type(value) is dict and len(value) == 1 and next(iter(value)) in {*_DECODERS, *CLASS_TAGS, "$pickle"}
 
 
 def decode(value: Any, allow_pickle: bool = False, classes: Mapping[str, type] | None = None) -> Any:
-    """What ``encode`` was given. Raises FormatError for an unknown type, UsageError for an unwanted pickle.
+    """Returns the value that ``encode`` was given.
 
-    Values of classes that aren't Python's own need these ``classes``, by name; None makes each such value a Foreign.
+    ``classes`` maps names to the classes that values may be of, beyond Python's own. None makes each such value a
+    ForeignValue. Raises FormatError for an unknown type, UsageError for a pickle that is not allowed.
     """
 
     def again(inner: Any) -> Any:
@@ -154,7 +158,7 @@ def decode(value: Any, allow_pickle: bool = False, classes: Mapping[str, type] |
     if tag == "$pickle":
         if not allow_pickle:
             raise UsageError(
-                "this checkpoint holds pickled values; loading those runs code: restore(allow_pickle=True) allows it"
+                "this checkpoint holds pickled values, and loading them runs code: restore(allow_pickle=True) allows it"
             )
         return pickle.loads(base64.b64decode(body))
     decoder = _DECODERS.get(tag)
@@ -171,14 +175,14 @@ def decode(value: Any, allow_pickle: bool = False, classes: Mapping[str, type] |
 
 
 def _dtype(body: Any, _: Recurse) -> torch.dtype:
-    found = vars(torch).get(body)  # getattr() would import what torch only loads when it is asked for
+    found = vars(torch).get(body)  # getattr() would import modules that torch loads lazily
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch.{body} is no dtype")
+        raise ValueError(f"torch.{body} is not a dtype")
     return found
 
 
 def _array(body: Any, _: Recurse) -> Any:
-    import numpy  # noqa: PLC0415  torch works without numpy, and so do we until a checkpoint has an array in it
+    import numpy  # noqa: PLC0415  torch works without NumPy, and so does Rekindle until a checkpoint has an array
 
     return numpy.frombuffer(base64.b64decode(body[2]), _numpy_dtype(body[0])).reshape(body[1]).copy()
 
@@ -188,13 +192,13 @@ def _numpy_dtype(name: Any) -> Any:
 
     dtype = numpy.dtype(name)
     if type(name) is not str or dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"{name!r:.80} is no dtype of plain elements")
+        raise ValueError(f"{name!r:.80} is not a dtype of plain elements")
     return dtype
 
 
 def _scalar(body: Any, again: Recurse) -> Any:
     dtype = _numpy_dtype(body[0])
-    if not dtype.itemsize:  # an empty string, which an array can't hold
+    if not dtype.itemsize:  # an empty string, which frombuffer() refuses
         return dtype.type()
     return _array([body[0], [1], body[1]], again)[0]
 

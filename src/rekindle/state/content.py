@@ -1,4 +1,4 @@
-"""What the entries of a state hold, by the names of the bare model, with live tensors; without a collective."""
+"""Lists what the entries of a state hold: live tensors by the names of the bare model, without any collective."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ __all__ = ["StateContent", "is_plain_optimizer", "with_extra_state"]
 
 
 class StateContent:
-    """Of all entries of one state. Good until a module or an optimizer gets other parameters."""
+    """Lists the content of all entries of one state. Valid until a module or an optimizer gets other parameters.
+
+    For one thread at a time.
+    """
 
     def __init__(self, state: dict[str, Any]) -> None:
         for module in state.values():
             if isinstance(module, torch.nn.Module) and not is_flat(module) and _has_hooks(module):
-                module.state_dict(keep_vars=True)  # fully_shard then puts back the parameters that optimizers have
+                module.state_dict(keep_vars=True)  # fully_shard then restores the parameters that optimizers know
         self._names = Names(state)
         self._flat: dict[int, list[FlatRun]] = {}
-        """By id of a tensor in which parameters lie flattened: these. With views, each parameter has its own."""
+        """Maps the id of a flat tensor to the parameters in it. With ``use_orig_params`` each parameter is one."""
         self._modules = {id(module): self._flatten(module) for module in state.values() if is_flat(module)}
 
     def _flatten(self, module: torch.nn.Module) -> list[tuple[str, FlatPart]]:
@@ -47,6 +50,7 @@ class StateContent:
         return found
 
     def of(self, entry: Any) -> Any:
+        """Returns the content of an entry: nested, with live tensors and values as leaves."""
         if isinstance(entry, torch.nn.Module):
             return self._module(entry)
         saved = entry.state_dict()
@@ -55,9 +59,9 @@ class StateContent:
         return pack_numbers(saved)
 
     def keys(self, module: torch.nn.Module) -> dict[str, str]:
-        """The bare model's names, by what the module's own ``load_state_dict()`` is to be given them as.
+        """Maps the keys that the module's own ``load_state_dict()`` expects to the bare model's names.
 
-        Without what lies in flattened parameters: that is filled where it is.
+        Leaves out flattened parameters, which are filled in place.
         """
         if id(module) in self._modules:
             return {key: key for key, leaf in self._module(module).items() if not isinstance(leaf, FlatPart)}
@@ -82,7 +86,7 @@ class StateContent:
     # -- optimizers ---------------------------------------------------------------------------------------------
 
     def names(self, entry: Any) -> dict[int, list[Any]]:
-        """By id of each of an optimizer's parameters: what it is called; several names where several are flattened."""
+        """Maps the id of each of an optimizer's parameters to its names: several for a flat tensor."""
         every = number_parameters(entry.param_groups)
         single = self._names.of(every)
         return {
@@ -91,7 +95,7 @@ class StateContent:
         }
 
     def runs(self, parameter: torch.Tensor) -> list[FlatRun] | None:
-        """What lies in a parameter that is a flattened one."""
+        """Returns the parameters in a flat tensor; None for any other tensor."""
         return self._flat.get(id(parameter))
 
     def _optimizer(self, entry: Any, saved: dict[str, Any]) -> dict[str, Any]:
@@ -128,14 +132,14 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 
 
 def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules inside that keep more than tensors, and what ``state_dict()`` calls that."""
+    """Yields modules with extra state, and its key in ``state_dict()``."""
     for name, part in module.named_modules():
         if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
             yield strip_wrappings(f"{name}._extra_state" if name else "_extra_state", []), part
 
 
 def is_plain_optimizer(entry: Any, saved: Any) -> bool:
-    """Whether ``saved`` is what torch's optimizers give: state and parameters by number."""
+    """True if ``saved`` has the form of torch's optimizers: state and parameters by number."""
     return (
         isinstance(getattr(entry, "param_groups", None), list)
         and isinstance(saved, dict)

@@ -1,8 +1,8 @@
-"""Copies from CUDA devices: page-locked memory, side streams, and the events that keep both in order.
+"""Copies from CUDA devices: page-locks host memory, and orders side streams by events.
 
-A copy behind the training's back starts once the device has done what was queued when ``ckpt.step(n)`` was called, and
-the stream that trains waits for it, on the device, before the next update. The host waits for neither. ROCm builds of
-torch speak of CUDA too. Tensors of other devices are copied by the calling thread, which waits.
+A background copy starts once the device has done what was queued when ``ckpt.step(n)`` was called. The training stream
+waits for it, on the device, before the next update. The host waits for neither. ROCm builds of torch use the same API.
+Tensors of other devices are copied by the calling thread, which waits.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ log = logging.getLogger("rekindle")
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device of this process."""
 _POLL = 1e-4
+"""Seconds between two looks at an event."""
 
 Event = torch.cuda.Event
 
 
 class SideStreams:
-    """One side stream for each CUDA device in use. ``here`` and ``hold`` belong to the thread that trains."""
+    """Copies on one side stream for each CUDA device in use.
+
+    ``here``, ``start`` and ``hold`` are for the training thread.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._last: dict[torch.device, Event] = {}
-        """What the next update has to wait for."""
+        """Newest event of each side stream, for which the next update has to wait."""
 
     def here(self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event | None:
-        """Copy in the order of the caller's stream. The event tells when it is done; None means that it is."""
+        """Copies on the caller's stream. Returns the event of the copy's end; None if it has ended."""
         with torch.no_grad():
             torch._foreach_copy_(list(to), list(source), non_blocking=device.type == "cuda")
         if device.type != "cuda":
@@ -45,7 +49,7 @@ class SideStreams:
         return event
 
     def start(self, devices: Collection[torch.device]) -> None:
-        """Let the side streams go on from where the caller's streams are now."""
+        """Makes the side streams wait, on the device, for the work queued on the caller's streams so far."""
         self._last.clear()
         for device in devices:
             stream = self._streams.get(device)
@@ -54,7 +58,7 @@ class SideStreams:
             stream.wait_stream(torch.cuda.current_stream(device))
 
     def aside(self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event:
-        """Copy on the side stream. Any thread."""
+        """Copies on the side stream and returns the event of the copy's end. May be called from any thread."""
         with torch.no_grad(), torch.cuda.stream(self._streams[device]):
             torch._foreach_copy_(list(to), list(source), non_blocking=True)
             event: Event = self._streams[device].record_event()
@@ -62,21 +66,21 @@ class SideStreams:
         return event
 
     def hold(self) -> None:
-        """Let the caller's streams wait, on the device, for all that ``aside`` has queued."""
+        """Makes the caller's streams wait, on the device, for all copies that ``aside`` has queued."""
         for device, event in self._last.items():
             torch.cuda.current_stream(device).wait_event(event)
         self._last.clear()
 
 
 def record_event(device: torch.device) -> Event:
-    """What tells that the device has done all that the caller's stream was given so far."""
+    """Records and returns an event: the device reaches it after the work queued on the caller's stream so far."""
     event: Event = torch.cuda.current_stream(device).record_event()
     return event
 
 
 @contextmanager
 def resume_after(events: Mapping[torch.device, Event]) -> Iterator[None]:
-    """Work as if the caller's streams were at these events, though what was queued later may never end."""
+    """Runs the block on streams that wait only for these events: work queued later may never end."""
     with ExitStack() as streams:
         for device, event in events.items():
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -86,7 +90,7 @@ def resume_after(events: Mapping[torch.device, Event]) -> Iterator[None]:
 
 
 def wait_for_event(event: Event | None, timeout: float) -> bool:
-    """Wait until the device has come to ``event``. False after ``timeout`` seconds. Other threads run meanwhile."""
+    """Waits until the device has reached ``event``. False after ``timeout`` seconds. Other threads run meanwhile."""
     deadline = time.monotonic() + timeout
     while event is not None and not event.query():  # type: ignore[no-untyped-call]
         if time.monotonic() > deadline:
@@ -96,7 +100,7 @@ def wait_for_event(event: Event | None, timeout: float) -> bool:
 
 
 class _PageLock:
-    """Memory that is page-locked until this is dropped."""
+    """Keeps memory page-locked until this object is dropped."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._anchor = ctypes.c_char.from_buffer(mapping)
@@ -112,9 +116,9 @@ class _PageLock:
 
 
 def page_lock(mapping: mmap.mmap) -> object:
-    """Page-lock ``mapping``, so that CUDA devices copy into it at the speed of the bus, until the result is dropped.
+    """Page-locks ``mapping`` until the result is dropped, so that CUDA devices copy into it at the speed of the bus.
 
-    None where no device is in use, and, with a warning, where it is refused.
+    Returns None if no device is in use, or, after a warning, if page-locking fails.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
@@ -122,8 +126,8 @@ def page_lock(mapping: mmap.mmap) -> object:
         return _PageLock(mapping)
     except (OSError, RuntimeError) as error:
         log.warning(
-            "a snapshot's memory can't be page-locked (%s; is 'ulimit -l' too low?): copies from the device are slower "
-            "and training waits for more of them",
+            "a snapshot's memory can't be page-locked (%s): copies from the device are slower, and training waits "
+            "longer for them: raise the limit that 'ulimit -l' shows",
             error,
         )
         return None

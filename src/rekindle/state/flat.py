@@ -1,7 +1,7 @@
-"""FullyShardedDataParallel, the first kind: parameters that torch flattens, puts end to end and cuts.
+"""Describes the parameters of FullyShardedDataParallel (FSDP 1), which flattens, concatenates and cuts them.
 
-Their ``state_dict()`` gathers every parameter from all ranks. What a rank holds can be had without that: a contiguous
-run of each parameter's elements, which is a few boxes of it.
+Its ``state_dict()`` gathers every parameter from all ranks. This needs no gathering: a rank holds a contiguous run of
+each parameter's elements, which is a few boxes of the parameter.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ __all__ = ["FlatRun", "flat_modules", "is_flat", "flat_runs", "tied_names"]
 
 @dataclass(frozen=True)
 class FlatRun:
-    """A parameter's elements ``first`` to ``last`` lie in a flat tensor from ``start`` on."""
+    """Locates a parameter's elements ``first`` to ``last``, exclusive, in a flat tensor: they begin at ``start``."""
 
     name: str
-    """The parameter's, as in the bare model."""
+    """Name of the parameter in the bare model."""
     shape: tuple[int, ...]
     start: int
     first: int
     last: int
     ranks: tuple[int, ...]
+    """All ranks that hold the same elements."""
 
     def of(self, base: torch.Tensor, counter: torch.Tensor) -> FlatPart:
+        """Returns the part of ``base`` that holds these elements. Writes to it change the version of ``counter``."""
         return FlatPart(base, self.start, self.shape, self.first, self.last, counter, self.ranks)
 
 
 def is_flat(module: Any) -> bool:
-    """Whether it, or a part of it, is FullyShardedDataParallel."""
+    """True if the module, or a part of it, is FullyShardedDataParallel."""
     return isinstance(module, torch.nn.Module) and next(flat_modules(module), None) is not None
 
 
 def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of each part that keeps flattened parameters."""
+    """Yields name and module of each part that keeps flattened parameters."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is not None:
         for name, part in module.named_modules():
@@ -50,9 +52,12 @@ def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def flat_runs(part: Any, prefix: str) -> tuple[torch.Tensor, list[FlatRun]]:
-    """The flat tensor of one such part, and what lies in it. ``prefix``: the part's own name, with a dot if any."""
+    """Returns the flat tensor of one such part, and the parameters in it.
+
+    ``prefix`` is the part's own name and a dot, or empty.
+    """
     handle, flat = part._handle, part._handle.flat_param
-    base = getattr(flat, "_local_shard", flat.data)  # which it has from its first use on
+    base = getattr(flat, "_local_shard", flat.data)  # set at its first use
     ranks = _alike(part, handle)
     found, at = [], 0
     for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
@@ -65,7 +70,7 @@ def flat_runs(part: Any, prefix: str) -> tuple[torch.Tensor, list[FlatRun]]:
 
 
 def tied_names(flat: Any) -> list[tuple[str, str]]:
-    """Of a flat tensor's parameters that have several names: each further one, and the first."""
+    """Returns (further name, first name) of the parameters of a flat tensor that have several names."""
     return [
         (_dotted(info.module_name, info.param_name), _dotted(info.prim_module_name, info.prim_param_name))
         for info in flat._shared_param_infos
@@ -77,7 +82,7 @@ def _dotted(module: str, name: str) -> str:
 
 
 def _alike(part: Any, handle: Any) -> tuple[int, ...]:
-    """The ranks that hold the same part."""
+    """Returns the ranks that hold the same elements."""
     if not handle.uses_sharded_strategy:
         return tuple(sorted(dist.get_process_group_ranks(part.process_group)))
     between = getattr(part, "_inter_node_pg", None)

@@ -1,4 +1,4 @@
-"""Long lists of numbers, as one value instead of one for each number."""
+"""Encodes a long list of numbers as one value, instead of one value for each number."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Any
 __all__ = ["NumberList", "pack_numbers"]
 
 _LONG = 256
-"""Numbers from which a list is taken as one value. Each one of a shorter list costs 6 microseconds at every save."""
+"""Least length of a list that becomes one value. Each number of a shorter list costs 6 microseconds at every save."""
 
 _CODES = {float: "d", int: "q"}
 
 
 class NumberList:
-    """A list of float, or of int that fit into 64 bits, as it was when this was made."""
+    """Holds a copy of a list of float, or of int that fit into 64 bits."""
 
     def __init__(self, code: str, data: bytes) -> None:
-        """``data``: little-endian; ``code``: "d" for float, "q" for int. Raises ValueError for anything else."""
+        """Takes little-endian ``data``, 8 bytes for each number; ``code`` is "d" for float, "q" for int.
+
+        Raises ValueError for any other code.
+        """
         if code not in _CODES.values():
-            raise ValueError(f"{code!r:.80} is no kind of numbers")
+            raise ValueError(f"{code!r:.80} is not a code of numbers")
         self.code, self.data = code, data
 
     @staticmethod
     def of(items: list[Any]) -> NumberList | None:
-        """None for what isn't such a list."""
+        """Returns the numbers of ``items``; None if it is not such a list."""
         code = _CODES.get(type(items[0]))
         if code is None or len(set(map(type, items))) != 1:
             return None
@@ -36,21 +39,21 @@ class NumberList:
         return NumberList(code, _swapped(found).tobytes())
 
     def items(self) -> list[Any]:
-        """The list, of which every bit is as it was. Raises ValueError when bytes are missing."""
+        """Returns the list, bit for bit as it was. Raises ValueError when bytes are missing."""
         found = array(self.code)
         found.frombytes(self.data)
         return _swapped(found).tolist()
 
 
 def _swapped(found: array[Any]) -> array[Any]:
-    """Between this machine's order of bytes and the format's."""
+    """Converts between this machine's byte order and the format's."""
     if sys.byteorder == "big":
         found.byteswap()
     return found
 
 
 def pack_numbers(node: Any) -> Any:
-    """``node`` with Numbers in place of long lists of numbers in its dictionaries and lists; itself without any."""
+    """Returns ``node`` with a NumberList for each long list of numbers in it; ``node`` itself if it has none."""
     kind = type(node)
     if kind is dict:
         packed = {key: pack_numbers(child) for key, child in node.items()}

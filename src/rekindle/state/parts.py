@@ -1,4 +1,4 @@
-"""What this process holds of a tensor, whatever kind of tensor it is: which boxes, where, and who holds the same."""
+"""Describes the boxes that this process holds of a tensor of any kind, and the ranks that hold the same."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ __all__ = [
 
 @dataclass(eq=False)
 class FlatPart:
-    """A part of a tensor that lies, flattened, in a piece of ``base``, as FullyShardedDataParallel keeps them."""
+    """Describes a part of a tensor that lies flattened in ``base``, as FullyShardedDataParallel keeps it."""
 
     base: torch.Tensor
-    """One dimension; others' parts may lie in it too."""
+    """Tensor of one dimension, which may hold parts of other tensors too."""
     start: int
-    """Where this one's first element is in ``base``."""
+    """Index of the part's first element in ``base``."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     first: int
+    """First element of the part among those of the whole tensor, counted row by row."""
     last: int
-    """Which of the whole tensor's elements, counted row by row, these are; ``last`` is exclusive."""
+    """First element after the part, counted alike."""
     counter: torch.Tensor
-    """The tensor whose version counts what is written to this one."""
+    """Tensor whose version counter changes at each write to the part."""
     ranks: tuple[int, ...] = ()
     """All ranks that hold the same part."""
 
     @property
     def pieces(self) -> list[tuple[Box, torch.Tensor]]:
+        """Boxes of the part, and views of ``base`` that hold them."""
         found, at = [], self.start
         for box in boxes_of_range(self.shape, self.first, self.last):
             found.append((box, self.base.detach()[at : at + box.volume].view(box.sizes)))
@@ -57,6 +59,7 @@ class FlatPart:
 
 
 Leaf = torch.Tensor | FlatPart
+"""Tensor in a state."""
 
 
 def is_leaf(value: object) -> bool:
@@ -64,7 +67,7 @@ def is_leaf(value: object) -> bool:
 
 
 def boxes_of_range(shape: Sequence[int], first: int, last: int) -> list[Box]:
-    """The elements ``first`` to ``last``, exclusive, of a tensor, counted row by row, as boxes in their order."""
+    """Returns the elements ``first`` to ``last``, exclusive and counted row by row, as boxes in their order."""
     if first >= last:
         return []
     if not shape:
@@ -88,39 +91,41 @@ def _in_row(shape: Sequence[int], row: int, first: int, last: int) -> list[Box]:
 
 @dataclass
 class LocalParts:
-    """What this process holds of one tensor."""
+    """Describes the boxes that this process holds of one tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     pieces: list[tuple[Box, torch.Tensor]]
-    """Plain tensors, and which box of the whole each one is."""
+    """Boxes of the whole tensor, and the plain tensors that hold them."""
     counter: torch.Tensor
-    """The tensor whose version counts what is written."""
+    """Tensor whose version counter changes at each write."""
     ranks: tuple[int, ...] = ()
-    """All ranks that hold the same boxes, as far as the tensor itself tells; empty if it doesn't."""
+    """All ranks that hold the same boxes; empty if the tensor itself doesn't tell."""
     sharded: bool = False
-    """Whether the tensor says of itself that it is a part of one that all ranks have together."""
+    """True if the tensor is a part of one that several ranks hold together."""
     family: tuple[int, ...] = ()
-    """All ranks that hold a part of the same tensor, as far as the tensor itself tells."""
+    """All ranks that hold a part of the same tensor; empty if the tensor itself doesn't tell."""
     place: tuple[Any, ...] = field(default=(), compare=False)
-    """Equal for tied tensors."""
+    """Key that is equal for tied tensors."""
 
 
 def local_tensor(leaf: Leaf) -> torch.Tensor:
-    """The plain tensor that this process's part lies in."""
+    """Returns the plain tensor in which this process's part lies."""
     if isinstance(leaf, FlatPart):
         return leaf.base
     return leaf._local_tensor if is_dtensor(leaf) else leaf
 
 
 def is_dtensor(value: object) -> TypeGuard[Any]:
-    module = sys.modules.get("torch.distributed.tensor")  # else it can't be one; to import it takes a second
+    module = sys.modules.get(
+        "torch.distributed.tensor"
+    )  # without it no tensor can be one, and importing it takes a second
     return module is not None and isinstance(value, module.DTensor)
 
 
 def replicate_like(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """A DTensor that is ``whole`` on each rank of the mesh of ``like``, another one."""
+    """Returns a DTensor that is ``whole`` on each rank of the mesh of another DTensor, ``like``."""
     module = sys.modules["torch.distributed.tensor"]
     placements = [module.Replicate()] * like.device_mesh.ndim
     made: torch.Tensor = module.DTensor.from_local(whole, like.device_mesh, placements, run_check=False)
@@ -128,31 +133,35 @@ def replicate_like(whole: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
+    """Returns the tensor's dtype as the format writes it."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def local_parts(leaf: Leaf, path: str) -> LocalParts:
-    """Raises UnsupportedValueError, naming ``path``, for what can't be saved."""
+    """Returns the boxes that this process holds of a tensor.
+
+    Raises UnsupportedValueError, which names ``path``, for a tensor that can't be saved.
+    """
     local = local_tensor(leaf)
     _check_kind(local, path)
     if isinstance(leaf, FlatPart):
-        at = (_place(local), leaf.start, leaf.shape, leaf.first, leaf.last)
-        place = at if leaf.first < leaf.last else (id(leaf),)  # nothing of it is here: it is like no other
+        at = (_tie_key(local), leaf.start, leaf.shape, leaf.first, leaf.last)
+        place = at if leaf.first < leaf.last else (id(leaf),)  # an empty part, tied to no other
         return LocalParts(leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, True, (), place)
     if is_dtensor(leaf):
-        return _hold_dtensor(leaf, local, path)
+        return _dtensor_parts(leaf, local, path)
     shape = tuple(leaf.shape)
     whole = Box((0,) * len(shape), shape)
-    return LocalParts(shape, dtype_name(leaf), [(whole, leaf.detach())], leaf, place=_place(leaf))
+    return LocalParts(shape, dtype_name(leaf), [(whole, leaf.detach())], leaf, place=_tie_key(leaf))
 
 
-def _hold_dtensor(tensor: Any, local: torch.Tensor, path: str) -> LocalParts:
+def _dtensor_parts(tensor: Any, local: torch.Tensor, path: str) -> LocalParts:
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedValueError(f"{path}: is a partial sum, {tensor.placements}: redistribute it before saving")
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     shape = tuple(tensor.shape)
-    if coordinate is None:  # a mesh that this rank is no part of
-        return LocalParts(shape, dtype_name(local), [], tensor, (), True, (), _place(local))
+    if coordinate is None:  # this rank is not in the mesh
+        return LocalParts(shape, dtype_name(local), [], tensor, (), True, (), _tie_key(local))
     alike = tuple(
         slice(None) if placement.is_replicate() else at
         for placement, at in zip(tensor.placements, coordinate, strict=True)
@@ -165,12 +174,12 @@ def _hold_dtensor(tensor: Any, local: torch.Tensor, path: str) -> LocalParts:
     pieces = [(box, local.detach())] if box.volume else []
     family = tuple(sorted(mesh.mesh.flatten().tolist()))
     return LocalParts(
-        shape, dtype_name(local), pieces, tensor, tuple(sorted(ranks)), True, family, (_place(local), box)
+        shape, dtype_name(local), pieces, tensor, tuple(sorted(ranks)), True, family, (_tie_key(local), box)
     )
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tied tensors. Lazily conjugated or negated ones have other values in the same bytes."""
+def _tie_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns a key that is equal for tied tensors. Lazily conjugated or negated views differ, as their values do."""
     if not tensor.numel():
         return (id(tensor),)
     flags = tensor.is_conj(), tensor.is_neg()

@@ -1,4 +1,4 @@
-"""Replica groups: a sharded optimizer's state, held more than once, so that the death of a rank takes nothing along."""
+"""Forms replica groups: a sharded optimizer's state is held more than once, so that no rank's death loses any of it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from rekindle.state.zero import ZeroState
 
 __all__ = ["ReplicaGroup", "ranks_with_copies", "data_parallel_ranks", "replica_groups", "parent_ranks"]
 
-_over: dict[tuple[int, ...], tuple[int, ...]] = {}
-"""By the ranks of a part: those of the group that it is a part of."""
+_parents: dict[tuple[int, ...], tuple[int, ...]] = {}
+"""Maps the ranks of a part to those of the group that was split. Global to the process, as process groups are."""
 
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """This rank's part of a data-parallel group. Together the part's ranks hold one whole copy."""
+    """Describes this rank's part of a data-parallel group. The ranks of a part hold one whole copy together."""
 
     group: dist.ProcessGroup
-    """Shard the optimizer over this one."""
+    """Process group of the part: the one to shard the optimizer over."""
     host: dist.ProcessGroup
-    """The same ranks, over gloo: for traffic between hosts' memories."""
+    """Gloo group of the same ranks, for traffic between host memories."""
     ranks: tuple[int, ...]
     """Global ranks of the part."""
     parts: tuple[tuple[int, ...], ...]
-    """All parts."""
+    """Global ranks of all parts."""
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh ``("replicate", "shard")`` of ``fully_shard``: sharded within a part, alike in all parts.
+        """Returns the mesh ``("replicate", "shard")`` for ``fully_shard``: shards in a part, replicas between parts.
 
         A collective of all ranks of the job. Raises UsageError when the parts differ in size.
         """
@@ -50,7 +50,7 @@ class ReplicaGroup:
 def replica_groups(
     group: dist.ProcessGroup | None = None, copies: int = 2, timeout: timedelta = timedelta(minutes=30)
 ) -> ReplicaGroup:
-    """Split a data-parallel group into ``copies`` parts, each of which can hold all of a sharded optimizer's state.
+    """Splits a data-parallel group into ``copies`` parts, each of which can hold all of a sharded optimizer's state.
 
     Gradients go on being averaged over the whole group, so that all parts compute the same updates and their copies
     stay alike without being exchanged; only the shards are larger. A rank keeps 1/n of the optimizer's state for parts
@@ -73,20 +73,20 @@ def replica_groups(
         parts.append(tuple(sorted(order[at:stop])))
         at = stop
     mine = next(part for part in parts if dist.get_rank() in part)
-    # Made by the part's ranks alone: several groups, dense and expert ones, may be split one after the other.
+    # Only the part's ranks take part, so that several groups, dense and expert ones, can be split one after the other.
     made = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
     host = made
     if "gloo" not in dist.get_backend(made):
         host = dist.new_group(list(mine), timeout=timeout, backend="gloo", use_local_synchronization=True)
-    _over[mine] = parent
+    _parents[mine] = parent
     return ReplicaGroup(made, host, mine, tuple(parts))
 
 
 def data_parallel_ranks() -> dict[int, tuple[int, ...]]:
-    """By ``id`` of a parameter: the ranks that DistributedDataParallel keeps alike, unless a hook may not.
+    """Maps the ``id`` of a parameter to the ranks that DistributedDataParallel keeps equal, unless a hook may not.
 
-    Found among all objects of this process, because a state usually names the module that is wrapped, which knows
-    nothing of that. Takes some 20 ms.
+    Searches all objects of this process, which takes some 20 ms: a state usually has the wrapped module, which doesn't
+    know its wrapper.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -96,22 +96,24 @@ def data_parallel_ranks() -> dict[int, tuple[int, ...]]:
         for module in found
         if all(map(_keeps_alike, module._comm_hooks))
         for ranks in [tuple(sorted(dist.get_process_group_ranks(module.process_group)))]
-        for parameter in module._module_parameters  # those that it was made with
+        for parameter in module._module_parameters  # its parameters at its creation
     }
 
 
 def _keeps_alike(hook: tuple[Any, Any]) -> bool:
-    """Whether a hook in the place of DDP's averaging leaves all ranks with the same gradients, as it should; torch's
-    own local SGD lets them drift apart for some steps."""
+    """True if a hook in place of DDP's averaging gives all ranks the same gradients.
+
+    Hooks should. Torch's own local SGD lets the ranks differ for some steps.
+    """
     return "post_localSGD" not in str(getattr(hook[0], "__module__", ""))
 
 
 def ranks_with_copies(
     state: Mapping[str, Any], parameters: Mapping[int, tuple[int, ...]]
 ) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """By ``id`` of a tensor that doesn't tell it of itself: (all ranks that hold the same, ranks of which some do).
+    """Maps the ``id`` of a tensor to (all ranks that hold the same, ranks among which copies exist).
 
-    ``parameters``, which are those of DistributedDataParallel, and what optimizers keep of any that several ranks hold.
+    Covers tensors that don't tell it themselves: ``parameters``, from ``data_parallel_ranks``, and optimizer state.
     """
     found = {key: (ranks, ranks) for key, ranks in parameters.items()}
     for entry in state.values():
@@ -120,7 +122,7 @@ def ranks_with_copies(
             found |= {id(tensor): ((), part) for kept in entry.state.values() for tensor in kept.values()}
         elif isinstance(entry, torch.optim.Optimizer):
             trained = [p for group in entry.param_groups for p in group["params"] if p.requires_grad]
-            all_kept = all(p in entry.state for p in trained)  # else ranks may share out the updates
+            all_kept = all(p in entry.state for p in trained)  # else ranks may divide the updates among them
             for parameter, kept in entry.state.items():
                 ranks = parameters.get(id(parameter), ()) if all_kept else ()
                 for tensor in kept.values() if isinstance(kept, dict) else ():
@@ -130,11 +132,11 @@ def ranks_with_copies(
 
 
 def _of(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Who keeps the same count of a sharded parameter's updates: whoever holds the same shard of it, and more."""
+    """Returns the ranks that have the same update count of a sharded parameter: those that hold the same shard."""
     ranks = local_parts(parameter, "").ranks if is_dtensor(parameter) else ()
     return ranks, ranks
 
 
 def parent_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """The ranks among which there are copies of what ``group``, a part, shards; nobody if it isn't a part."""
-    return _over.get(tuple(dist.get_process_group_ranks(group)), ())
+    """Returns the ranks of the group of which ``group`` is a part, which hold copies; none if it isn't a part."""
+    return _parents.get(tuple(dist.get_process_group_ranks(group)), ())

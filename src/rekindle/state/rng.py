@@ -1,4 +1,4 @@
-"""The random number generators of Python, NumPy, torch and its devices, as one piece of state."""
+"""Saves and restores the random number generators of Python, NumPy, torch and CUDA as one entry of the state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import torch
 __all__ = ["RNG", "RngState"]
 
 RNG = "rng"
-"""Name of the generators among the entries of a state."""
+"""Name of the generators' entry in a state."""
 
 
 class RngState:
-    """All generators of this process. States travel as bytes: as lists of numbers they would take longer to encode."""
+    """Holds all generators of this process. Their states are bytes, which encode faster than lists of numbers.
+
+    For one thread at a time.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         version, words, gauss = random.getstate()
@@ -37,7 +40,7 @@ class RngState:
         random.setstate((version, tuple(array.array("I", words)), gauss))
         torch.set_rng_state(_tensor(state["torch"]))
         if "numpy" in state:
-            import numpy  # noqa: PLC0415  only where it was there when the checkpoint was saved
+            import numpy  # noqa: PLC0415  only if it was imported when the checkpoint was saved
 
             numpy.random.set_state(state["numpy"])
         if torch.cuda.is_available():
@@ -46,7 +49,9 @@ class RngState:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel())  # neither numpy nor a slow walk over a storage
+    return ctypes.string_at(
+        tensor.data_ptr(), tensor.numel()
+    )  # without NumPy, and faster than a walk over the elements
 
 
 def _tensor(data: bytes) -> torch.Tensor:

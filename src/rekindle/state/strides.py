@@ -1,4 +1,4 @@
-"""The order of a tensor's dimensions in memory: what a shard, whose bytes are row-major, says of it beside them."""
+"""Records and restores the order of a tensor's dimensions in memory. The bytes of a shard are always row-major."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from rekindle.format.layout import NEGATABLE, Chunk
 __all__ = ["SAME_SIZE", "empty_for", "is_negated", "order_of", "reorder"]
 
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Types to copy elements by: torch can't copy all of its own."""
+"""Maps bytes of an element to a dtype for copies: torch can't copy all of its dtypes."""
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions as they lie in memory, the outermost first. Empty for row-major, and for a tensor that overlaps
-    itself, as an expanded one does. Gaps between elements don't count."""
+    """Returns the dimensions as they lie in memory, the outermost first; gaps between elements don't count.
+
+    Empty for row-major, and for a tensor that overlaps itself, as an expanded one does.
+    """
     shape, strides = tensor.shape, tensor.stride()
     if any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
         return ()
-    # Of equal strides those of size 1 come last: so the strides that torch gives to one channel, or one image, do too.
+    # With equal strides a dimension of size 1 comes last: its stride is arbitrary, as for one channel or one image.
     order = tuple(sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d])))
     return () if order == tuple(range(len(shape))) else order
 
 
 def is_negated(tensor: torch.Tensor) -> bool:
-    """Whether it is a view that negates what lies in memory, of a dtype that torch makes such views of."""
+    """True if the tensor is a negating view, of a dtype of which torch can make one again."""
     return tensor.is_neg() and str(tensor.dtype).removeprefix("torch.") in NEGATABLE
 
 
 def empty_for(chunk: Chunk, order: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
-    """A new tensor for all of what ``chunk`` is a part of. ``order`` is that of its dimensions in memory, as above."""
+    """Returns a new tensor of the global shape of ``chunk``, its dimensions in memory in this ``order``."""
     shape, dtype = chunk.global_shape, getattr(torch, chunk.dtype)
     made = torch.empty_permuted(shape, tuple(order) or tuple(range(len(shape))), dtype=dtype, device=device)
     made = made.conj() if chunk.conj else made
@@ -39,7 +41,7 @@ def empty_for(chunk: Chunk, order: Sequence[int], device: torch.device | None = 
 
 
 def reorder(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """What a row-major tensor holds, brought into this order in its own memory. Takes as much again meanwhile."""
+    """Rearranges a row-major tensor to this order in its own memory. Needs as much memory again meanwhile."""
     if not order:
         return tensor
     elements = tensor.view(SAME_SIZE[tensor.element_size()])

@@ -1,4 +1,4 @@
-"""What a tensor is to autograd, where loading makes it anew: a parameter, or one that requires gradients."""
+"""Records and restores two traits of tensors that loading makes anew: being a parameter, and requiring gradients."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ __all__ = ["Traits", "with_traits", "traits_of"]
 
 
 class Traits(NamedTuple):
-    """The fields of a chunk that tell of it."""
+    """Holds the fields of a chunk that matter to autograd."""
 
     parameter: bool = False
     requires_grad: bool = False
 
 
 def traits_of(leaf: Leaf) -> Traits:
+    """Returns the traits of a tensor; the defaults for a flattened part."""
     if not isinstance(leaf, torch.Tensor):
         return Traits()
     return Traits(isinstance(leaf, Parameter), leaf.requires_grad)
 
 
 def with_traits(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """What was saved, in the memory of ``tensor``: that one itself where nothing is to be said of it."""
+    """Returns a tensor with the traits of ``chunk`` in the memory of ``tensor``; itself if it has them already."""
     if traits_of(tensor) == (chunk.parameter, chunk.requires_grad):
         return tensor
     if chunk.parameter:

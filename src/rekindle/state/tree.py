@@ -1,4 +1,4 @@
-"""Nested state as a flat list of tensors, a flat list of values, and the structure that puts them back together."""
+"""Flattens nested state into tensors, values and a structure, and assembles it again."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["FlatState", "assemble", "describe", "entries", "flatten", "paths_in"
 
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 _DEEPEST = 100
-"""Levels of nesting: what is put together again by recursion must not run out of stack when it is loaded."""
+"""Most levels of nesting: loading is recursive and must not run out of stack."""
 
 _LISTS: dict[type, str] = {list: "$list", tuple: "$tuple"}
 
 
 @dataclass
 class FlatState:
-    """Leaves in the order of the walk. Two states of equal ``signature`` have the same structure."""
+    """Holds the leaves of a state in the order of the walk. States with equal ``signature`` have equal structures."""
 
     signature: list[Any] = field(default_factory=list)
     tensors: list[Leaf] = field(default_factory=list)
@@ -32,7 +32,7 @@ class FlatState:
 
 
 def flatten(node: Any, out: FlatState) -> None:
-    """Walk ``node``; on the path of every save, so it only looks and appends."""
+    """Walks ``node`` and appends its leaves to ``out``. Every save calls it, so it does nothing else."""
     kind = type(node)
     children: Any
     if kind in _DICTS:
@@ -56,27 +56,30 @@ def flatten(node: Any, out: FlatState) -> None:
 
 @dataclass
 class TensorLeaf:
-    """A tensor in the structure. ``node`` is its place there, to be completed with the name that it is stored by."""
+    """Describes a tensor in the structure. The caller completes ``node``, its place there, with its stored name."""
 
     name: str
     path: str
     node: dict[str, str]
     entry: Any
-    """Key of the outermost dictionary that it is in."""
+    """Key in the outermost dictionary."""
 
 
 @dataclass
 class Description:
-    """The structure as JSON, and where its leaves are, in the order of the walk."""
+    """Holds the structure as JSON and its leaves in the order of the walk."""
 
     structure: Any = None
     leaves: list[TensorLeaf] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
-    """Path of each value, as a person would write it."""
+    """Path of each value, for messages."""
 
 
 def describe(node: Any) -> Description:
-    """What ``flatten`` leaves out; needed when the structure is new."""
+    """Returns the structure, names and paths, which ``flatten`` leaves out: needed only when the signature is new.
+
+    Raises UnsupportedValueError for a state that is nested too deeply, or has a key that can't be saved.
+    """
     out = Description()
     out.structure = _describe(node, "", "", out)
     return out
@@ -87,7 +90,7 @@ def _describe(node: Any, name: str, path: str, out: Description, depth: int = 0,
     if depth > _DEEPEST:
         raise UnsupportedValueError(f"{path[:80]}...: nested more than {_DEEPEST} deep")
     if is_leaf(node):
-        leaf = TensorLeaf(_sayable(name), path, {}, entry)
+        leaf = TensorLeaf(_escaped(name), path, {}, entry)
         out.leaves.append(leaf)
         return leaf.node
     if kind in _LISTS:
@@ -111,17 +114,19 @@ def _describe(node: Any, name: str, path: str, out: Description, depth: int = 0,
 def _key(key: Any) -> Any:
     encoded = encode(key)
     if not is_plain(encoded):
-        raise UnsupportedValueError(f"{key!r} is of a class that loading doesn't import: take its value or name")
+        raise UnsupportedValueError(
+            f"{key!r} is of a class that loading doesn't import: use its value or name as the key"
+        )
     return encoded
 
 
-def _sayable(name: str) -> str:
-    """``name`` with lone surrogates written out: in JSON two of them that meet become another character."""
+def _escaped(name: str) -> str:
+    """Returns ``name`` with lone surrogates escaped: in JSON two adjacent ones become another character."""
     return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
 
 
 def paths_in(node: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """Path and number of each value of a structure."""
+    """Yields path and index of each value of a structure."""
     if isinstance(node, dict) and "$value" in node:
         yield path, node["$value"]
         return
@@ -133,7 +138,10 @@ def paths_in(node: Any, path: str = "") -> Iterator[tuple[str, int]]:
 
 
 def entries(node: Any) -> dict[Any, Any]:
-    """Key and structure of each child of a dictionary's structure; empty for anything else."""
+    """Maps each key of a dictionary's structure to the child's structure; empty for any other structure.
+
+    Raises FormatError for a key that makes no sense.
+    """
     if not isinstance(node, dict):
         return {}
     tag: str = next(iter(node), "")
@@ -148,7 +156,7 @@ def entries(node: Any) -> dict[Any, Any]:
 
 
 def path_of(path: str, key: Any) -> str:
-    """``path`` extended by a dictionary's key, as a person would write it."""
+    """Returns ``path`` extended by a dictionary's key, for messages."""
     if not path:
         return str(key)
     return f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]"
@@ -161,7 +169,11 @@ def assemble(
     allow_pickle: bool,
     classes: Mapping[str, type] | None = None,
 ) -> Any:
-    """The state that ``node``, a structure, describes. ``values`` are still encoded; ``classes`` as for ``decode``."""
+    """Returns the state that ``node``, a structure, describes.
+
+    ``values`` are still encoded, ``tensor`` gives a tensor by name, ``classes`` is as for ``decode``. Raises
+    FormatError for a malformed structure or value, UsageError for a pickle that is not allowed.
+    """
 
     def build(node: Any) -> Any:
         return assemble(node, values, tensor, allow_pickle, classes)

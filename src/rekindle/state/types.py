@@ -1,4 +1,4 @@
-"""Types of values beyond those of JSON, NumPy and torch, in forms that are read back without running code."""
+"""Encodes values of types beyond those of JSON, NumPy and torch, in forms that decode without running code."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 Recurse = Callable[[Any], Any]
-"""Encodes or decodes what is inside of a value."""
+"""Encodes or decodes an inner value."""
 
 CLASS_TAGS = ("$enum", "$namedtuple")
-"""Forms whose value is of a class that somebody else has defined, and loading doesn't import."""
+"""Tags of values of a user's class, which loading doesn't import."""
 
 _PATHS = {kind.__name__: kind for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
 _MOMENTS = {kind.__name__: kind for kind in (datetime.date, datetime.time, datetime.datetime)}
@@ -40,7 +40,7 @@ _TORCH = {"$layout": torch.layout, "$memory_format": torch.memory_format}
 
 
 class ForeignValue:
-    """A value of a class that is not at hand, on its way from one checkpoint to another file and back."""
+    """Carries a value of an unknown class, in encoded form, from one file to another."""
 
     def __init__(self, form: dict[str, Any]) -> None:
         self.form = form
@@ -53,7 +53,10 @@ class ForeignValue:
 
 
 def encode_other(value: Any, again: Recurse) -> Any:
-    """The JSON for a value, an object of one key; None for a type that has no form."""
+    """Returns the JSON for a value, an object of one key; None for a type without a form.
+
+    ``again`` encodes inner values.
+    """
     kind = type(value)
     if kind is complex:
         return {"$complex": [again(value.real), again(value.imag)]}
@@ -69,7 +72,7 @@ def encode_other(value: Any, again: Recurse) -> Any:
         return {"$timedelta": [value.days, value.seconds, value.microseconds]}
     if kind in _MOMENTS.values():
         text = value.isoformat()
-        whole = repr(kind.fromisoformat(text)) == repr(value)  # else a time zone of somebody's own
+        whole = repr(kind.fromisoformat(text)) == repr(value)  # else a time zone of a user's class
         return {f"${kind.__name__}": text} if whole else None
     if kind is deque:
         return {"$deque": [value.maxlen, *map(again, value)]}
@@ -113,7 +116,7 @@ def _of_torch(kind: type) -> Callable[[Any, Recurse], Any]:
     def find(body: Any, _: Recurse) -> Any:
         found = vars(torch).get(body)
         if type(found) is not kind:
-            raise ValueError(f"torch.{body} is no {kind.__name__}")
+            raise ValueError(f"torch.{body} is not a {kind.__name__}")
         return found
 
     return find
@@ -138,9 +141,10 @@ DECODERS: dict[str, Callable[[Any, Recurse], Any]] = {
 
 
 def decode_of_class(tag: str, body: Any, again: Recurse, classes: Mapping[str, type], may_import: bool) -> Any:
-    """A value of one of these classes, of which nothing but what ``enum`` and ``tuple`` do is run.
+    """Returns a value of one of these ``classes``. Runs no code of the class beyond that of ``enum`` and ``tuple``.
 
-    Raises UsageError for a class that is not among them, unless it may be imported.
+    Raises UsageError for another class, unless it may be imported, and FormatError for a value that doesn't fit its
+    class.
     """
     name, *rest = body
     kind: Any = classes.get(name)
@@ -157,7 +161,7 @@ def decode_of_class(tag: str, body: Any, again: Recurse, classes: Mapping[str, t
         if list(kind._fields) != rest[0]:
             raise FormatError(f"{name} has the fields {list(kind._fields)}, and had {rest[0]}")
         return tuple.__new__(kind, map(again, rest[1:]))
-    raise FormatError(f"{name} is no {tag[1:]}")
+    raise FormatError(f"{name} is not a class of {tag[1:]} values")
 
 
 def _imported(name: str) -> Any:
@@ -169,7 +173,7 @@ def _imported(name: str) -> Any:
 
 
 def class_names_in(form: Any) -> Iterator[str]:
-    """Names of classes that typed JSON speaks of."""
+    """Yields the names of the classes in typed JSON."""
     if isinstance(form, dict):
         for tag in CLASS_TAGS:
             if isinstance(body := form.get(tag), list) and body:
@@ -179,7 +183,7 @@ def class_names_in(form: Any) -> Iterator[str]:
 
 
 def classes_of(values: Iterable[Any]) -> dict[str, type]:
-    """By name: the classes of all such values in live, nested ones."""
+    """Maps names to the classes of all enum members and namedtuples in nested live values."""
     found: dict[str, type] = {}
     for value in values:
         kind = type(value)

@@ -1,4 +1,4 @@
-"""A holder of plain values, for what has no ``state_dict`` of its own."""
+"""Defines Values, an entry of the state for plain values, which have no ``state_dict`` of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Values"]
 
 
 class Values(MutableMapping[str, Any]):
-    """Named plain values that are saved and restored with the rest of the state.
+    """Holds named plain values that are saved and restored with the rest of the state.
 
     ::
 
@@ -20,8 +20,8 @@ class Values(MutableMapping[str, Any]):
     Each value is an attribute and an item, and all methods of dictionaries work. A value that is named like one of
     these methods, such as ``update``, takes its place as an attribute; ``progress["update"]`` is always the value.
 
-    Values may be anything that the format has a type for, nested: see docs/format.md. Not thread-safe. Raises KeyError
-    for an item that isn't there, AttributeError for an attribute, TypeError for a name that is no ``str``.
+    A value may be of any type that the format knows, and nested: see docs/format.md. Not thread-safe. Raises KeyError
+    for a missing item, AttributeError for a missing attribute, TypeError for a name that is not a ``str``.
     """
 
     def __init__(self, /, **values: Any) -> None:
@@ -51,7 +51,7 @@ class Values(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self.__dict__)
 
-    __eq__ = object.__eq__  # that of a mapping compares values, which may be tensors
+    __eq__ = object.__eq__  # a mapping would compare values, which may be tensors
     __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:  # only so that type checkers allow any name

@@ -1,4 +1,4 @@
-"""torch's ZeroRedundancyOptimizer as an entry of the state: this rank's part, named as if nothing were sharded."""
+"""Describes a ZeroRedundancyOptimizer as an entry of the state: this rank's part, named as if nothing were sharded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ __all__ = ["ZeroState", "is_zero", "number_parameters"]
 
 
 def is_zero(entry: Any) -> bool:
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # else it can't be one
+    """True if the entry is a ZeroRedundancyOptimizer. Does not import torch's module of it."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # without it no entry can be one
     return module is not None and isinstance(entry, module.ZeroRedundancyOptimizer)
 
 
 def number_parameters(groups: list[dict[str, Any]]) -> dict[int, torch.Tensor]:
-    """An optimizer's parameters by the numbers that torch gives them: their places, group after group.
+    """Maps torch's numbers of an optimizer's parameters to them: their places, group after group.
 
-    One that is there twice has that of its last place in the first group that it is in.
+    A parameter that occurs twice has the number of its last place in the first group that has it.
     """
     place: dict[int, tuple[int, torch.Tensor]] = {}
     start = 0
@@ -30,9 +31,9 @@ def number_parameters(groups: list[dict[str, Any]]) -> dict[int, torch.Tensor]:
 
 
 class ZeroState:
-    """What this rank keeps of the optimizer's state. No collective, unlike the optimizer's own ``state_dict()``.
+    """Accesses this rank's part of the optimizer's state, without the collective of the optimizer's ``state_dict()``.
 
-    Parameters are numbered over all ranks, as torch's other optimizers do it.
+    Parameters are numbered over all ranks, as in torch's other optimizers. For one thread at a time.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -40,18 +41,19 @@ class ZeroState:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all parameters: ``step()`` changes those of other ranks too, by what these send."""
+        """Groups of all parameters: ``step()`` updates those of other ranks too, from what these send."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Optimizer state of the parameters that this rank keeps."""
         kept: dict[torch.Tensor, dict[str, Any]] = self.optimizer.optim.state
         return kept
 
     @property
     def owned(self) -> set[int]:
-        """Ids of the parameters whose state is kept by this rank."""
+        """Ids of the parameters whose state this rank keeps."""
         return {id(p) for group in self.optimizer.optim.param_groups for p in group["params"]}
 
     def _numbers(self) -> dict[int, int]:
@@ -63,7 +65,7 @@ class ZeroState:
         return {"state": {numbers[id(p)]: kept for p, kept in self.state.items()}, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what it keeps; the state of other ranks' parameters is passed over."""
+        """Loads the state of the parameters that this rank keeps, and ignores that of others."""
         every = number_parameters(self.param_groups)
         owned = self.owned
         self.state.clear()
