@@ -108,6 +108,7 @@ class Chunk:
 
     @property
     def box(self) -> Box:
+        """Box of the global tensor that the chunk holds."""
         return Box(self.offsets, self.sizes)
 
     def _inside(self) -> bool:

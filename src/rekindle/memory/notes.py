@@ -83,6 +83,7 @@ class Notes:
         return began, seconds
 
     def write_last_drain(self, began: float, seconds: float) -> None:
+        """Notes when the newest drain began, by the monotonic clock, and how many seconds it took."""
         _write(self._drained, b"%020.3f %020.3f" % (began, seconds))
 
     def fresh_start(self) -> tuple[int, int] | None:

@@ -65,36 +65,45 @@ class JobPaths:
 
     @property
     def job(self) -> Path:
+        """Record of the job for its agent."""
         return self.directory / "job.json"
 
     @property
     def fault(self) -> Path:
+        """Record of the newest fault."""
         return self.directory / "fault.json"
 
     @property
     def watch_socket(self) -> Path:
+        """Socket on which ranks and agent tell each other of faults."""
         return self.directory / "watch.sock"
 
     @property
     def agent_lock(self) -> Path:
+        """Lock that the agent holds while it lives."""
         return self.directory / "agent.lock"
 
     @property
     def agent_status(self) -> Path:
+        """Newest status of the agent, also after its end."""
         return self.directory / "agent.json"
 
     @property
     def agent_socket(self) -> Path:
+        """Socket on which the agent answers questions."""
         return self.directory / "agent.sock"
 
     @property
     def agent_log(self) -> Path:
+        """Log of the agent."""
         return self.directory / "agent.log"
 
     def rank_lock(self, rank: int) -> Path:
+        """Returns the lock that a rank's trainer holds while it lives."""
         return self._of(rank, "lock")
 
     def status_page(self, rank: int) -> Path:
+        """Returns a rank's status page."""
         return self._of(rank, "status")
 
     def local_state(self, rank: int, which: str) -> Path:
@@ -102,12 +111,15 @@ class JobPaths:
         return self._of(rank, f"small-{which}")
 
     def local_state_plan(self, rank: int) -> Path:
+        """Returns the plan that describes a rank's local states."""
         return self._of(rank, "plan")
 
     def stacks(self, rank: int) -> Path:
+        """Returns the stacks of a rank's threads, written at a hang."""
         return self._of(rank, "stacks")
 
     def flight_record(self, rank: int) -> Path:
+        """Returns torch's record of a rank's collectives, written at a hang."""
         return self._of(rank, "flight")
 
     def _of(self, rank: int, kind: str) -> Path:

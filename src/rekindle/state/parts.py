@@ -63,6 +63,7 @@ Leaf = torch.Tensor | FlatPart
 
 
 def is_leaf(value: object) -> bool:
+    """True if a state's value is a tensor, or a part of one."""
     return isinstance(value, (torch.Tensor, FlatPart))
 
 
@@ -118,6 +119,7 @@ def local_tensor(leaf: Leaf) -> torch.Tensor:
 
 
 def is_dtensor(value: object) -> TypeGuard[Any]:
+    """True if the value is a DTensor. Does not import torch's module of it."""
     module = sys.modules.get(
         "torch.distributed.tensor"
     )  # without it no tensor can be one, and importing it takes a second

@@ -23,6 +23,7 @@ class RngState:
     """
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the state of every generator: NumPy's if it is imported, CUDA's if it is initialised."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": (version, array.array("I", words).tobytes(), gauss),
@@ -36,6 +37,7 @@ class RngState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets every generator that ``state`` has and this process can have."""
         version, words, gauss = state["python"]
         random.setstate((version, tuple(array.array("I", words)), gauss))
         torch.set_rng_state(_tensor(state["torch"]))

@@ -28,9 +28,11 @@ class Values(MutableMapping[str, Any]):
         self.__dict__.update(values)
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns a shallow copy of the values."""
         return dict(self.__dict__)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replaces all values by those of ``state``."""
         self.__dict__.clear()
         self.__dict__.update(state)
 

@@ -60,6 +60,7 @@ class ZeroState:
         return {id(p): number for number, p in number_parameters(self.param_groups).items()}
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's part in the form of torch's optimizers: state and parameters by number."""
         numbers = self._numbers()
         groups = [{**group, "params": [numbers[id(p)] for p in group["params"]]} for group in self.param_groups]
         return {"state": {numbers[id(p)]: kept for p, kept in self.state.items()}, "param_groups": groups}
