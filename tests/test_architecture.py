@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,8 @@ TOP = {"__init__.py", "__main__.py", "checkpointer.py", "errors.py", "py.typed",
 """All files at the top of the package; everything else is in a room."""
 LONGEST = 500
 """Lines of a module."""
+HEADLESS = r"(What|Which|Whether|How|Where|Who)\b"
+"""Words that no docstring begins with: the sentence would have no subject."""
 MOST_METHODS = 20
 """Public methods and properties of a class."""
 STORES = {"rekindle.storage.store", "rekindle.storage.posix", "rekindle.storage.objects"}
@@ -189,6 +192,18 @@ def test_a_class_can_be_known_by_heart(module):
             methods = {part.name for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))}
             public = sorted(name for name in methods if not name.startswith("_"))
             assert len(public) <= MOST_METHODS, f"{node.name} has {len(public)} public methods: split it: {public}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstrings_begin_with_a_noun_or_a_verb(module):
+    """Those of modules, classes and functions, and those below fields."""
+    headless = [
+        f"{module}:{node.lineno}: {node.value.value.strip().splitlines()[0]}"
+        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if re.match(HEADLESS, node.value.value.strip())
+    ]
+    assert not headless, "name the subject first, by a noun or a verb; of a boolean say 'True if ...'"
 
 
 @pytest.mark.parametrize("module", MODULES)
