@@ -1,4 +1,4 @@
-"""Every error that Rekindle raises.
+"""Defines every error that Rekindle raises.
 
 ::
 
@@ -55,7 +55,7 @@ class UnsupportedValueError(UsageError, TypeError):
 
 
 class NotFoundError(RekindleError, FileNotFoundError):
-    """There is no such root, checkpoint or job."""
+    """A root, checkpoint or job does not exist."""
 
     exit_code = 3
 

@@ -257,6 +257,7 @@ class ShardWriter:
         queue.wait()
 
     def close(self) -> None:
+        """Wait for the threads, and end them."""
         self._behind.shutdown()
         self._threads.shutdown()
 

@@ -27,7 +27,7 @@ class Fence:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
         self._wait: Callable[[], Callable[[], object] | None] = lambda: None
-        """Gives the method to call before each update, if it is there, and its object still lives."""
+        """Returns the method to call before each update; None if there is none, or its object is gone."""
         self._by_hand = self._changed = False
         self.updates = 0
         """Updates that were announced."""

@@ -153,14 +153,17 @@ class Gate:
 
     @property
     def snapshot(self) -> int:
+        """Newest step in memory; -1 if there is none."""
         return self._page.snapshot
 
     @property
     def phase(self) -> int:
+        """Phase of training, as in ``rekindle.memory.status``."""
         return self._page.phase
 
     @property
     def step(self) -> int:
+        """Newest completed step."""
         return self._page.step
 
 

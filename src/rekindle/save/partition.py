@@ -26,6 +26,7 @@ class Item(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return self.box.volume * self.itemsize
 
 

@@ -111,7 +111,7 @@ class PendingSnapshot:
                 self.committed = True
             except Exception as error:
                 self.error = self.error or error
-            except BaseException:  # the caller's own; whoever asks later is told of it, and not given it again
+            except BaseException:  # it is raised to this caller only; later ones see an error
                 self.error = RekindleError("the save was interrupted")
                 raise
             finally:

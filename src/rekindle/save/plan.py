@@ -68,7 +68,8 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        return Box(self.chunk.offsets, self.chunk.sizes)
+        """Offsets and sizes within the tensor."""
+        return self.chunk.box
 
     def rows(self, rows: Box) -> Piece:
         """Returns the piece with these rows only."""

@@ -76,7 +76,7 @@ class Saver:
         self._before: ShardId | None = None
         """The one saved before it."""
         self.reached = 0
-        """Newest completed step that this rank was told of, or that was restored."""
+        """Newest completed step, or the one that was restored."""
         self.restored = 0
         self._stepping = False
         self.schedule = schedule

@@ -34,7 +34,7 @@ class Schedule:
         self._cadence = cadence_of(settings.snapshot_every, settings.snapshot_budget, world)
         self._metrics = metrics
         self._counted = 0
-        """Saves that the cadence has been told of."""
+        """Number of saves whose cost the cadence knows."""
 
     def due(self, n: int, *, memory: bool) -> bool:
         """True if step ``n`` is to be saved. Called once a step, in order.
