@@ -252,6 +252,10 @@ class Drainer:
                 self.progress.waits = self._unfinished.problem
 
     def _became_durable(self, info: JobInfo, committer: Committer, shard: ShardId) -> None:
+        """Records that a checkpoint is durable, frees the memory of ranks that have departed, and tidies storage.
+
+        In this order: storage that refuses to remove something must not keep memory from being freed.
+        """
         self.progress.durable, self.progress.error, self.progress.waits = shard.step, None, None
         self._unfinished.problem = None
         self._backlog.mark_done(shard.checkpoint)
