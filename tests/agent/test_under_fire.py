@@ -14,6 +14,7 @@ import pytest
 from rekindle.agent.http import send_request
 from rekindle.errors import AgentError
 from rekindle.format.lineage import Incarnation, ShardId
+from rekindle.format.names import step_dir
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
@@ -51,14 +52,14 @@ def save(job: JobDir, root: Path, step: int) -> None:
     slots.adopt()
     commit(slots, receipt, data)
     slots.close()
-    wait_for(lambda: PosixStore(root).find(step))
+    wait_for((root / step_dir(step)).exists)  # not the manifest alone: the directory gets its name after it
     assert verify(find_copies(None, PosixStore(root))[0]) == []
 
 
 def connected(path: Path) -> socket.socket:
     line = socket.socket(socket.AF_UNIX)
     line.connect(str(path))  # waits while too many others do
-    line.settimeout(5.0)
+    line.settimeout(60.0)
     return line
 
 

@@ -138,7 +138,7 @@ def test_where_memory_has_room_for_one_rank_only_storage_has_all_when_a_save_ret
 
 def test_when_memory_is_taken_away_storage_takes_over(memory: Path, root: Path) -> None:
     writer = save(root, 1.0)
-    wait_for(lambda: PosixStore(root).find(1))
+    wait_for((root / step_dir(1)).exists)
     take_away(memory / f"rekindle-{os.getuid()}")
     dcp.save(state(2.0), storage_writer=writer)
     assert PosixStore(root).find(2) is not None and loaded(root) == 2.0
@@ -228,7 +228,7 @@ def test_a_flipped_bit_in_memory_is_found_and_storage_read_instead(
     memory: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(root, 1.0, 40)
-    wait_for(lambda: PosixStore(root).find(1))
+    wait_for((root / step_dir(1)).exists)
     flip(in_memory(root, memory), 30 * MIB)
     assert loaded(root, 40) == 1.0
     assert "read from storage instead" in caplog.text and "'x'" in caplog.text
