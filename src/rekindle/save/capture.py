@@ -225,26 +225,28 @@ class Capture:
             held = local_parts(tensor, leaf.path)
             if not isinstance(self.state.get(leaf.entry), torch.nn.Module):
                 trait = traits_of(tensor)
-                if traits.setdefault(held.place, trait) != trait:  # a parameter and its data are two
-                    held.place = (*held.place, trait)
-                    traits[held.place] = trait
-            if held.place not in first:
+                if traits.setdefault(held.tie_key, trait) != trait:  # a parameter and its data are two
+                    held.tie_key = (*held.tie_key, trait)
+                    traits[held.tie_key] = trait
+            if held.tie_key not in first:
                 name = leaf.name
                 while name in taken:  # {"a.b": x, "a": {"b": y}} are two tensors
                     name += "~"
-                first[held.place] = name
+                first[held.tie_key] = name
                 taken.add(name)
                 sure, likely = known.get(id(held.counter), ((), ()))
                 own = id(held.counter) in private or not (held.sharded or sure or likely)
                 ranks = held.ranks if len(held.ranks) > 1 else sure or held.ranks
                 late = id(held.counter) in lasting and name not in self._unsteady and _can_wait(held.counter)
-                family = () if sure and held.family else held.family or sure  # both: known to be alike elsewhere, too
+                family = (
+                    () if sure and held.mesh_ranks else held.mesh_ranks or sure
+                )  # both: known to be alike elsewhere, too
                 if isinstance(tensor, torch.nn.Parameter) and 0 < len(family) < self._world and self._rank == family[0]:
                     self._shared_params.setdefault(family, {})[name] = held
                 pieces += self._pieces(name, held, () if own else ranks, late, own)
                 if late and not own and (others := likely or ranks):
                     replicas[name] = others
-            leaf.node["$tensor"] = first[held.place]  # tied tensors are stored once
+            leaf.node["$tensor"] = first[held.tie_key]  # tied tensors are stored once
         named = {first[place]: trait for place, trait in traits.items() if any(trait)}
         pieces = [piece.with_trait(named[piece.chunk.name]) if piece.chunk.name in named else piece for piece in pieces]
         whole = self._lay_out(pieces, description.structure, replicas, None)

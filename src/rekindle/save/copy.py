@@ -128,11 +128,11 @@ class Copying:
 
     def early(self) -> None:
         """Copy what may change as soon as training goes on, and let side streams go on from where training is."""
-        early, lanes = self._plan.early, self._writer.lanes
+        early, streams = self._plan.early, self._writer.streams
         for batch in early:
             if not _on_host(batch):
-                self._events[batch.units[0].start] = lanes.here(batch.device, *self._sides(batch))
-        lanes.start({batch.device for batch in self._plan.late if not _on_host(batch)})
+                self._events[batch.units[0].start] = streams.copy_now(batch.device, *self._sides(batch))
+        streams.catch_up({batch.device for batch in self._plan.late if not _on_host(batch)})
         queue = _BatchQueue(self._copy, (b for b in early if _on_host(b)))
         self._writer.all_hands(queue)
 
@@ -145,7 +145,7 @@ class Copying:
             try:
                 for batch in self._plan.late:
                     if not _on_host(batch):
-                        event = self._writer.lanes.aside(batch.device, *self._sides(batch))
+                        event = self._writer.streams.copy_aside(batch.device, *self._sides(batch))
                         self._events[batch.units[0].start] = event
             except BaseException as error:
                 self._device.fail(RekindleError(f"copies from a device could not be queued: {error}"))
@@ -160,7 +160,7 @@ class Copying:
         self.queue()
         self._writer.all_hands(self._host)
         if not self.holds_all:
-            self._writer.lanes.hold()
+            self._writer.streams.make_training_wait()
 
     def finish(self) -> list[str]:
         """Returns the checksums of everything, once it is in the buffer."""
@@ -231,7 +231,7 @@ class ShardWriter:
         # One, for training needs its cores. Not of lower priority: where training keeps them all busy, most would be
         # left to do when the update waits, and training is slowed by as much either way.
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-behind")
-        self.lanes = SideStreams()
+        self.streams = SideStreams()
 
     def start(self, plan: CopyPlan, buffer: mmap.mmap, cache: object, step: int) -> Copying:
         """Begin to fill ``buffer``, of at least ``plan.layout.file_bytes`` bytes. What may change at once is copied."""

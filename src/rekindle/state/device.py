@@ -31,7 +31,7 @@ Event = torch.cuda.Event
 class SideStreams:
     """Copies on one side stream for each CUDA device in use.
 
-    ``here``, ``start`` and ``hold`` are for the training thread.
+    ``copy_now``, ``catch_up`` and ``make_training_wait`` are for the training thread.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,9 @@ class SideStreams:
         self._last: dict[torch.device, Event] = {}
         """Newest event of each side stream, for which the next update has to wait."""
 
-    def here(self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event | None:
+    def copy_now(
+        self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]
+    ) -> Event | None:
         """Copies on the caller's stream. Returns the event of the copy's end; None if it has ended."""
         with torch.no_grad():
             torch._foreach_copy_(list(to), list(source), non_blocking=device.type == "cuda")
@@ -48,7 +50,7 @@ class SideStreams:
         event: Event = torch.cuda.current_stream(device).record_event()
         return event
 
-    def start(self, devices: Collection[torch.device]) -> None:
+    def catch_up(self, devices: Collection[torch.device]) -> None:
         """Makes the side streams wait, on the device, for the work queued on the caller's streams so far."""
         self._last.clear()
         for device in devices:
@@ -57,7 +59,7 @@ class SideStreams:
                 stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
 
-    def aside(self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event:
+    def copy_aside(self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event:
         """Copies on the side stream and returns the event of the copy's end. May be called from any thread."""
         with torch.no_grad(), torch.cuda.stream(self._streams[device]):
             torch._foreach_copy_(list(to), list(source), non_blocking=True)
@@ -65,8 +67,8 @@ class SideStreams:
         self._last[device] = event
         return event
 
-    def hold(self) -> None:
-        """Makes the caller's streams wait, on the device, for all copies that ``aside`` has queued."""
+    def make_training_wait(self) -> None:
+        """Makes the caller's streams wait, on the device, for all copies that ``copy_aside`` has queued."""
         for device, event in self._last.items():
             torch.cuda.current_stream(device).wait_event(event)
         self._last.clear()

@@ -105,9 +105,9 @@ class LocalParts:
     """All ranks that hold the same boxes; empty if the tensor itself doesn't tell."""
     sharded: bool = False
     """True if the tensor is a part of one that several ranks hold together."""
-    family: tuple[int, ...] = ()
+    mesh_ranks: tuple[int, ...] = ()
     """All ranks that hold a part of the same tensor; empty if the tensor itself doesn't tell."""
-    place: tuple[Any, ...] = field(default=(), compare=False)
+    tie_key: tuple[Any, ...] = field(default=(), compare=False)
     """Key that is equal for tied tensors."""
 
 
@@ -148,13 +148,13 @@ def local_parts(leaf: Leaf, path: str) -> LocalParts:
     _check_kind(local, path)
     if isinstance(leaf, FlatPart):
         at = (_tie_key(local), leaf.start, leaf.shape, leaf.first, leaf.last)
-        place = at if leaf.first < leaf.last else (id(leaf),)  # an empty part, tied to no other
-        return LocalParts(leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, True, (), place)
+        key = at if leaf.first < leaf.last else (id(leaf),)  # an empty part, tied to no other
+        return LocalParts(leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, True, (), key)
     if is_dtensor(leaf):
         return _dtensor_parts(leaf, local, path)
     shape = tuple(leaf.shape)
     whole = Box((0,) * len(shape), shape)
-    return LocalParts(shape, dtype_name(leaf), [(whole, leaf.detach())], leaf, place=_tie_key(leaf))
+    return LocalParts(shape, dtype_name(leaf), [(whole, leaf.detach())], leaf, tie_key=_tie_key(leaf))
 
 
 def _dtensor_parts(tensor: Any, local: torch.Tensor, path: str) -> LocalParts:
@@ -174,9 +174,9 @@ def _dtensor_parts(tensor: Any, local: torch.Tensor, path: str) -> LocalParts:
         raise UnsupportedValueError(f"{path}: its part on this rank is not one box, {tensor.placements}")
     box = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
     pieces = [(box, local.detach())] if box.volume else []
-    family = tuple(sorted(mesh.mesh.flatten().tolist()))
+    mesh_ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     return LocalParts(
-        shape, dtype_name(local), pieces, tensor, tuple(sorted(ranks)), True, family, (_tie_key(local), box)
+        shape, dtype_name(local), pieces, tensor, tuple(sorted(ranks)), True, mesh_ranks, (_tie_key(local), box)
     )
 
 

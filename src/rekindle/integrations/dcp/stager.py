@@ -52,7 +52,7 @@ class RekindleStager(AsyncStager):
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(reader_threads(in_memory=True), thread_name_prefix="rekindle-stage")
-        self._lanes = SideStreams()
+        self._streams = SideStreams()
         self._buffers: list[_Buffer] = []
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class RekindleStager(AsyncStager):
                 pair = rest.setdefault(source.device, ([], []))
                 pair[0].append(to)
                 pair[1].append(source)
-        events = [self._lanes.here(device, *pair) for device, pair in rest.items()]
+        events = [self._streams.copy_now(device, *pair) for device, pair in rest.items()]
         for _ in self._threads.map(lambda piece: ctypes.memmove(*piece), large):
             pass
         if not all(wait_for_event(event, _STUCK) for event in events):
