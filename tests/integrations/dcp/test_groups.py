@@ -193,7 +193,7 @@ def test_what_is_loaded_is_of_one_save_whoever_saves_and_whoever_fails(memory: P
         differing, nameless, apart, kept = found["refused"]
         assert differing[0] == {"UsageError"} and "rank 0 saves step 10, and rank 1 step 11" in differing[1]
         assert nameless[0] == {"UsageError"} and "'final' names no step" in nameless[1]
-        assert apart[0] == {"UsageError"} and "another root" in apart[1]
+        assert apart[0] == {"UsageError"} and "have sent no request for a save to" in apart[1]
         assert kept[0] == {"UsageError"} and "keep is 2 on rank 1 and 1 on rank 0" in kept[1]
     assert [found["pair"] for found in results] == [[], [{1.0}, {2.0}], [{1.0}, {2.0}]]
     assert results[2]["last"] == [{1.0}, {2.0}]
