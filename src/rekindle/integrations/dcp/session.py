@@ -193,8 +193,8 @@ class DcpSession:
         missing = [rank for rank in range(world) if rank not in requests]
         if missing:
             raise UsageError(
-                f"rank(s) {missing} of {world} have sent no request for a save to {self.root}: give all ranks a "
-                "RekindleWriter of that root"
+                f"rank(s) {missing} of {world} have sent no request for a save to {self.root}, and save to "
+                "another root perhaps, or by another writer: give all ranks a RekindleWriter of that root"
             )
         decision = agree(self.root, [requests[rank] for rank in range(world)], self.settings.keep)
         if all(request.start is None for request in requests.values()):
