@@ -35,6 +35,8 @@ FAULTS = (
     "kill-in-gasp",
     "agent-kill",
 )
+HELD = "term-all-held"
+"""SIGTERM to all ranks, of which none gets past the step: for ranks that can't see where the others are."""
 TWO_DIE = ("kill-two", "kill-in-gasp")
 MOMENTS = (
     "forward",
@@ -250,9 +252,11 @@ class _Trainer:
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "term":
             os.kill(os.getpid(), signal.SIGTERM)
-        if fault == "term-all":
+        if fault in ("term-all", HELD):
             for pid in self.pids:
                 os.kill(pid, signal.SIGTERM)
+        if fault == HELD:
+            time.sleep(2.0)  # by then every rank has heard of it, and none could get past this step
         if fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "oom" and self.cell.cgroup is not None:

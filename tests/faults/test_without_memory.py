@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.cluster import Cell, run
+from tests.faults.cluster import HELD, Cell, run
 from tests.faults.matrix import judge, unbroken_run
 
 NO_STORE: dict[str, Any] = {"memory": "/proc/nowhere"}
@@ -18,9 +18,9 @@ NO_ROOM: dict[str, Any] = {"memory_limit": 1}
     ("fault", "options"),
     [
         pytest.param("exception", NO_STORE, id="exception-no-store"),
-        pytest.param("term-all", NO_ROOM, id="term-all-no-room"),
+        pytest.param(HELD, NO_ROOM, id="term-all-no-room"),
         pytest.param("exception", NO_ROOM, id="exception-no-room", marks=pytest.mark.campaign(seconds=6)),
-        pytest.param("term-all", NO_STORE, id="term-all-no-store", marks=pytest.mark.campaign(seconds=6)),
+        pytest.param(HELD, NO_STORE, id="term-all-no-store", marks=pytest.mark.campaign(seconds=6)),
     ],
 )
 def test_straight_to_storage(fault: str, options: dict[str, Any], root: Path, memory: Path, tmp_path: Path) -> None:
