@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rekindle.devices.streams import ThreadStreams
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
-from rekindle.restore.fill import CopyStreams, Filling
+from rekindle.restore.fill import Filling
 from rekindle.restore.load import build, check_values, load
 from rekindle.restore.match import Match, mismatch
 from rekindle.restore.reshard import Have, plan
@@ -59,7 +60,7 @@ class Pipeline:
         chunks = receipt.layout.chunks
         found = plan([want for _, want, _ in wants], [Have(c.name, c.box) for c in chunks])
         assert not found.missing and not match.absent
-        filling = Filling(receipt.layout, CopyStreams())
+        filling = Filling(receipt.layout, ThreadStreams())
         for move in found.moves:
             filling.want(move.have, move.box, wants[move.want][1].box, wants[move.want][2])
         fd = os.memfd_create("slot")

@@ -28,6 +28,7 @@ ROOMS = {
     "common": Room(1, torch="never"),
     "format": Room(2, torch="never"),
     "memory": Room(3, torch="never"),
+    "devices": Room(2),
     "state": Room(3),
     "storage": Room(4, torch="never"),
     "agent": Room(5, torch="never"),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import rekindle
+from rekindle.devices.page_lock import PageLocker
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.state.device import page_lock
 from tests.save.overlapped import content, snapshot_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -131,10 +131,10 @@ def test_slots_are_page_locked(root: Path, memory: Path) -> None:
 def test_memory_that_cannot_be_page_locked_is_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     torch.cuda.init()
     mapping = mmap.mmap(-1, 1 << 20)
-    first = page_lock(mapping)
+    first = PageLocker().lock(mapping)
     assert first is not None
     with caplog.at_level(logging.WARNING, "rekindle"):
-        assert page_lock(mapping) is None, "it is locked already, which CUDA refuses"
+        assert PageLocker().lock(mapping) is None, "it is locked already, which CUDA refuses"
     assert "page-locked" in caplog.text
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from rekindle.devices.streams import ThreadStreams, synchronize
 from rekindle.errors import RekindleError, StateMismatchError, UsageError
 from rekindle.format.boxes import Box
 from rekindle.format.completeness import tensor_names
@@ -17,7 +18,7 @@ from rekindle.format.lineage import CheckpointKey
 from rekindle.format.reader import read_blocks
 from rekindle.format.receipt import Receipt
 from rekindle.restore.broadcast import BlockRequest, broadcast_common
-from rekindle.restore.fill import CopyStreams, Filling, wait_for_devices
+from rekindle.restore.fill import Filling
 from rekindle.restore.load import build, check_values, load
 from rekindle.restore.match import Match, mismatch
 from rekindle.restore.partial import Counts, table, unloaded
@@ -194,7 +195,7 @@ class Candidate:
         self, found: ReadPlan, wants: Sequence[Any], haves: Sequence[tuple[ShardSource, int, Have]]
     ) -> None:
         """Lays out the moves as one filling for each source."""
-        streams = CopyStreams()
+        streams = ThreadStreams()
         fillings: dict[ShardSource, Filling] = {}
         for move in found.moves:
             source, number, _ = haves[move.have]
@@ -283,7 +284,7 @@ class Candidate:
     def _mark(self) -> None:
         """Notes what is about to be overwritten, so that a load that fails half-way is known as such."""
         live = [target for target in self.match.targets.values() if target.live]
-        wait_for_devices(tensor for target in live for _, tensor in target.pieces)
+        synchronize(tensor for target in live for _, tensor in target.pieces)
         for name in {target.entry for target in live}:
             entry = self._state[name]
             _half_loaded[id(entry)] = weakref.ref(entry)

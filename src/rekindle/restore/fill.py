@@ -6,24 +6,24 @@ import ctypes
 import math
 import mmap
 import threading
-from collections.abc import Iterable
 from itertools import islice
 
 import torch
 
+from rekindle.devices.streams import ThreadStreams
+from rekindle.devices.table import on_host
 from rekindle.format.boxes import Box
 from rekindle.format.layout import BLOCK, DTYPES, Chunk, Layout, block_ranges
 from rekindle.restore.reshard import runs
-from rekindle.state.device import page_lock
 from rekindle.state.parts import dtype_name
 
-__all__ = ["Filling", "CopyStreams", "wait_for_devices"]
+__all__ = ["Filling"]
 
 
 class Filling:
     """The ``Sink`` of one shard: passes its blocks on to the tensors that want a part of them."""
 
-    def __init__(self, layout: Layout, streams: CopyStreams) -> None:
+    def __init__(self, layout: Layout, streams: ThreadStreams) -> None:
         self._layout = layout
         self._first: list[int] = []
         """By chunk: the number of its first block."""
@@ -85,7 +85,7 @@ class Filling:
                 window.put(first, data[first - start : last - start], self._streams)
 
     def lock(self, buffer: mmap.mmap) -> object:
-        return page_lock(buffer)
+        return self._streams.page_lock(buffer)
 
     def finish(self) -> None:
         """Copies staged rows into place, and tells autograd what has been written past torch."""
@@ -101,14 +101,14 @@ class _Window:
     def __init__(self, start: int, stop: int, tensor: torch.Tensor, at: int) -> None:
         self.start, self.stop = start, stop
         self._tensor, self._at = tensor, at
-        self._memory = _bytes_of(tensor) if tensor.device.type == "cpu" else None
+        self._memory = _bytes_of(tensor) if on_host(tensor) else None
 
     def place(self, start: int, stop: int) -> memoryview | None:
         if self._memory is None:
             return None
         return self._memory[self._at + start - self.start : self._at + stop - self.start]
 
-    def put(self, start: int, data: memoryview, streams: CopyStreams) -> None:
+    def put(self, start: int, data: memoryview, streams: ThreadStreams) -> None:
         place = self.place(start, start + len(data))
         if place is not None:
             place[:] = data
@@ -172,33 +172,6 @@ def _straight(chunk: Chunk, common: Box, box: Box, tensor: torch.Tensor) -> _Win
         return None
     start, at, nbytes = found[0]
     return _Window(start, start + nbytes, tensor, at)
-
-
-class CopyStreams:
-    """CUDA streams, one for each thread and device, so that copies of several threads overlap."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
-            if to.device.type != "cuda":
-                to.copy_(source)
-                return
-            streams = self._local.__dict__.setdefault("streams", {})
-            stream = streams.get(to.device)
-            if stream is None:
-                stream = streams[to.device] = torch.cuda.Stream(to.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                to.copy_(source, non_blocking=True)
-            stream.synchronize()
-
-
-def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits until devices have done what they were told, so that nothing still reads what is now filled."""
-    for device in {tensor.device for tensor in tensors}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

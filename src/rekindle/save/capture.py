@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from rekindle.devices.table import backend_of, device_of, on_host
 from rekindle.errors import UnsupportedValueError, UsageError
 from rekindle.format.layout import DTYPES, PAGE, Chunk, Layout
 from rekindle.format.receipt import checksum
@@ -336,4 +337,4 @@ def _kept(optimizer: torch.optim.Optimizer) -> int:
 
 def _can_wait(tensor: torch.Tensor) -> bool:
     """Returns True if it can be copied late: there is a way to, and torch counts what is written to it."""
-    return tensor.device.type in ("cpu", "cuda") and not tensor.is_inference()
+    return (on_host(tensor) or backend_of(device_of(tensor)) is not None) and not tensor.is_inference()

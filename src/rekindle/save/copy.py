@@ -10,16 +10,19 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import xxhash
 
 from rekindle.common.failpoints import reach
+from rekindle.devices.events import Event
+from rekindle.devices.streams import SideStreams, copy_now
+from rekindle.devices.table import current_devices, enter
 from rekindle.errors import RekindleError
 from rekindle.format.layout import BLOCK
 from rekindle.format.receipt import checksum
 from rekindle.save.plan import Batch, CopyPlan, Unit
-from rekindle.state.device import Event, SideStreams, wait_for_event
 
 __all__ = ["Copying", "ShardWriter", "checksum_late_blocks"]
 
@@ -131,7 +134,7 @@ class Copying:
         early, streams = self._plan.early, self._writer.streams
         for batch in early:
             if not _on_host(batch):
-                self._events[batch.units[0].start] = streams.copy_now(batch.device, *self._sides(batch))
+                self._events[batch.units[0].start] = copy_now(batch.device, *self._sides(batch))
         streams.catch_up({batch.device for batch in self._plan.late if not _on_host(batch)})
         queue = _BatchQueue(self._copy, (b for b in early if _on_host(b)))
         self._writer.all_hands(queue)
@@ -186,7 +189,8 @@ class Copying:
 
     def _hash(self, batch: Batch) -> None:
         """Hash what a device copies, once it has."""
-        if not wait_for_event(self._events[batch.units[0].start], _STUCK):
+        event = self._events[batch.units[0].start]
+        if event is not None and not event.wait(_STUCK):
             raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
         for unit in batch.units:
             self._hash_unit(unit)
@@ -227,10 +231,11 @@ class ShardWriter:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # The trainer waits meanwhile, so its cores are free; ranks on the same node save at the same time.
         self._helpers = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) - 1
-        self._threads = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="rekindle-copy")
+        prepare = partial(enter, current_devices())
+        self._threads = ThreadPoolExecutor(max(1, self._helpers), "rekindle-copy", prepare)
         # One, for training needs its cores. Not of lower priority: where training keeps them all busy, most would be
         # left to do when the update waits, and training is slowed by as much either way.
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-behind")
+        self._behind = ThreadPoolExecutor(1, "rekindle-behind", prepare)
         self.streams = SideStreams()
 
     def start(self, plan: CopyPlan, buffer: mmap.mmap, cache: object, step: int) -> Copying:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from rekindle.devices.table import capturing
 from rekindle.state.zero import ZeroState
 
 __all__ = ["Fence"]
@@ -47,7 +48,7 @@ class Fence:
         self._wait = weakref.WeakMethod(wait)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        if capturing():
             self._captured(optimizer)
             return
         self.updates += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 
+from rekindle.devices.streams import resume_after
 from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
@@ -14,7 +15,6 @@ from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
 from rekindle.save.local_state import LocalStateCapture
 from rekindle.save.plan import CopyPlan
-from rekindle.state.device import resume_after
 
 __all__ = ["Live"]
 

@@ -10,11 +10,12 @@ from functools import partial
 
 import torch
 
+from rekindle.devices.events import Event, record
+from rekindle.devices.table import backend_of, device_of
 from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
 from rekindle.memory.local_state import LocalStateWriter, padded
 from rekindle.save.plan import Batch, CopyPlan, Unit
-from rekindle.state.device import Event, record_event, wait_for_event
 
 __all__ = ["LocalStateCapture"]
 
@@ -49,7 +50,7 @@ class LocalStateCapture:
             writing.result()  # it reads what is about to be overwritten
         if plan is not self._plan:
             self._lay_out(plan)
-        self.events = {device: record_event(device) for device in self._devices}
+        self.events = {device: record(device) for device in self._devices}
         with torch.no_grad():
             for view, unit in self._copied:
                 view.copy_(unit.source, non_blocking=True)
@@ -69,7 +70,7 @@ class LocalStateCapture:
         units = [unit for batch in plan.early for unit in batch.units]
         small = [unit for unit in units if unit.source.nbytes <= _LARGE]  # each a whole tensor
         self._left = [unit for unit in units if unit.source.nbytes > _LARGE]
-        self._devices = {batch.device for batch in plan.early + plan.late if batch.device.type == "cuda"}
+        self._devices = {b.device for b in plan.early + plan.late if backend_of(b.device) is not None}
         size = sum(padded(unit.nbytes) for unit in small)
         self._body = torch.empty(size, dtype=torch.uint8, pin_memory=bool(self._devices))
         self._copied: list[tuple[torch.Tensor, Unit]] = []
@@ -115,7 +116,7 @@ class LocalStateCapture:
         self._told = True
 
     def _wait(self) -> None:
-        if not all(wait_for_event(event, _STUCK) for event in self.events.values()):
+        if not all(event.wait(_STUCK) for event in self.events.values()):
             raise RekindleError(f"a device has not ended its step within {_STUCK:.0f} s")
 
     def plan(self, *, whole: bool) -> CopyPlan:
@@ -135,5 +136,5 @@ class LocalStateCapture:
             piece = self._pieces.get((unit.source.data_ptr(), unit.nbytes))
             if piece is not None:
                 unit = Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block, piece)
-            early.setdefault(unit.source.device, Batch(unit.source.device, [])).units.append(unit)
+            early.setdefault(device_of(unit.source), Batch(device_of(unit.source), [])).units.append(unit)
         return replace(plan, early=list(early.values()))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rekindle.devices.table import device_of, on_host
 from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk, Layout, block_ranges
 from rekindle.format.receipt import Receipt
@@ -137,15 +138,15 @@ def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece])
     block = 0
     for chunk in layout.chunks:
         piece = pieces[chunk.name, chunk.offsets]
-        which = piece.late, piece.source.device
-        limit = _BATCH if piece.source.device.type == "cpu" else _DEVICE_BATCH
+        which = piece.late, device_of(piece.source)
+        limit = _BATCH if on_host(piece.source) else _DEVICE_BATCH
         for unit in _units(chunk, piece, block):
-            batch, waiting = filling.get(which) or (Batch(piece.source.device, []), 0)
+            batch, waiting = filling.get(which) or (Batch(which[1], []), 0)
             if not batch.units:
                 full[which[0]].append(batch)
             batch.units.append(unit)
             waiting += unit.nbytes
-            filling[which] = (batch, waiting) if waiting < limit else (Batch(piece.source.device, []), 0)
+            filling[which] = (batch, waiting) if waiting < limit else (Batch(which[1], []), 0)
         block += len(block_ranges(chunk))
     return full
 
@@ -154,7 +155,7 @@ def _units(chunk: Chunk, piece: Piece, block: int) -> list[Unit]:
     if not chunk.nbytes:
         return []
     source = piece.source
-    plain = source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+    plain = on_host(source) and source.is_contiguous() and not (source.is_conj() or source.is_neg())
     if not plain:
         return [Unit(source, 0, chunk.start, chunk.nbytes, block, piece.counter)]
     address = source.data_ptr() - chunk.start

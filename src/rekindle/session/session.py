@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rekindle.common.os_errors import describe_error
+from rekindle.devices.page_lock import PageLocker
 from rekindle.errors import BusyError, MemoryStoreError
 from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId
 from rekindle.format.names import Root
@@ -35,7 +36,6 @@ from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.session.finish import leave_job, wait_durable
-from rekindle.state.device import page_lock
 from rekindle.storage.checks import root_identity
 from rekindle.storage.open import open_store
 
@@ -219,7 +219,7 @@ class Session:
             self.keeper.check()
         limit, headroom = room.limit_per_rank(len(self.local_ranks)), room.headroom(self.job_dir)
         self.slots = Slots(
-            self.job_dir, self.rank, self.agreed.world, self.local_ranks, limit, page_lock, headroom=headroom
+            self.job_dir, self.rank, self.agreed.world, self.local_ranks, limit, PageLocker().lock, headroom=headroom
         )
         self.slots.adopt()
         return self.slots

@@ -1,4 +1,4 @@
-"""Saves and restores the random number generators of Python, NumPy, torch and CUDA as one entry of the state."""
+"""Saves and restores the random number generators of Python, NumPy, torch and its devices as one entry of the state."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from typing import Any
 
 import torch
+
+from rekindle.devices.table import all_backends
 
 __all__ = ["RNG", "RngState"]
 
@@ -23,7 +25,7 @@ class RngState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of every generator: NumPy's if it is imported, CUDA's if it is initialised."""
+        """Returns the state of every generator: NumPy's if it is imported, those of devices that are in use."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": (version, array.array("I", words).tobytes(), gauss),
@@ -32,8 +34,9 @@ class RngState:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state["numpy"] = numpy.random.get_state(legacy=False)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            state["cuda"] = [_bytes(s) for s in torch.cuda.get_rng_state_all()]
+        for backend in all_backends():
+            if backend.in_use():
+                state[backend.kind] = [_bytes(s) for s in backend.rng_states()]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -45,9 +48,9 @@ class RngState:
             import numpy  # noqa: PLC0415  only if it was imported when the checkpoint was saved
 
             numpy.random.set_state(state["numpy"])
-        if torch.cuda.is_available():
-            for device, words in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(_tensor(words), device)
+        for backend in all_backends():
+            if backend.kind in state and backend.available():
+                backend.set_rng_states([_tensor(words) for words in state[backend.kind]])
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

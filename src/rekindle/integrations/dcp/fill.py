@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
+from rekindle.devices.streams import ThreadStreams
 from rekindle.errors import CorruptError, NotFoundError, StateMismatchError
 from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk
 from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.integrations.dcp.checkpoint import Shard
 from rekindle.integrations.dcp.items import copyable, wait_for_collective
-from rekindle.restore.fill import CopyStreams, Filling
+from rekindle.restore.fill import Filling
 
 __all__ = ["Read", "fill"]
 
@@ -36,7 +37,7 @@ class Read:
 
 def fill(shard: Shard, reads: list[Read]) -> None:
     """Fills all targets from one rank's shard. Raises CorruptError when no copy has sound bytes for one of them."""
-    streams = CopyStreams()
+    streams = ThreadStreams()
     filling = Filling(shard.receipt.layout, streams)
     for read in reads:
         _add_target(filling, read, shard.receipt.layout.chunks[read.number])

@@ -20,10 +20,12 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rekindle.devices.page_lock import PageLocker
+from rekindle.devices.streams import copy_now
+from rekindle.devices.table import device_of, on_host
 from rekindle.errors import RekindleError
 from rekindle.format.reader import reader_threads
 from rekindle.integrations.dcp.items import copyable, wait_for_collective
-from rekindle.state.device import SideStreams, page_lock, wait_for_event
 
 __all__ = ["RekindleStager"]
 
@@ -52,7 +54,7 @@ class RekindleStager(AsyncStager):
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(reader_threads(in_memory=True), thread_name_prefix="rekindle-stage")
-        self._streams = SideStreams()
+        self._page_lock = PageLocker().lock
         self._buffers: list[_Buffer] = []
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -91,13 +93,13 @@ class RekindleStager(AsyncStager):
                 begin = range(0, source.nbytes, _PIECE)
                 large += [(to.data_ptr() + i, source.data_ptr() + i, min(_PIECE, source.nbytes - i)) for i in begin]
             else:
-                pair = rest.setdefault(source.device, ([], []))
+                pair = rest.setdefault(device_of(source), ([], []))
                 pair[0].append(to)
                 pair[1].append(source)
-        events = [self._streams.copy_now(device, *pair) for device, pair in rest.items()]
+        events = [copy_now(device, *pair) for device, pair in rest.items()]
         for _ in self._threads.map(lambda piece: ctypes.memmove(*piece), large):
             pass
-        if not all(wait_for_event(event, _STUCK) for event in events):
+        if not all(event is None or event.wait(_STUCK) for event in events):
             raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
         return copies
 
@@ -110,7 +112,7 @@ class RekindleStager(AsyncStager):
         kept = next((buffer for buffer in free if nbytes <= len(buffer.map) <= 2 * nbytes), None)
         self._buffers = [b for b in self._buffers if not b.free or b is kept]
         if kept is None:
-            kept = _Buffer(nbytes)
+            kept = _Buffer(nbytes, self._page_lock)
             self._buffers.append(kept)
         return kept
 
@@ -126,7 +128,7 @@ class RekindleStager(AsyncStager):
 class _Buffer:
     """Private memory, in large pages where there are any: making small ones costs most of a first copy."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, page_lock: Callable[[mmap.mmap], object]) -> None:
         self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if sys.platform.startswith("linux"):
             self.map.madvise(mmap.MADV_HUGEPAGE)
@@ -148,7 +150,7 @@ class _Buffer:
 
 def _plain(tensor: torch.Tensor) -> bool:
     """Returns True if its bytes can be copied as they lie."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return on_host(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _walk(node: Any, give: Callable[[torch.Tensor], torch.Tensor], rebuild: bool) -> Any:

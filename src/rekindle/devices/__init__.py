@@ -1,0 +1,1 @@
+"""Copies from and to devices, in the order of their queues: the one place that knows CUDA and its like."""

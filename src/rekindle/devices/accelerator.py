@@ -1,0 +1,73 @@
+"""Drives devices through torch's common interface of accelerators, which XPU, MPS and others share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from rekindle.devices.backend import Backend, Stream
+
+__all__ = ["Accelerator"]
+
+
+class Accelerator(Backend):
+    """Devices of one type that have ``torch.Stream`` and ``torch.Event``."""
+
+    @property
+    def _module(self) -> Any:
+        """Module of torch for this kind of device, such as ``torch.xpu``."""
+        return torch.get_device_module(self.kind)
+
+    def in_use(self) -> bool:
+        initialized = getattr(self._module, "is_initialized", None)
+        return bool(initialized() if initialized is not None else self._module.is_available())
+
+    def available(self) -> bool:
+        return bool(self._module.is_available())
+
+    def enter(self, device: torch.device) -> None:
+        if hasattr(self._module, "set_device"):
+            self._module.set_device(device)
+
+    def current_device(self) -> torch.device:
+        current = getattr(self._module, "current_device", None)
+        return torch.device(self.kind, current() if current is not None else 0)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        found: Stream = torch.accelerator.current_stream(device)
+        return found
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return torch.Stream(device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        found: AbstractContextManager[object] = stream  # type: ignore[assignment]
+        return found
+
+    def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(to), list(source), non_blocking=True)
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.accelerator.synchronize(device)
+
+    def capturing(self) -> bool:
+        capturing = getattr(self._module, "is_current_stream_capturing", None)
+        return bool(self.in_use() and capturing is not None and capturing())
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def rng_states(self) -> list[torch.Tensor]:
+        read = getattr(self._module, "get_rng_state_all", None)
+        return list(read()) if read is not None else [self._module.get_rng_state()]
+
+    def set_rng_states(self, states: Sequence[torch.Tensor]) -> None:
+        for index, state in enumerate(states[: self._module.device_count()]):
+            if hasattr(self._module, "get_rng_state_all"):
+                self._module.set_rng_state(state, index)
+            else:
+                self._module.set_rng_state(state)

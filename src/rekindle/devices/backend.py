@@ -1,0 +1,121 @@
+"""Defines the contract of a kind of device: all that the other rooms ask of CUDA and its like."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Backend", "QueueEvent", "Stream"]
+
+
+class QueueEvent(Protocol):
+    """Point in a stream, as torch's events are."""
+
+    def query(self) -> bool:
+        """Returns True once the device has come to it. Raises RuntimeError when the device has failed."""
+        ...
+
+
+class Stream(Protocol):
+    """Queue of a device, as torch's streams are. The device does in order what is queued on one stream."""
+
+    def record_event(self) -> QueueEvent:
+        """Queues and returns an event."""
+        ...
+
+    def wait_event(self, event: Any) -> object:
+        """Makes the stream, not the host, wait for an event of another one."""
+        ...
+
+    def synchronize(self) -> object:
+        """Makes the host wait for all that is queued."""
+        ...
+
+
+class Backend(ABC):
+    """One kind of device that works off queues, behind the host. Methods may be called from any thread.
+
+    A thread calls ``enter`` before anything else here: what a thread does without it concerns device 0.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        """Type of its ``torch.device``."""
+
+    @abstractmethod
+    def in_use(self) -> bool:
+        """Returns True if this process has opened a device of this kind. Opens none."""
+
+    @abstractmethod
+    def available(self) -> bool:
+        """Returns True if the machine has a device of this kind."""
+
+    @abstractmethod
+    def enter(self, device: torch.device) -> None:
+        """Makes ``device`` the one that the calling thread works on, and its questions no end of a capture."""
+
+    @abstractmethod
+    def current_device(self) -> torch.device:
+        """Returns the device that the calling thread works on."""
+
+    # -- queues -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def current_stream(self, device: torch.device) -> Stream:
+        """Returns the stream on which the calling thread's work is queued."""
+
+    @abstractmethod
+    def new_stream(self, device: torch.device) -> Stream:
+        """Returns a stream beside those that training uses."""
+
+    @abstractmethod
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Wraps calls whose work is to be queued on ``stream``."""
+
+    @abstractmethod
+    def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        """Queues copies on the current stream, in either direction. The host side is best page-locked."""
+
+    @abstractmethod
+    def synchronize(self, device: torch.device) -> None:
+        """Makes the host wait for everything that is queued on the device."""
+
+    @abstractmethod
+    def capturing(self) -> bool:
+        """Returns True if the calling thread's stream is being captured in a graph. Opens no device."""
+
+    # -- host memory --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Returns new page-locked host memory as a tensor of bytes."""
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Page-locks host memory, so that copies run at the speed of the bus, beside the host.
+
+        False if this kind of device can't. Raises OSError when it fails. The calling thread may then hold an error
+        that its next call on the device raises.
+        """
+        return False
+
+    def unregister(self, address: int) -> None:
+        """Ends what ``register`` did. No copy may be under way."""
+        raise NotImplementedError
+
+    def numa_node(self, device: torch.device) -> int | None:
+        """Returns the number of the memory node that is nearest to the device; None if unknown."""
+        return None
+
+    # -- random generators --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def rng_states(self) -> list[torch.Tensor]:
+        """Returns the state of each device's generator, in the order of the devices."""
+
+    @abstractmethod
+    def set_rng_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Sets the generators of as many devices as there are."""

@@ -1,0 +1,84 @@
+"""Page-locks mapped host memory, so that devices copy into it at the speed of the bus, beside the host."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from rekindle.devices.backend import Backend
+from rekindle.devices.table import backend_of, current_devices
+
+__all__ = ["PageLocker"]
+
+log = logging.getLogger("rekindle")
+
+
+class PageLocker:
+    """Page-locks memory for the device of the thread that made this object. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.device = next(iter(current_devices()), None)
+        """Device that copies into the memory; None if this process used none when the object was made."""
+
+    def lock(self, mapping: mmap.mmap, start: int = 0, stop: int | None = None) -> object:
+        """Page-locks bytes ``start`` to ``stop`` of ``mapping``, by default all, until the result is dropped.
+
+        Returns None if no device is in use or, after a warning, if it fails: copies are slower then.
+        """
+        stop = len(mapping) if stop is None else stop
+        backend = backend_of(self.device) if self.device is not None else None
+        if backend is None or self.device is None:
+            return None
+        lock = _PageLock(backend, self.device, mapping, start, stop)
+        if lock.error:
+            log.warning(
+                "%d MB of memory can't be page-locked (%s): copies from the device are slower, and training waits "
+                "longer for them",
+                *((stop - start) >> 20, lock.error),
+            )
+        return lock if lock.held else None
+
+
+class _PageLock:
+    """Keeps memory page-locked until this object is dropped."""
+
+    def __init__(self, backend: Backend, device: torch.device, mapping: mmap.mmap, start: int, stop: int) -> None:
+        self._backend, self._device, self._pid = backend, device, os.getpid()
+        self._anchor = ctypes.c_char.from_buffer(mapping, start)
+        self._address = ctypes.addressof(self._anchor)
+        self.held = False
+        self.error: BaseException | None = None
+        self._in_own_thread(lambda: self._register(stop - start))
+
+    def _register(self, nbytes: int) -> None:
+        self.held = self._backend.register(self._address, nbytes)
+
+    def _in_own_thread(self, work: Callable[[], None]) -> None:
+        """Calls the device where nobody else does.
+
+        A failed call leaves an error behind, which its thread's next kernel would raise. A thread that has not entered
+        the device would open another one.
+        """
+
+        def run() -> None:
+            try:
+                self._backend.enter(self._device)
+                work()
+            except (OSError, RuntimeError) as error:
+                self.error = error
+
+        thread = threading.Thread(target=run, name="rekindle-page-lock")
+        thread.start()
+        thread.join()
+
+    def __del__(self) -> None:
+        if self.held and os.getpid() == self._pid:  # a forked child has no device to tell
+            with suppress(RuntimeError):  # at the interpreter's end, when threads can't start, the driver unlocks all
+                self._in_own_thread(lambda: self._backend.unregister(self._address))

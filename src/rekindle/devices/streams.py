@@ -1,0 +1,117 @@
+"""Copies between devices and the host in the order of training: on its own streams, or on side streams beside them.
+
+A background copy starts once the device has done what was queued when ``ckpt.step(n)`` was called. The training stream
+waits for it, on the device, before the next update. The host waits for neither. Tensors of devices without a backend
+are copied by the calling thread, which waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from rekindle.devices.backend import Backend, Stream
+from rekindle.devices.events import Event, record
+from rekindle.devices.page_lock import PageLocker
+from rekindle.devices.table import backend_of, device_of
+
+__all__ = ["SideStreams", "ThreadStreams", "copy_now", "resume_after", "synchronize"]
+
+
+def _backend(device: torch.device) -> Backend:
+    backend = backend_of(device)
+    assert backend is not None
+    return backend
+
+
+def copy_now(device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event | None:
+    """Copies on the calling thread's stream. Returns the event of the copy's end; None if it has ended."""
+    backend = backend_of(device)
+    if backend is None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(to), list(source))
+        return None
+    backend.copy(to, source)
+    return record(device)
+
+
+class SideStreams:
+    """Copies on one side stream for each device in use.
+
+    ``catch_up`` and ``make_training_wait`` are for the training thread.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Stream] = {}
+        self._last: dict[torch.device, Event] = {}
+        """Newest event of each side stream, for which the next update has to wait."""
+
+    def catch_up(self, devices: Collection[torch.device]) -> None:
+        """Makes the side streams wait, on the device, for the work queued on the caller's streams so far."""
+        self._last.clear()
+        for device in devices:
+            if device not in self._streams:
+                self._streams[device] = _backend(device).new_stream(device)
+            self._streams[device].wait_event(record(device).raw)
+
+    def copy_aside(self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event:
+        """Copies on the side stream and returns the event of the copy's end. For any thread that entered the device."""
+        backend, stream = _backend(device), self._streams[device]
+        with backend.on(stream):
+            backend.copy(to, source)
+        self._last[device] = event = Event(device, stream.record_event())
+        return event
+
+    def make_training_wait(self) -> None:
+        """Makes the caller's streams wait, on the device, for all copies that ``copy_aside`` has queued."""
+        for device, event in self._last.items():
+            _backend(device).current_stream(device).wait_event(event.raw)
+        self._last.clear()
+
+
+@contextmanager
+def resume_after(events: Mapping[torch.device, Event]) -> Iterator[None]:
+    """Runs the block on streams that wait only for these events: work queued later may never end."""
+    with ExitStack() as streams:
+        for device, event in events.items():
+            backend = _backend(device)
+            backend.enter(device)
+            stream = backend.new_stream(device)
+            stream.wait_event(event.raw)
+            streams.enter_context(backend.on(stream))
+        yield
+
+
+class ThreadStreams:
+    """Copies to devices on one stream for each thread and device, so that copies of several threads overlap."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self.page_lock = PageLocker().lock
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies, and waits until that is done."""
+        device = device_of(to)
+        backend = backend_of(device)
+        if backend is None:
+            with torch.no_grad():
+                to.copy_(source)
+            return
+        streams = self._local.__dict__.setdefault("streams", {})
+        if device not in streams:
+            backend.enter(device)
+            streams[device] = backend.new_stream(device)
+        with backend.on(streams[device]):
+            backend.copy([to], [source])
+        streams[device].synchronize()
+
+
+def synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    """Waits until devices have done what they were told, so that nothing still reads what is now written."""
+    for device in {device_of(tensor) for tensor in tensors}:
+        backend = backend_of(device)
+        if backend is not None:
+            backend.synchronize(device)

@@ -1,0 +1,294 @@
+"""A kind of device that lies in wait: threads work off its queues late, and what CUDA forbids is caught.
+
+Tensors of the CPU that are listed with ``own`` are "on" the device. Whoever reads them past its queues reads what they
+were before, as on a real device: the work that changes them has not been done yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from rekindle.devices import events, table
+from rekindle.devices.backend import Backend, QueueEvent, Stream
+
+KIND = "privateuseone"
+DEVICE = torch.device(KIND, 0)
+
+
+class FakeEvent:
+    def __init__(self, backend: FakeBackend) -> None:
+        self._backend = backend
+        self.flag = threading.Event()
+
+    def query(self) -> bool:
+        self._backend.check_call()
+        if self._backend.capture is not None and not self._backend.relaxed():
+            self._backend.capture.broken = True
+            raise RuntimeError("operation not permitted when a stream is capturing")
+        return self.flag.is_set()
+
+
+class FakeStream:
+    """A thread that does in order what is queued, each piece after a delay."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self._backend = backend
+        self._delay = random.Random(backend.random.random())
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="fake-device", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (work := self._todo.get()) is not None:
+            if self._backend.slowness:
+                time.sleep(self._delay.uniform(0, self._backend.slowness))
+            try:
+                work()
+            except Exception as error:  # as on a real device: whoever asks next is told
+                self._backend.lost = f"{type(error).__name__}: {error}"
+
+    def queue(self, work: Callable[[], None]) -> None:
+        self._todo.put(work)
+
+    def record_event(self) -> FakeEvent:
+        self._backend.check_call()
+        event = FakeEvent(self._backend)
+        self.queue(event.flag.set)
+        return event
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self._backend.check_call()
+        self.queue(lambda: self._backend.wait_on_device(event.flag))
+
+    def synchronize(self) -> None:
+        self._backend.wait_on_host(self.record_event().flag)
+
+    def end(self) -> None:
+        self._todo.put(None)
+
+
+class Capture:
+    """A graph that is being captured."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread, self.broken = thread, False
+
+
+class FakeBackend(Backend):
+    """One device. ``seed`` and ``slowness`` (seconds at most) decide on the delay before each piece of work."""
+
+    def __init__(self, seed: int = 0, slowness: float = 0.002) -> None:
+        super().__init__(KIND)
+        self.random, self.slowness = random.Random(seed), slowness
+        self.lost = ""
+        """Why the device does no more, as after a failed assertion in a kernel."""
+        self.capture: Capture | None = None
+        self.registered: dict[int, int] = {}
+        """Bytes of page-locked memory by address."""
+        self.fail_register = 0
+        """Number of the error that page-locking ends with; 0 for none."""
+        self.complaints: list[str] = []
+        """Calls that corrupt memory, or open a second device, on a real one."""
+        self._owned: list[tuple[int, int, torch.UntypedStorage]] = []
+        self._copies: dict[tuple[int, int], int] = {}
+        self._streams: list[FakeStream] = []
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.default = self._make_stream()
+        self.enter(DEVICE)
+
+    def _make_stream(self) -> FakeStream:
+        stream = FakeStream(self)
+        self._streams.append(stream)
+        return stream
+
+    # -- what a test does ---------------------------------------------------------------------------------------
+
+    def own(self, *tensors: torch.Tensor) -> None:
+        """Puts tensors on the device."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._owned.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes(), storage))
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return tensor.device
+        at = tensor.data_ptr()
+        return DEVICE if any(start <= at < stop for start, stop, _ in list(self._owned)) else tensor.device
+
+    def launch(self, kernel: Callable[[], object], *written: torch.Tensor) -> None:
+        """Queues ``kernel``, which writes to the ``data`` of tensors; their versions are counted now, as by torch."""
+        self.check_call()
+        error, self._local.error = getattr(self._local, "error", ""), ""
+        if error:
+            raise RuntimeError(f"kernel launch failed: {error}, from an earlier call")
+        for tensor in written:
+            torch.autograd.graph.increment_version(tensor)
+        self.current_stream(DEVICE).queue(lambda: void(kernel()))
+
+    def stick(self) -> threading.Event:
+        """Queues work that only ends once the event is set, as a collective whose peer has died."""
+        release = threading.Event()
+        self.current_stream(DEVICE).queue(lambda: self.wait_on_device(release))
+        return release
+
+    @contextmanager
+    def capturing_graph(self) -> Iterator[Capture]:
+        self.capture = capture = Capture(threading.get_ident())
+        try:
+            yield capture
+        finally:
+            self.capture = None
+
+    def settle(self) -> None:
+        """Waits until all streams have done their work."""
+        for stream in list(self._streams):
+            stream.synchronize()
+
+    def close(self) -> None:
+        self._stop.set()
+        for stream in self._streams:
+            stream.end()
+
+    # -- what streams and events ask ----------------------------------------------------------------------------
+
+    def wait_on_device(self, flag: threading.Event) -> None:
+        while not flag.wait(0.05):
+            if self._stop.is_set():
+                return
+
+    def wait_on_host(self, flag: threading.Event) -> None:
+        self.wait_on_device(flag)
+
+    def check_call(self) -> None:
+        """Notes a thread that has not set its device; raises what the device has died of."""
+        if not getattr(self._local, "entered", False):
+            self.complain("a thread that has not set its device opens another one")
+        if self.lost:
+            raise RuntimeError(f"device-side assert triggered: {self.lost}")
+
+    def complain(self, what: str) -> None:
+        self.complaints.append(f"{threading.current_thread().name}: {what}")
+
+    def relaxed(self) -> bool:
+        return self.capture is not None and (
+            getattr(self._local, "entered", False) and threading.get_ident() != self.capture.thread
+        )
+
+    # -- the contract -------------------------------------------------------------------------------------------
+
+    def in_use(self) -> bool:
+        return True
+
+    def available(self) -> bool:
+        return True
+
+    def enter(self, device: torch.device) -> None:
+        self._local.entered = True
+
+    def current_device(self) -> torch.device:
+        return DEVICE
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        stack = getattr(self._local, "stack", None)
+        return stack[-1] if stack else self.default
+
+    def new_stream(self, device: torch.device) -> Stream:
+        self.check_call()
+        return self._make_stream()
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return self._on(stream)
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        assert isinstance(stream, FakeStream)
+        stack = self._local.__dict__.setdefault("stack", [])
+        stack.append(stream)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        """Copies late into page-locked memory; makes the caller wait for a copy from or to any other, as CUDA does."""
+        self.check_call()
+        stream = self.current_stream(DEVICE)
+        locked = True
+        for one, other in zip(to, source, strict=True):
+            host = other if self.device_of(other).type == "cpu" else one
+            at, nbytes = host.data_ptr(), host.nbytes
+            locked &= self._is_locked(at, nbytes)
+            with self._lock:
+                self._copies[at, nbytes] = self._copies.get((at, nbytes), 0) + 1
+            stream.queue(lambda one=one, other=other, key=(at, nbytes): self._copy(one, other, key))  # type: ignore[misc]
+        if not locked:
+            stream.synchronize()
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor, key: tuple[int, int]) -> None:
+        with torch.no_grad():
+            to.data.copy_(source.data)
+        with self._lock:
+            self._copies[key] -= 1
+            if not self._copies[key]:
+                del self._copies[key]
+
+    def _is_locked(self, at: int, nbytes: int) -> bool:
+        return any(start <= at and at + nbytes <= start + length for start, length in list(self.registered.items()))
+
+    def synchronize(self, device: torch.device) -> None:
+        self.check_call()
+        self.settle()
+
+    def capturing(self) -> bool:
+        return self.capture is not None and self.capture.thread == threading.get_ident()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self.registered[tensor.data_ptr()] = nbytes
+        return tensor
+
+    def register(self, address: int, nbytes: int) -> bool:
+        self.check_call()
+        if self.fail_register:
+            self._local.error = f"error {self.fail_register}"
+            raise OSError(f"CUDA error {self.fail_register}")
+        ctypes.string_at(address, 1)  # ends the process if there is no memory
+        self.registered[address] = nbytes
+        return True
+
+    def unregister(self, address: int) -> None:
+        nbytes = self.registered.pop(address)
+        with self._lock:
+            if any(address < at + length and at < address + nbytes for at, length in self._copies):
+                self.complain("memory is unlocked while a copy into it is under way")
+
+    def rng_states(self) -> list[torch.Tensor]:
+        return []
+
+    def set_rng_states(self, states: Sequence[torch.Tensor]) -> None:
+        return None
+
+
+def void(_: object) -> None:
+    return None
+
+
+def install(monkeypatch: object, backend: FakeBackend) -> None:
+    """Makes the device one of this process's, until the test's end."""
+    monkeypatch.setitem(table._backends, KIND, backend)  # type: ignore[attr-defined]
+    monkeypatch.setattr(table, "_device", backend.device_of)  # type: ignore[attr-defined]
+    monkeypatch.setattr(events, "_watches", {})  # type: ignore[attr-defined]
+
+
+__all__ = ["DEVICE", "Capture", "FakeBackend", "FakeEvent", "FakeStream", "QueueEvent", "install"]
