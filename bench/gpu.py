@@ -1,161 +1,159 @@
-"""Measures the cost of a snapshot at every step on a CUDA device, and how near its copies come to the bus's limit.
+"""Measures a CUDA device, and Rekindle on it: experiments, each with the expected figure beside the measured one.
 
-Prints a table and writes JSON. Needs a device, and twice --size in /dev/shm.
+Each runs in a process of its own, with a limit: one that fails or hangs is reported, and the others go on. Needs Linux,
+a device, and 80 GiB of memory for the largest experiments. Where this user may mount a tmpfs, one is mounted.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import statistics
-import tempfile
+import os
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
-import torch
-from machine import describe
+from on_gpu.cases import run_case
+from on_gpu.device import describe_device
+from on_gpu.experiments import BEYOND_ONE_DEVICE, EXPERIMENTS, RUNS, Experiment
+from on_gpu.places import open_places
+from on_gpu.results import Outcome
+from on_gpu.runner import run_all, work_here
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from sizes import Size
 
-import rekindle
-
-_LAYERS = 24
-
-
-class Training:
-    """A stack of linear layers with AdamW in float32 on the device, and batches that keep it busy."""
-
-    def __init__(self, size: int, rows: int) -> None:
-        width = max(64, int((size / 12 / _LAYERS) ** 0.5) // 64 * 64)  # the parameter and two moments, 4 bytes each
-        layers = (torch.nn.Linear(width, width, device="cuda") for _ in range(_LAYERS))
-        self.model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.GELU())))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.batch = torch.randn(rows, width, device="cuda")
-        self.update()
-
-    def update(self) -> None:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = self.model(self.batch).float().square().mean()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimizer.step()
-
-    @property
-    def nbytes(self) -> int:
-        tensors = [p for p in self.model.parameters()]
-        return sum(p.nbytes for p in tensors) + sum(
-            value.nbytes for state in self.optimizer.state.values() for value in state.values()
-        )
+_MINUTES = 9.0
+"""Bound on a whole run."""
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Of one call, the device's part included."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def bus(nbytes: int) -> dict[str, float]:
-    """GB/s of one copy of ``nbytes`` to and from page-locked memory."""
-    there = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    down = statistics.median(seconds(lambda: here.copy_(there, non_blocking=True)) for _ in range(7))
-    up = statistics.median(seconds(lambda: there.copy_(here, non_blocking=True)) for _ in range(7))
-    return {"from_device": nbytes / 1e9 / down, "to_device": nbytes / 1e9 / up}
-
-
-def loop(training: Training, steps: int, save: Callable[[int], None] | None, first: int) -> float:
-    """Seconds of one step of training, snapshots included, over ``steps`` of them."""
-
-    def work() -> None:
-        for number in range(steps):
-            training.update()
-            if save is not None:
-                save(first + number)
-
-    return seconds(work) / steps
-
-
-@click.command(context_settings={"show_default": True}, help=__doc__)
-@click.option("--size", type=Size(), default="4GiB", help="Bytes of the state.")
-@click.option("--rows", type=click.IntRange(1), default=16384, help="Rows of a batch: what a step computes.")
-@click.option("--rounds", type=click.IntRange(1), default=5, help="Windows with and without snapshots, in alternation.")
-@click.option("--steps", type=click.IntRange(2), default=20, help="Steps in a window.")
-@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="File for all samples.")
-def main(size: int, rows: int, rounds: int, steps: int, output: Path | None) -> None:
-    if not torch.cuda.is_available():
-        raise click.ClickException("no CUDA device")
-    target, memory = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp(dir="/dev/shm"))
-    try:
-        result = measure(size, rows, rounds, steps, target, memory)
-    finally:
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.rmtree(memory, ignore_errors=True)
-    if output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n")
-    table = Table(title="CUDA")
+def show(outcome: Outcome) -> None:
+    """Print the figures of one experiment, each beside the expected one."""
+    title = f"{outcome.name}: {outcome.status}, {outcome.seconds:.0f} s"
+    table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("what")
-    table.add_column("figure", justify="right")
-    for name, value in result["summary"].items():
-        table.add_row(name, f"{value:,.3f}")
-    Console().print(table)
+    table.add_column("measured", justify="right")
+    table.add_column("expected")
+    table.add_column("as expected")
+    for figure in outcome.figures:
+        met = "" if figure.met is None else "yes" if figure.met else "NO"
+        table.add_row(escape(figure.what), escape(figure.shown), escape(figure.expected), met)
+    console = Console(width=max(Console().width, 150))
+    console.print(table)
+    if outcome.detail:
+        console.print(escape(outcome.detail))
 
 
-def measure(size: int, rows: int, rounds: int, steps: int, target: Path, memory: Path) -> dict[str, dict[str, object]]:
-    training = Training(size, rows)
-    limits = bus(1 << 30)
-    state = {"model": training.model, "optimizer": training.optimizer}
-    ckpt = rekindle.Checkpointer(target, state, memory=memory, persist_every=10**9, strict=True)
-    ckpt.restore()
-    loop(training, 5, None, 0)
-    loop(training, 5, ckpt.step, 1)  # both slots page-locked
-    first_stalls = list(ckpt.metrics.stalls)
-    plain, saved, step = [], [], 6
-    for _ in range(rounds):
-        plain.append(loop(training, steps, None, 0))
-        saved.append(loop(training, steps, ckpt.step, step))
-        step += steps
-    stalls = list(ckpt.metrics.stalls)[5:]
+def measure(experiments: list[Experiment], minutes: float, output: Path | None) -> None:
+    """Run experiments, print each outcome as it comes, and write all that there are to ``output`` each time."""
+    device = describe_device()
+    if "missing" in device:
+        raise click.ClickException(f"no CUDA device: {device['missing']}")
+    from machine import describe  # brings torch, which is not needed to be told of the commands
 
-    def whole() -> None:
-        ckpt.save(step, wait="memory")
+    with open_places() as places:
+        described = describe(Path(places.disk), Path(places.memory), os.cpu_count() or 1)
+        document: dict[str, Any] = {"machine": {**described, **device, "memory_kind": places.kind}, "experiments": []}
+        click.echo(f"{device['device']}; memory: {places.kind}")
 
-    in_memory = seconds(whole)
-    ckpt.close()
-    again = Training(size, rows)
-    ckpt = rekindle.Checkpointer(target, {"model": again.model, "optimizer": again.optimizer}, memory=memory)
-    from_storage = seconds(ckpt.restore)
-    again.update()
-    ckpt.save(step + 1, wait="memory")
-    ckpt._saver.memory.slots.ready()
-    ckpt = None  # as if it had died: the snapshot stays
-    ckpt = rekindle.Checkpointer(target, {"model": again.model, "optimizer": again.optimizer}, memory=memory)
-    from_memory = seconds(ckpt.restore)
-    ckpt.close()
-    gigabytes, base, slow = training.nbytes / 1e9, statistics.median(plain), statistics.median(saved)
-    summary = {
-        "state, GB": gigabytes,
-        "step without snapshots, ms": base * 1e3,
-        "step with one at every step, ms": slow * 1e3,
-        "slower by, %": 100 * (slow / base - 1),
-        "host stall, first, ms": first_stalls[0] * 1e3,
-        "host stall, later, ms": statistics.median(stalls) * 1e3,
-        "bus limit from the device, GB/s": limits["from_device"],
-        "snapshot, waited for, GB/s": gigabytes / in_memory,
-        "snapshot / bus limit": gigabytes / in_memory / limits["from_device"],
-        "bus limit to the device, GB/s": limits["to_device"],
-        "restore from memory, GB/s": gigabytes / from_memory,
-        "restore from memory / bus limit": gigabytes / from_memory / limits["to_device"],
-        "restore from storage, GB/s": gigabytes / from_storage,
+        def tell(outcome: Outcome) -> None:
+            show(outcome)
+            document["experiments"].append(outcome.to_json())
+            if output is not None:
+                output.write_text(json.dumps(document, indent=1) + "\n")
+
+        began = time.monotonic()
+        outcomes = run_all(experiments, places, minutes * 60, tell)
+    failed = [outcome.name for outcome in outcomes if outcome.status != "done"]
+    off = [f"{o.name}: {f.what}" for o in outcomes for f in o.figures if f.met is False]
+    click.echo(f"{len(outcomes) - len(failed)} of {len(outcomes)} done in {time.monotonic() - began:.0f} s")
+    click.echo("not as expected: " + ("; ".join(off) or "nothing"))
+    if failed:
+        raise click.ClickException(f"not done: {', '.join(failed)}")
+
+
+def json_option(command: Any) -> Any:
+    path = click.Path(dir_okay=False, path_type=Path)
+    return click.option("--json", "output", type=path, help="File for all figures and samples.")(command)
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    pass
+
+
+@main.command("all")
+@click.argument("run", type=click.Choice(sorted(RUNS)))
+@click.option("--minutes", type=click.FloatRange(0.5), default=_MINUTES, show_default=True, help="Bound on the run.")
+@click.option("--skip", multiple=True, type=click.Choice([e.name for e in EXPERIMENTS]), help="An experiment to omit.")
+@json_option
+def run_command(run: str, minutes: float, skip: tuple[str, ...], output: Path | None) -> None:
+    """Make all experiments of run-1, the hardware, or run-2, Rekindle on it."""
+    measure([e for e in EXPERIMENTS if e.run == run and e.name not in skip], minutes, output)
+
+
+@main.command("list")
+def list_command() -> None:
+    """List the experiments with what is expected, and what one device can't show."""
+    for run, title in RUNS.items():
+        table = Table(title=f"{run}: {title}", title_justify="left", show_lines=True)
+        for column in ("experiment", "measures", "expected", "decides", "limit, s"):
+            table.add_column(column)
+        for e in EXPERIMENTS:
+            if e.run == run:
+                table.add_row(e.name, escape(e.title), escape(e.expected), escape(e.decides), f"{e.budget:.0f}")
+        Console().print(table)
+    click.echo("One device can't show:")
+    for name, why in BEYOND_ONE_DEVICE.items():
+        click.echo(f"  {name}: {why}")
+
+
+@main.command("work", hidden=True)
+@click.argument("work")
+@click.argument("task")
+def work_command(work: str, task: str) -> None:
+    work_here(work, json.loads(task))
+
+
+@main.command("case", hidden=True)
+@click.argument("work")
+@click.argument("options")
+@click.argument("fd", type=int)
+def case_command(work: str, options: str, fd: int) -> None:
+    run_case(work, json.loads(options), fd)
+
+
+def _add(experiment: Experiment) -> None:
+    """Make a subcommand of an experiment; its options are those of the function that makes it."""
+
+    def run(output: Path | None, **options: Any) -> None:
+        given = {**experiment.options, **options}
+        # By itself it may take longer: options may ask for more than the run has time for.
+        measure([Experiment(**{**vars(experiment), "options": given, "budget": 600.0})], 10.0, output)
+
+    run.__doc__ = f"Measure {experiment.title}.\n\nExpected: {experiment.expected}. Decides: {experiment.decides}."
+    command = json_option(run)
+    for name, default in experiment.options.items():
+        command = _option(name, default)(command)
+    main.command(experiment.name, short_help=experiment.title)(command)
+
+
+def _option(name: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        return click.option(f"--{name}/--no-{name}", default=default, show_default=True)
+    helps = {
+        "size": "Bytes of the state.",
+        "rows": "Rows of a batch: what a step computes.",
+        "rounds": "Windows with and without snapshots, in alternation.",
+        "steps": "Steps in a window.",
     }
-    machine = {**describe(target, memory, torch.get_num_threads()), "device": torch.cuda.get_device_name()}
-    return {"machine": machine, "summary": summary, "raw": {"plain": plain, "saved": saved, "stalls": stalls}}
+    kind = Size() if name == "size" else click.IntRange(1)
+    return click.option(f"--{name}", type=kind, default=default, show_default=True, help=helps[name])
 
+
+for _experiment in EXPERIMENTS:
+    _add(_experiment)
 
 if __name__ == "__main__":
     main()

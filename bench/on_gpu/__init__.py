@@ -1,0 +1,1 @@
+"""Experiments on one CUDA device, for ``bench/gpu.py``: their list, their processes, and what each of them does."""

@@ -1,0 +1,294 @@
+"""Experiments on snapshots of a training: their price, their speed, and what they hold."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sizes import GIB
+
+from on_gpu.cases import Case, Speaker
+from on_gpu.places import Places
+from on_gpu.results import Report
+
+__all__ = ["every_step", "first_step", "launch_bound", "local_state", "restore_training", "train"]
+
+_READY = 60.0
+"""Seconds that memory for the first snapshots gets to be made."""
+
+
+def _window(update: Callable[[], object], steps: int, save: Callable[[int], None] | None, first: int) -> float:
+    """Seconds of one step of training, snapshots included."""
+    from on_gpu.cuda import seconds
+
+    def work() -> None:
+        for number in range(steps):
+            update()
+            if save is not None:
+                save(first + number)
+
+    return seconds(work) / steps
+
+
+def _until_saved(ckpt: Any, update: Callable[[], object], saves: int, step: int = 0) -> int:
+    """Train until so many snapshots are in memory: the memory for them is there then. Returns the last step."""
+    deadline = time.monotonic() + _READY
+    while ckpt.metrics.saves < saves:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{ckpt.metrics.saves} snapshots within {_READY:.0f} s, of {saves}")
+        step += 1
+        update()
+        ckpt.step(step)
+    ckpt.latest()  # ends the newest one
+    return step
+
+
+# -- a snapshot at every step -----------------------------------------------------------------------------------
+
+
+def every_step(report: Report, places: Places, *, size: int, rows: int, rounds: int, steps: int, storage: bool) -> None:
+    options = {"memory": places.memory, "disk": places.disk, "size": size}
+    with Case("on_gpu.snapshots:train", {**options, "rows": rows, "rounds": rounds, "steps": steps}) as case:
+        found = case.result(report.left)
+    report.raw("samples", found["raw"])
+    base, slow = statistics.median(found["raw"]["plain"]), statistics.median(found["raw"]["saved"])
+    gigabytes, (down, up) = found["nbytes"] / 1e9, found["bus"]
+    report.figure("state", gigabytes, "GB")
+    report.figure("step without snapshots", base * 1e3, "ms")
+    report.figure("step with one at every step", slow * 1e3, "ms")
+    report.figure("slower by", 100 * (slow / base - 1), "%", high=1)
+    report.figure("steps until memory was made", found["until"], "steps")
+    report.figure("longest step() until then", found["first"] * 1e3, "ms")
+    report.figure("host stall, later", statistics.median(found["raw"]["stalls"]) * 1e3, "ms")
+    report.figure("the bus, from the device", down, "GB/s", low=50, high=55)
+    report.figure("snapshot, waited for", gigabytes / found["in_memory"], "GB/s")
+    report.figure("snapshot / bus", gigabytes / found["in_memory"] / down, low=0.9)
+    report.figure("the bus, to the device", up, "GB/s", low=50, high=55)
+    for source in ["memory", "storage"] if storage else ["memory"]:
+        if report.has_time(12, f"restore from {source}"):
+            _restored(report, {**options, "close": source == "memory" and storage}, source, gigabytes, found["step"])
+
+
+def _restored(report: Report, options: dict[str, Any], source: str, gigabytes: float, step: int) -> None:
+    """Restore in a new process: the one before was killed, or has closed, which leaves storage only."""
+    with Case("on_gpu.snapshots:restore_training", options) as case:
+        found = case.result(report.left)
+    right = found["source"] == source and found["step"] == step
+    shown = f"step {found['step']} from {found['source']}"
+    report.figure(f"restored, of {source}", shown, expected=f"step {step} from {source}", met=right)
+    low = 20 if source == "memory" else None
+    report.figure(f"restore from {source}", gigabytes / found["seconds"], "GB/s", low=low)
+
+
+def train(speaker: Speaker, memory: str, disk: str, size: int, rows: int, rounds: int, steps: int) -> None:
+    import rekindle
+    from on_gpu.copies import bus_speed
+    from on_gpu.cuda import seconds
+    from on_gpu.network import Training
+
+    training = Training(size, rows)
+    speaker.say(nbytes=training.nbytes, bus=bus_speed())
+    ckpt = rekindle.Checkpointer(Path(disk) / "run", training.state, memory=memory, persist_every=10**9, strict=True)
+    ckpt.restore()
+    _window(training.update, 3, None, 0)
+    longest: list[float] = []
+
+    def update() -> None:
+        training.update()
+        longest.append(ckpt.metrics.last_stall)
+
+    step = _until_saved(ckpt, update, 5)
+    speaker.say(until=step, first=max(longest))
+    counted = len(ckpt.metrics.stalls)
+    plain, saved = [], []
+    for _ in range(rounds):
+        plain.append(_window(training.update, steps, None, 0))
+        saved.append(_window(training.update, steps, ckpt.step, step + 1))
+        step += steps
+    ckpt.latest()
+    stalls = list(ckpt.metrics.stalls)[counted:]
+    training.update()
+    step += 1
+
+    def whole() -> None:
+        ckpt.step(step)
+        ckpt.latest()
+
+    speaker.say(in_memory=seconds(whole), step=step, raw={"plain": plain, "saved": saved, "stalls": stalls})
+
+
+def restore_training(speaker: Speaker, memory: str, disk: str, size: int, close: bool) -> None:
+    import rekindle
+    from on_gpu.cuda import seconds
+    from on_gpu.network import Training
+
+    training = Training(size, 8)
+    ckpt = rekindle.Checkpointer(Path(disk) / "run", training.state, memory=memory, persist_every=10**9)
+    took = seconds(ckpt.restore)
+    speaker.say(seconds=took, step=ckpt.metrics.restored_step, source=ckpt.metrics.restored_from)
+    if close:
+        ckpt.close()
+
+
+# -- the first steps, and launches ------------------------------------------------------------------------------
+
+
+def first_step(report: Report, places: Places) -> None:
+    import torch
+
+    import rekindle
+    from on_gpu.network import counting_state
+
+    parameters, optimizer = counting_state(16 * GIB)
+    ckpt = rekindle.Checkpointer(
+        Path(places.disk) / "run",
+        {"parameters": parameters, "optimizer": optimizer},
+        memory=places.memory,
+        persist_every=10**9,
+        overlap=True,
+    )
+    ckpt.restore()
+    times, updates = [], []
+    began = time.perf_counter()
+    for step in range(1, 11):
+        before = time.perf_counter()
+        optimizer.step()
+        updates.append(time.perf_counter() - before)
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        ckpt.step(step)
+        times.append(time.perf_counter() - before)
+        time.sleep(0.05)
+    report.raw("seconds", {"step()": times, "update": updates})
+    report.figure("longest step() of the first ten", max(times) * 1e3, "ms", high=20)
+    report.figure("longest wait before an update", max(updates) * 1e3, "ms")
+    report.figure("snapshots of the first ten", ckpt.metrics.saves, "saves")
+    while ckpt.metrics.saves == 0 and report.left > 1:
+        step += 1
+        optimizer.step()
+        torch.cuda.synchronize()
+        ckpt.step(step)
+        time.sleep(0.05)
+    report.figure("first snapshot", time.perf_counter() - began, "s after the first step")
+
+
+def launch_bound(report: Report, places: Places) -> None:
+    """Several thousand launches a step, of next to nothing each: the interpreter is what the loop waits for."""
+    import torch
+
+    import rekindle
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, device="cuda") for _ in range(128)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    batch = torch.randn(8, 256, device="cuda")
+
+    def update() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    state = {"model": model, "optimizer": optimizer}
+    ckpt = rekindle.Checkpointer(
+        Path(places.disk) / "run", state, memory=places.memory, persist_every=10**9, strict=True
+    )
+    ckpt.restore()
+    for _ in range(3):
+        update()
+    with ckpt.guard(watchdog=False):
+        step = _until_saved(ckpt, update, 5)
+    steps, plain, saved = 20, [], []
+    for _ in range(5):
+        if report.left < 8:
+            break
+        plain.append(_window(update, steps, None, 0))
+        with ckpt.guard(watchdog=False):
+            saved.append(_window(update, steps, ckpt.step, step + 1))
+        step += steps
+    report.raw("seconds a step", {"plain": plain, "saved": saved})
+    base, slow = statistics.median(plain), statistics.median(saved)
+    report.figure("step without guard and snapshots", base * 1e3, "ms")
+    report.figure("slower by", 100 * (slow / base - 1), "%", high=2)
+    report.figure("snapshots", ckpt.metrics.saves, "saves")
+
+
+# -- the state that only one rank has ---------------------------------------------------------------------------
+
+
+def local_state(report: Report, places: Places) -> None:
+    """Two steps at a time, with the host ahead of the device; then both states in memory are compared."""
+    import torch
+
+    import rekindle
+    from on_gpu.cuda import spin
+    from rekindle.memory.job_dir import JobDir, memory_base
+    from rekindle.memory.local_state import read_local_state_plan, read_local_states
+
+    model = torch.nn.Sequential(*(torch.nn.BatchNorm1d(64) for _ in range(400))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    root = Path(places.disk) / "run"
+    state = {"model": model, "optimizer": optimizer}
+    ckpt = rekindle.Checkpointer(root, state, memory=places.memory, snapshot_every=10**6, persist_every=10**9)
+    ckpt.restore()
+    job = JobDir.of(root, memory_base(places.memory))
+    live: dict[int, dict[str, torch.Tensor]] = {}
+    compared, torn, late = 0, 0, 0
+    with ckpt.guard(watchdog=False):
+        for step in range(1, 201):
+            optimizer.zero_grad(set_to_none=True)
+            model(torch.randn(32, 64, device="cuda")).square().mean().backward()
+            optimizer.step()
+            spin(0.002)
+            live[step] = {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
+            ckpt.step(step)
+            if step % 2:
+                continue
+            states = _newest(read_local_states, job, step)
+            late += states[0].stamp.step != step if states else 1
+            plan = read_local_state_plan(job, 0)
+            for found in states:
+                if plan is not None and plan.fits(found) and found.stamp.step in live:
+                    compared += 1
+                    torn += not _equal(plan, found, live[found.stamp.step])
+            live.clear()
+            if report.left < 3:
+                break
+    report.figure("steps compared", compared, "steps", low=100)
+    report.figure("torn", torn, "steps", high=0)
+    report.figure("not there within 2 s", late, "steps", high=0)
+
+
+def _newest(read: Callable[..., list[Any]], job: Any, step: int) -> list[Any]:
+    """Returns the local states, once that of ``step`` is there, or after 2 s."""
+    deadline = time.monotonic() + 2
+    while True:
+        states = read(job, 0)
+        if (states and states[0].stamp.step >= step) or time.monotonic() > deadline:
+            return states
+        time.sleep(0.005)
+
+
+def _equal(plan: Any, state: Any, live: dict[str, Any]) -> bool:
+    """True if all buffers in ``state`` are those of ``live``."""
+    from rekindle.format.layout import BLOCK
+    from rekindle.memory.local_state import padded
+
+    names, sizes, block = {}, {}, 0
+    for chunk in plan.layout.chunks:
+        names[block], sizes[block] = chunk.name, chunk.nbytes
+        block += -(-chunk.nbytes // BLOCK)
+    at, seen = 0, 0
+    for number in plan.blocks:
+        buffer = live.get(names[number])
+        if buffer is not None:
+            seen += 1
+            data = bytes(state.tensors[at : at + sizes[number]])
+            if data != buffer.cpu().numpy().tobytes():
+                return False
+        at += padded(sizes[number])
+    if seen != len(live):
+        raise RuntimeError(f"{seen} buffers are in the local state, of {len(live)}")
+    return True
