@@ -16,6 +16,7 @@ import click
 from on_gpu.cases import run_case
 from on_gpu.device import describe_device
 from on_gpu.experiments import BEYOND_ONE_DEVICE, EXPERIMENTS, RUNS, Experiment
+from on_gpu.page import into_docs
 from on_gpu.places import open_places
 from on_gpu.results import Outcome
 from on_gpu.runner import run_all, work_here
@@ -107,6 +108,13 @@ def list_command() -> None:
     click.echo("One device can't show:")
     for name, why in BEYOND_ONE_DEVICE.items():
         click.echo(f"  {name}: {why}")
+
+
+@main.command("docs")
+@click.argument("results", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def docs_command(results: tuple[Path, ...]) -> None:
+    """Put the tables into docs/benchmarks.md, with the figures of files that --json has written."""
+    into_docs(results)
 
 
 @main.command("work", hidden=True)

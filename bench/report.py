@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from sizes import MIB
 from summary import Reach
 
-__all__ = ["Table", "console_tables", "conditions", "rewrite", "tables"]
+__all__ = ["Table", "console_tables", "conditions", "markdown", "rewrite", "tables"]
 
 
 class Table(NamedTuple):
@@ -166,7 +166,7 @@ def console_tables(console: Console, document: dict[str, Any], made: list[Table]
         console.print("[bold]The target is memory, not a disk: the figures for durability mean nothing.[/]")
 
 
-def _markdown(table: Table) -> str:
+def markdown(table: Table) -> str:
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
@@ -184,7 +184,7 @@ def rewrite(page: Path, document: dict[str, Any], made: list[Table], plots: list
     images = {path.stem: path for path in plots if path.suffix == ".svg"}
     blocks = {"conditions": conditions(document)}
     for table in made:
-        blocks[table.name] = _markdown(table)
+        blocks[table.name] = markdown(table)
         stem = table.name.replace(" ", "-", 1).replace(" ", "")
         if stem in images:
             blocks[table.name] += "\n\n" + _image(images[stem], page, table.title)

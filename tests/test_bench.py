@@ -26,15 +26,19 @@ def bench_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
 
 
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(BENCH).with_suffix("").parts)
+
+
 def test_no_circle_of_imports() -> None:
     """Counts imports inside of functions, and those for types only, too."""
-    names = {path.stem for path in BENCH.glob("*.py")}
+    names = {_module(path) for path in BENCH.rglob("*.py")}
     graph = {}
-    for path in BENCH.glob("*.py"):
+    for path in BENCH.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
         imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        graph[path.stem] = imported & names
+        graph[_module(path)] = imported & names
     list(graphlib.TopologicalSorter(graph).static_order())
 
 

@@ -98,7 +98,7 @@ def gate(report: Report, places: Places) -> None:
     report.raw("attributes", driver.attributes())
     memory = SharedMemory(places.memory, 1 << 16)
     code = register(memory.address, memory.nbytes, PORTABLE | MAPPED)
-    report.figure("page-lock of the flag", code, "(error code)", high=0)
+    report.figure("page-lock of the flag", code, "(error code)", low=0, high=0)
     flag, address = ctypes.c_uint32.from_buffer(memory.map), driver.device_address(memory.address)
     flag.value = 1
     stream = torch.cuda.current_stream()

@@ -96,6 +96,8 @@ class Report:
 
 
 def _range(low: float | None, high: float | None, unit: str) -> str:
+    if low == high or (low is None and high == 0):
+        return f"{high:g} {unit}".strip()
     if low is None:
         return f"at most {high:g} {unit}".strip()
     if high is None:

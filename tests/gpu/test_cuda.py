@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: copies over the bus, in the order of streams, behind the training's back."""
+"""Copies over the bus, in the order of streams, behind the training's back: only a CUDA device can show them."""
 
 from __future__ import annotations
 
