@@ -55,8 +55,9 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     all ranks have. Failures are counted over the life of the job and never forgotten. A script that can't be opened
     is an error at once.
 
-    Set where they aren't: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and, as by torchrun, OMP_NUM_THREADS=1 for several ranks
-    on a node. LOGLEVEL=INFO or WARNING shows torchrun's own log.
+    Set where they aren't: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; TORCH_NCCL_ASYNC_ERROR_HANDLING=0 and
+    TORCH_NCCL_RETHROW_CUDA_ERRORS=0, so that torch ends no rank whose state is being secured; and, as by torchrun,
+    OMP_NUM_THREADS=1 for several ranks on a node. LOGLEVEL=INFO or WARNING shows torchrun's own log.
 
     Exit code 0 when all ranks have ended with 0, 1 when no restarts are left, 2 when there is nothing to run, 128 and
     the number of the signal that told it to go (130 for Ctrl-C).

@@ -16,6 +16,7 @@ from typing import Any
 from rekindle.agent.report import main_stack
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import NonFiniteLossError
+from rekindle.faults import nccl
 from rekindle.faults.agent_link import AgentLink
 from rekindle.faults.gasp import Gasp
 from rekindle.faults.hooks import Hooks
@@ -80,6 +81,7 @@ class Guard(ContextDecorator):
     def __enter__(self) -> Guard:
         self._fault = self._first = None
         self._heard.clear()
+        nccl.warn_of_settings(self._rank)
         self._hang_record: HangRecord | None = None
         self._link: AgentLink | None = None
         self._pid, self._thread = os.getpid(), threading.get_ident()

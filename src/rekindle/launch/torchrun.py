@@ -18,6 +18,7 @@ from typing import Any
 
 from rekindle.common.os_errors import explain
 from rekindle.errors import NotFoundError, RekindleError, UsageError
+from rekindle.faults import nccl
 from rekindle.faults.torchelastic import LAUNCH
 from rekindle.format.fields import loads
 from rekindle.format.names import Root, canonical_root
@@ -91,6 +92,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     """
     # Without this, restarted ranks find the addresses of dead ones in torchrun's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    nccl.set_defaults(os.environ)
     os.environ.setdefault("PET_MAX_RESTARTS", str(MAX_RESTARTS))  # torchrun's own default is not to restart at all
     # Imported here, as the other commands need no torch.
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415

@@ -1,0 +1,58 @@
+"""Keeps torch's own watchdog of NCCL from ending ranks that still have their state to secure, and frees stuck ones.
+
+torch is imported by functions only: the launcher sets the environment without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+
+__all__ = ["SETTINGS", "abort_communicators", "set_defaults", "uses_nccl", "warn_of_settings"]
+
+log = logging.getLogger("rekindle")
+
+SETTINGS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
+"""Environment variables that torch reads when it makes a process group.
+
+The first is 3 by default, and 1 under torchrun: after an error of NCCL's the process is torn down, with 1 and 2 the
+communicators are aborted. What is queued behind a collective then runs as if that had succeeded. The second is 1 by
+default: an error of the device, such as a failed assertion in a kernel, ends the process, whatever the first one says.
+"""
+_OFF = ("0", "n", "no", "f", "false")
+"""Values, in lower case, that torch takes for no."""
+
+
+def set_defaults(environ: MutableMapping[str, str]) -> None:
+    """Switches off what the user has not set."""
+    for name in SETTINGS:
+        environ.setdefault(name, "0")
+
+
+def uses_nccl() -> bool:
+    """Returns True if the process group of all ranks speaks NCCL, or ROCm's RCCL, which goes by the same name."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    return dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+
+
+def warn_of_settings(rank: int) -> None:
+    """Warns, on rank 0, where torch may end a rank after a fault, or let its updates run on, before it is secured."""
+    wrong = [name for name in SETTINGS if os.environ.get(name, "").lower() not in _OFF]
+    if rank == 0 and wrong and uses_nccl():
+        log.warning(
+            "after a fault torch may end ranks before their state is secured, or let updates run on incomplete "
+            "gradients, as %s not 0: training then goes back to an earlier snapshot. Launch with 'rekindle run', or "
+            "set %s before init_process_group()",
+            *(f"{' and '.join(wrong)} {'is' if len(wrong) == 1 else 'are'}", " ".join(f"{name}=0" for name in wrong)),
+        )
+
+
+def abort_communicators() -> None:
+    """Aborts all communicators, which ends the kernels that wait for dead ranks. May hang. torch 2.6 has it."""
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    abort = getattr(distributed_c10d, "_abort_process_group", None)
+    if abort is not None:
+        abort()

@@ -1,0 +1,77 @@
+"""Settings of torch's NCCL: set for the ranks by ``rekindle run``, asked for by ``guard()``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle.faults.nccl import SETTINGS
+from tests.faults.test_guard import Play, Trainer, play
+
+__all__ = ["play"]
+
+TELL = "import json, os; print('told', json.dumps({n: os.environ.get(n) for n in %r}))\n" % (SETTINGS,)  # noqa: UP031
+
+
+def _launched(tmp_path: Path, **environment: str) -> dict[str, Any]:
+    """Returns what a rank has, under the real launcher, of the settings."""
+    script = tmp_path / "worker.py"
+    script.write_text(TELL)
+    rest = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    command = [sys.executable, "-m", "rekindle", "run", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=rest | environment)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if "told " in line)
+    found: dict[str, Any] = json.loads(line.partition("told ")[2])
+    return found
+
+
+def test_ranks_are_not_ended_by_torch_while_they_secure_their_state(tmp_path: Path) -> None:
+    """torchrun itself sets the first to 1."""
+    assert _launched(tmp_path) == dict.fromkeys(SETTINGS, "0")
+
+
+def test_a_setting_of_the_users_stays(tmp_path: Path) -> None:
+    assert _launched(tmp_path, TORCH_NCCL_ASYNC_ERROR_HANDLING="3") == {SETTINGS[0]: "3", SETTINGS[1]: "0"}
+
+
+def _guarded(trainer: Trainer) -> None:
+    """A process group of gloo that says it had NCCL: no build of torch for the CPU has it."""
+    import torch.distributed as dist
+
+    backend, *values = json.loads((trainer.root.parent / "settings").read_text())
+    for name, value in zip(SETTINGS, values, strict=True):
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    dist.init_process_group("gloo", init_method=f"file://{trainer.root}-meeting", rank=0, world_size=1)
+    dist.get_backend_config = lambda group=None: backend
+    ckpt = trainer.begin()
+    with ckpt.guard():
+        trainer.train(ckpt, 2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "values", "warned"),
+    [
+        ("cpu:gloo,cuda:nccl", [None, None], "as {0} and {1} are not 0"),
+        ("cpu:gloo,cuda:nccl", ["2", "False"], "as {0} is not 0"),
+        ("cuda:nccl", ["0", "1"], "as {1} is not 0"),
+        ("cuda:nccl", ["0", "0"], ""),
+        ("cpu:gloo,cuda:gloo", [None, None], ""),
+    ],
+)
+def test_guard_warns_of_what_torch_would_do_at_a_fault(
+    backend: str, values: list[str | None], warned: str, play: Play, root: Path
+) -> None:
+    (root.parent / "settings").write_text(json.dumps([backend, *values]))
+    codes, _, log = play(_guarded)
+    assert codes == [0], log
+    assert ("after a fault torch may end ranks" in log) == bool(warned), log
+    assert warned.format(*SETTINGS) in log
