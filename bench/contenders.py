@@ -31,6 +31,7 @@ __all__ = [
     "TorchSave",
     "load_dcp",
     "load_torch",
+    "wait_for_memory",
 ]
 
 KEEP = 2
@@ -172,6 +173,9 @@ class Rekindle(Contender):
     def path_of(root: Path, step: int) -> Path:
         return root / f"step-{step:010d}"
 
+    def prepare(self) -> None:
+        wait_for_memory(self.checkpointer)
+
     def save(self, step: int) -> None:
         self.checkpointer.step(step)
 
@@ -207,6 +211,13 @@ class RekindleSnapshots(Rekindle):
 
     def finish(self, step: int) -> None:
         self.checkpointer.latest()  # it looks once the newest save is in memory
+
+
+def wait_for_memory(checkpointer: rekindle.Checkpointer) -> None:
+    """Wait until a snapshot needs no memory to be made. The steps before that are ``bench/first.py``'s business."""
+    memory = checkpointer._saver.memory
+    if memory is None or not memory.slots.wait_made(600):
+        raise SystemExit("there is no memory for snapshots")
 
 
 def load_torch(training: Training, path: Path) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import xxhash
+from contenders import wait_for_memory
 from task import Task
 from training import Copies
 
@@ -63,6 +64,7 @@ def _cost(flat: Flat, root: Path, repeats: int, overlap: bool) -> list[dict[str,
     """Of each of ``repeats`` saves after the first two."""
     checkpointer = flat.checkpointer(root, overlap=overlap, persist_every=_SNAPSHOTS_ONLY)
     checkpointer.restore()
+    wait_for_memory(checkpointer)
     costs = [flat.save(checkpointer, step) for step in range(1, repeats + 3)]
     checkpointer.save(repeats + 3)
     checkpointer.close()
@@ -120,6 +122,7 @@ def run_ranks(task: Task, tell: Tell) -> None:
     flat = Flat(256, task.size // world)
     checkpointer = flat.checkpointer(root, persist_every=_SNAPSHOTS_ONLY)
     checkpointer.restore()
+    wait_for_memory(checkpointer)
     costs = []
     for step in range(1, task.count + 3):
         if world > 1:
@@ -138,6 +141,7 @@ def run_history(task: Task, tell: Tell) -> None:
     flat, root = Flat(64, task.size), Path(task.target)
     checkpointer = flat.checkpointer(root, keep=task.count + 1, persist_seconds=0)
     checkpointer.restore()
+    wait_for_memory(checkpointer)
     samples = []
     for step in range(1, task.count + 1):
         began = time.perf_counter()

@@ -23,6 +23,7 @@ def run_loop(task: Task, tell: Callable[[dict[str, Any]], object]) -> None:
     contender = LOOP[task.name](training, Path(task.target))
     training.work()
     training.update()
+    contender.prepare()
     step = _window(training, contender, 1, 2)[1]  # first saves are slow, and are another part's business
     copies = Copies(task.size)
     pairs = []

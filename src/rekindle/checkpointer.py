@@ -260,7 +260,7 @@ class Checkpointer:
             self._saver.conclude()
             self._check_step(n)
             self._begin()
-            self._save(n, persist=True, pin=pin)
+            self._save(n, persist=True, pin=pin, wait=True)
         if wait is not None:
             self._saver.secure(timeout)
         stamp = self._saver.newest or self._base
@@ -337,12 +337,12 @@ class Checkpointer:
         """
         check_loss(loss, self._saver.reached)
 
-    def _save(self, n: int, persist: bool, pin: bool = False) -> None:
+    def _save(self, n: int, persist: bool, pin: bool = False, wait: bool = False) -> None:
         self._session.check_agent()
         base = self._base if self._saver.newest is None else None
         if base is not None and base.step == n and (not persist or self._saver.find_restored(base)):
             return  # it has just been restored, and there is nothing to add
-        self._saver.save(replace(self._session.shard_id(n, persist=persist), pinned=pin))
+        self._saver.save(replace(self._session.shard_id(n, persist=persist), pinned=pin), wait=wait)
 
     def _check_step(self, n: int) -> None:
         self._check_open()

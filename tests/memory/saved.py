@@ -8,7 +8,8 @@ from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import receipt_name, step_dir
 from rekindle.format.shard import OpenShard
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.slots import Slot, Slots
+from rekindle.memory.slot import Slot
+from rekindle.memory.slots import Slots
 from rekindle.storage.verify import verify_shard
 from tests.conftest import make_shard
 

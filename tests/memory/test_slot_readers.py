@@ -121,7 +121,7 @@ def test_adopting_alone_takes_nothing_away(job):
     successor = alone(job)
     successor.adopt()
     successor.reserve(FILE)
-    successor.wait_reserved()
+    assert successor.wait_made(30.0)
     assert steps(job) == [4, 5]
     assert_sound(job, 4)
     assert_sound(job, 5)

@@ -14,7 +14,8 @@ from rekindle.errors import MemoryStoreError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.slots import Slot, Slots
+from rekindle.memory.slot import Slot
+from rekindle.memory.slots import Slots
 from rekindle.storage.verify import verify_shard
 from tests.conftest import make_shard
 from tests.memory.saved import (

@@ -50,6 +50,11 @@ class Adversaries:
         self.schedule.step()
 
 
+def wait_for_memory(ckpt: rekindle.Checkpointer) -> None:
+    """Returns when memory for the first snapshots is there, so that none is left out."""
+    assert ckpt._saver.memory is not None and ckpt._saver.memory.slots.wait_made(120.0)
+
+
 def snapshot_of(job: JobDir, step: int) -> Path:
     return job.path / step_dir(step) / receipt_name(0, 1)
 

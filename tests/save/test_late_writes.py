@@ -19,7 +19,7 @@ from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.save.copy import Copying
 from rekindle.save.pending import Changed
-from tests.save.overlapped import Adversaries, pending_of, snapshot_of
+from tests.save.overlapped import Adversaries, pending_of, snapshot_of, wait_for_memory
 
 
 def clip(model: torch.nn.Module) -> None:
@@ -40,6 +40,7 @@ def test_a_late_writer_is_named_and_never_makes_a_torn_snapshot(
     ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, overlap=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
+    wait_for_memory(ckpt)
     training.update()
     caught: list[set[str]] = []  # by save that failed: the copy may be over before all that changes has changed
     for step in range(1, 5):
@@ -80,6 +81,7 @@ threading.setprofile(watch)
 sys.setprofile(watch)
 ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, memory=sys.argv[2], overlap=True)
 ckpt.restore()
+assert ckpt._saver.memory.slots.wait_made(60)
 ckpt.step(1)
 while not ckpt._saver.memory.pending._ended:  # conclude() would help to copy, and read on while the other thread frees
     time.sleep(0.01)
@@ -108,6 +110,7 @@ def test_a_late_write_that_outlasts_the_copy_is_noticed_too(
     model = torch.nn.Linear(2048, 2048, bias=False)
     ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": torch.optim.SGD(model.parameters())})
     ckpt.restore()
+    wait_for_memory(ckpt)
     ckpt.save(1, wait="memory")
     ckpt.step(2)
     with torch.no_grad():
@@ -121,6 +124,7 @@ def trained_by_hand(root: Path) -> rekindle.Checkpointer:
     model = torch.nn.Linear(2048, 2048)
     ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": torch.optim.SGD(model.parameters())})
     ckpt.restore()
+    wait_for_memory(ckpt)
     return ckpt
 
 
@@ -209,6 +213,7 @@ def test_memory_that_is_taken_away_in_the_window_costs_the_snapshot_at_most(root
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**6, overlap=True)
     ckpt.restore()
+    wait_for_memory(ckpt)
     pending = None
     ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)  # the copy can't begin before
     ckpt.step(1)
@@ -233,6 +238,7 @@ def test_a_parameter_that_gets_other_memory_in_the_window(root: Path, memory: Pa
     )
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
+    wait_for_memory(ckpt)
     expected = model.weight.detach().clone()
     ckpt.step(1)
     model.weight.data = torch.full((2000, 2000), 3.0)

@@ -16,7 +16,7 @@ import rekindle
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
 from tests.faults.harness import wait_for
-from tests.save.overlapped import Adversaries, content, snapshot_of
+from tests.save.overlapped import Adversaries, content, snapshot_of, wait_for_memory
 
 
 def run(root: Path, memory: Path, steps: int, overlap: bool) -> tuple[list[Any], int]:
@@ -145,6 +145,7 @@ def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Pat
     training = Adversaries(1500)
     ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
     ckpt.restore()
+    wait_for_memory(ckpt)
     ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)
     ckpt.step(1)
     child = os.fork()
@@ -168,6 +169,7 @@ def test_a_checkpointer_that_is_forgotten_keeps_its_place_until_its_copy_is_whol
     ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, overlap=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
+    wait_for_memory(ckpt)
     ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)
     ckpt.step(1)
     del ckpt
@@ -208,6 +210,7 @@ def test_optimizers_without_hooks(wrapped: bool, root: Path, memory: Path) -> No
     )
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
+    wait_for_memory(ckpt)
     late = 0
     for step in range(1, 9):
         ckpt.step(step)

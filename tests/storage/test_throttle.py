@@ -11,8 +11,9 @@ import time
 
 import pytest
 
+from rekindle.common.priority import lower_priority
 from rekindle.errors import UsageError
-from rekindle.storage.throttle import Budget, lower_priority, parse_rate
+from rekindle.storage.throttle import Budget, parse_rate
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from rekindle.agent.drain import TICK, Drainer
 from rekindle.agent.http import serve
 from rekindle.agent.monitor import RankMonitor
 from rekindle.common.os_errors import explain
+from rekindle.common.priority import lower_priority
 from rekindle.errors import FormatError, RekindleError
 from rekindle.format.receipt import write_atomic
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.memory.rebuild import rebuild_dead_ranks
-from rekindle.storage.throttle import lower_priority
 
 __all__ = ["run", "describe_orphan"]
 

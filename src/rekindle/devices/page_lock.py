@@ -19,6 +19,9 @@ __all__ = ["PageLocker"]
 
 log = logging.getLogger("rekindle")
 
+_Memory = mmap.mmap | ctypes.Array[ctypes.c_char]
+"""Mapped memory, or a view of it that doesn't keep it mapped: then its owner keeps the lock."""
+
 
 class PageLocker:
     """Page-locks memory for the device of the thread that made this object. Thread-safe."""
@@ -27,7 +30,7 @@ class PageLocker:
         self.device = next(iter(current_devices()), None)
         """Device that copies into the memory; None if this process used none when the object was made."""
 
-    def lock(self, mapping: mmap.mmap, start: int = 0, stop: int | None = None) -> object:
+    def lock(self, mapping: _Memory, start: int = 0, stop: int | None = None) -> object:
         """Page-locks bytes ``start`` to ``stop`` of ``mapping``, by default all, until the result is dropped.
 
         Returns None if no device is in use or, after a warning, if it fails: copies are slower then.
@@ -49,7 +52,14 @@ class PageLocker:
 class _PageLock:
     """Keeps memory page-locked until this object is dropped."""
 
-    def __init__(self, backend: Backend, device: torch.device, mapping: mmap.mmap, start: int, stop: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        device: torch.device,
+        mapping: _Memory,
+        start: int,
+        stop: int,
+    ) -> None:
         self._backend, self._device, self._pid = backend, device, os.getpid()
         self._anchor = ctypes.c_char.from_buffer(mapping, start)
         self._address = ctypes.addressof(self._anchor)

@@ -41,7 +41,7 @@ class StateSecurer:
         with saver.stepping(step):
             saver.conclude()
             if saver.newest is None or saver.newest.step < step:
-                saver.save(self._session.shard_id(step, persist=False))
+                saver.save(self._session.shard_id(step, persist=False), wait=True)
                 saver.conclude()
             until = time.monotonic() + _OTHERS
             while not self.is_shared_by_all(step):

@@ -16,7 +16,8 @@ from rekindle.format.shard import OpenShard
 from rekindle.memory.infer import infer_local_state
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.local_state import LocalState, LocalStatePlan, padded, read_local_state_plan, read_local_states
-from rekindle.memory.slots import Slot, Slots
+from rekindle.memory.slot import Slot
+from rekindle.memory.slots import Slots
 
 __all__ = ["rebuild", "rebuild_dead_ranks"]
 

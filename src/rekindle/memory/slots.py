@@ -7,129 +7,46 @@ frees its lock. A commit is two renames: the file gets its place, then the recei
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
-import mmap
 import os
-import sys
-import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from rekindle.common.failpoints import reach
 from rekindle.common.os_errors import describe_error
-from rekindle.errors import FormatError, MemoryStoreError
+from rekindle.errors import FormatError, MemoryStoreError, RekindleError
 from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.receipt import read_stamp
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.maker import SlotMaker
+from rekindle.memory.pages import AT_ONCE, PageLock, Pages
 from rekindle.memory.paths import matching
+from rekindle.memory.slot import Slot
 from rekindle.memory.snapshots import Known
 
-__all__ = ["Slot", "Slots"]
+__all__ = ["NotReadyError", "Slots"]
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
-_POPULATE_BYTES = 64 << 20
-"""Bytes populated by one call, which no signal interrupts."""
 _IDLE = 16
-"""Saves without a drain in their way after which a third slot is given up."""
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+"""Saves without a drain in their way after which a third slot is dropped, and without a try to make one after there was
+no room for it."""
+_MOST_DOUBLED = 6
+"""Third slots that double the number of saves until the next one is dropped: to make one anew leaves out saves."""
+_LET_GO = 10.0
+"""Seconds that the thread which makes memory gets to let go of a slot: a page lock of 1 GiB takes it one at most."""
+_LET_GO_IN_A_GASP = 2.0
+"""The same in a dying gasp, where a page lock may hang because a device does."""
 
 
-@dataclass(eq=False)
-class Slot:
-    """Holds one file and its mapping. For one thread at a time."""
-
-    path: Path
-    fd: int
-    """-1 once it is closed."""
-    stamp: ShardId | None = None
-    """Snapshot that the slot holds; None while it is free."""
-    map: mmap.mmap | None = None
-    cache: object = None
-    """Views into ``map`` that the writer keeps. Dropped with it."""
-    prepared: object = None
-    """Result of ``Slots.prepare`` for ``map``. Dropped with it."""
-
-    @property
-    def size(self) -> int:
-        """Size of the file in bytes."""
-        return os.fstat(self.fd).st_size
-
-    def lock(self) -> bool:
-        """Locks the file for writing. False while a reader has it pinned. Raises MemoryStoreError."""
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise MemoryStoreError(f"memory store {self.path}: {describe_error(error)}") from error
-
-    def unlock(self) -> None:
-        """Unlocks the file, so that it can be drained or used for the next save. Does nothing for a closed one."""
-        with suppress(OSError, ValueError):
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
-
-    def resize(self, nbytes: int) -> None:
-        """Gives the file exactly ``nbytes`` of memory, and maps at least these. Raises MemoryStoreError.
-
-        A store into a hole of a full tmpfs kills the process with SIGBUS; posix_fallocate fails with ENOSPC instead.
-        """
-        size = self.size
-        if self.map is not None and len(self.map) >= nbytes and size >= nbytes:
-            if (
-                size > nbytes
-            ):  # the rest of the mapping is not touched, and a new mapping would cost its page faults again
-                os.ftruncate(self.fd, nbytes)
-            return
-        self._unmap()
-        try:
-            os.ftruncate(self.fd, nbytes)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self.fd, 0, nbytes)
-        except OSError as error:
-            os.ftruncate(self.fd, 0)
-            why = f"no room left for a snapshot of {nbytes:,} bytes: free some of it, or make the file system larger"
-            if error.errno != errno.ENOSPC:
-                why = describe_error(error)
-            raise MemoryStoreError(f"memory store {self.path.parent}: {why}") from error
-        self.map = mmap.mmap(self.fd, nbytes)
-
-    def populate(self) -> None:
-        """Maps every page now, so that the first save is as fast as later ones. Releases the interpreter lock."""
-        if self.map is None or _libc is None:
-            return
-        anchor = ctypes.c_char.from_buffer(self.map)
-        start, end = ctypes.addressof(anchor), len(self.map)
-        for at in range(0, end, _POPULATE_BYTES):
-            if _libc.madvise(
-                ctypes.c_void_p(start + at), ctypes.c_size_t(min(_POPULATE_BYTES, end - at)), _MADV_POPULATE_WRITE
-            ):
-                return  # an older kernel: the first save takes the page faults itself
-
-    def _unmap(self) -> None:
-        self.cache = self.prepared = None  # both before the mapping that they refer to
-        self.map = None
-
-    def close(self) -> None:
-        """Closes the file. A second call does nothing: the descriptor's number may be that of another file by then."""
-        self._unmap()
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-def _step(slot: Slot) -> int:
-    return slot.stamp.step if slot.stamp else -1
+class NotReadyError(RekindleError):
+    """Memory for a snapshot is being made in the background: there will be a slot soon."""
 
 
 @dataclass
 class Slots:
-    """Allocates and recycles the slots of one rank. For one thread at a time, the one of ``reserve`` included."""
+    """Allocates and recycles the slots of one rank. For one thread at a time."""
 
     job: JobDir
     rank: int
@@ -138,14 +55,22 @@ class Slots:
     """Ranks of this node, this one included."""
     limit: int | None = None
     """Most bytes that this rank may hold; None for no limit."""
-    prepare: Callable[[mmap.mmap], object] | None = None
-    """Called once with each new mapping before it is written to, to page-lock it."""
+    page_lock: PageLock | None = None
+    """Called once for each part of a new mapping, before it is written to."""
     headroom: int = 0
     """Bytes of the file system that stay free for other programs, except in a dying gasp."""
     slots: list[Slot] = field(default_factory=list)
-    _reserving: threading.Thread | None = None
     _idle_saves: int = 0
+    _thirds: int = 0
+    """Number of third slots that were made."""
+    _no_third: int = 0
+    """Saves until a third slot is tried again, after there was no room for one."""
+    _out_of_use: list[Pages] = field(default_factory=list)
+    """Mappings that a dying gasp had no use for. To unlock their pages may take a device that hangs."""
     _known: dict[str, Known] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._maker = SlotMaker(self.page_lock)
 
     def adopt(self) -> None:
         """Takes over the files of an earlier process of this rank: its snapshots, and free files. Raises OSError."""
@@ -163,38 +88,26 @@ class Slots:
             _remove_empty(directory)
 
     def reserve(self, nbytes: int, count: int = 2) -> None:
-        """Allocates and populates ``count`` slots of ``nbytes`` in the background. Existing snapshots are not touched.
+        """Has memory made for ``count`` slots of ``nbytes``: in the background, if it is more than ``AT_ONCE``.
 
-        A failure is not reported here: the first save fails for the same reason, and reports it.
+        Existing snapshots are not touched. A failure is not reported here: the save that wants the slot reports it.
         """
+        with suppress(OSError):
+            while len(self.slots) < count:
+                self.slots.append(self._new())
+            for slot in sorted(self.slots, key=attrgetter("step")):
+                size = slot.size if slot.stamp else nbytes
+                if slot.ready(size) or self._maker.busy_with(slot) or not (slot.stamp or slot.lock()):
+                    continue
+                if size > AT_ONCE:
+                    self._maker.make(slot, size)
+                else:
+                    slot.make(size, self.page_lock)
+                    slot.unlock()
 
-        def work() -> None:
-            try:
-                while len(self.slots) < count:
-                    self.slots.append(self._new())
-                for slot in self.slots:
-                    if slot.stamp is None and slot.lock():
-                        slot.resize(nbytes)
-                        slot.unlock()
-                    elif slot.stamp is not None and slot.size:
-                        slot.map = mmap.mmap(slot.fd, slot.size)
-                    slot.populate()
-                    self._prepare(slot)
-            except (OSError, ValueError):
-                return
-
-        self._reserving = threading.Thread(target=work, name="rekindle-reserve", daemon=True)
-        self._reserving.start()
-
-    def wait_reserved(self) -> None:
-        """Waits until ``reserve`` has ended."""
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
-
-    def _prepare(self, slot: Slot) -> None:
-        if self.prepare is not None and slot.prepared is None and slot.map is not None:
-            slot.prepared = self.prepare(slot.map)
+    def wait_made(self, timeout: float) -> bool:
+        """Waits until no memory is being made or dropped. Returns False after ``timeout`` seconds."""
+        return self._maker.wait(timeout)
 
     def _new(self) -> Slot:
         path = self.job.paths.slots / f"rank-{self.rank:05d}-new.slot"
@@ -207,14 +120,18 @@ class Slots:
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def acquire(self, step: int, incarnation: Incarnation, nbytes: int, *, gasp: bool = False) -> Slot:
+    def acquire(
+        self, step: int, incarnation: Incarnation, nbytes: int, *, wait: bool = True, gasp: bool = False
+    ) -> Slot:
         """Returns a locked, mapped slot of ``nbytes`` to write the snapshot of ``step`` into.
 
         A file that is being read is never touched. At least one step that every rank of this node has committed stays:
         the newest, unless that leaves no room. Raises MemoryStoreError when no slot can be had, or when one more would
         leave less than the headroom free, which only a dying ``gasp`` may use.
+
+        Memory that is not ready is made now, or with ``wait=False`` in the background, if it is more than ``AT_ONCE``:
+        NotReadyError is raised until it is there. A gasp waits, and page-locks nothing.
         """
-        self.wait_reserved()
         if not self.job.paths.slots.is_dir():
             raise MemoryStoreError(f"memory store {self.job.path}: was removed: saves fail until it is back")
         try:
@@ -226,21 +143,25 @@ class Slots:
         for slot in self.slots:
             if slot.stamp and self._superseded(slot.stamp, step, incarnation):
                 self._uncommit(slot)
-        slot = self._take(nbytes, gasp)
-        if slot.stamp is not None:
-            self._uncommit(slot)
-        reach("save.recycled", step)
+        now = wait or gasp or nbytes <= AT_ONCE
+        self._drop_unmade()
+        slot = self._take(nbytes, now, gasp)
         try:
-            if not (gasp or self._leaves_headroom(nbytes - slot.size)):
-                raise MemoryStoreError(
-                    f"memory store {self.job.path}: a snapshot of {nbytes:,} bytes would leave less than "
-                    f"{self.headroom:,} bytes to others: make the file system larger, or lower memory_headroom"
-                )
-            slot.resize(nbytes)
-        except MemoryStoreError:
+            self._check_headroom(nbytes - slot.held, nbytes, gasp)
+            unmade = self._maker.error_of(slot)
+            if unmade is not None and not now:
+                raise unmade
+            if slot.stamp is not None:
+                self._uncommit(slot)
+            reach("save.recycled", step)
+            if not slot.ready(nbytes):
+                self._make(slot, nbytes, now, gasp)
+            slot.trim(nbytes)
+        except OSError as error:
             slot.unlock()
-            raise
-        self._prepare(slot)
+            if isinstance(error, MemoryStoreError):
+                raise
+            raise MemoryStoreError(f"memory store {slot.path}: {describe_error(error)}") from error
         return slot
 
     @staticmethod
@@ -249,16 +170,33 @@ class Slots:
             return stamp.step == step
         return stamp.step > incarnation.parent_step
 
+    def _check_headroom(self, more: int, nbytes: int, gasp: bool) -> None:
+        if not (gasp or self._leaves_headroom(more)):
+            raise MemoryStoreError(
+                f"memory store {self.job.path}: a snapshot of {nbytes:,} bytes would leave less than "
+                f"{self.headroom:,} bytes to others: make the file system larger, or lower memory_headroom"
+            )
+
     def _leaves_headroom(self, more: int) -> bool:
         """True if each rank of this node can take ``more`` bytes and the headroom stays: all of them do at once."""
         return more <= 0 or not self.headroom or self.job.free_bytes() - more * len(self.local_ranks) >= self.headroom
 
-    def _take(self, nbytes: int, gasp: bool) -> Slot:
-        """Returns a locked slot: a free one, else the oldest expendable one, else a new one.
+    def _make(self, slot: Slot, nbytes: int, now: bool, gasp: bool) -> None:
+        """Makes the memory of a locked slot. Raises NotReadyError unless it is to be done ``now``."""
+        if not now:
+            self._maker.make(slot, nbytes)
+            raise NotReadyError(f"memory for a snapshot of {nbytes:,} bytes is being made")
+        if gasp and slot.map is not None and slot.map.page_locked:
+            self._out_of_use.append(slot.map)
+        slot.make(nbytes, None if gasp else self.page_lock)
 
-        Without room for a new one it takes any whose loss leaves another complete step.
+    def _take(self, nbytes: int, now: bool, gasp: bool) -> Slot:
+        """Returns a locked slot: one that is ready, else the oldest expendable one, else a new one.
+
+        Without room for a new one it takes any whose loss leaves another complete step. Raises NotReadyError where one
+        is being made and it isn't needed ``now``.
         """
-        committed = sorted((s for s in self.slots if s.stamp), key=_step)
+        committed = sorted((s for s in self.slots if s.stamp), key=attrgetter("step"))
         complete = self.complete_checkpoints()
         keep = {complete[-1]} if complete else set()
         pending = self._pending(committed)
@@ -267,43 +205,75 @@ class Slots:
         )  # a snapshot to be pinned may wait for a drain to end, while saves go on
         keep |= {s.stamp.checkpoint for s in committed[-1:] + pending if s.stamp}
         spare = [s for s in self.slots if s.stamp is None or s.stamp.checkpoint not in keep]
-        spare.sort(key=_step)
-        locked = [s for s in spare if s.lock()]
+        spare.sort(key=lambda s: (not s.ready(nbytes), s.step))
+        making = [s for s in spare if self._maker.busy_with(s)]
+        locked = [s for s in spare if s not in making and s.lock()]
         if locked:
             self._release_surplus(locked[1:])
             return locked[0]
-        within = self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit
-        if len(self.slots) < most and within and (gasp or self._leaves_headroom(nbytes)):
-            slot = self._new()
-            slot.lock()
-            try:
-                slot.resize(nbytes)
-            except MemoryStoreError:
-                slot.path.unlink()
-                slot.close()
-            else:
-                self.slots.append(slot)
+        for slot in making:
+            if not now:
+                raise NotReadyError(f"memory for a snapshot of {nbytes:,} bytes is being made")
+            if self._maker.recall(slot, _LET_GO_IN_A_GASP if gasp else _LET_GO) and slot.lock():
                 return slot
+        third = self._take_third(nbytes, most, now, gasp)
+        if third is not None:
+            return third
         for slot in sorted(committed, key=lambda s: s in pending):  # those that storage still needs come last
             others = [s for s in committed if s is not slot and s.stamp and s.stamp.checkpoint in complete]
-            if others and slot.lock():
+            if others and not self._maker.busy_with(slot) and slot.lock():
                 return slot
         raise MemoryStoreError(
             f"memory store {self.job.path}: every snapshot is being read, and there is no room for one more of "
             f"{nbytes:,} bytes: make the file system larger, raise memory_limit, or lower memory_headroom"
         )
 
+    def _take_third(self, nbytes: int, most: int, now: bool, gasp: bool) -> Slot | None:
+        """Returns a new slot, locked; None if there are to be no more than there are, or there is no room.
+
+        Its memory is there already if it is needed ``now``.
+        """
+        self._no_third = max(0, self._no_third - 1)
+        within = self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit
+        if len(self.slots) >= most or not within or not (gasp or self._leaves_headroom(nbytes)):
+            return None
+        if self._no_third and not now:
+            return None
+        slot = self._new()
+        slot.lock()
+        try:
+            if now:
+                self._make(slot, nbytes, now, gasp)
+        except MemoryStoreError:
+            slot.path.unlink()
+            slot.close()
+            return None
+        self.slots.append(slot)
+        self._thirds += len(self.slots) > 2
+        return slot
+
+    def _drop_unmade(self) -> None:
+        """Drops a third slot for which there was no room: saves do without one for a while."""
+        for slot in self.slots[2:]:
+            if slot.stamp is None and not self._maker.busy_with(slot) and self._maker.error_of(slot) is not None:
+                self._drop(slot)
+                self._no_third = _IDLE
+
     def _release_surplus(self, surplus: list[Slot]) -> None:
-        """Unlocks slots that were not needed; removes a third slot that no drain has needed for a while."""
+        """Unlocks slots that were not needed; drops a third slot that no drain has needed for a while."""
         self._idle_saves = self._idle_saves + 1 if surplus else 0
+        enough = _IDLE << min(max(self._thirds - 1, 0), _MOST_DOUBLED)
         for slot in surplus:
             slot.unlock()
-            if len(self.slots) > 2 and self._idle_saves >= _IDLE:
-                if slot.stamp is not None:
-                    self._uncommit(slot)
-                slot.path.unlink()
-                slot.close()
-                self.slots.remove(slot)
+            if len(self.slots) > 2 and self._idle_saves >= enough:
+                self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
+        if slot.stamp is not None:
+            self._uncommit(slot)
+        slot.path.unlink()
+        self.slots.remove(slot)
+        self._maker.drop(slot)
 
     def complete_checkpoints(self) -> list[CheckpointKey]:
         """Returns the checkpoints of which every rank of this node has a snapshot, oldest first."""
@@ -326,7 +296,7 @@ class Slots:
     def pins_due(self, newest: ShardId) -> list[ShardId]:
         """Returns the snapshots older than ``newest`` that storage still has to get and pin, oldest first."""
         at, start = newest.step, newest.incarnation
-        committed = sorted((s for s in self.slots if s.stamp and s.stamp.step < at), key=_step)
+        committed = sorted((s for s in self.slots if s.stamp and s.stamp.step < at), key=attrgetter("step"))
         pins = [s.stamp for s in self._not_durable(committed) if s.stamp and s.stamp.pinned]
         return [stamp for stamp in pins if not self._superseded(stamp, at, start)]
 
@@ -412,16 +382,18 @@ class Slots:
 
     def free_all(self) -> None:
         """Makes all snapshots free files. Raises MemoryStoreError."""
-        self.wait_reserved()
         for slot in self.slots:
             if slot.stamp is not None:
                 self._uncommit(slot)
 
     def close(self) -> None:
-        """Closes all slots. Their files stay. May be called again, also after a signal handler interrupted it."""
-        self.wait_reserved()
+        """Closes all slots. Their files stay. May be called again, also after a signal handler interrupted it.
+
+        A mapping that somebody writes into goes when they have ended, and so do its page locks.
+        """
         for slot in self.slots:
-            slot.close()
+            if self._maker.recall(slot, _LET_GO):  # else it stays open: the thread may still use the descriptor
+                slot.close()
         self.slots.clear()
 
 

@@ -63,7 +63,8 @@ class Live:
         """Note it outside of ``guard()`` too: the step may be saved later by this process."""
         if self._local is None:
             self._local = LocalStateCapture(None, self.writer.behind)
-        self._note(self._local, stamp)
+        if self._local.stamp != stamp:  # else ``take`` has noted it
+            self._note(self._local, stamp)
 
     def _note(self, local: LocalStateCapture, stamp: ShardId) -> None:
         try:

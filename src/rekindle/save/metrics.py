@@ -15,9 +15,15 @@ class Metrics:
 
     saves: int = 0
     failed: int = 0
+    left_out: int = 0
+    """Steps that were due and have no snapshot, because memory for it was still being made."""
     last_stall: float = 0.0
-    """Time for which the newest save held training up: inside of ``step()``, and then before the update."""
+    """Time for which the newest save held training up: inside of ``step()``, before the update, and where the next
+    ``step()`` waited for the rest of it."""
     max_stall: float = 0.0
+    settle_seconds: float = 0.0
+    """Time for which each ``step()`` waited until the snapshot before was complete, all in all. Training that is faster
+    than the copies shows here."""
     committed_in_step: bool = False
     """True if the newest snapshot was in memory, committed, when its ``step()`` returned; before the first save, if it
     is going to be. Else it was completed after that, before the next update."""
@@ -53,6 +59,11 @@ class Metrics:
         self.last_stall += seconds
         self.stalls[-1] = self.last_stall
         self.max_stall = max(self.last_stall, self.max_stall)
+
+    def settled(self, seconds: float) -> None:
+        """Add seconds for which a ``step()`` has waited until the newest save was complete."""
+        self.settle_seconds += seconds
+        self.waited(seconds)
 
     def agent(self, there: bool) -> None:
         """Count that there is no agent any more, or one again."""

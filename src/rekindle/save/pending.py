@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from rekindle.errors import RekindleError, UsageError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
-from rekindle.memory.slots import Slot, Slots
+from rekindle.memory.slot import Slot
+from rekindle.memory.slots import Slots
 from rekindle.save.copy import Copying, checksum_late_blocks
 from rekindle.save.plan import CopyPlan
 

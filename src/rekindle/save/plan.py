@@ -13,11 +13,12 @@ from rekindle.devices.table import device_of, on_host
 from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk, Layout, block_ranges
 from rekindle.format.receipt import Receipt
+from rekindle.memory.pages import AT_ONCE
 from rekindle.state.traits import Traits
 
 __all__ = ["IN_STEP", "Batch", "Piece", "CopyPlan", "Unit", "batches"]
 
-IN_STEP = 16 << 20
+IN_STEP = AT_ONCE
 """Bytes of a rank's snapshot up to which ``step()`` copies and commits all of it itself, if all of it is on the host.
 
 A returned ``step(n)`` is then a committed n, whoever dies. The price is the copy with its checksums, 4 to 5 GB/s on one

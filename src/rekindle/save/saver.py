@@ -13,6 +13,7 @@ from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
 from rekindle.format.lineage import ShardId
+from rekindle.memory.slots import NotReadyError
 from rekindle.save.capture import Capture
 from rekindle.save.fence import Fence
 from rekindle.save.gate import Gate, NoGate
@@ -20,7 +21,7 @@ from rekindle.save.live import Live
 from rekindle.save.metrics import Metrics
 from rekindle.save.pending import PendingSnapshot
 from rekindle.save.schedule import Schedule
-from rekindle.save.to_memory import MemorySaver
+from rekindle.save.to_memory import MemorySaver, Pause
 from rekindle.save.to_storage import DirectSaver
 from rekindle.session.session import Session
 from rekindle.settings import Overlap, Settings
@@ -82,7 +83,11 @@ class Saver:
         self.schedule = schedule
         self._limit = schedule.limit_direct_saves(self.direct.took)
         self._skipped: ShardId | None = None
-        """Newest step that was not saved because storage was to be left in peace."""
+        """Newest step that was not saved because storage was to be left in peace, or memory was being made."""
+        self._left_out = 0
+        """Steps left out in a row, up to now, because memory was being made."""
+        self._reopened = False
+        """True if memory was made again since it failed last."""
         self._metrics, self._strict = metrics, settings.strict
         self._tries = Backoff(settings.fallback_after)
         self._retried: PendingSnapshot | None = None
@@ -96,15 +101,18 @@ class Saver:
 
     # -- saving -------------------------------------------------------------------------------------------------
 
-    def save(self, stamp: ShardId) -> None:
-        """Save the state as that of ``stamp``. Call ``conclude`` first."""
+    def save(self, stamp: ShardId, *, wait: bool = False) -> None:
+        """Save the state as that of ``stamp``. Call ``conclude`` first.
+
+        While memory is being made, the step is left out, or with ``wait`` waits for it.
+        """
         if self.newest is not None and self.newest.step == stamp.step:
             if stamp.persist:
                 self.persist()
             return
         began = time.perf_counter()
         try:
-            nbytes = self._write(stamp)
+            nbytes = self._write(stamp, self.pause if wait else None)
         except Exception as error:
             self._report_failure(stamp.step, error)
             return
@@ -115,11 +123,17 @@ class Saver:
         if self._metrics.committed_in_step:  # or it failed, which is for this step() to tell
             self.conclude()
 
-    def _write(self, stamp: ShardId) -> int | None:
-        """Returns the bytes saved; None if only storage could take them, and is to be left in peace."""
+    def _write(self, stamp: ShardId, pause: Pause | None) -> int | None:
+        """Returns the bytes saved; None if the step was left out: only storage could take it, and is to be left in
+        peace, or memory is being made.
+        """
         if self.memory is not None and self._tries.due():
             try:
-                return self._write_to_memory(self.memory, stamp)
+                return self._write_to_memory(self.memory, stamp, pause)
+            except NotReadyError as error:
+                if not self._tries.failed:
+                    self._leave_out(stamp, error)
+                    return None
             except MemoryStoreError as error:
                 if self._strict:
                     raise
@@ -134,14 +148,16 @@ class Saver:
         self._metrics.direct += 1
         return nbytes
 
-    def _write_to_memory(self, memory: MemorySaver, stamp: ShardId) -> int:
+    def _write_to_memory(self, memory: MemorySaver, stamp: ShardId, pause: Pause | None) -> int:
         self.finish_direct()  # it may be writing what a slot holds
-        if self._tries.failed:
+        if self._tries.failed and not self._reopened:  # once: it would begin to make memory anew each time
             self._reopen_memory(memory)
+            self._reopened = True
         # This object is held until background copies finish, even if the Checkpointer is garbage-collected meanwhile:
         # the session's lock keeps the rank's place.
-        nbytes = memory.save(stamp, self)
+        nbytes = memory.save(stamp, self, pause)
         self._retried = memory.pending
+        self._end_left_out(stamp)
         self._metrics.committed_in_step = memory.in_step
         if self._promised and not memory.in_step:
             self._promised = False
@@ -168,6 +184,7 @@ class Saver:
                 *(step, self._limit.describe(), error),
             )
         self._tries.fail()
+        self._reopened, self._left_out = False, 0
 
     def _check_retried(self) -> None:
         """Go back to memory for good if the first save retried into it is complete."""
@@ -176,6 +193,26 @@ class Saver:
             self._tries.succeed()
             self._metrics.memory_back += 1
             log.warning("step %d is in memory: memory takes saves again", retried.stamp.step)
+
+    def _leave_out(self, stamp: ShardId, error: NotReadyError) -> None:
+        """Leave the step unsaved because memory is being made, and say so of the first of them."""
+        if not self._left_out:
+            log.info(
+                "step %d has no snapshot, nor have those after it until memory is ready, which slows no step() down: "
+                "%s",
+                *(stamp.step, error),
+            )
+        self._left_out += 1
+        self._metrics.left_out += 1
+        self._skip(stamp)
+
+    def _end_left_out(self, stamp: ShardId) -> None:
+        """Note that memory has taken ``stamp``, and let go of what was kept of the step left out before it."""
+        if self._left_out:
+            log.info("memory is ready: step %d has a snapshot, the %d before it have none", stamp.step, self._left_out)
+            self._left_out, self._skipped = 0, None
+            if not isinstance(self._gate, Gate):
+                self.live.end_guard()
 
     def _skip(self, stamp: ShardId) -> None:
         """Leave the step unsaved, but keep what ``save_skipped`` needs."""
@@ -248,7 +285,7 @@ class Saver:
         """Wait until the newest save is in memory; report its failure, or send it to storage where memory failed."""
         if self.forked:
             return
-        failed = self.memory.finish() if self.memory is not None else None
+        failed = self._finish_memory()
         self._check_retried()
         if failed is None or failed.error is None:
             return
@@ -268,6 +305,16 @@ class Saver:
             return
         self.newest = failed.stamp
         self._metrics.direct += 1
+
+    def _finish_memory(self) -> PendingSnapshot | None:
+        """Wait until memory has the newest save. Returns it, once, if it failed."""
+        if self.memory is None or self.memory.pending is None:
+            return None
+        began = time.perf_counter()
+        failed = self.memory.finish()
+        if self._stepping:  # so training is held up
+            self._metrics.settled(time.perf_counter() - began)
+        return failed
 
     def _report_failure(self, step: int, error: BaseException, *, committed: bool = False) -> None:
         """Count the failure of a save, and raise or log it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -10,14 +12,18 @@ from rekindle.errors import MemoryStoreError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt, read_file
 from rekindle.memory.lock import Lock
-from rekindle.memory.slots import Slots
+from rekindle.memory.slot import Slot
+from rekindle.memory.slots import NotReadyError, Slots
 from rekindle.save.copy import checksum_late_blocks
 from rekindle.save.live import Live
 from rekindle.save.pending import Changed, PendingSnapshot
 from rekindle.save.plan import CopyPlan
 from rekindle.settings import Overlap
 
-__all__ = ["MemorySaver"]
+__all__ = ["MemorySaver", "Pause"]
+
+Pause = Callable[[str], AbstractContextManager[None]]
+"""Lets the watchdog wait for what is named while the block runs."""
 
 
 class MemorySaver:
@@ -34,16 +40,17 @@ class MemorySaver:
         self._broken_off = False
         """True if a save has left the slots in an unknown state."""
 
-    def save(self, stamp: ShardId, owner: object) -> int:
+    def save(self, stamp: ShardId, owner: object, pause: Pause | None = None) -> int:
         """Begin a save; returns its bytes. Raises MemoryStoreError when memory has no room, or is gone.
 
         Call ``finish`` first. Parameters and optimizer state may still be on their way when this returns; ``owner`` is
-        kept alive until they are not.
+        kept alive until they are not. Memory that has to be made is waited for in a ``pause``; without one,
+        NotReadyError is raised.
         """
         plan, values = self._live.take(stamp)
         try:
             self._repair_slots()
-            slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes)
+            slot = self._acquire(stamp, plan.layout.file_bytes, pause)
             assert slot.map is not None
             expected = checksum_late_blocks(plan) if self._overlap == "verify" else {}
             copying = self._live.writer.start(plan, slot.map, slot.cache, stamp.step)
@@ -52,7 +59,7 @@ class MemorySaver:
             self.in_step = not (plan.late and self._overlaps(plan))
             if self.in_step:
                 pending.commit()
-        except MemoryStoreError:
+        except (MemoryStoreError, NotReadyError):
             raise
         except BaseException as error:  # a signal handler may raise between any two instructions, Ctrl-C's for one
             self.pending, self._broken_off = None, True
@@ -62,6 +69,15 @@ class MemorySaver:
         if not self.in_step:
             self._live.writer.behind(partial(_complete, pending, owner))
         return plan.layout.file_bytes
+
+    def _acquire(self, stamp: ShardId, nbytes: int, pause: Pause | None) -> Slot:
+        try:
+            return self.slots.acquire(stamp.step, stamp.incarnation, nbytes, wait=False)
+        except NotReadyError:
+            if pause is None:
+                raise
+        with pause("making memory for a snapshot"):
+            return self.slots.acquire(stamp.step, stamp.incarnation, nbytes)
 
     def _overlaps(self, plan: CopyPlan) -> bool:
         return not plan.fits_in_step if self._overlap == "auto" else bool(self._overlap)

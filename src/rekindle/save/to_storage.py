@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
+from rekindle.common.priority import lower_priority
 from rekindle.common.timeouts import in_background
 from rekindle.errors import NotDurableError
 from rekindle.format.lineage import ShardId
@@ -22,7 +23,6 @@ from rekindle.save.plan import CopyPlan
 from rekindle.storage.checks import describe_recreated_root
 from rekindle.storage.commit import Committer, SupersededError
 from rekindle.storage.store import Store
-from rekindle.storage.throttle import lower_priority
 
 __all__ = ["DirectSaver"]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rekindle.agent.drain import TICK, Drainer
 from rekindle.common.backoff import EARLY_TRIES, delays
+from rekindle.common.priority import lower_priority
 from rekindle.common.timeouts import in_background
 from rekindle.errors import RekindleError
 from rekindle.format.fields import loads
@@ -25,7 +26,6 @@ from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.storage.checks import describe_recreated_root
-from rekindle.storage.throttle import lower_priority
 
 __all__ = ["AgentKeeper"]
 

@@ -1,27 +1,21 @@
-"""Limits how much of the machine a drain takes: bytes per second, share of the time, priority of its threads."""
+"""Limits how much of the machine a drain takes: bytes per second and share of the time."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from rekindle.errors import UsageError
 from rekindle.format.layout import PAGE
 
-__all__ = ["Budget", "parse_size", "parse_rate", "drain_interval", "lower_priority"]
+__all__ = ["Budget", "parse_size", "parse_rate", "drain_interval"]
 
 _SLICE = 0.05
 """Seconds' worth of bytes that are written in one go under a budget, and that a late writer may catch up with. It is
 too short for a disk's other users to notice, and long beside the clock's resolution."""
-_NICENESS = 10
-"""Niceness of a draining thread, so that it takes the cores that training leaves. The kernel also derives the thread's
-I/O priority from it, unless that is set."""
 _TIMES = 10
 """Ratio of the time between two drains to the time that one takes. A drain takes cores and the disk from training, and
 a tenth of the time is not missed. The price: a drain that takes a second longer puts ten more seconds of progress at
@@ -107,11 +101,3 @@ class Budget:
             self._lifted.set()
         else:
             self._lifted.clear()
-
-
-def lower_priority() -> None:
-    """Lowers the priority of this thread and of those that it starts. Never fails; has an effect on Linux only."""
-    if hasattr(os, "setpriority") and sys.platform.startswith("linux"):  # elsewhere it would slow the whole process
-        with suppress(OSError):
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

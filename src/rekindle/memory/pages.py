@@ -1,0 +1,101 @@
+"""Makes the memory of a mapped file, piece by piece: allocates it, maps it, page-locks it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Callable
+
+__all__ = ["AT_ONCE", "LOCKED", "Pages", "PageLock"]
+
+AT_ONCE = 16 << 20
+"""Bytes up to which memory is made inside of ``step()``: some milliseconds, once. More is made beside training."""
+LOCKED = 1 << 30
+"""Bytes, from the start of the file, at whose multiples one page lock ends and the next begins.
+
+The kernel keeps the process's mappings locked for as long as one call lasts: a tenth of a second for each GiB.
+"""
+_PIECE = 4 << 20
+"""Bytes made by one call, a millisecond or two. Another thread's ``mmap``, ``munmap`` or ``fork`` waits that long, and
+no signal interrupts it."""
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+
+Bytes = ctypes.Array[ctypes.c_char]
+PageLock = Callable[[Bytes, int, int], object]
+"""Page-locks bytes ``start`` to ``stop`` of a mapping until the result is dropped. Never fails; it may not succeed."""
+
+
+class Pages(mmap.mmap):
+    """A mapping of a file that owns the locks of its pages.
+
+    Whoever keeps a view of it, to write into it, keeps the mapping and with it the locks: neither goes before all views
+    have gone, whatever becomes of the slot.
+    """
+
+    made: int
+    """Bytes, from the first on, that are allocated, mapped and page-locked."""
+    cut: bool
+    """True once the file was made shorter. Page locks beyond its end hold pages that are no longer the file's."""
+
+    def __new__(cls, fd: int, nbytes: int) -> Pages:
+        """Maps the first ``nbytes`` of a file of at least that size."""
+        self = super().__new__(cls, fd, nbytes)
+        self.made, self.cut = 0, False
+        self._locks, self._locked = [], 0
+        return self
+
+    _locks: list[object]
+    """Results of page-locking, one for each part; also of those where it failed, so that it isn't tried again."""
+    _locked: int
+
+    def __del__(self) -> None:
+        self._locks.clear()  # while the memory is still mapped
+
+    @property
+    def page_locked(self) -> bool:
+        """True if any part of it is page-locked."""
+        return any(lock is not None for lock in self._locks)
+
+    def can_hold(self, nbytes: int) -> bool:
+        """True if ``make`` can make ``nbytes``, or has made them."""
+        return nbytes <= (self.made if self.cut else len(self))
+
+    def make(self, fd: int, nbytes: int, page_lock: PageLock | None, go_on: Callable[[], bool]) -> None:
+        """Makes what is not yet made of the first ``nbytes`` of the file ``fd``. Raises OSError when there is no room.
+
+        Returns early, to be called again, once ``go_on`` returns False; that takes a piece at most, or a page lock.
+        Other threads run meanwhile.
+        """
+        anchor = ctypes.c_char.from_buffer(self)
+        # A view that doesn't keep the mapping alive: its page locks, which the mapping keeps, may keep this one.
+        view = (ctypes.c_char * len(self)).from_address(ctypes.addressof(anchor))
+        while self.made < nbytes and go_on():
+            stop = min(self.made + _PIECE, nbytes)
+            allocate(fd, self.made, stop - self.made)
+            populate(ctypes.addressof(anchor) + self.made, stop - self.made)
+            if page_lock is not None and (stop == nbytes or stop % LOCKED == 0):
+                self._locks.append(page_lock(view, self._locked, stop))
+                self._locked = stop
+            self.made = stop
+
+
+def allocate(fd: int, start: int, nbytes: int) -> None:
+    """Gives a file memory, or disk space. Raises OSError where there is none.
+
+    A store into a hole of a full tmpfs would kill the process with SIGBUS. Done before ``populate``, which could do it
+    by itself: together the two take a seventh less time, and a third of it under the lock of the process's mappings.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, start, nbytes)
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Maps pages that exist, so that the first save is as fast as later ones.
+
+    On a kernel that can't the first save takes the page faults itself.
+    """
+    if _libc is not None:
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)

@@ -1,0 +1,443 @@
+"""Memory that is made in the background: nobody waits for it who must not, and whoever waits gets it made at once."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rekindle.errors import MemoryStoreError
+from rekindle.format.lineage import ShardId
+from rekindle.memory import pages
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.maker import SlotMaker
+from rekindle.memory.pages import AT_ONCE, LOCKED, Pages
+from rekindle.memory.slots import NotReadyError, Slots
+from tests.conftest import make_shard
+from tests.memory.saved import FIRST, alone, assert_sound, files, open_step, save, steps
+
+LARGE = AT_ONCE + 4096
+"""Bytes of a snapshot whose memory is not made inside of ``step()``."""
+SECONDS = 60.0
+
+
+class Gate:
+    """Stands before each piece of memory that the background thread is about to make."""
+
+    def __init__(self) -> None:
+        self.open, self.asked = threading.Event(), threading.Event()
+        self._allocate = pages.allocate
+
+    def allocate(self, fd: int, start: int, nbytes: int) -> None:
+        if threading.current_thread().name == "rekindle-memory":
+            self.asked.set()
+            assert self.open.wait(SECONDS)
+        self._allocate(fd, start, nbytes)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(pages, "allocate", gate.allocate)
+    yield gate
+    gate.open.set()
+
+
+def commit(slots: Slots, step: int, nbytes: int = LARGE, *, wait: bool = False, persist: bool = True) -> None:
+    """A save of ``nbytes`` bytes."""
+    slot = slots.acquire(step, FIRST, nbytes, wait=wait)
+    assert slot.size == nbytes and slot.map is not None and len(slot.map) >= nbytes
+    assert slot.held >= nbytes, "no holes, at which a write would kill the process"
+    stamp = ShardId(step, slots.rank, slots.world, FIRST, persist)
+    receipt, data = make_shard(stamp, {"x": bytes(nbytes - 4096)})
+    assert len(data) == nbytes
+    slot.map[:nbytes] = data
+    slots.commit(slot, stamp, receipt.raw)
+
+
+def not_ready(slots: Slots, step: int, nbytes: int = LARGE) -> bool:
+    try:
+        slots.acquire(step, FIRST, nbytes, wait=False).unlock()
+    except NotReadyError:
+        return True
+    return False
+
+
+def mapped(address: int) -> bool:
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in spans)
+
+
+class Lock:
+    """A page lock of a device that minds: it must be dropped before its memory is unmapped."""
+
+    alive: weakref.WeakSet[Lock] = weakref.WeakSet()
+    late: list[Lock] = []
+    """Those whose memory was unmapped before them."""
+    dropped_by: list[str] = []
+    """Names of the threads that dropped one."""
+
+    def __init__(self, view: ctypes.Array[ctypes.c_char], start: int, stop: int) -> None:
+        self.anchor = ctypes.c_char.from_buffer(view, start)
+        self.range, self.thread = (start, stop), threading.current_thread().name
+        self.alive.add(self)
+
+    def __del__(self) -> None:
+        self.dropped_by.append(threading.current_thread().name)
+        if not mapped(ctypes.addressof(self.anchor)):
+            self.late.append(self)
+
+
+@pytest.fixture
+def page_locks() -> Iterator[type[Lock]]:
+    gc.collect()
+    Lock.alive.clear()
+    Lock.late.clear()
+    Lock.dropped_by.clear()
+    yield Lock
+    gc.collect()
+    assert not Lock.alive and not Lock.late
+
+
+def test_a_step_does_not_wait_for_memory_that_is_being_made(job: JobDir, gate: Gate) -> None:
+    slots = alone(job)
+    slots.reserve(LARGE)
+    assert gate.asked.wait(SECONDS)
+    for step in (1, 2, 3):
+        assert not_ready(slots, step)
+    assert len(files(job)) == 2, "the two that are being made, and none for each try"
+    gate.open.set()
+    assert slots.wait_made(SECONDS)
+    for step in (4, 5, 6):
+        commit(slots, step)
+    assert steps(job) == [5, 6] and len(files(job)) == 2
+    slots.close()
+
+
+def test_who_waits_makes_what_is_left_itself(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int]] = []
+    waiting, go, allocate = threading.Event(), threading.Event(), pages.allocate
+
+    def slow(fd: int, start: int, nbytes: int) -> None:
+        name = threading.current_thread().name
+        allocate(fd, start, nbytes)
+        made.append((name, start))
+        if name == "rekindle-memory" and start:
+            waiting.set()
+            go.wait(0.2)  # as long as a piece takes a thread that hardly gets a core
+
+    monkeypatch.setattr(pages, "allocate", slow)
+    slots = alone(job)
+    slots.reserve(3 * LARGE)
+    assert waiting.wait(SECONDS)
+    commit(slots, 1, 3 * LARGE, wait=True)
+    go.set()
+    mine = [start for name, start in made if name != "rekindle-memory"]
+    assert mine and min(mine) > 0, "what the thread had made is not made again"
+    assert slots.wait_made(SECONDS)
+    commit(slots, 2, 3 * LARGE)
+    slots.close()
+
+
+def test_small_memory_is_made_at_once(job: JobDir, gate: Gate) -> None:
+    slots = alone(job)
+    slots.reserve(AT_ONCE)
+    for step in (1, 2, 3):
+        commit(slots, step, AT_ONCE)
+    assert not gate.asked.is_set() and steps(job) == [2, 3]
+    slots.close()
+
+
+def test_a_state_that_grows_keeps_its_newest_snapshot_while_memory_is_made(job: JobDir, gate: Gate) -> None:
+    slots = alone(job)
+    for step in (1, 2):
+        save(slots, step)
+    for step in (3, 4, 5):
+        assert not_ready(slots, step)
+        assert steps(job) == [2]
+        assert_sound(job, 2)
+    gate.open.set()
+    assert slots.wait_made(SECONDS)
+    commit(slots, 6)
+    assert steps(job) == [2, 6]
+    assert not_ready(slots, 7), "the other file is as small as it was"
+    assert slots.wait_made(SECONDS)
+    commit(slots, 8)
+    assert steps(job) == [6, 8] and len(files(job)) == 2
+    slots.close()
+
+
+def test_a_third_slot_is_made_and_dropped_beside_training(job: JobDir, gate: Gate, page_locks: type[Lock]) -> None:
+    """Step 1 is drained, and 2 is the newest: nothing may take the place of either, until there is a third."""
+    slots = Slots(job, 0, 1, [0], None, page_locks)
+    for step in (1, 2):
+        commit(slots, step, wait=True, persist=step == 1)
+    with open_step(job, 1):
+        for step in (3, 4):
+            assert not_ready(slots, step)
+        assert steps(job) == [1, 2] and len(files(job)) == 3
+        gate.open.set()
+        assert slots.wait_made(SECONDS)
+        commit(slots, 5, persist=False)
+        assert steps(job) == [1, 2, 5]
+    job.notes.write_durable(1)
+    for step in range(6, 24):
+        commit(slots, step, persist=False)
+    assert slots.wait_made(SECONDS) and len(files(job)) == 2
+    assert page_locks.dropped_by == ["rekindle-memory"]
+    slots.close()
+
+
+def test_third_slots_that_come_and_go_stay_longer_each_time(job: JobDir) -> None:
+    slots, lasted = alone(job), []
+    step = 0
+    for _ in range(3):
+        for _ in range(2):
+            step += 1
+            save(slots, step)
+        with open_step(job, step - 1):
+            save(slots, step := step + 1)
+            save(slots, step := step + 1)
+        assert len(slots.slots) == 3
+        since = step
+        job.notes.write_durable(step)
+        while len(slots.slots) == 3:
+            save(slots, step := step + 1, persist=False)
+        lasted.append(step - since)
+    assert lasted[0] < lasted[1] < lasted[2] < 80
+
+
+def job_in(path: Path) -> JobDir:
+    job = JobDir.of(Path("/some/run"), memory_base(path))
+    job.create()
+    return job
+
+
+def test_without_room_for_a_third_the_oldest_is_overwritten_after_one_try(small_tmpfs) -> None:
+    job = job_in(small_tmpfs(2 * LARGE + (8 << 20)))
+    slots = alone(job)
+    for step in (1, 2):
+        commit(slots, step, wait=True)
+    with open_step(job, 1):
+        assert not_ready(slots, 3)
+        assert slots.wait_made(SECONDS)
+        for step in (4, 5, 6):
+            commit(slots, step)
+            assert steps(job) == [1, step] and len(files(job)) == 2
+    slots.close()
+
+
+def test_memory_that_is_too_small_is_reported_by_the_save_that_wants_it(small_tmpfs) -> None:
+    """And by every later one: none is left out for memory that doesn't come."""
+    job = job_in(small_tmpfs(LARGE // 2))
+    slots = alone(job)
+    slots.reserve(LARGE)
+    assert slots.wait_made(SECONDS)
+    failed = 0
+    for step in range(1, 5):
+        try:
+            slots.acquire(step, FIRST, LARGE, wait=False)
+        except MemoryStoreError as error:
+            failed += 1
+            assert "no room left for a snapshot of 16,781,312 bytes" in str(error)
+        except NotReadyError:
+            assert slots.wait_made(SECONDS)
+    assert failed >= 2
+    assert job.held_bytes() < LARGE // 4, "what could be had of it is given back"
+    save(slots, 9)  # what fits still goes
+    slots.close()
+
+
+def test_closing_does_not_wait_for_all_of_it(job: JobDir, gate: Gate) -> None:
+    slots = alone(job)
+    slots.reserve(LARGE)
+    assert gate.asked.wait(SECONDS)
+    opened = len(os.listdir("/proc/self/fd"))
+    threading.Timer(0.05, gate.open.set).start()
+    slots.close()
+    assert slots.wait_made(SECONDS)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < opened, "files and mappings are let go of"
+    again = alone(job)
+    again.adopt()
+    commit(again, 1, wait=True)
+    assert steps(job) == [1] and len(files(job)) == 2
+    again.close()
+
+
+DIE = """
+import os, signal, sys, threading
+from pathlib import Path
+from rekindle.memory import pages
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.pages import AT_ONCE
+from tests.memory.saved import alone, save
+allocate = pages.allocate
+
+def die(fd, start, nbytes):
+    allocate(fd, start, nbytes)
+    if threading.current_thread() is not threading.main_thread() and start:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+slots = alone(JobDir(Path(sys.argv[1])))
+save(slots, 1)
+pages.allocate = die
+slots.reserve(4 * AT_ONCE)
+slots.wait_made(60)
+"""
+
+
+def test_a_process_killed_while_memory_is_made_leaves_its_snapshot_and_no_holes(job: JobDir) -> None:
+    here = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", DIE, str(job.path)], cwd=here, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert steps(job) == [1]
+    assert_sound(job, 1)
+    successor = alone(job)
+    successor.adopt()
+    broken = [slot for slot in successor.slots if slot.stamp is None]
+    assert broken and broken[0].held < broken[0].size, "it is in the middle"
+    commit(successor, 2, 4 * AT_ONCE, wait=True)
+    assert_sound(job, 1)
+    assert steps(job) == [1, 2]
+    successor.close()
+
+
+def test_page_locks_are_made_in_parts_by_the_thread_that_makes_memory(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch, page_locks: type[Lock]
+) -> None:
+    monkeypatch.setattr(pages, "LOCKED", 8 << 20)
+    slots = Slots(job, 0, 1, [0], None, page_locks)
+    slots.reserve(LARGE, count=1)
+    assert slots.wait_made(SECONDS)
+    assert sorted(one.range for one in page_locks.alive) == [(0, 8 << 20), (8 << 20, 16 << 20), (16 << 20, LARGE)]
+    assert {one.thread for one in page_locks.alive} == {"rekindle-memory"}
+    slots.close()
+    assert LOCKED == 1 << 30
+
+
+def test_a_page_lock_that_failed_is_not_tried_at_every_save(job: JobDir) -> None:
+    tries: list[tuple[int, int]] = []
+
+    def fail(view: object, start: int, stop: int) -> None:
+        tries.append((start, stop))
+
+    slots = Slots(job, 0, 1, [0], None, fail)
+    for step in range(1, 8):
+        save(slots, step)
+    assert len(tries) == 2, "one for each slot"
+    slots.close()
+
+
+def test_whoever_writes_keeps_the_mapping_and_its_page_locks(job: JobDir, page_locks: type[Lock]) -> None:
+    slots = Slots(job, 0, 1, [0], None, page_locks)
+    save(slots, 1)
+    slot = slots.acquire(2, FIRST, 1 << 20)
+    writer = memoryview(slot.map)[4096:]
+    mapping = weakref.ref(slot.map)
+    del slot
+    slots.recover()  # a save was interrupted at an unknown point: this thread is still writing
+    assert mapping() is not None and len(page_locks.alive) == 1
+    writer[:5] = b"still"
+    del writer
+    assert mapping() is None and not page_locks.alive, "at once, without a collection"
+    slots.close()
+
+
+def test_a_gasp_page_locks_nothing_and_lets_go_of_no_lock(job: JobDir, page_locks: type[Lock]) -> None:
+    """Either may wait for a device that hangs."""
+    slots = Slots(job, 0, 1, [0], None, page_locks)
+    for step in (1, 2):
+        save(slots, step)
+    before = set(page_locks.alive)
+    slot = slots.acquire(3, FIRST, LARGE, gasp=True)
+    assert set(page_locks.alive) == before and slot.map is not None and not slot.map.page_locked
+    slot.unlock()
+    before.clear()
+    slots.close()
+
+
+def test_a_gasp_goes_on_without_the_slot_that_a_page_lock_hangs_in(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.memory.slots._LET_GO_IN_A_GASP", 0.1)
+    monkeypatch.setattr("rekindle.memory.slots._LET_GO", 0.1)
+    hangs, end = threading.Event(), threading.Event()
+
+    def hang(view: object, start: int, stop: int) -> None:
+        hangs.set()
+        assert end.wait(SECONDS)
+
+    slots = Slots(job, 0, 1, [0], None, hang)
+    slots.reserve(LARGE)
+    assert hangs.wait(SECONDS)
+    slot = slots.acquire(1, FIRST, LARGE, gasp=True)
+    stamp = ShardId(1, 0, 1, FIRST)
+    slots.commit(slot, stamp, make_shard(stamp, {})[0].raw)
+    assert steps(job) == [1]
+    slots.close()
+    end.set()
+    assert slots.wait_made(SECONDS)
+
+
+def test_a_file_that_was_cut_gets_a_new_mapping_and_new_locks_when_it_grows_again(
+    job: JobDir, page_locks: type[Lock]
+) -> None:
+    """The old locks hold pages that are no longer the file's: a device would copy into those."""
+    slots = Slots(job, 0, 1, [0], None, page_locks)
+    slot = slots.acquire(1, FIRST, 3 << 20)
+    first = weakref.ref(slot.map)
+    slot.unlock()
+    slot = slots.acquire(1, FIRST, 1 << 20)
+    assert slot.map is first(), "to map it anew would cost its page faults again"
+    slot.unlock()
+    slot = slots.acquire(1, FIRST, 2 << 20)
+    assert first() is None and {lock.range for lock in page_locks.alive} == {(0, 2 << 20)}
+    slot.map[-1:] = b"x"
+    slots.close()
+
+
+def test_pages_are_a_mapping(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, mmap.PAGESIZE)
+    mapping = Pages(fd, mmap.PAGESIZE)
+    mapping.make(fd, mmap.PAGESIZE, None, lambda: True)
+    mapping[:5] = b"bytes"
+    assert os.pread(fd, 5, 0) == b"bytes" and mapping.made == mmap.PAGESIZE
+    os.close(fd)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads have a priority of their own on Linux")
+def test_the_thread_makes_way_for_training(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(
+        pages, "populate", lambda *_: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    )
+    slots, before = alone(job), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    slots.reserve(LARGE, count=1)
+    assert slots.wait_made(SECONDS)
+    assert seen and set(seen) == {max(15, before)}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+    slots.close()
+
+
+def test_the_thread_ends_when_there_is_nothing_to_do(job: JobDir) -> None:
+    slots = alone(job)
+    slots.reserve(LARGE)
+    assert slots.wait_made(SECONDS)
+    for thread in threading.enumerate():
+        if thread.name == "rekindle-memory":
+            thread.join(SECONDS)
+    assert "rekindle-memory" not in {thread.name for thread in threading.enumerate()}
+    assert SlotMaker(None).wait(0), "it has none to begin with"
+    slots.close()

@@ -1,0 +1,230 @@
+"""No step waits for memory to be made: it is left out, told of once, and lost neither to close() nor to a fault."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.memory import pages
+from rekindle.save.copy import Copying
+from rekindle.storage.posix import PosixStore
+from tests.save.overlapped import wait_for_memory
+
+WIDTH = 2100
+"""17 MB, which are too many for memory to be made inside of ``step()``."""
+
+
+class Gate:
+    """Stands before each piece of memory that the background thread is about to make."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self._allocate = pages.allocate
+
+    def allocate(self, fd: int, start: int, nbytes: int) -> None:
+        if threading.current_thread().name == "rekindle-memory":
+            assert self.open.wait(60.0)
+        self._allocate(fd, start, nbytes)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(pages, "allocate", gate.allocate)
+    yield gate
+    gate.open.set()
+
+
+class Job:
+    """A training of one matrix, and its Checkpointer."""
+
+    def __init__(self, root: Path, momentum: float = 0.0, **options: object) -> None:
+        self.model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=momentum)
+        self.values = rekindle.Values(step=0)
+        self.state = {"model": self.model, "optimizer": self.optimizer, "values": self.values}
+        self.ckpt = rekindle.Checkpointer(root, self.state, **{"persist_every": 10**6, "strict": True, **options})
+        self.first = self.ckpt.restore()
+
+    def train(self, step: int) -> None:
+        """One update and its ``step()``, after which the matrix is full of ``step``."""
+        self.model.weight.grad = torch.zeros_like(self.model.weight)
+        self.optimizer.step()
+        with torch.no_grad():
+            self.model.weight.fill_(step)
+        self.values.step = step
+        self.ckpt.step(step)
+
+    def in_memory(self) -> list[int]:
+        return [one.step for one in self.ckpt.checkpoints() if not one.durable]
+
+
+def assert_whole(root: Path, step: int, **options: object) -> None:
+    job = Job(root, **options)
+    assert job.first == step == job.values.step
+    assert torch.equal(job.model.weight, torch.full_like(job.model.weight, step))
+    job.ckpt.close()
+
+
+def test_steps_are_left_out_until_memory_is_ready(
+    root: Path, memory: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(root)
+    with caplog.at_level(logging.INFO, "rekindle"):
+        for step in (1, 2, 3):
+            job.train(step)
+            assert job.in_memory() == []
+        metrics = job.ckpt.metrics
+        assert (metrics.left_out, metrics.saves, metrics.failed, metrics.direct) == (3, 0, 0, 0)
+        gate.open.set()
+        wait_for_memory(job.ckpt)
+        job.train(4)
+        job.train(5)
+    assert job.in_memory() == [5, 4] and (metrics.left_out, metrics.saves) == (3, 2)
+    lines = [record.getMessage() for record in caplog.records if "memory" in record.getMessage()]
+    assert [line.split(":")[0] for line in lines if "snapshot" in line and "step" in line] == [
+        "step 1 has no snapshot, nor have those after it until memory is ready, which slows no step() down",
+        "memory is ready",
+    ]
+    assert "step 4 has a snapshot, the 3 before it have none" in caplog.text
+    job.ckpt.close()
+    assert_whole(root, 5)
+
+
+def test_an_explicit_save_waits(root: Path, memory: Path, gate: Gate) -> None:
+    job = Job(root)
+    job.train(1)
+    threading.Timer(0.1, gate.open.set).start()  # the thread is in the middle of a piece
+    job.ckpt.save(1, wait="memory")
+    assert job.in_memory() == [1] and job.ckpt.metrics.saves == 1
+    job.ckpt.close()
+    assert_whole(root, 1)
+
+
+@pytest.mark.parametrize("wait", ["memory", "durable"])
+def test_a_first_save_does_not_wait_for_a_thread_that_gets_no_core(
+    wait: str, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes what is left itself."""
+    monkeypatch.setattr("rekindle.memory.maker.lower_priority", lambda niceness: time.sleep(0.5))
+    job = Job(root)
+    with torch.no_grad():
+        job.model.weight.fill_(1)
+    job.values.step = 1
+    job.ckpt.save(1, wait=wait)
+    assert job.ckpt.latest() is not None
+    job.ckpt.close()
+    assert_whole(root, 1)
+
+
+def test_closing_brings_a_step_that_was_left_out_to_storage(root: Path, memory: Path, gate: Gate) -> None:
+    job = Job(root)
+    job.train(1)
+    job.train(2)
+    threading.Timer(0.1, gate.open.set).start()
+    job.ckpt.close()
+    assert [entry.stamp.step for entry in PosixStore(root).published()] == [2]
+    assert_whole(root, 2)
+
+
+def test_a_guarded_part_that_ends_or_fails_loses_no_step_that_was_left_out(
+    root: Path, memory: Path, gate: Gate
+) -> None:
+    for step, wanted in ((1, None), (2, ValueError)):
+        job = Job(root)
+        assert job.first == step - 1
+        gate.open.clear()
+        opening = threading.Timer(0.1, gate.open.set)
+        try:
+            with job.ckpt.guard(watchdog=False):
+                job.train(step)
+                opening.start()
+                if wanted is not None:
+                    raise wanted
+        except ValueError:
+            assert wanted is not None
+        assert job.in_memory()[:1] == [step]
+        with pytest.raises(KeyError), job.ckpt:
+            raise KeyError  # leaves without close(), which would do it too
+    assert_whole(root, 2)
+
+
+def test_a_state_that_grows_keeps_its_newest_snapshot(root: Path, memory: Path, gate: Gate) -> None:
+    gate.open.set()
+    job = Job(root)
+    wait_for_memory(job.ckpt)
+    job.train(1)
+    job.train(2)
+    gate.open.clear()
+    job.model.extra = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    for step in (3, 4):
+        job.train(step)
+        assert job.in_memory() == [2]
+    gate.open.set()
+    wait_for_memory(job.ckpt)
+    job.train(5)
+    assert job.in_memory() == [5, 2] and job.ckpt.metrics.left_out == 2
+    job.ckpt.close()
+
+
+def test_momentum_that_appears_at_the_first_step_is_foreseen(root: Path, memory: Path) -> None:
+    job = Job(root, momentum=0.9)
+    wait_for_memory(job.ckpt)
+    for step in (1, 2, 3):
+        job.train(step)
+    assert job.in_memory() == [3, 2] and job.ckpt.metrics.left_out == 0
+    job.ckpt.close()
+
+
+def test_memory_that_turns_out_too_small_falls_back_to_storage(
+    root: Path, memory: Path, small_tmpfs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And memory is tried again: what it gets then is made in the background too, while storage goes on."""
+    small = small_tmpfs(64 << 20)
+    job = Job(root, memory=small, strict=False, fallback_after=0.01, persist_every=None, persist_seconds=0)
+    wait_for_memory(job.ckpt)
+    hog = small / "somebody-else"
+    hog.write_bytes(bytes(22 << 20))
+    job.model.extra = torch.nn.Parameter(torch.zeros(WIDTH // 4, WIDTH))
+    for step in range(1, 30):
+        job.train(step)
+        wait_for_memory(job.ckpt)
+        if job.ckpt.metrics.memory_lost:
+            break
+    assert "goes straight to storage" in caplog.text and "no room left" in caplog.text
+    hog.unlink()
+    deadline = time.monotonic() + 60
+    while not job.ckpt.metrics.memory_back:
+        assert time.monotonic() < deadline
+        step += 1
+        job.train(step)
+        time.sleep(0.01)
+    assert job.ckpt.metrics.failed == 0
+    job.ckpt.close()
+
+
+def test_waiting_for_the_copy_before_is_counted(root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, go = Copying.finish, threading.Event()
+
+    def slow(copying: Copying) -> list[str]:
+        assert go.wait(60.0)
+        return finish(copying)
+
+    monkeypatch.setattr(Copying, "finish", slow)
+    job = Job(root, overlap=True)
+    wait_for_memory(job.ckpt)
+    job.ckpt.step(1)
+    metrics = job.ckpt.metrics
+    assert metrics.settle_seconds == 0.0
+    threading.Timer(0.3, go.set).start()
+    job.ckpt.step(2)
+    assert metrics.settle_seconds >= 0.2
+    assert metrics.stalls[0] >= 0.2 and metrics.max_stall >= 0.2, "it is a cost of the save before"
+    job.ckpt.close()
