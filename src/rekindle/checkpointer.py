@@ -294,8 +294,8 @@ class Checkpointer:
         gasp_deadline: float = 25.0,
         notices: Sequence[Notice] = (signal.SIGTERM,),
         on_stop: Callable[[Fault], object] | None = None,
-        on_clean: Callable[[int], object] | None = None,
-        on_gasp: Callable[[int], object] | None = None,
+        on_clean: Callable[..., object] | None = None,
+        on_gasp: Callable[..., object] | None = None,
         on_exit: Callable[[Fault], object] | None = None,
     ) -> Guard:
         """Secure the state of the current step when a rank fails, hangs or is told to go. Context manager, decorator.
@@ -311,7 +311,9 @@ class Checkpointer:
         notices
             What tells this process to go: signals, files that appear, callables whose answer becomes true.
         on_stop, on_clean, on_gasp, on_exit
-            Called after a fault: at once, before and after a step is secured, before the process ends.
+            Called after a fault, each in a thread of its own and for a part of the time that is left: at once, before
+            and after a step is secured, before the process ends. on_stop and on_exit get the Fault, the others the
+            step, and the Fault if they have a parameter ``fault``. on_clean returns False if the state can't be read.
 
         An exception of the guarded part is raised again; a rank that ends because of another one's fault has exit code
         75, one that a signal told to go 128 and the signal's number.

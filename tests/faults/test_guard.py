@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 import rekindle
+from rekindle.faults.hooks import HookCalls, Hooks
 from rekindle.memory.job_dir import JobDir
 from tests.faults.cluster import Cell, run, start
 from tests.faults.matrix import judge, unbroken_run
@@ -290,6 +292,68 @@ def test_hooks_may_take_their_time_and_fail(play: Play) -> None:
     assert codes == [128 + signal.SIGTERM, 0], log
     assert [note[0] for note in notes[2:]] == ["on_stop", "on_clean", "on_gasp", "on_exit", "restored"]
     assert notes[-1][1] == 5
+
+
+def _hanging_hooks(trainer: Trainer) -> None:
+    ckpt = trainer.begin()
+
+    def hang(_: object) -> None:
+        threading.Event().wait()
+
+    if trainer.attempt == 0:
+        hooks = dict.fromkeys(("on_stop", "on_clean", "on_gasp", "on_exit"), hang)
+        with ckpt.guard(gasp_deadline=12.0, **hooks):
+            trainer.train(ckpt, 5)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait()
+
+
+def test_hooks_that_hang_are_left_behind(play: Play) -> None:
+    codes, notes, log = play(_hanging_hooks, 2)
+    assert codes == [128 + signal.SIGTERM, 0], log
+    assert notes[-1][:2] == ["restored", 5], log
+    for name in ("on_stop", "on_clean", "on_gasp"):
+        assert re.search(rf"{name} has not returned within [\d.]+ s and is left behind", log), log
+
+
+def _curious_hooks(trainer: Trainer) -> None:
+    ckpt = trainer.begin(snapshot_every=3)
+
+    def clean(step: int, *, fault: rekindle.Fault) -> bool:
+        trainer.note("on_clean", step, fault.cause)
+        return False
+
+    if trainer.attempt == 0:
+        with ckpt.guard(on_clean=clean, on_gasp=lambda step: trainer.note("on_gasp", step)):
+            trainer.train(ckpt, 5)
+            raise RuntimeError("a fault")
+
+
+def test_a_state_that_can_not_be_read_leaves_the_newest_snapshot(play: Play) -> None:
+    codes, notes, log = play(_curious_hooks, 2)
+    assert codes == [1, 0], log
+    assert [note for note in notes if note[0].startswith("on_")] == [["on_clean", 5, "exception"]], log
+    assert notes[-1][:2] == ["restored", 3] and "on_clean says that step 5's state can't be read" in log
+
+
+@pytest.mark.parametrize(
+    ("hook", "told"),
+    [
+        (lambda step: step, 5),
+        (lambda step, again=0: (step, again), (5, 0)),
+        (lambda *steps: steps, (5,)),
+        (lambda step, fault: (step, fault.cause), (5, "loss")),
+        (lambda step, fault=None: (step, fault.cause), (5, "loss")),
+        (int, 5),
+    ],
+)
+def test_the_fault_is_told_to_those_who_ask_for_it(hook: Callable[..., object], told: object) -> None:
+    answers = []
+    hooks = Hooks(on_gasp=lambda step, fault: 1 / 0, on_clean=hook)
+    calls = HookCalls(hooks, rekindle.Fault("loss", 0, 1, 5, "what"), time.monotonic() + 600, [])
+    answers.append(calls._call_with_step("on_clean", 5))
+    calls.gasp(5)
+    assert answers == [told]
 
 
 def _stuck_hook(trainer: Trainer) -> None:

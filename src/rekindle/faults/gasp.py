@@ -11,7 +11,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from rekindle.faults.hooks import Hooks
+from rekindle.faults.hooks import HookCalls
 from rekindle.faults.peers import Peers
 from rekindle.faults.securing import StateSecurer
 from rekindle.memory.fault import Fault
@@ -48,7 +48,7 @@ class Gasp:
     """True if the job has no other rank, so that what this one secures is the whole step."""
     deadline: float
     """Seconds after the fault at which the process ends, come what may."""
-    hooks: Hooks
+    hooks: HookCalls
     secured: list[int] = field(default_factory=list)
     """Steps that this rank has secured, oldest first."""
 
@@ -87,18 +87,25 @@ class Gasp:
             where = "a step()" if self.gate.phase == STEPPING else "an update"
             log.warning("rank %d is not secured: it was in the middle of %s that did not end", self.rank, where)
             return
-        self._secure_step(step, cause, end)
-        while time.monotonic() < end and self._is_overtaken(step, planned):
+        read = self._secure_step(step, cause, end)
+        while read and time.monotonic() < end and self._is_overtaken(step, planned):
             self.gate.release()
             further = self.gate.seize(min(_CATCH_UP, end - time.monotonic()), beyond=step)
             if further is None:
                 return
             step = further
-            self._secure_step(step, cause, end)
+            read = self._secure_step(step, cause, end)
 
-    def _secure_step(self, step: int, cause: str, end: float) -> None:
-        """Secure this rank's part while all ranks live and are at one step, and all that it holds once they aren't."""
-        self.hooks.call("on_clean", step)
+    def _secure_step(self, step: int, cause: str, end: float) -> bool:
+        """Secure this rank's part while all ranks live and are at one step, and all that it holds once they aren't.
+
+        Returns False if the state must not be read.
+        """
+        if not self.hooks.clean(step):
+            log.warning(
+                "rank %d is not secured: on_clean says that the state of step %d can't be read", self.rank, step
+            )
+            return False
         whole = cause not in _SURVIVED or self._peers_differ(step)
         self.securer.secure(step, whole=whole)
         until = min(end, time.monotonic() + _TOGETHER)
@@ -107,8 +114,9 @@ class Gasp:
                 self.securer.secure(step, whole=True)
                 break
             time.sleep(_POLL)
-        self.hooks.call("on_gasp", step)
+        self.hooks.gasp(step)
         self._note_secured(step)
+        return True
 
     def _peers_differ(self, step: int) -> bool:
         """True if another rank of this node has gone without having secured ``step``, or is past it."""

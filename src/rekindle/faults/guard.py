@@ -15,11 +15,12 @@ from typing import Any
 
 from rekindle.agent.report import main_stack
 from rekindle.common.os_errors import describe_error
+from rekindle.devices.table import current_devices
 from rekindle.errors import NonFiniteLossError
 from rekindle.faults import nccl
 from rekindle.faults.agent_link import AgentLink
 from rekindle.faults.gasp import Gasp
-from rekindle.faults.hooks import Hooks
+from rekindle.faults.hooks import HookCalls, Hooks
 from rekindle.faults.inject import inject_fault
 from rekindle.faults.notices import Notice, Notices
 from rekindle.faults.peers import Peers
@@ -85,6 +86,7 @@ class Guard(ContextDecorator):
         self._hang_record: HangRecord | None = None
         self._link: AgentLink | None = None
         self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._devices = current_devices()
         self._peers = Peers(self._job, self._rank, self._session.local_ranks, self._generation)
         with ExitStack() as undo:
             page = self._make_page()
@@ -237,13 +239,14 @@ class Guard(ContextDecorator):
         """Do all that a fault asks of a rank, except ending."""
         self._gate.stage(SECURING)
         tell_launcher(fault, self._rank)
-        self._hooks.call("on_stop", fault)
+        hooks = HookCalls(self._hooks, fault, fault.noticed + self._deadline, self._devices)
+        hooks.stop()
         alone = self._group.world == 1
-        gasp = Gasp(self._gate, self._securer, self._peers, self._rank, alone, self._deadline, self._hooks)
+        gasp = Gasp(self._gate, self._securer, self._peers, self._rank, alone, self._deadline, hooks)
         gasp.run(fault)
         if fault.cause == "hang" and self._hang_record is not None:
             self._hang_record.write_collectives()
-        self._hooks.call("on_exit", fault)
+        hooks.exit()
         gasp.end()
 
     def _describe_hang(self, fault: Fault) -> str:

@@ -1,37 +1,102 @@
-"""Holds the callables that a user or a framework gives to ``guard()``."""
+"""Holds the callables that a user or a framework gives to ``guard()``, and calls them at a fault, each for a while."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from rekindle.devices.table import enter
 from rekindle.memory.fault import Fault
 
-__all__ = ["Hooks"]
+__all__ = ["HookCalls", "Hooks"]
 
 log = logging.getLogger("rekindle")
+
+_SHARES = {"on_stop": 0.2, "on_clean": 0.25, "on_gasp": 0.5, "on_exit": 0.9}
+"""Part of the time left until the deadline that a hook may take. Those before the state is read leave it the most: of
+the 25 s that are the default, they may take 5 s each."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """Callables for backends and frameworks that need to do something of their own. What they raise is logged."""
+    """Callables for backends and frameworks that need to do something of their own."""
 
     on_stop: Callable[[Fault], object] | None = None
-    """First thing after a fault: free threads that are stuck in an operator."""
-    on_clean: Callable[[int], object] | None = None
-    """Before the state of a step is read: let the device take work again, if ``on_stop`` kept it from that."""
-    on_gasp: Callable[[int], object] | None = None
+    """At once after a fault: free threads that are stuck in an operator. With a device, only if that can't be read."""
+    on_clean: Callable[..., object] | None = None
+    """Before the state of a step is read: let the device take work again. False: the state must not be read."""
+    on_gasp: Callable[..., object] | None = None
     """After the state of a step was secured: save something more."""
     on_exit: Callable[[Fault], object] | None = None
     """Last thing before the process ends."""
 
-    def call(self, name: str, argument: Any) -> None:
-        """Call the hook of this name, if there is one. Doesn't raise."""
-        hook = getattr(self, name)
-        if hook is not None:
+
+class HookCalls:
+    """Calls the hooks at one fault, each in a thread of its own. Methods don't raise: what hooks raise is logged."""
+
+    def __init__(self, hooks: Hooks, fault: Fault, end: float, devices: Collection[torch.device]) -> None:
+        """``end``: the deadline, by the monotonic clock. ``devices``: those that a hook's thread is to work on."""
+        self._hooks, self._fault, self._end, self._devices = hooks, fault, end, devices
+
+    def stop(self) -> None:
+        """Calls ``on_stop``."""
+        self._call("on_stop", self._fault)
+
+    def clean(self, step: int) -> bool:
+        """Calls ``on_clean``. Returns False if its answer is False: the state of ``step`` must not be read."""
+        return self._call_with_step("on_clean", step) is not False
+
+    def gasp(self, step: int) -> None:
+        """Calls ``on_gasp``."""
+        self._call_with_step("on_gasp", step)
+
+    def exit(self) -> None:
+        """Calls ``on_exit``."""
+        self._call("on_exit", self._fault)
+
+    def _call_with_step(self, name: str, step: int) -> object:
+        hook = getattr(self._hooks, name)
+        named = {"fault": self._fault} if hook is not None and _takes_fault(hook) else {}
+        return self._call(name, step, **named)
+
+    def _call(self, name: str, *arguments: Any, **named: Any) -> object:
+        """Calls a hook, if there is one, and returns its answer. One that hangs is left behind after its share."""
+        hook = getattr(self._hooks, name)
+        if hook is None:
+            return None
+        answers: list[object] = []
+
+        def run() -> None:
             try:
-                hook(argument)
-            except BaseException:  # SystemExit, too, would end the thread that is to secure the state
+                enter(self._devices)
+                answers.append(hook(*arguments, **named))
+            except BaseException:  # SystemExit, too, is no reason to leave the state unsecured
                 log.exception("%s failed: securing the state goes on", name)
+
+        thread = threading.Thread(target=run, name=f"rekindle-{name}", daemon=True)
+        thread.start()
+        share = _SHARES[name] * max(0.0, self._end - time.monotonic())
+        thread.join(share)
+        if thread.is_alive():
+            log.error(
+                "%s has not returned within %.1f s and is left behind: securing the state goes on. A longer "
+                "gasp_deadline gives it more",
+                *(name, share),
+            )
+        return answers[0] if answers else None
+
+
+def _takes_fault(hook: Callable[..., object]) -> bool:
+    """Returns True if the callable has a parameter ``fault`` that can be given by name."""
+    try:
+        parameter = inspect.signature(hook).parameters.get("fault")
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
