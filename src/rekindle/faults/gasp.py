@@ -102,9 +102,7 @@ class Gasp:
         Returns False if the state must not be read.
         """
         if not self.hooks.clean(step):
-            log.warning(
-                "rank %d is not secured: on_clean says that the state of step %d can't be read", self.rank, step
-            )
+            log.warning("rank %d is not secured: on_clean says that step %d's state can't be read", self.rank, step)
             return False
         whole = cause not in _SURVIVED or self._peers_differ(step)
         self.securer.secure(step, whole=whole)
