@@ -1,5 +1,7 @@
 """Performs the dying gasp: after a fault anywhere, secures the newest step that is complete, then ends the rank.
 
+Where devices hold the state, the newest step is the one that they have come to, not the one that the host has.
+
 Nobody votes. Each rank secures what it has, at once, and looks at the others' status pages for one thing only: is one
 of them already past that step, so that it could no longer offer it? Then it lets its own training finish that update
 too, if it can, and secures that step as well. Which step counts is decided at the restart.
@@ -11,12 +13,15 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from rekindle.errors import RekindleError
 from rekindle.faults.hooks import HookCalls
+from rekindle.faults.late_work import SURVIVED
 from rekindle.faults.peers import Peers
 from rekindle.faults.securing import StateSecurer
 from rekindle.memory.fault import Fault
 from rekindle.memory.status import DONE, FAILED, SECURED, SECURING, STABLE, STEPPING, TRAINING, Status
 from rekindle.save.gate import Gate
+from rekindle.save.progress import StateMoved
 
 __all__ = ["Gasp"]
 
@@ -26,14 +31,13 @@ _UPDATE = 5.0
 """Seconds that a rank gets to finish an update; then its state counts as torn."""
 _CATCH_UP = 1.0
 """Seconds that a rank gets to finish a step that others have finished. It may be waiting for a dead one in vain."""
+_STEPS = 3
+"""Recent steps, each as long as the longest, in which devices should have done what was queued."""
 _NOTICE = 0.2
 """Seconds in which the other live ranks should have learned of the fault too."""
 _TOGETHER = 2.0
 """Seconds that the parts of a step which ranks share out may take, when all of them live; then each secures all."""
 _POLL = 0.005
-
-_SURVIVED = ("notice", "exception", "loss")
-"""Causes of a fault whose rank can still secure its part."""
 
 
 @dataclass
@@ -56,11 +60,16 @@ class Gasp:
         """Secure what there is. Doesn't raise."""
         end = fault.noticed + self.deadline
         try:
-            self._secure_newest(end, fault.cause)
+            try:
+                self._secure_newest(end, fault.cause)
+            except Exception as error:
+                log.error("rank %d's state could not be secured: %s: %s", self.rank, type(error).__name__, error)
+            if not self.secured:
+                self._keep_newest_save(end)
             if fault.cause == "notice" and self.secured:  # the node may be about to go
                 self._wait_for_storage(self.secured[-1], end)
         except Exception as error:
-            log.error("rank %d's state could not be secured: %s: %s", self.rank, type(error).__name__, error)
+            log.error("rank %d: %s: %s", self.rank, type(error).__name__, error)
         took = time.monotonic() - fault.noticed
         if self.secured:
             part = "" if self.alone else f"rank {self.rank}'s part of "
@@ -82,19 +91,43 @@ class Gasp:
                 self._note_secured(self.gate.snapshot)  # when the guarded part ended
             return
         planned, patience = cause == "notice", _CATCH_UP if cause == "hang" else _UPDATE  # a hang has waited already
-        step = self.gate.seize(min(patience, end - time.monotonic()))
-        if step is None:
-            where = "a step()" if self.gate.phase == STEPPING else "an update"
-            log.warning("rank %d is not secured: it was in the middle of %s that did not end", self.rank, where)
-            return
-        read = self._secure_step(step, cause, end)
-        while read and time.monotonic() < end and self._is_overtaken(step, planned):
-            self.gate.release()
-            further = self.gate.seize(min(_CATCH_UP, end - time.monotonic()), beyond=step)
-            if further is None:
+        step = self._secure_next(-1, patience, cause, end)
+        while step is not None and time.monotonic() < end:
+            overtaken, awaited = self._is_overtaken(step, planned), self.gate.awaits(step)
+            if not (overtaken or awaited):
                 return
-            step = further
-            read = self._secure_step(step, cause, end)
+            if overtaken:
+                self.gate.release()
+            patience = max(_CATCH_UP, _STEPS * self.gate.longest) if awaited else _CATCH_UP
+            step = self._secure_next(step, patience, cause, end)
+
+    def _secure_next(self, beyond: int, patience: float, cause: str, end: float) -> int | None:
+        """Secure the first step after ``beyond`` that the state is that of. Returns it.
+
+        None if there is none in ``patience`` seconds, or it must not be read. They are counted anew when a device goes
+        on while it is read, or holds what can't be secured because the host is too far ahead, and may go on.
+        """
+        while True:
+            step = self.gate.seize(min(patience, end - time.monotonic()), beyond)
+            if step is None:
+                where = "a step()" if self.gate.phase == STEPPING else "an update"
+                if not self.secured:
+                    log.warning("rank %d is not secured: it was in the middle of %s that did not end", self.rank, where)
+                return None
+            try:
+                return step if self._secure_step(step, cause, end) else None
+            except RekindleError as error:
+                if not (isinstance(error, StateMoved) or self.gate.awaits(step)):
+                    raise
+                log.info("step %d is not secured, a later one may be: %s", step, error)
+                beyond = step
+                self.gate.release()
+
+    def _keep_newest_save(self, end: float) -> None:
+        """Wait for the snapshot that is on its way: it is of a step before."""
+        step = self.securer.secure_newest_save(min(_UPDATE, end - time.monotonic()))
+        if step is not None:
+            self._note_secured(step)
 
     def _secure_step(self, step: int, cause: str, end: float) -> bool:
         """Secure this rank's part while all ranks live and are at one step, and all that it holds once they aren't.
@@ -104,7 +137,7 @@ class Gasp:
         if not self.hooks.clean(step):
             log.warning("rank %d is not secured: on_clean says that step %d's state can't be read", self.rank, step)
             return False
-        whole = cause not in _SURVIVED or self._peers_differ(step)
+        whole = cause not in SURVIVED or self._peers_differ(step)
         self.securer.secure(step, whole=whole)
         until = min(end, time.monotonic() + _TOGETHER)
         while not whole and not self.securer.is_shared_by_all(step):

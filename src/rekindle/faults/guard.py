@@ -22,6 +22,7 @@ from rekindle.faults.agent_link import AgentLink
 from rekindle.faults.gasp import Gasp
 from rekindle.faults.hooks import HookCalls, Hooks
 from rekindle.faults.inject import inject_fault
+from rekindle.faults.late_work import late_work_counts
 from rekindle.faults.notices import Notice, Notices
 from rekindle.faults.peers import Peers
 from rekindle.faults.securing import StateSecurer
@@ -92,7 +93,8 @@ class Guard(ContextDecorator):
             page = self._make_page()
             before_update = self._stand_before_update if self._fence else lambda step: None
             self._gate = Gate(
-                page or StatusPage(None, self._generation), self._saver.reached, inject_fault, before_update
+                *(page or StatusPage(None, self._generation), self._saver.reached, inject_fault, before_update),
+                clock=self._saver.live.clock,
             )
             if page is not None and self._job is not None:
                 self._hang_record = HangRecord(self._job, self._rank)
@@ -170,6 +172,7 @@ class Guard(ContextDecorator):
         detail = "".join(traceback.format_exception(error))[-_LONGEST:]
         cause = "loss" if isinstance(error, NonFiniteLossError) else "exception"
         fault = Fault(cause, self._rank, self._generation, self._gate.step, what, detail)
+        self._gate.freeze(late=late_work_counts(fault))
         if self._link is not None and self._link.say({"fault": fault.to_json()}):
             self._heard.wait(_WORD)
         first = self._first or fault
@@ -222,6 +225,7 @@ class Guard(ContextDecorator):
             threading.Thread(target=self._die, args=(fault, code), name="rekindle-gasp", daemon=True).start()
 
     def _die(self, fault: Fault, code: int) -> None:
+        self._gate.freeze(late=late_work_counts(fault))
         self._end_by(fault, code)
         self._gate.stage(SECURING)  # the agent sees that somebody is at it, whatever the hooks take
         log.error("fault: %s%s", fault.what, self._describe_hang(fault) if fault.cause == "hang" else "")
@@ -237,9 +241,12 @@ class Guard(ContextDecorator):
 
     def _act(self, fault: Fault) -> None:
         """Do all that a fault asks of a rank, except ending."""
+        self._gate.freeze(late=late_work_counts(fault))
         self._gate.stage(SECURING)
         tell_launcher(fault, self._rank)
         hooks = HookCalls(self._hooks, fault, fault.noticed + self._deadline, self._devices)
+        if self._hooks.on_stop is not None:
+            self._gate.distrust()
         hooks.stop()
         alone = self._group.world == 1
         gasp = Gasp(self._gate, self._securer, self._peers, self._rank, alone, self._deadline, hooks)

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import MutableMapping
 
-__all__ = ["SETTINGS", "abort_communicators", "set_defaults", "uses_nccl", "warn_of_settings"]
+__all__ = ["SETTINGS", "abort_communicators", "aborts_by_itself", "set_defaults", "uses_nccl", "warn_of_settings"]
 
 log = logging.getLogger("rekindle")
 
@@ -35,6 +35,12 @@ def uses_nccl() -> bool:
     import torch.distributed as dist  # noqa: PLC0415
 
     return dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+
+
+def aborts_by_itself() -> bool:
+    """Returns True if torch may abort communicators when it notices a death or an error, at any time."""
+    handled = os.environ.get(SETTINGS[0], "").lower() not in _OFF
+    return uses_nccl() and (handled or os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() not in _OFF)
 
 
 def warn_of_settings(rank: int) -> None:

@@ -30,6 +30,14 @@ class StateSecurer:
         """
         self._saver.gasp(self._session.shard_id(step), whole=whole)
 
+    def secure_newest_save(self, timeout: float) -> int | None:
+        """Wait for what is on its way into memory, when the state itself can't be read any more. Returns its step.
+
+        None if it isn't in memory after ``timeout`` seconds.
+        """
+        memory = self._saver.memory
+        return memory.wait_for_newest(timeout) if memory is not None else None
+
     def secure_last(self, step: int) -> None:
         """Save the step at which guarded training has ended well, all of it where other ranks don't save their parts.
 

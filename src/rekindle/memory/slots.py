@@ -121,13 +121,21 @@ class Slots:
     # -- writing ------------------------------------------------------------------------------------------------
 
     def acquire(
-        self, step: int, incarnation: Incarnation, nbytes: int, *, wait: bool = True, gasp: bool = False
+        self,
+        step: int,
+        incarnation: Incarnation,
+        nbytes: int,
+        *,
+        wait: bool = True,
+        gasp: bool = False,
+        busy: Slot | None = None,
     ) -> Slot:
         """Returns a locked, mapped slot of ``nbytes`` to write the snapshot of ``step`` into.
 
         A file that is being read is never touched. At least one step that every rank of this node has committed stays:
         the newest, unless that leaves no room. Raises MemoryStoreError when no slot can be had, or when one more would
-        leave less than the headroom free, which only a dying ``gasp`` may use.
+        leave less than the headroom free, which only a dying ``gasp`` may use. ``busy`` is a slot that is being written
+        to.
 
         Memory that is not ready is made now, or with ``wait=False`` in the background, if it is more than ``AT_ONCE``:
         NotReadyError is raised until it is there. A gasp waits, and page-locks nothing.
@@ -145,7 +153,7 @@ class Slots:
                 self._uncommit(slot)
         now = wait or gasp or nbytes <= AT_ONCE
         self._drop_unmade()
-        slot = self._take(nbytes, now, gasp)
+        slot = self._take(nbytes, now, gasp, busy)
         try:
             self._check_headroom(nbytes - slot.held, nbytes, gasp)
             unmade = self._maker.error_of(slot)
@@ -190,7 +198,7 @@ class Slots:
             self._out_of_use.append(slot.map)
         slot.make(nbytes, None if gasp else self.page_lock)
 
-    def _take(self, nbytes: int, now: bool, gasp: bool) -> Slot:
+    def _take(self, nbytes: int, now: bool, gasp: bool, busy: Slot | None) -> Slot:
         """Returns a locked slot: one that is ready, else the oldest expendable one, else a new one.
 
         Without room for a new one it takes any whose loss leaves another complete step. Raises NotReadyError where one
@@ -204,7 +212,7 @@ class Slots:
             s.stamp.pinned for s in pending if s.stamp
         )  # a snapshot to be pinned may wait for a drain to end, while saves go on
         keep |= {s.stamp.checkpoint for s in committed[-1:] + pending if s.stamp}
-        spare = [s for s in self.slots if s.stamp is None or s.stamp.checkpoint not in keep]
+        spare = [s for s in self.slots if s is not busy and (s.stamp is None or s.stamp.checkpoint not in keep)]
         spare.sort(key=lambda s: (not s.ready(nbytes), s.step))
         making = [s for s in spare if self._maker.busy_with(s)]
         locked = [s for s in spare if s not in making and s.lock()]

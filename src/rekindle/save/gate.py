@@ -1,10 +1,12 @@
 """Shows on the status page where training stands, and holds updates back once a fault has seized the state.
 
-The thread that trains says what it does; after a fault another thread seizes the state while nothing changes it.
+The thread that trains says what it does; after a fault another thread seizes the state while nothing changes it. Where
+devices hold the state, they are behind that thread: it can no longer hold back what it has queued, and they decide.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -12,11 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rekindle.memory.status import DONE, STABLE, STEPPING, UPDATING, StatusPage
+from rekindle.save.progress import DeviceClock
 
 __all__ = ["Gate", "NoGate"]
 
 _RECENT = 20
 """Newest steps whose times the watchdog learns from."""
+_POLL = 0.002
+"""Seconds between two looks at devices that have not come to a step's end."""
 
 
 class Gate:
@@ -28,12 +33,19 @@ class Gate:
         step: int,
         inject: Callable[[str], object] = lambda fault: None,
         before_update: Callable[[int], object] = lambda step: None,
+        clock: DeviceClock | None = None,
     ) -> None:
         """``step``: completed updates; the state is that step's. ``inject`` brings about the fault that a drill orders.
 
-        ``before_update`` is called with the step that an update is about to make.
+        ``before_update`` is called with the step that an update is about to make. ``clock`` tells what devices hold;
+        None if all of the state is on the host.
         """
         self._page, self._inject, self._before_update = page, inject, before_update
+        self._clock = clock or DeviceClock()
+        self._phase, self._step = STABLE, step
+        """Progress of the thread that trains. After a fault the page shows what devices hold."""
+        self._last_update = math.inf
+        """Newest step whose update may begin."""
         self._changed = threading.Condition()
         self._seized = self._dead = False
         self._recent: deque[float] = deque(maxlen=_RECENT)
@@ -41,8 +53,7 @@ class Gate:
         """Time at which the current step began; None if its length is not to be learned from."""
         self.order = ""
         """The fault that a drill wants before the next update; empty for none."""
-        page.step, page.phase = step, STABLE
-        self._show()
+        self._show_host()
 
     def show_again(self) -> None:
         """Make the status page again, which somebody has removed. Raises OSError when that can't be done."""
@@ -53,37 +64,46 @@ class Gate:
         self._page.progress = time.monotonic_ns()
         self._page.write()
 
+    def _show_host(self) -> None:
+        self._page.step, self._page.phase = self._step, self._phase
+        self._show()
+
     # -- for the thread that trains -----------------------------------------------------------------------------
 
-    def updating(self, snapshot: int) -> None:
-        """Note that an update is about to begin. Waits while the state is seized."""
-        if self._page.phase == STABLE:  # the first optimizer of several
-            self._before_update(self._page.step + 1)
+    def updating(self, snapshot: int) -> int | None:
+        """Note that an update is about to begin. Waits while the state is seized.
+
+        Returns the step that it makes, to the first of several optimizers; None to the others.
+        """
+        making = self._step + 1 if self._phase == STABLE else None
+        if making is not None:
+            self._before_update(making)
         if self.order:
             self._inject(self.order)
-        self._enter(UPDATING, snapshot)
+        self._enter(UPDATING, snapshot, making or 0)
+        return making
 
     def stepping(self, snapshot: int) -> None:
         """Note that the update has ended, and its step is being saved. Waits while the state is seized."""
         self._enter(STEPPING, snapshot)
 
-    def _enter(self, phase: int, snapshot: int) -> None:
+    def _enter(self, phase: int, snapshot: int, making: int = 0) -> None:
         with self._changed:
-            while self._seized:
+            while self._seized or making > self._last_update:
                 self._changed.wait()  # whoever has seized the state ends the process
-            self._page.phase, self._page.snapshot = phase, snapshot
-            self._show()
+            self._phase, self._page.snapshot = phase, snapshot
+            self._show_host()
 
     def stable(self, step: int, snapshot: int) -> None:
         """Note that the state is that of ``step`` until the next update; ``snapshot``: the newest step in memory."""
         with self._changed:
             page, now = self._page, time.monotonic()
-            if self._since is not None and step > page.step:
+            if self._since is not None and step > self._step:
                 self._recent.append(now - self._since)
                 page.longest, page.pause = max(self._recent), max(page.pause, self._recent[-1])
             self._since = now
-            page.phase, page.step, page.snapshot = STABLE, step, snapshot
-            self._show()
+            self._phase, self._step, page.snapshot = STABLE, step, snapshot
+            self._show_host()
             self._changed.notify_all()
 
     @contextmanager
@@ -112,17 +132,36 @@ class Gate:
         with self._changed:
             self._dead = True
             if well:
-                self._page.phase = DONE
-            self._show()
+                self._phase = DONE
+            self._show_host()
             self._changed.notify_all()
 
     # -- after a fault, for another thread ----------------------------------------------------------------------
 
+    def freeze(self, *, late: bool) -> None:
+        """Note what the devices have reached at the first call: at a fault's notice, before anything is stopped.
+
+        With ``late`` what they reach from then on counts too, because all ranks live. A later call may withdraw that.
+        """
+        self._clock.freeze(late=late)
+
+    def distrust(self) -> None:
+        """Let nothing count that a device reaches from now on: what it does is about to be aborted."""
+        self._clock.distrust()
+
+    def awaits(self, step: int) -> bool:
+        """Returns True if devices may still come to the end of a step after ``step``, of which they have been told."""
+        return self._clock.awaits(step)
+
     def seize(self, timeout: float, beyond: int = -1) -> int | None:
         """Wait until the state is that of a step after ``beyond``, and keep it so. Returns the step.
 
-        Returns None after ``timeout`` seconds, or when it never will be, because the thread that trains has ended.
+        Returns None after ``timeout`` seconds, or when it never will be, because the thread that trains has ended. What
+        is queued on devices can't be held back: there the state stays only as long as ``DeviceClock.check`` agrees.
+        Raises RekindleError when a device has failed.
         """
+        if self._clock.in_use:
+            return self._seize_devices(timeout, beyond)
 
         def ready() -> bool:
             return self._is_stable(beyond) or self._dead
@@ -132,15 +171,30 @@ class Gate:
             if not self._is_stable(beyond):
                 return None
             self._seized = True
-            return self._page.step
+            return self._step
 
     def _is_stable(self, beyond: int) -> bool:
-        return self._page.phase == STABLE and self._page.step > beyond
+        return self._phase == STABLE and self._step > beyond
+
+    def _seize_devices(self, timeout: float, beyond: int) -> int | None:
+        until = time.monotonic() + timeout
+        with self._changed:
+            self._last_update = beyond + 1  # the thread that trains ends the step that it is in, and begins no other
+            while True:
+                step = self._clock.standing()
+                if step is not None and step > beyond:
+                    self._seized = True
+                    self._page.step, self._page.phase = step, STABLE
+                    self._show()
+                    return step
+                if time.monotonic() > until or (self._dead and not self._clock.awaits(beyond)):
+                    return None
+                self._changed.wait(_POLL)
 
     def release(self) -> None:
         """Let training go on."""
         with self._changed:
-            self._seized = False
+            self._seized, self._last_update = False, math.inf
             self._changed.notify_all()
 
     def stage(self, stage: int, secured: int = -1) -> None:
@@ -152,6 +206,11 @@ class Gate:
             self._show()
 
     @property
+    def longest(self) -> float:
+        """Seconds that the longest of the recent steps took; 0 while there were too few."""
+        return self._page.longest
+
+    @property
     def snapshot(self) -> int:
         """Newest step in memory; -1 if there is none."""
         return self._page.snapshot
@@ -159,12 +218,12 @@ class Gate:
     @property
     def phase(self) -> int:
         """Phase of training, as in ``rekindle.memory.status``."""
-        return self._page.phase
+        return self._phase
 
     @property
     def step(self) -> int:
-        """Newest completed step."""
-        return self._page.step
+        """Newest step that the thread that trains has completed. Devices may be behind it."""
+        return self._step
 
 
 class NoGate:
@@ -173,8 +232,8 @@ class NoGate:
     def show_again(self) -> None:
         pass
 
-    def updating(self, snapshot: int) -> None:
-        pass
+    def updating(self, snapshot: int) -> int | None:
+        return None
 
     def stepping(self, snapshot: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Keeps what is needed to save the newest step later: the state where it lives, and its local state put aside."""
+"""Keeps what is needed to save a step later: the state where it lives, and the local state of the newest put aside."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rekindle.memory.local_state import LocalStateWriter
 from rekindle.memory.slots import Slots
 from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
-from rekindle.save.local_state import LocalStateCapture
+from rekindle.save.local_state import KeptStep, LocalStateCapture
 from rekindle.save.plan import CopyPlan
+from rekindle.save.progress import DeviceClock
 
 __all__ = ["Live"]
 
@@ -28,6 +29,10 @@ class Live:
         """``slots``: None where there is no memory store, in whose files local states would outlive the process."""
         self.capture = capture
         self.writer = ShardWriter()
+        self._rescuer: ShardWriter | None = None
+        """Copies after a fault: the threads and side streams of ``writer`` may wait for a device that is stuck."""
+        self.clock = DeviceClock()
+        """Tells which step the devices hold. Used inside of ``guard()``."""
         self._slots = slots
         self._local: LocalStateCapture | None = None
         self._before_update: LocalStateCapture | None = None
@@ -36,6 +41,8 @@ class Live:
 
     def begin_guard(self) -> None:
         """From now on put aside, step by step, what ``plan`` needs."""
+        self.clock.reset()
+        self._rescuer = self._rescuer or ShardWriter()
         self._local, self._before_update = self._capture_local(), None
 
     def end_guard(self) -> None:
@@ -45,7 +52,13 @@ class Live:
     def _capture_local(self, *, before_update: bool = False) -> LocalStateCapture:
         slots = self._slots
         file = LocalStateWriter(slots.job, slots.rank, before_update) if slots is not None else None
-        return LocalStateCapture(file, self.writer.behind)
+        return LocalStateCapture(file, self.writer.behind, self.clock)
+
+    def close(self) -> None:
+        """Wait for the threads, and end them."""
+        for writer in (self.writer, self._rescuer):
+            if writer is not None:
+                writer.close()
 
     def note_update(self, stamp: ShardId) -> None:
         """Note that an update is about to begin, which will make the state that of ``stamp``."""
@@ -62,7 +75,7 @@ class Live:
     def put_aside(self, stamp: ShardId) -> None:
         """Note it outside of ``guard()`` too: the step may be saved later by this process."""
         if self._local is None:
-            self._local = LocalStateCapture(None, self.writer.behind)
+            self._local = LocalStateCapture(None, self.writer.behind, self.clock)
         if self._local.stamp != stamp:  # else ``take`` has noted it
             self._note(self._local, stamp)
 
@@ -97,7 +110,10 @@ class Live:
         plan, values = self.capture.prepare()
         if local is not None:
             try:
-                local.take(stamp, plan, values)
+                kept = local.take(stamp, plan, values)
+                if local is not self._before_update:
+                    self.clock.end_step(stamp.step, kept.events)
+                local.store(kept, plan)
                 if self._unsecured:
                     log.warning("step %d can be secured again", stamp.step)
                 self._unsecured = False
@@ -105,22 +121,35 @@ class Live:
                 self._complain(stamp.step, error)
         return plan, values
 
+    def begin_update(self, step: int) -> None:
+        """Note, inside of ``guard()``, that the update begins which makes ``step``. Costs nothing without devices."""
+        if self._local is not None and self.clock.in_use:
+            self._local.end_newest()
+            self.clock.begin_update(step)
+
     def plan(self, stamp: ShardId, *, whole: bool) -> CopyPlan:
         """Returns the plan to copy all that this rank holds, or only its part, as it was at ``stamp``.
 
-        That must be the step noted or taken last. Raises RekindleError when that can't be done.
+        That must be the step noted or taken last or, if devices are behind, the one that they hold. Raises
+        RekindleError when that can't be done.
         """
-        local = self._local
-        if local is None or local.stamp is None or local.stamp.step != stamp.step:
+        kept = self._find(stamp)
+        kept.check()
+        return kept.plan(whole=whole)
+
+    def _find(self, stamp: ShardId) -> KeptStep:
+        if self._local is None:
             raise RekindleError(f"step {stamp.step} has been completed, but not told to ckpt.step()")
-        return local.plan(whole=whole)
+        return self._local.find(stamp.step)
 
     def write(self, stamp: ShardId, plan: CopyPlan, buffer: mmap.mmap) -> bytes:
-        """Fill ``buffer`` by ``plan`` and return the receipt. Raises RekindleError when the state changes."""
-        assert self._local is not None
-        with resume_after(self._local.events):
-            _, checksums = self.writer.write(plan, buffer, None, stamp.step)
-        changed = self._local.changed()
-        if changed:
-            raise RekindleError(f"{changed[0]} has been changed since the end of step {stamp.step}")
-        return Receipt.encode(stamp, plan.static, checksums, self._local.values)
+        """Fill ``buffer`` by ``plan`` and return the receipt. Raises RekindleError when the state changes.
+
+        That is a StateMoved when a device has begun the next update meanwhile.
+        """
+        kept = self._find(stamp)
+        with resume_after(kept.events):
+            _, checksums = (self._rescuer or self.writer).write(plan, buffer, None, stamp.step)
+        self.clock.check(stamp.step)
+        kept.check()
+        return Receipt.encode(stamp, plan.static, checksums, kept.values)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -11,86 +12,237 @@ from functools import partial
 import torch
 
 from rekindle.devices.events import Event, record
-from rekindle.devices.table import backend_of, device_of
+from rekindle.devices.streams import copy_now
+from rekindle.devices.table import backend_of, device_of, on_host
 from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
 from rekindle.memory.local_state import LocalStateWriter, padded
 from rekindle.save.plan import Batch, CopyPlan, Unit
+from rekindle.save.progress import KEPT, DeviceClock
 
-__all__ = ["LocalStateCapture"]
+__all__ = ["KeptStep", "LocalStateCapture"]
 
 _LARGE = 1 << 20
 """Bytes of the largest tensor that is taken at each step: a frozen model would cost more than training it. Larger ones
 can be secured as long as they are not written to between the step's end and the fault."""
-_STUCK = 10.0
-"""Seconds that a device gets to come to the end of its step."""
+_LOOK = 1.0
+"""Seconds after which a thread that waits for a device looks for a fault."""
 
 
-class LocalStateCapture:
-    """Holds the newest step's values, generators and buffers.
+class KeptStep:
+    """Local state of one step. ``take`` fills it, again and again.
 
-    ``take`` is for the thread that trains, ``plan`` for any other one while no step is being taken.
+    Small tensors are copied if the next step may change them before its update. Where the state is on devices, so are
+    those that the host updates, such as an optimizer's counters: the host may be a step ahead of what the devices hold.
     """
 
-    def __init__(self, file: LocalStateWriter | None, behind: Callable[[Callable[[], object]], Future[object]]) -> None:
-        self._file, self._behind = file, behind
-        self._writing: Future[object] | None = None
+    def __init__(self, plan: CopyPlan) -> None:
+        self._plan, self.values = plan, b""
         self.stamp: ShardId | None = None
-        self.values = b""
+        """The step; None while it is being taken."""
         self.events: dict[torch.device, Event] = {}
-        """Events that tell when a device has come to the end of the step."""
-        self._plan: CopyPlan | None = None
-        self._told = False
-        """True if the file has the plan."""
-
-    def take(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> None:
-        """Copy what is the state of ``stamp`` now. Raises OSError when memory is full, which hurts no earlier save."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()  # it reads what is about to be overwritten
-        if plan is not self._plan:
-            self._lay_out(plan)
-        self.events = {device: record(device) for device in self._devices}
-        with torch.no_grad():
-            for view, unit in self._copied:
-                view.copy_(unit.source, non_blocking=True)
-        self._versions = [unit.counter._version for unit in self._left]
-        self._late = [tensor._version for tensor in plan.whole.watched.values()]
-        self.stamp, self.values = stamp, values
-        if self._file is None:
-            return
-        if self._devices:  # they are behind: only another thread may wait for them
-            self._writing = self._behind(partial(self._write, self._file, stamp, plan.whole))
-        else:
-            self._write(self._file, stamp, plan.whole)
-
-    def _lay_out(self, plan: CopyPlan) -> None:
-        self._plan, self._told = plan, False
+        """Events that tell when a device has come to the step's end, and to that of the copies."""
+        self._changed: list[str] | None = None
+        """Tensors that were changed before the update that came next; None until one has come."""
+        self.writing: Future[object] | None = None
+        """The writing to a file, which reads what ``take`` overwrites."""
         plan = plan.whole
-        units = [unit for batch in plan.early for unit in batch.units]
-        small = [unit for unit in units if unit.source.nbytes <= _LARGE]  # each a whole tensor
-        self._left = [unit for unit in units if unit.source.nbytes > _LARGE]
-        self._devices = {b.device for b in plan.early + plan.late if backend_of(b.device) is not None}
-        size = sum(padded(unit.nbytes) for unit in small)
-        self._body = torch.empty(size, dtype=torch.uint8, pin_memory=bool(self._devices))
-        self._copied: list[tuple[torch.Tensor, Unit]] = []
-        self._taken: list[Unit] = []
+        self.devices = {b.device for b in plan.early + plan.late if backend_of(b.device) is not None}
+        early = list(_units(plan.early))
+        by_host = [unit for unit in _units(plan.late) if on_host(unit.source)] if self.devices else []
+        self.taken = [unit for unit in early if _small(unit)]  # each a whole tensor
+        self._left = [unit for unit in early if not _small(unit)]
+        self._offloaded = [unit for unit in by_host if not _small(unit)]
+        self._lay_out(self.taken, [unit for unit in by_host if _small(unit)])
+
+    def _lay_out(self, told: list[Unit], untold: list[Unit]) -> None:
+        """Give each small tensor its place: first those that the file tells of."""
+        size = sum(padded(unit.nbytes) for unit in told + untold)
+        backend = backend_of(next(iter(self.devices))) if self.devices else None
+        self._body = backend.pinned(size) if backend is not None else torch.empty(size, dtype=torch.uint8)
+        self._told_bytes = sum(padded(unit.nbytes) for unit in told)
+        self._copies: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        """Places and tensors by device."""
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        """Copies of small tensors, by address and length of the tensor."""
+        """Places by address and length of the tensor."""
         at = 0
-        for unit in small:
+        for unit in told + untold:
             piece = self._body[at : at + unit.nbytes]
-            self._copied.append((piece.view(unit.source.dtype).view(unit.source.shape), unit))
-            self._taken.append(Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block, piece))
+            places, sources = self._copies.setdefault(device_of(unit.source), ([], []))
+            places.append(piece.view(unit.source.dtype).view(unit.source.shape))
+            sources.append(unit.source)
             self._pieces[unit.source.data_ptr(), unit.nbytes] = piece
             at += padded(unit.nbytes)
 
-    def changed(self) -> list[str]:
+    def fits(self, plan: CopyPlan) -> bool:
+        """Returns True if it can be taken by ``plan``."""
+        return plan is self._plan
+
+    def take(self, stamp: ShardId, values: bytes) -> None:
+        """Copy what is the state of ``stamp`` now."""
+        self.stamp = None
+        copied = {device: copy_now(device, *sides) for device, sides in self._copies.items()}
+        self.events = {device: copied.get(device) or record(device) for device in self.devices}
+        self._versions = [unit.counter._version for unit in self._left]
+        self._late = [tensor._version for tensor in self._plan.whole.watched.values()]
+        self._changed = None
+        self.values, self.stamp = values, stamp
+
+    def end(self) -> None:
+        """Note that the host is about to update the state. What it changes from now on, devices change later."""
+        if self._changed is None:
+            self._changed = self._changed_late()
+
+    def check(self) -> None:
+        """Raises RekindleError if something that was not copied has been changed since the step's end."""
+        changed = self._changed_late() if self._changed is None else self._changed
+        if changed:
+            raise RekindleError(f"{changed[0]} has been changed since the end of step {self._step}")
+        left = [u for u, before in zip(self._left, self._versions, strict=True) if u.counter._version != before]
+        if self._changed is not None:
+            left += self._offloaded
+        if left:
+            at = self._plan.whole.layout.tensor_of(left[0].block)
+            raise RekindleError(
+                f"{at} has been changed since the end of step {self._step}, and is too large to be kept at each step"
+            )
+
+    @property
+    def _step(self) -> int:
+        return self.stamp.step if self.stamp is not None else -1
+
+    def _changed_late(self) -> list[str]:
         """Returns tensors that should last until the next update, but have been written to since ``take``."""
-        if self._plan is None:
-            return []
         pairs = zip(self._plan.whole.watched.items(), self._late, strict=True)
         return [name for (name, tensor), before in pairs if tensor._version != before]
+
+    def wait(self, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the devices have come to the step's end, however long they are busy. Returns False if given up.
+
+        Raises RuntimeError when a device has failed.
+        """
+        for event in self.events.values():
+            while not event.wait(_LOOK):
+                if given_up():
+                    return False
+        return True
+
+    @property
+    def told(self) -> memoryview:
+        """Bytes for the file."""
+        return memoryview((ctypes.c_char * self._told_bytes).from_address(self._body.data_ptr()))
+
+    def plan(self, *, whole: bool) -> CopyPlan:
+        """Returns a plan of where the step's bytes are now: copied ones in the copy, others where they live.
+
+        With ``whole`` of all that this rank holds, else of its part.
+        """
+        plan = self._plan.whole if whole else self._plan
+        return replace(plan, early=self._redirect(plan.early), late=self._redirect(plan.late))
+
+    def _redirect(self, batches: list[Batch]) -> list[Batch]:
+        found: dict[torch.device, Batch] = {}
+        for unit in _units(batches):
+            piece = self._pieces.get((unit.source.data_ptr(), unit.nbytes))
+            if piece is not None:
+                unit = Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block, piece)
+            device = device_of(unit.source)
+            found.setdefault(device, Batch(device, [])).units.append(unit)
+        return list(found.values())
+
+
+def _units(batches: Iterable[Batch]) -> Iterator[Unit]:
+    return (unit for batch in batches for unit in batch.units)
+
+
+def _small(unit: Unit) -> bool:
+    return unit.source.nbytes <= _LARGE
+
+
+class LocalStateCapture:
+    """Keeps the values, generators and small tensors of the newest steps, and writes them to files.
+
+    ``take`` and ``store`` are for the thread that trains, ``find`` for any.
+    """
+
+    def __init__(
+        self,
+        file: LocalStateWriter | None,
+        behind: Callable[[Callable[[], object]], Future[object]],
+        clock: DeviceClock,
+    ) -> None:
+        self._file, self._behind, self._clock = file, behind, clock
+        self._kept: deque[KeptStep] = deque()
+        self._plan: CopyPlan | None = None
+        self._told: CopyPlan | None = None
+        """Plan that the file has."""
+
+    def take(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> KeptStep:
+        """Keep what is the state of ``stamp`` now. Waits until the devices are past what has to go for it."""
+        kept = self._make_room(plan)
+        kept.take(stamp, values)
+        self._kept.append(kept)
+        self._plan = plan
+        return kept
+
+    def _make_room(self, plan: CopyPlan) -> KeptStep:
+        oldest = self._kept[0] if self._kept else None
+        if oldest is None or (oldest.devices and len(self._kept) < KEPT):
+            return KeptStep(plan)
+        if len(self._kept) > 1:
+            self._kept[1].wait()
+        if oldest.writing is not None:
+            oldest.writing.exception()
+        self._kept.popleft()
+        return oldest if oldest.fits(plan) else KeptStep(plan)
+
+    def store(self, kept: KeptStep, plan: CopyPlan) -> None:
+        """Write the newest step to its file. Raises OSError when memory is full, which hurts no earlier save.
+
+        Where devices are behind, another thread waits for them and writes; a later call raises its error.
+        """
+        if self._file is None:
+            return
+        if not kept.devices:
+            self._write(self._file, kept, plan.whole)
+            return
+        over = [one for one in self._kept if one.writing is not None and one.writing.done()]
+        errors = [one.writing.exception() for one in over if one.writing is not None]
+        for one in over:
+            one.writing = None
+        kept.writing = self._behind(partial(self._write, self._file, kept, plan.whole))
+        for error in filter(None, errors):
+            raise error
+
+    def _write(self, file: LocalStateWriter, kept: KeptStep, plan: CopyPlan) -> None:
+        stamp = kept.stamp
+        assert stamp is not None
+        if not (kept.wait(lambda: self._clock.frozen) and self._clock.counts(stamp.step)):
+            return  # this rank saves the step itself, or nobody does
+        told, self._told = self._told, None  # should this fail, the files may be gone, plan and all
+        if told is not plan:
+            file.set_plan(stamp, plan.static, [unit.block for unit in kept.taken], plan.replicas)
+        file.write(stamp, kept.values, kept.told)
+        self._told = plan
+
+    def find(self, step: int) -> KeptStep:
+        """Returns what is kept of ``step``. Raises RekindleError when that is nothing."""
+        steps = {kept.stamp.step: kept for kept in list(self._kept) if kept.stamp is not None}
+        if step not in steps:
+            older = bool(steps) and step < min(steps)
+            why = "its local state is not kept any more" if older else "it was not told to ckpt.step()"
+            raise RekindleError(f"step {step} has been completed, but {why}")
+        return steps[step]
+
+    def end_newest(self) -> None:
+        """Note that the host is about to update the state."""
+        if self._kept:
+            self._kept[-1].end()
+
+    @property
+    def stamp(self) -> ShardId | None:
+        """The newest step kept; None if there is none."""
+        return self._kept[-1].stamp if self._kept else None
 
     @property
     def alone(self) -> list[str]:
@@ -104,37 +256,3 @@ class LocalStateCapture:
     def shared(self) -> bool:
         """True if other ranks of the node copy a part of what this one holds."""
         return self._plan is not None and self._plan.whole is not self._plan
-
-    def _write(self, file: LocalStateWriter, stamp: ShardId, plan: CopyPlan) -> None:
-        told, self._told = self._told, False  # should this fail, the files may be gone, plan and all
-        if not told:
-            file.set_plan(stamp, plan.static, [unit.block for unit in self._taken], plan.replicas)
-        self._wait()
-        file.write(
-            stamp, self.values, memoryview((ctypes.c_char * len(self._body)).from_address(self._body.data_ptr()))
-        )
-        self._told = True
-
-    def _wait(self) -> None:
-        if not all(event.wait(_STUCK) for event in self.events.values()):
-            raise RekindleError(f"a device has not ended its step within {_STUCK:.0f} s")
-
-    def plan(self, *, whole: bool) -> CopyPlan:
-        """Returns a plan of where the bytes of ``stamp`` are now: small ones as taken, others where they live.
-
-        With ``whole`` of all that this rank holds, else of its part. Raises RekindleError when some have been changed.
-        """
-        assert self._plan is not None
-        self._wait()
-        changed = [u for u, before in zip(self._left, self._versions, strict=True) if u.counter._version != before]
-        if changed:
-            at = self._plan.whole.layout.tensor_of(changed[0].block)
-            raise RekindleError(f"{at} has been changed since the step's end, and is too large to be kept at each step")
-        plan = self._plan.whole if whole else self._plan
-        early: dict[torch.device, Batch] = {}
-        for unit in (unit for batch in plan.early for unit in batch.units):
-            piece = self._pieces.get((unit.source.data_ptr(), unit.nbytes))
-            if piece is not None:
-                unit = Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block, piece)
-            early.setdefault(device_of(unit.source), Batch(device_of(unit.source), [])).units.append(unit)
-        return replace(plan, early=list(early.values()))

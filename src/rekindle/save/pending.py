@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rekindle.errors import RekindleError, UsageError
@@ -52,6 +52,8 @@ class PendingSnapshot:
     copying: Copying
     expected: dict[int, str]
     """Checksums, by number, of what is copied late, taken at the start if the copy is to be verified."""
+    counts: Callable[[int], bool] = lambda step: True
+    """Returns True if what devices have made of a step may be committed, though a fault may have been noticed."""
     checksums: list[str] = field(default_factory=list)
     committed: bool = False
     error: BaseException | None = None
@@ -65,6 +67,7 @@ class PendingSnapshot:
         self._checked = threading.Event()
         self._ended = False
         """True once it is committed, or never will be."""
+        self._over = threading.Event()
         self._checking, self._committing = threading.Lock(), threading.Lock()
 
     def _count_writes(self) -> list[int]:
@@ -108,6 +111,8 @@ class PendingSnapshot:
                 self._compare(self.checksums)
                 if self.error is not None:
                     raise self.error
+                if not self.counts(self.stamp.step):
+                    raise RekindleError("devices came to its end after a fault, which may have made it worthless")
                 self.slots.commit(self.slot, self.stamp, self.receipt())
                 self.committed = True
             except Exception as error:
@@ -117,6 +122,12 @@ class PendingSnapshot:
                 raise
             finally:
                 self._ended = True
+                self._over.set()
+
+    def wait(self, timeout: float) -> bool:
+        """Returns True once it is committed, False when it can't be, or isn't within ``timeout`` seconds."""
+        self._over.wait(timeout)
+        return self.committed
 
     def _wait_for_writes(self) -> None:
         """Return when a write that began during the copy is over: torch counts it then, and not before.

@@ -390,7 +390,9 @@ class Saver:
             began = time.perf_counter()
             pending.wait_before_update()
             self._metrics.waited(time.perf_counter() - began)
-        self._gate.updating(self._newest_in_memory())
+        making = self._gate.updating(self._newest_in_memory())
+        if making is not None:
+            self.live.begin_update(making)
 
     @contextmanager
     def stepping(self, n: int) -> Iterator[None]:
@@ -450,7 +452,7 @@ class Saver:
                 "step %d was the last, and step %d is the newest that is saved: ckpt.save(%d) before close() keeps it",
                 *(self.reached, saved, self.reached),
             )
-        self.live.writer.close()
+        self.live.close()
         if self.memory is not None:
             self.memory.close()
         self.direct.close()

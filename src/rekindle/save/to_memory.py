@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -25,6 +26,9 @@ __all__ = ["MemorySaver", "Pause"]
 Pause = Callable[[str], AbstractContextManager[None]]
 """Lets the watchdog wait for what is named while the block runs."""
 
+_CHOICE = 2.0
+"""Seconds that the thread that trains gets to choose a slot, after a fault."""
+
 
 class MemorySaver:
     """Copies the state into a slot and commits it. The agent carries it on. For the thread that trains."""
@@ -39,6 +43,8 @@ class MemorySaver:
         """True if ``save`` saw the newest one to its end, well or not."""
         self._broken_off = False
         """True if a save has left the slots in an unknown state."""
+        self._choosing = threading.Lock()
+        """Held while a slot is chosen: after a fault the thread that trains may be inside of ``save``."""
 
     def save(self, stamp: ShardId, owner: object, pause: Pause | None = None) -> int:
         """Begin a save; returns its bytes. Raises MemoryStoreError when memory has no room, or is gone.
@@ -49,13 +55,17 @@ class MemorySaver:
         """
         plan, values = self._live.take(stamp)
         try:
-            self._repair_slots()
-            slot = self._acquire(stamp, plan.layout.file_bytes, pause)
+            with self._choosing:
+                self._repair_slots()
+                slot = self._acquire(stamp, plan.layout.file_bytes, pause)
             assert slot.map is not None
             expected = checksum_late_blocks(plan) if self._overlap == "verify" else {}
             copying = self._live.writer.start(plan, slot.map, slot.cache, stamp.step)
             slot.cache = copying.target
-            self.pending = pending = PendingSnapshot(stamp, plan, values, slot, self.slots, copying, expected)
+            self.pending = pending = PendingSnapshot(
+                *(stamp, plan, values, slot, self.slots, copying, expected),
+                counts=self._live.clock.counts,
+            )
             self.in_step = not (plan.late and self._overlaps(plan))
             if self.in_step:
                 pending.commit()
@@ -97,21 +107,21 @@ class MemorySaver:
     def gasp(self, stamp: ShardId, *, whole: bool) -> None:
         """Secure the state, which is that of ``stamp``, in memory. For any thread, while nothing changes the state.
 
-        With ``whole`` all that this rank holds, if another rank hasn't secured its part. Raises MemoryStoreError when
-        memory has no room, another RekindleError when the state can't be had.
+        With ``whole`` all that this rank holds, if another rank hasn't secured its part. The newest save may be of a
+        later step, to which devices have not come: it is left alone. Raises MemoryStoreError when memory has no room,
+        another RekindleError when the state can't be had.
         """
         pending = self.pending
         if pending is not None and pending.stamp.step == stamp.step:
             pending.check_unchanged()
             pending.commit()
-            if pending.committed and (not whole or self.is_complete(stamp) or pending.plan is pending.plan.whole):
-                self.persist(stamp)
-                return
-            if isinstance(pending.error, Changed):
+            if not pending.committed and isinstance(pending.error, Changed):
                 raise pending.error
+        if self._has(stamp) and (not whole or not self._live.shared or self.is_complete(stamp)):
+            self.persist(stamp)
+            return
         plan = self._live.plan(stamp, whole=whole)
-        self._repair_slots()
-        slot = self.slots.acquire(stamp.step, stamp.incarnation, plan.layout.file_bytes, gasp=True)
+        slot = self._acquire_beside(pending, stamp, plan.layout.file_bytes)
         assert slot.map is not None
         try:
             receipt = self._live.write(stamp, plan, slot.map)
@@ -119,6 +129,26 @@ class MemorySaver:
             slot.unlock()
             raise
         self.slots.commit(slot, stamp, receipt)
+
+    def _acquire_beside(self, pending: PendingSnapshot | None, stamp: ShardId, nbytes: int) -> Slot:
+        """Returns a slot other than that of ``pending``, into which devices may still copy once they go on."""
+        if not self._choosing.acquire(timeout=_CHOICE):
+            raise MemoryStoreError("the thread that trains is stuck while it chooses a place for a snapshot")
+        try:
+            self._repair_slots()
+            busy = pending.slot if pending is not None and not pending.committed else None
+            return self.slots.acquire(stamp.step, stamp.incarnation, nbytes, gasp=True, busy=busy)
+        finally:
+            self._choosing.release()
+
+    def _has(self, stamp: ShardId) -> bool:
+        """True if this rank has committed a part of the step, or all of it."""
+        return any(slot.stamp is not None and slot.stamp.checkpoint == stamp.checkpoint for slot in self.slots.slots)
+
+    def wait_for_newest(self, timeout: float) -> int | None:
+        """Wait for the newest save, for at most ``timeout`` seconds. Returns its step; None if it is not committed."""
+        pending = self.pending
+        return pending.stamp.step if pending is not None and pending.wait(timeout) else None
 
     def is_complete(self, stamp: ShardId) -> bool:
         """True if all ranks of this node have committed their parts of the step."""

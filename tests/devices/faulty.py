@@ -1,0 +1,94 @@
+"""A guarded job on the fake device, whose device can be held up at any point of its queue."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+import rekindle
+from rekindle.faults.guard import Guard
+from rekindle.format.receipt import Receipt, read_file
+from rekindle.memory.fault import Fault
+from rekindle.memory.job_dir import JobDir, memory_base
+from tests.devices.fake import FakeBackend
+from tests.devices.training import Training
+
+
+class Job:
+    """One rank. ``step`` queues a step; ``fault`` has another thread secure the state, as an agent's word would."""
+
+    def __init__(self, device: FakeBackend, root: Path, memory: Path, **options: Any) -> None:
+        self.device, self.dir = device, JobDir.of(root, memory_base(memory))
+        self.training = Training(device)
+        self.values = rekindle.Values(count=0)
+        state = {**self.training.state, "values": self.values}
+        options = {"snapshot_every": 10**9, "persist_every": 10**9, "strict": True, **options}
+        self.ckpt = rekindle.Checkpointer(root, state, **options)
+        self.ckpt.restore()
+        self.done = 0
+
+    @contextmanager
+    def guarded(self, **options: Any) -> Iterator[Guard]:
+        """Leaves without a word, as a rank does that another thread ends."""
+        guard = self.ckpt.guard(watchdog=False, notices=(), **options)
+        guard.__enter__()
+        try:
+            yield guard
+        finally:
+            self.device.close()  # whatever is stuck ends
+            guard._undo.close()
+
+    def step(self, hold: threading.Event | None = None) -> threading.Event | None:
+        """Queue the next step. With ``hold`` the device waits for it before the update."""
+        self.forward()
+        if hold is not None:
+            stream = self.device.current_stream(None)  # type: ignore[arg-type]
+            stream.queue(lambda: self.device.wait_on_device(hold))
+        self.training.optimizer.step()
+        self.end()
+        return hold
+
+    def forward(self) -> None:
+        seen = self.training.model.seen
+        self.device.launch(lambda: seen.data.add_(1.0), seen)
+
+    def end(self) -> None:
+        self.done += 1
+        self.values.count = self.done
+        self.ckpt.step(self.done)
+
+    def fault(
+        self, guard: Guard, cause: str = "signal", what: str = "rank 1 was killed by SIGKILL"
+    ) -> threading.Thread:
+        fault = Fault(cause, 0, guard._generation, self.done, what)
+        thread = threading.Thread(target=guard._act, args=(fault,), name="gasp", daemon=True)
+        thread.start()
+        return thread
+
+    def in_memory(self) -> list[int]:
+        """Steps of which memory has this rank's state."""
+        return sorted(stamp.step for stamp, _ in self.dir.snapshots.shard_ids())
+
+    def check(self, step: int) -> None:
+        """Memory has ``step``: tensors of the device, counters of the host, values; all of that step and no other."""
+        found = {stamp.step: path for stamp, path in self.dir.snapshots.shard_ids()}
+        assert step in found, sorted(found)
+        check_shard(found[step], self.training, step)
+
+
+def check_shard(receipt: Path, training: Training, step: int) -> None:
+    expected = {**training.expected(step), "step": float(step)}
+    seen = set()
+    for name, tensor in load_file(receipt.with_suffix(".safetensors")).items():
+        kind = name if name in expected else name.rpartition(".")[2]
+        if kind in expected:
+            seen.add(kind)
+            assert torch.equal(tensor, torch.full_like(tensor, expected[kind])), (name, step, tensor.unique())
+    assert seen == set(expected)
+    assert step in Receipt.decode(read_file(receipt), receipt).values
