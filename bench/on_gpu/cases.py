@@ -19,9 +19,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["Case", "Speaker", "find_work", "pack", "run_case", "unpack"]
+__all__ = ["Case", "Speaker", "end_after", "find_work", "pack", "run_case", "unpack"]
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "gpu.py"
 _GONE = 20.0
@@ -184,13 +184,23 @@ def find_work(work: str) -> Callable[..., object]:
 def run_case(work: str, options: dict[str, Any], fd: int) -> None:
     """Be the process of a case."""
     os.set_inheritable(fd, False)  # else an agent that outlives this process would hold the pipe open
-    speaker, code = Speaker(fd), 0
-    try:
+    speaker = Speaker(fd)
+
+    def whole() -> None:
         find_work(work)(speaker, **options)
         speaker.done()
+
+    end_after(whole)
+
+
+def end_after(work: Callable[[], object]) -> NoReturn:
+    """End this process with ``work``: at once, as a stuck or failed device would hold up, or abort, a usual end."""
+    code = 0
+    try:
+        work()
     except BaseException as error:
         traceback.print_exc()
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a stuck or failed device would hold up the interpreter's own end, or abort it
+    os._exit(code)

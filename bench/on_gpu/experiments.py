@@ -139,7 +139,7 @@ EXPERIMENTS = [
         "the promise",
         "on_gpu.snapshots:every_step",
         80,
-        {"size": 4 << 30, "rows": 131072, "rounds": 3, "steps": 10, "storage": True},
+        {"size": 4 << 30, "rows": 131072, "rounds": 3, "steps": 8, "storage": True},
     ),
     Experiment(
         "every-step-32",
@@ -149,7 +149,7 @@ EXPERIMENTS = [
         "the promise",
         "on_gpu.snapshots:every_step",
         110,
-        {"size": 32 << 30, "rows": 49152, "rounds": 2, "steps": 6, "storage": False},
+        {"size": 32 << 30, "rows": 49152, "rounds": 2, "steps": 4, "storage": False},
     ),
     Experiment(
         "launch-bound",

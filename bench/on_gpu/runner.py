@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from on_gpu.cases import find_work
+from on_gpu.cases import end_after, find_work
 from on_gpu.experiments import Experiment
 from on_gpu.places import Places, clear
 from on_gpu.results import Outcome, Report, read_report
@@ -100,4 +100,4 @@ def _end(process: subprocess.Popen[bytes]) -> str:
 def work_here(work: str, task: Mapping[str, Any]) -> None:
     """Be the process of an experiment."""
     report = Report(Path(task["report"]), task["seconds"])
-    find_work(work)(report, Places(**task["places"]), **task["options"])
+    end_after(lambda: find_work(work)(report, Places(**task["places"]), **task["options"]))

@@ -33,17 +33,22 @@ def _window(update: Callable[[], object], steps: int, save: Callable[[int], None
     return seconds(work) / steps
 
 
-def _until_saved(ckpt: Any, update: Callable[[], object], saves: int, step: int = 0) -> int:
-    """Train until so many snapshots are in memory: the memory for them is there then. Returns the last step."""
-    deadline = time.monotonic() + _READY
+def _until_saved(ckpt: Any, update: Callable[[], object], saves: int) -> tuple[int, float]:
+    """Train until so many snapshots are in memory: the memory for them is there then.
+
+    Returns the last step, and the seconds of the longest ``step()``.
+    """
+    deadline, step, longest = time.monotonic() + _READY, 0, 0.0
     while ckpt.metrics.saves < saves:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{ckpt.metrics.saves} snapshots within {_READY:.0f} s, of {saves}")
         step += 1
         update()
+        began = time.perf_counter()
         ckpt.step(step)
+        longest = max(longest, time.perf_counter() - began)
     ckpt.latest()  # ends the newest one
-    return step
+    return step, longest
 
 
 # -- a snapshot at every step -----------------------------------------------------------------------------------
@@ -94,14 +99,8 @@ def train(speaker: Speaker, memory: str, disk: str, size: int, rows: int, rounds
     ckpt = rekindle.Checkpointer(Path(disk) / "run", training.state, memory=memory, persist_every=10**9, strict=True)
     ckpt.restore()
     _window(training.update, 3, None, 0)
-    longest: list[float] = []
-
-    def update() -> None:
-        training.update()
-        longest.append(ckpt.metrics.last_stall)
-
-    step = _until_saved(ckpt, update, 5)
-    speaker.say(until=step, first=max(longest))
+    step, longest = _until_saved(ckpt, training.update, 3)
+    speaker.say(until=step, first=longest)
     counted = len(ckpt.metrics.stalls)
     plain, saved = [], []
     for _ in range(rounds):
@@ -199,7 +198,7 @@ def launch_bound(report: Report, places: Places) -> None:
     for _ in range(3):
         update()
     with ckpt.guard(watchdog=False):
-        step = _until_saved(ckpt, update, 5)
+        step, _ = _until_saved(ckpt, update, 5)
     steps, plain, saved = 20, [], []
     for _ in range(5):
         if report.left < 8:

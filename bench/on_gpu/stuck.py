@@ -124,11 +124,12 @@ def stuck_process(speaker: Speaker, main: str, tries: list[str], directory: str)
     get_stuck = _ways_to_be_stuck(x)[main]
     for name in ("query", "pinned copy", "cuMemcpyDtoHAsync"):  # loads what they need
         hands.calls[name]()
+    made = [_Try(hands, name) for name in tries]
     torch.cuda.synchronize()
     speaker.ready()
     hands.event.record()
     torch.cuda._sleep(_CYCLES)
-    thread = threading.Thread(target=_try_all, args=(speaker, hands, tries), daemon=True)
+    thread = threading.Thread(target=_try_all, args=(speaker, made), daemon=True)
     thread.start()
     get_stuck()
     thread.join()
@@ -145,7 +146,7 @@ class _Tools:
         self._torch = torch
         self.driver = Driver()
         self.streams = [torch.cuda.Stream() for _ in range(2)]
-        self.event = torch.cuda.Event()
+        self.event, self.copied = torch.cuda.Event(), torch.cuda.Event()
         self.event.record()
         self.source = torch.ones(_SIZE, dtype=torch.uint8, device="cuda")
         self.locked, self.other, self.plain = (SharedMemory(directory, _SIZE) for _ in range(3))
@@ -165,11 +166,10 @@ class _Tools:
 
     def _copy(self) -> None:
         torch = self._torch
-        done = torch.cuda.Event()
         with torch.cuda.stream(self.streams[0]):
             self.locked.bytes.copy_(self.source, non_blocking=True)
-            done.record()
-        while not done.query():
+            self.copied.record()
+        while not self.copied.query():
             time.sleep(1e-3)
 
     def _driver_copy(self) -> None:
@@ -217,26 +217,41 @@ def _ways_to_be_stuck(x: Any) -> dict[str, Callable[[], object]]:
     }
 
 
-def _try_all(speaker: Speaker, hands: _Tools, tries: list[str]) -> None:
+class _Try:
+    """One call, in a thread of its own that has entered the device before that got stuck."""
+
+    def __init__(self, hands: _Tools, name: str) -> None:
+        self.name = name
+        self._hands, self._answer = hands, ""
+        self._entered, self._begin = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._entered.wait()
+
+    def answer(self) -> str:
+        """Make the call now. Returns the time that it took, or what became of it."""
+        self._begin.set()
+        self._thread.join(_PATIENCE)
+        return self._answer or _BLOCKED
+
+    def _run(self) -> None:
+        import torch
+
+        torch.cuda.set_device(0)
+        self._hands.driver.adopt()
+        self._entered.set()
+        self._begin.wait()
+        began = time.perf_counter()
+        try:
+            self._hands.calls[self.name]()
+        except Exception as error:
+            self._answer = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return
+        self._answer = f"{(time.perf_counter() - began) * 1e3:.1f} ms"
+
+
+def _try_all(speaker: Speaker, tries: list[_Try]) -> None:
     time.sleep(_SETTLE)
-    for name in tries:
-        answer: list[str] = []
-        thread = threading.Thread(target=_try, args=(hands, name, answer), daemon=True)
-        thread.start()
-        thread.join(_PATIENCE)
-        speaker.say(**{name: answer[0] if answer else _BLOCKED})
+    for one in tries:
+        speaker.say(**{one.name: one.answer()})
     speaker.done()
-
-
-def _try(hands: _Tools, name: str, answer: list[str]) -> None:
-    import torch
-
-    torch.cuda.set_device(0)
-    hands.driver.adopt()
-    began = time.perf_counter()
-    try:
-        hands.calls[name]()
-    except Exception as error:
-        answer.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-        return
-    answer.append(f"{(time.perf_counter() - began) * 1e3:.1f} ms")
