@@ -99,6 +99,10 @@ class FakeBackend(Backend):
         """Calls that corrupt memory, or open a second device, on a real one."""
         self._owned: list[tuple[int, int, torch.UntypedStorage]] = []
         self._copies: dict[tuple[int, int], int] = {}
+        self._kept: list[tuple[int, threading.Event]] = []
+        """Addresses of memory that is not given to others before a stream has come to a point."""
+        self._context = threading.RLock()
+        """Held by who queues a kernel, and as long as a copy into memory that is not page-locked takes."""
         self._streams: list[FakeStream] = []
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -133,7 +137,26 @@ class FakeBackend(Backend):
             raise RuntimeError(f"kernel launch failed: {error}, from an earlier call")
         for tensor in written:
             torch.autograd.graph.increment_version(tensor)
-        self.current_stream(DEVICE).queue(lambda: void(kernel()))
+        with self._context:
+            self.current_stream(DEVICE).queue(lambda: void(kernel()))
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Gives a tensor's memory to somebody else, who queues a kernel that fills it."""
+        at, freed = tensor.data_ptr(), tensor.data
+        kept = [flag for address, flag in self._kept if address == at]
+
+        def reuse() -> None:
+            for flag in kept:
+                self.wait_on_device(flag)
+            freed.fill_(float("nan"))
+
+        self.current_stream(DEVICE).queue(reuse)
+
+    @property
+    def under_way(self) -> int:
+        """Number of copies that are queued, and have not ended."""
+        with self._lock:
+            return sum(self._copies.values())
 
     def stick(self) -> threading.Event:
         """Queues work that only ends once the event is set, as a collective whose peer has died."""
@@ -232,7 +255,8 @@ class FakeBackend(Backend):
                 self._copies[at, nbytes] = self._copies.get((at, nbytes), 0) + 1
             stream.queue(lambda one=one, other=other, key=(at, nbytes): self._copy(one, other, key))  # type: ignore[misc]
         if not locked:
-            stream.synchronize()
+            with self._context:
+                stream.synchronize()
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, key: tuple[int, int]) -> None:
         with torch.no_grad():
@@ -241,6 +265,10 @@ class FakeBackend(Backend):
             self._copies[key] -= 1
             if not self._copies[key]:
                 del self._copies[key]
+
+    def keep(self, source: torch.Tensor, stream: Stream) -> None:
+        assert isinstance(stream, FakeStream)
+        self._kept.append((source.data_ptr(), stream.record_event().flag))
 
     def _is_locked(self, at: int, nbytes: int) -> bool:
         return any(start <= at and at + nbytes <= start + length for start, length in list(self.registered.items()))

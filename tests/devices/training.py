@@ -38,12 +38,16 @@ def add(parameter: torch.Tensor, moment: torch.Tensor) -> None:
 class Training:
     """Parameters, a counter in a buffer and an optimizer, all on the device. At step n each value follows from n."""
 
-    def __init__(self, device: FakeBackend, size: int = 100_000) -> None:
+    def __init__(self, device: FakeBackend, size: int = 100_000, layers: int = 1) -> None:
         self.device = device
         self.model = torch.nn.Module()
         self.model.weight = torch.nn.Parameter(torch.zeros(size))
         self.model.register_buffer("seen", torch.zeros(64))
         device.own(self.model.weight, self.model.seen)
+        for number in range(1, layers):
+            layer = torch.nn.Parameter(torch.zeros(size))
+            self.model.register_parameter(f"weight{number}", layer)
+            device.own(layer)
         self.optimizer = DeviceOptimizer(self.model.parameters(), device)
 
     @property
@@ -58,4 +62,5 @@ class Training:
 
     def expected(self, step: int) -> dict[str, float]:
         """Values of all elements of each tensor after ``step`` updates."""
-        return {"model.weight": step * (step + 1) / 2, "model.seen": float(step), "moment": float(step)}
+        weights = {f"model.{name}": step * (step + 1) / 2 for name, _ in self.model.named_parameters()}
+        return {**weights, "model.seen": float(step), "moment": float(step)}

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_a_step_of_a_small_state_is_in_memory_when_it_returns(
     assert ckpt.metrics.committed_in_step is promised
     assert ((_IN_STEP in caplog.text), (_BEHIND in caplog.text)) == (promised, not promised)
     assert ckpt._saver.memory is not None
-    ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)  # no copy behind step() can begin before
+    ckpt._saver.memory._live.writer._behind.submit(partial(time.sleep, 0.3))  # no copy behind step() can begin before
     update(model, optimizer)
     ckpt.save(1)
     assert in_memory(job) == [1] * promised

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ def test_memory_that_is_taken_away_in_the_window_costs_the_snapshot_at_most(root
     ckpt.restore()
     wait_for_memory(ckpt)
     pending = None
-    ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)  # the copy can't begin before
+    ckpt._saver.memory._live.writer._behind.submit(partial(time.sleep, 0.3))  # the copy can't begin before
     ckpt.step(1)
     pending = ckpt._saver.memory.pending
     model[7].untyped_storage().resize_(0)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Pat
     ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
     ckpt.restore()
     wait_for_memory(ckpt)
-    ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)
+    ckpt._saver.memory._live.writer._behind.submit(partial(time.sleep, 0.3))
     ckpt.step(1)
     child = os.fork()
     if child == 0:
@@ -170,7 +171,7 @@ def test_a_checkpointer_that_is_forgotten_keeps_its_place_until_its_copy_is_whol
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     wait_for_memory(ckpt)
-    ckpt._saver.memory._live.writer._behind.submit(time.sleep, 0.3)
+    ckpt._saver.memory._live.writer._behind.submit(partial(time.sleep, 0.3))
     ckpt.step(1)
     del ckpt
     assert job.trainers() == {0: os.getpid()}

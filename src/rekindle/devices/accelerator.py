@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -44,12 +44,26 @@ class Accelerator(Backend):
         return torch.Stream(device)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        found: AbstractContextManager[object] = stream  # type: ignore[assignment]
-        return found
+        return self._on(stream)
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        # ``with stream`` is newer than torch 2.6. It keeps on the stream what to go back to, which threads share.
+        before, device = torch.accelerator.current_stream(stream.device), self.current_device()
+        torch.accelerator.set_stream(stream)  # makes its device the current one, too
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+            self.enter(device)
 
     def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             torch._foreach_copy_(list(to), list(source), non_blocking=True)
+
+    def keep(self, source: torch.Tensor, stream: Stream) -> None:
+        with suppress(NotImplementedError):  # MPS, whose allocator counts for itself what its queue still uses
+            source.record_stream(stream)  # type: ignore[arg-type]
 
     def synchronize(self, device: torch.device) -> None:
         torch.accelerator.synchronize(device)
@@ -59,7 +73,10 @@ class Accelerator(Backend):
         return bool(self.in_use() and capturing is not None and capturing())
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # none left, or none of this kind
+            return torch.empty(nbytes, dtype=torch.uint8)
 
     def rng_states(self) -> list[torch.Tensor]:
         read = getattr(self._module, "get_rng_state_all", None)

@@ -78,7 +78,15 @@ class Backend(ABC):
 
     @abstractmethod
     def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-        """Queues copies on the current stream, in either direction. The host side is best page-locked."""
+        """Queues copies on the current stream, in either direction.
+
+        Where the host side is not page-locked the caller waits for the copies and, with CUDA, so does every other
+        thread that queues work: see ``rekindle.devices.bounce``.
+        """
+
+    @abstractmethod
+    def keep(self, source: torch.Tensor, stream: Stream) -> None:
+        """Keeps freed memory of ``source`` from others until the device has done what ``stream`` is given now."""
 
     @abstractmethod
     def synchronize(self, device: torch.device) -> None:
@@ -92,7 +100,7 @@ class Backend(ABC):
 
     @abstractmethod
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Returns new page-locked host memory as a tensor of bytes."""
+        """Returns new host memory as a tensor of bytes: page-locked, if that can be had."""
 
     def register(self, address: int, nbytes: int) -> bool:
         """Page-locks host memory, so that copies run at the speed of the bus, beside the host.

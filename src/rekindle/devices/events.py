@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 
 import torch
 
@@ -94,7 +95,8 @@ class _Watch:
         return look.over.is_set()
 
     def _run(self) -> None:
-        self._backend.enter(self._device)
+        with suppress(RuntimeError):  # a device that has failed: each look says so
+            self._backend.enter(self._device)
         pause = _FIRST
         while True:
             with self._changed:

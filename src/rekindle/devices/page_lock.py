@@ -15,12 +15,21 @@ import torch
 from rekindle.devices.backend import Backend
 from rekindle.devices.table import backend_of, current_devices
 
-__all__ = ["PageLocker"]
+__all__ = ["PageLocker", "locked_ranges"]
 
 log = logging.getLogger("rekindle")
 
 _Memory = mmap.mmap | ctypes.Array[ctypes.c_char]
 """Mapped memory, or a view of it that doesn't keep it mapped: then its owner keeps the lock."""
+
+
+_locked: dict[int, int] = {}
+"""Ends of the page-locked ranges of memory by their starts."""
+
+
+def locked_ranges() -> list[tuple[int, int]]:
+    """Returns starts and ends of the memory that is page-locked now, in order. A copy must not reach beyond one."""
+    return sorted(_locked.copy().items())
 
 
 class PageLocker:
@@ -69,6 +78,8 @@ class _PageLock:
 
     def _register(self, nbytes: int) -> None:
         self.held = self._backend.register(self._address, nbytes)
+        if self.held:
+            _locked[self._address] = self._address + nbytes
 
     def _in_own_thread(self, work: Callable[[], None]) -> None:
         """Calls the device where nobody else does.
@@ -89,6 +100,8 @@ class _PageLock:
         thread.join()
 
     def __del__(self) -> None:
+        if self.held:
+            _locked.pop(self._address, None)
         if self.held and os.getpid() == self._pid:  # a forked child has no device to tell
             with suppress(RuntimeError):  # at the interpreter's end, when threads can't start, the driver unlocks all
                 self._in_own_thread(lambda: self._backend.unregister(self._address))

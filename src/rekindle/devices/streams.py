@@ -27,6 +27,12 @@ def _backend(device: torch.device) -> Backend:
     return backend
 
 
+def _enter(backend: Backend, device: torch.device) -> None:
+    """Makes ``device`` that of the calling thread, unless it is training's own, which has chosen one."""
+    if threading.current_thread() is not threading.main_thread():
+        backend.enter(device)
+
+
 def copy_now(device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event | None:
     """Copies on the calling thread's stream. Returns the event of the copy's end; None if it has ended."""
     backend = backend_of(device)
@@ -46,30 +52,30 @@ class SideStreams:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Stream] = {}
-        self._last: dict[torch.device, Event] = {}
-        """Newest event of each side stream, for which the next update has to wait."""
 
     def catch_up(self, devices: Collection[torch.device]) -> None:
         """Makes the side streams wait, on the device, for the work queued on the caller's streams so far."""
-        self._last.clear()
         for device in devices:
             if device not in self._streams:
                 self._streams[device] = _backend(device).new_stream(device)
             self._streams[device].wait_event(record(device).raw)
 
     def copy_aside(self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event:
-        """Copies on the side stream and returns the event of the copy's end. For any thread that entered the device."""
+        """Copies on the side stream and returns the event of the copy's end. For any thread that entered the device.
+
+        Memory of ``source`` that is freed meanwhile is not given to others before that.
+        """
         backend, stream = _backend(device), self._streams[device]
         with backend.on(stream):
             backend.copy(to, source)
-        self._last[device] = event = Event(device, stream.record_event())
-        return event
+        for tensor in source:
+            backend.keep(tensor, stream)
+        return Event(device, stream.record_event())
 
-    def make_training_wait(self) -> None:
-        """Makes the caller's streams wait, on the device, for all copies that ``copy_aside`` has queued."""
-        for device, event in self._last.items():
-            _backend(device).current_stream(device).wait_event(event.raw)
-        self._last.clear()
+    def make_training_wait(self, events: Iterable[Event]) -> None:
+        """Makes the caller's streams wait, on the device, for copies that ``copy_aside`` has queued."""
+        for event in events:
+            _backend(event.device).current_stream(event.device).wait_event(event.raw)
 
 
 @contextmanager
@@ -78,7 +84,7 @@ def resume_after(events: Mapping[torch.device, Event]) -> Iterator[None]:
     with ExitStack() as streams:
         for device, event in events.items():
             backend = _backend(device)
-            backend.enter(device)
+            _enter(backend, device)
             stream = backend.new_stream(device)
             stream.wait_event(event.raw)
             streams.enter_context(backend.on(stream))
@@ -102,7 +108,7 @@ class ThreadStreams:
             return
         streams = self._local.__dict__.setdefault("streams", {})
         if device not in streams:
-            backend.enter(device)
+            _enter(backend, device)
             streams[device] = backend.new_stream(device)
         with backend.on(streams[device]):
             backend.copy([to], [source])

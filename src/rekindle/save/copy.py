@@ -1,14 +1,22 @@
-"""Copies live tensors into a shard, checksummed on the way: inside of ``step()``, or beside training."""
+"""Copies live tensors into a shard, checksummed on the way: inside of ``step()``, or beside training.
+
+Devices copy straight into page-locked memory, and training's next update waits for that on the device. Into other
+memory they copy by way of ``rekindle.devices.bounce``, and the update waits on the host.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import sys
 import threading
+import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,12 +24,16 @@ import torch
 import xxhash
 
 from rekindle.common.failpoints import reach
+from rekindle.common.workers import Workers, ending
+from rekindle.devices.bounce import copy_by_bounce
 from rekindle.devices.events import Event
+from rekindle.devices.page_lock import locked_ranges
 from rekindle.devices.streams import SideStreams, copy_now
-from rekindle.devices.table import current_devices, enter
+from rekindle.devices.table import backend_of, enter
 from rekindle.errors import RekindleError
 from rekindle.format.layout import BLOCK
 from rekindle.format.receipt import checksum
+from rekindle.save.device_copies import DeviceCopies, require_in_place
 from rekindle.save.plan import Batch, CopyPlan, Unit
 
 __all__ = ["Copying", "ShardWriter", "checksum_late_blocks"]
@@ -34,6 +46,8 @@ two; with pieces of 16 MiB it took 55 % longer.
 """
 _STUCK = 600.0
 """Seconds after which a copy that doesn't end counts as failed."""
+_LOOK = 1.0
+"""Seconds after which a thread that waits for a device looks whether the process is ending."""
 
 
 @dataclass
@@ -43,8 +57,10 @@ class _Target:
     plan: CopyPlan
     address: int
     data: memoryview
-    views: dict[int, torch.Tensor]
-    """Views of the units that torch copies, by first byte."""
+    sides: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """Places and sources of the units that torch copies, by first byte."""
+    direct: set[int]
+    """Batches that a device copies straight into the buffer, by first byte."""
     anchor: object
     """Keeps the address valid."""
 
@@ -120,87 +136,109 @@ class Copying:
         batches = plan.late or plan.early
         self._middle = batches[len(batches) // 2] if batches else None
         self._host = _BatchQueue(self._copy, (b for b in plan.late if _on_host(b)))
-        on_device = [b for b in plan.early + plan.late if not _on_host(b)]
-        self._device = _BatchQueue(self._hash, on_device)
-        self._events: dict[int, Event | None] = {}
-        """Events that tell when the device has copied a batch, by its first byte."""
-        self._queueing = threading.Lock()
-        self._queued = False
-        self.holds_all = all(_on_host(b) for b in plan.late)
+        self._bounced = _BatchQueue(self._bounce, (b for b in plan.late if self._is_bounced(b)))
+        direct = [b for b in plan.late if self._is_direct(b)]
+        self._copies = DeviceCopies(direct, self._copy_aside, writer.window)
+        self._early: dict[int, Event | None] = {}
+        """Events of the batches that devices copy on training's own streams, by first byte."""
+        self._arrived = _BatchQueue(self._hash, [b for b in plan.early if self._is_direct(b)] + direct)
+        self.holds_all = not direct
         """True if everything is in the buffer once ``hold_update`` has returned; else a device may still be copying."""
+        self._began: float | None = time.monotonic()
+        """Time at which training went on; None once an update has come."""
 
     def early(self) -> None:
         """Copy what may change as soon as training goes on, and let side streams go on from where training is."""
         early, streams = self._plan.early, self._writer.streams
         for batch in early:
-            if not _on_host(batch):
-                self._events[batch.units[0].start] = copy_now(batch.device, *self._sides(batch))
-        streams.catch_up({batch.device for batch in self._plan.late if not _on_host(batch)})
-        queue = _BatchQueue(self._copy, (b for b in early if _on_host(b)))
-        self._writer.all_hands(queue)
+            if self._is_direct(batch):
+                self._early[batch.units[0].start] = copy_now(batch.device, *self._sides(batch))
+        streams.catch_up({b.device for b in early + self._plan.late if backend_of(b.device) is not None})
+        self._writer.all_hands(_BatchQueue(self._copy, (b for b in early if _on_host(b))))
+        self._writer.all_hands(_BatchQueue(self._bounce, (b for b in early if self._is_bounced(b))))
 
     def queue(self) -> None:
-        """Queue the devices' copies, once. Waits for none of them."""
-        with self._queueing:
-            if self._queued:
-                return
-            self._queued = True
-            try:
-                for batch in self._plan.late:
-                    if not _on_host(batch):
-                        event = self._writer.streams.copy_aside(batch.device, *self._sides(batch))
-                        self._events[batch.units[0].start] = event
-            except BaseException as error:
-                self._device.fail(RekindleError(f"copies from a device could not be queued: {error}"))
-                raise
+        """Queue the first of the devices' copies. Waits for none of them."""
+        self._copies.queue_ahead()
 
     def help(self) -> None:
-        """Copy what is left on the host, in this thread alone."""
-        self._host.help()
+        """Copy what is left, in this thread alone."""
+        for left in (self._host, self._bounced, self._arrived):
+            left.help()
+
+    def note_update(self) -> None:
+        """Note that an update has come: the next copies are spread over as much time as there was for these."""
+        if self._began is not None:
+            self._writer.window, self._began = time.monotonic() - self._began, None
 
     def hold_update(self) -> None:
         """Copy what is left, or let the device wait until it is copied: after this the state may change."""
-        self.queue()
+        self._copies.queue_all()
         self._writer.all_hands(self._host)
-        if not self.holds_all:
-            self._writer.streams.make_training_wait()
+        self._writer.all_hands(self._bounced)
+        self._writer.streams.make_training_wait(self._copies.last())
 
     def finish(self) -> list[str]:
         """Returns the checksums of everything, once it is in the buffer."""
-        self.queue()
-        self._writer.all_hands(self._host)
-        self._writer.all_hands(self._device)
+        self._copies.queue_all()
+        for left in (self._host, self._bounced, self._arrived):
+            self._writer.all_hands(left)
         return self._sums
 
+    def _is_direct(self, batch: Batch) -> bool:
+        return batch.units[0].start in self.target.direct
+
+    def _is_bounced(self, batch: Batch) -> bool:
+        return not (_on_host(batch) or self._is_direct(batch))
+
     def _sides(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return [self.target.views[unit.start] for unit in batch.units], [unit.source for unit in batch.units]
+        sides = [self.target.sides[unit.start] for unit in batch.units]
+        return [to for to, _ in sides], [source for _, source in sides]
 
     def _copy(self, batch: Batch) -> None:
         """Copy and hash what lies in the host's memory."""
         for unit in batch.units:
-            if unit.address:
+            if unit.in_order:
                 self._sums[unit.block] = _move(unit, self.target)
             else:
+                to, source = self.target.sides[unit.start]
                 with torch.no_grad():
-                    self.target.views[unit.start].copy_(unit.source)
+                    to.copy_(source)
                 self._hash_unit(unit)
-        if batch is self._middle:
-            reach("save.copying", self._step)
+        self._reach_middle(batch)
+
+    def _copy_aside(self, batch: Batch) -> Event:
+        return self._writer.streams.copy_aside(batch.device, *self._sides(batch))
+
+    def _bounce(self, batch: Batch) -> None:
+        """Copy what is on a device into memory that is not page-locked, and hash it."""
+        require_in_place(batch)
+        copy = partial(self._writer.streams.copy_aside, batch.device)
+        copy_by_bounce(batch.device, copy, *self._sides(batch), wait_for_copy)
+        self._hash_units(batch)
 
     def _hash(self, batch: Batch) -> None:
         """Hash what a device copies, once it has."""
-        event = self._events[batch.units[0].start]
-        if event is not None and not event.wait(_STUCK):
-            raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
+        first = batch.units[0].start
+        if first not in self._early:
+            wait_for_copy(self._copies.await_queued(batch))
+        elif (event := self._early[first]) is not None:
+            wait_for_copy(event)
+        self._hash_units(batch)
+
+    def _hash_units(self, batch: Batch) -> None:
         for unit in batch.units:
             self._hash_unit(unit)
-        if batch is self._middle:
-            reach("save.copying", self._step)
+        self._reach_middle(batch)
 
     def _hash_unit(self, unit: Unit) -> None:
         stop = unit.start + unit.nbytes
         for number, at in enumerate(range(unit.start, stop, BLOCK), unit.block):
             self._sums[number] = checksum(self.target.data[at : min(at + BLOCK, stop)])
+
+    def _reach_middle(self, batch: Batch) -> None:
+        if batch is self._middle:
+            reach("save.copying", self._step)
 
 
 def _on_host(batch: Batch) -> bool:
@@ -231,16 +269,19 @@ class ShardWriter:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # The trainer waits meanwhile, so its cores are free; ranks on the same node save at the same time.
         self._helpers = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) - 1
-        prepare = partial(enter, current_devices())
-        self._threads = ThreadPoolExecutor(max(1, self._helpers), "rekindle-copy", prepare)
+        self._threads = Workers(max(1, self._helpers), "rekindle-copy")
         # One, for training needs its cores. Not of lower priority: where training keeps them all busy, most would be
         # left to do when the update waits, and training is slowed by as much either way.
-        self._behind = ThreadPoolExecutor(1, "rekindle-behind", prepare)
+        self._behind = Workers(1, "rekindle-behind")
+        self._devices: set[torch.device] = set()
+        """Devices of the plans so far."""
         self.streams = SideStreams()
+        self.window = 0.0
+        """Seconds from the newest snapshot until the update that came next; 0 before the first."""
 
     def start(self, plan: CopyPlan, buffer: mmap.mmap, cache: object, step: int) -> Copying:
         """Begin to fill ``buffer``, of at least ``plan.layout.file_bytes`` bytes. What may change at once is copied."""
-        target = cache if isinstance(cache, _Target) and cache.plan is plan else _target(plan, buffer)
+        target = cache if isinstance(cache, _Target) and cache.plan is plan else self._target(plan, buffer)
         copying = Copying(self, plan, target, step)
         copying.early()
         return copying
@@ -250,38 +291,72 @@ class ShardWriter:
         copying = self.start(plan, buffer, cache, step)
         return copying.target, copying.finish()
 
+    def _target(self, plan: CopyPlan, buffer: mmap.mmap) -> _Target:
+        self._devices |= {batch.device for batch in plan.early + plan.late if not _on_host(batch)}
+        return _target(plan, buffer)
+
+    def _entered(self, work: Callable[[], object]) -> object:
+        """Do ``work`` on the devices: a thread is on the first one of each kind, which may be somebody else's."""
+        enter(self._devices)
+        return work()
+
     def behind(self, work: Callable[[], object]) -> Future[object]:
         """Do ``work`` in the one thread that runs beside training."""
-        return self._behind.submit(work)
+        return self._behind.submit(partial(self._entered, work))
 
     def all_hands(self, queue: _BatchQueue) -> None:
         """Work off the queue with all threads, the caller's included. Raises what went wrong."""
         for _ in range(min(self._helpers, queue.open - 1)):
-            self._threads.submit(queue.help)
+            with suppress(RuntimeError):  # the process ends: this thread does all
+                self._threads.submit(partial(self._entered, queue.help))
         queue.help()
         queue.wait()
 
     def close(self) -> None:
         """Wait for the threads, and end them."""
-        self._behind.shutdown()
-        self._threads.shutdown()
+        self._behind.close()
+        self._threads.close()
 
 
 def _target(plan: CopyPlan, buffer: mmap.mmap) -> _Target:
     base = len(plan.layout.header)
     buffer[:base] = plan.layout.header
     anchor = ctypes.c_char.from_buffer(buffer)
-    views = {u.start: u.view(buffer, base) for batch in plan.early + plan.late for u in batch.units if not u.address}
-    return _Target(plan, ctypes.addressof(anchor) + base, memoryview(buffer)[base:], views, anchor)
+    address = ctypes.addressof(anchor) + base
+    batches = plan.early + plan.late
+    sides = {
+        u.start: (u.view(buffer, base), u.part()) for b in batches for u in b.units if not (_on_host(b) and u.in_order)
+    }
+    ranges = locked_ranges()
+    direct = {b.units[0].start for b in batches if not _on_host(b) and _is_locked(b, address, ranges)}
+    return _Target(plan, address, memoryview(buffer)[base:], sides, direct, anchor)
+
+
+def _is_locked(batch: Batch, address: int, ranges: list[tuple[int, int]]) -> bool:
+    """Returns True if each unit's place is page-locked, as one: a copy into two page-locked ranges may fail."""
+    if backend_of(batch.device) is None:
+        return True  # torch copies, and the host waits, whatever memory it is
+    for unit in batch.units:
+        found = bisect_right(ranges, (address + unit.start, sys.maxsize)) - 1
+        if found < 0 or ranges[found][1] < address + unit.start + unit.nbytes:
+            return False
+    return True
+
+
+def wait_for_copy(event: Event) -> None:
+    """Returns once a device has copied. Raises RekindleError if it doesn't, or not before the process has to end."""
+    until = time.monotonic() + _STUCK
+    while not event.wait(_LOOK):
+        if ending.is_set() or time.monotonic() > until:
+            raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s, or by the process's end")
 
 
 def checksum_late_blocks(plan: CopyPlan) -> dict[int, str]:
     """Returns checksums by number, as in a receipt, of all blocks that are copied late, as they are now."""
     found = {}
     for unit in (unit for batch in plan.late for unit in batch.units):
-        source = unit.source.resolve_conj().resolve_neg().cpu().contiguous()
-        address = unit.address or source.data_ptr()
-        data = memoryview((ctypes.c_char * unit.nbytes).from_address(address))
+        part = unit.part().resolve_conj().resolve_neg().cpu().contiguous()
+        data = memoryview((ctypes.c_char * unit.nbytes).from_address(part.data_ptr()))
         for number, at in enumerate(range(0, unit.nbytes, BLOCK), unit.block):
             found[number] = checksum(data[at : at + BLOCK])
     return found

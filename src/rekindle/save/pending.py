@@ -85,6 +85,7 @@ class PendingSnapshot:
     def wait_before_update(self) -> None:
         """Return when the state may change: on the host, once the snapshot is committed. Doesn't raise."""
         first, self._update_waited = not self._update_waited, True
+        self.copying.note_update()
         if self._ended and not (first and self.expected):
             return
         try:
