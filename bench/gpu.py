@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,7 @@ def measure(experiments: list[Experiment], minutes: float, output: Path | None) 
         raise click.ClickException(f"no CUDA device: {device['missing']}")
     from machine import describe  # brings torch, which is not needed to be told of the commands
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else mounts and processes would stay
     with open_places() as places:
         described = describe(Path(places.disk), Path(places.memory), os.cpu_count() or 1)
         document: dict[str, Any] = {"machine": {**described, **device, "memory_kind": places.kind}, "experiments": []}
