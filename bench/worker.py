@@ -20,6 +20,7 @@ def main() -> None:
     from loads import run_load
     from loop import run_loop
     from saves import run_calibrate, run_drain, run_saves
+    from start import run_first
 
     parts = {
         "calibrate": run_calibrate,
@@ -31,6 +32,7 @@ def main() -> None:
         "bytes": run_bytes,
         "ranks": run_ranks,
         "history": run_history,
+        "first": run_first,
     }
     task = Task(**json.loads(sys.argv[1]))
     torch.set_num_threads(task.threads)

@@ -220,7 +220,9 @@ class Checkpointer:
     # -- saving -------------------------------------------------------------------------------------------------
 
     def step(self, n: int) -> None:
-        """Note that ``n`` optimizer updates are complete, and save if the step is due. Never waits for storage.
+        """Note that ``n`` optimizer updates are complete, and save if the step is due.
+
+        Never waits for storage, nor for memory: a step that is due while that is being made is not saved.
 
         Until the next update, parameters and optimizer state may only be changed inside of ``updating()``.
         """
@@ -246,7 +248,7 @@ class Checkpointer:
         *,
         pin: bool | None = None,
     ) -> None:
-        """Save step ``n`` now, due or not, and send it to storage.
+        """Save step ``n`` now, due or not, and send it to storage. Waits for memory that is being made.
 
         ``wait="memory"`` returns when it is in memory, where it survives this process; ``wait="durable"`` when it is on
         storage. Raises NotDurableError when the save failed, or after ``timeout`` seconds; in the latter case the

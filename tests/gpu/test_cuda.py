@@ -56,6 +56,7 @@ def run(
     ckpt = rekindle.Checkpointer(root, training.state, overlap=overlap, persist_every=10**6, strict=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
+    assert ckpt._saver.memory.slots.wait_made(60.0)
     found = []
     with torch.cuda.stream(stream):
         for step in range(1, 31):

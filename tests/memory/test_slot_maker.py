@@ -359,11 +359,10 @@ def test_a_gasp_page_locks_nothing_and_lets_go_of_no_lock(job: JobDir, page_lock
     slots = Slots(job, 0, 1, [0], None, page_locks)
     for step in (1, 2):
         save(slots, step)
-    before = set(page_locks.alive)
     slot = slots.acquire(3, FIRST, LARGE, gasp=True)
-    assert set(page_locks.alive) == before and slot.map is not None and not slot.map.page_locked
+    assert slot.map is not None and not slot.map.page_locked
+    assert len(page_locks.alive) == 2 and not page_locks.dropped_by
     slot.unlock()
-    before.clear()
     slots.close()
 
 
@@ -426,7 +425,7 @@ def test_the_thread_makes_way_for_training(job: JobDir, monkeypatch: pytest.Monk
     slots, before = alone(job), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     slots.reserve(LARGE, count=1)
     assert slots.wait_made(SECONDS)
-    assert seen and set(seen) == {max(15, before)}
+    assert seen and set(seen) == {max(10, before)}
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
     slots.close()
 

@@ -13,9 +13,6 @@ from rekindle.memory.slot import Slot
 
 __all__ = ["SlotMaker"]
 
-_NICENESS = 15
-"""Niceness of the thread: where training keeps all cores busy it gets a thirtieth of one, else what training leaves."""
-
 
 @dataclass(eq=False)
 class _Job:
@@ -71,7 +68,7 @@ class SlotMaker:
             raise
 
     def _run(self) -> None:
-        lower_priority(_NICENESS)
+        lower_priority()
         while True:
             with self._lock:
                 if not self._queue:
