@@ -108,7 +108,7 @@ class Drainer:
             self._failed(str(error), info, copy, for_good=True)
             return False
         except OSError as error:
-            where = info.root if info is not None else self.job.path
+            where = error.filename or (info.root if info is not None else self.job.path)
             self._failed(f"{where}: {describe_error(error)}", info, copy, for_good=False)
             return False
         finally:
@@ -252,10 +252,7 @@ class Drainer:
                 self.progress.waits = self._unfinished.problem
 
     def _became_durable(self, info: JobInfo, committer: Committer, shard: ShardId) -> None:
-        """Records that a checkpoint is durable, frees the memory of ranks that have departed, and tidies storage.
-
-        In this order: storage that refuses to remove something must not keep memory from being freed.
-        """
+        """Records that a checkpoint is durable, frees the memory of ranks that have departed, and tidies storage."""
         self.progress.durable, self.progress.error, self.progress.waits = shard.step, None, None
         self._unfinished.problem = None
         self._backlog.mark_done(shard.checkpoint)
