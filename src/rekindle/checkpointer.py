@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from rekindle.agent.watchdog import silence_floor
+from rekindle.common.timeouts import check_timeout
 from rekindle.errors import NotDurableError, UsageError
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import Hooks
@@ -22,6 +23,7 @@ from rekindle.faults.torchelastic import introduce, warn_of_reused_store
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.rebuild import rebuild
+from rekindle.restore.choose import check_chosen_step
 from rekindle.restore.partial import choose_parts
 from rekindle.restore.restore import restore
 from rekindle.save.agree import agree_on_partition
@@ -192,6 +194,7 @@ class Checkpointer:
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
         StateMismatchError when the checkpoint doesn't fit the live state, or has nothing of a part to be loaded.
         """
+        step = check_chosen_step(step)
         parts = choose_parts(partial, strict, self._capture.state)
         self._check_open()
         if self._saver.newest is not None:
@@ -253,6 +256,7 @@ class Checkpointer:
         checkpoint is still on its way. With ``pin`` it stays there until ``unpin(n)``, whatever ``keep`` says, and this
         waits, as long, until what was pinned before is on storage; None pins with ``wait="durable"``.
         """
+        timeout = check_timeout(timeout)
         pin = wait == "durable" if pin is None else pin
         if wait not in (None, "memory", "durable"):
             raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
@@ -375,10 +379,11 @@ class Checkpointer:
     def close(self, timeout: float = 600.0) -> None:
         """Wait until the newest save, or what was restored, is durable and older ones are pruned; give memory back.
 
-        Raises NotDurableError after ``timeout`` seconds. Nothing is lost by that: the snapshot stays in memory, and
-        the agent goes on carrying it to storage, which a second call waits for. Does nothing in a forked child: all
-        belongs to its parent.
+        Raises NotDurableError after ``timeout`` seconds; ``math.inf`` waits for as long as it takes. Nothing is lost by
+        that: the snapshot stays in memory, and the agent goes on carrying it to storage, which a second call waits for.
+        Does nothing in a forked child: all belongs to its parent.
         """
+        timeout = check_timeout(timeout)
         if self._ended or self._saver.forked:
             return
         if self._successor:
@@ -406,7 +411,10 @@ class Checkpointer:
             return "an earlier Checkpointer of this process is inside of guard() or step() at this root: end that first"
         self._saver.finish_quietly(GIVE_WAY)
         self._let_go(None)
-        self._successor = f"a later Checkpointer of this process has taken over {self.root}"
+        self._successor = (
+            f"this Checkpointer gave way to a later one of this process at {self.root}, which may have failed since: "
+            "use that one, or make a new one"
+        )
         return None
 
     def _check_open(self) -> None:

@@ -31,6 +31,9 @@ TICK = 0.05
 
 _RETRY_FIRST, _RETRY_LONGEST = 0.5, 30.0
 """Seconds between attempts while storage refuses, doubled each time."""
+_LIMIT_EVERY = 1.0
+"""Seconds between looks, during a drain, for the limit that a start of the job has been given since. A look reads a
+small file in memory."""
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Drainer:
         self._unfinished = Unfinished()
         self._retry_at = 0.0
         self._delay = _RETRY_FIRST
+        self._limit_at = 0.0
         self._budget = Budget()
         """One for all ranks of the node, whose shards are carried one after the other."""
 
@@ -228,7 +232,12 @@ class Drainer:
 
     def _count(self, nbytes: int) -> None:
         self.progress.done += nbytes
-        self.progress.moved = time.monotonic()
+        self.progress.moved = now = time.monotonic()
+        if now >= self._limit_at:
+            self._limit_at = now + _LIMIT_EVERY
+            with contextlib.suppress(OSError, CorruptError):  # the limit stays as it was
+                info = self.job.read_job()
+                self._budget.limit = info.drain_limit if info is not None else self._budget.limit
 
     def _ask_again(self, info: JobInfo, committer: Committer) -> None:
         """Publishes what the other nodes have finished meanwhile; forgets what they have given up."""
