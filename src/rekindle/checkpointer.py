@@ -15,11 +15,11 @@ import torch
 
 from rekindle.agent.watchdog import silence_floor
 from rekindle.common.timeouts import check_timeout
-from rekindle.errors import NotDurableError, UsageError
+from rekindle.errors import BusyError, NotDurableError, UsageError
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import Hooks
 from rekindle.faults.notices import Notice
-from rekindle.faults.torchelastic import introduce, warn_of_reused_store
+from rekindle.faults.torchelastic import advise_against_restarts, introduce, warn_of_reused_store
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.rebuild import rebuild
@@ -57,7 +57,8 @@ class Checkpointer:
     end of the block closes it, an exception lets go of it without waiting for storage.
 
     root
-        Directory, or ``file://`` URL, that checkpoints are kept in; the same one on all ranks.
+        Directory that checkpoints are kept in, or a URL as a ``str``: ``s3://``, ``gs://``, ``az://``, ``file://``. The
+        same one on all ranks.
     state
         Maps names to modules, optimizers, ``rekindle.Values``, and others with ``state_dict`` and ``load_state_dict``.
     snapshot_every
@@ -158,7 +159,11 @@ class Checkpointer:
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
         size = partial(agree_on_partition, self._group, self._capture, allow_missing)
-        session.join(meet(self._group, session, size, settings.room, settings.agreed()))
+        try:
+            session.join(meet(self._group, session, size, settings.room, settings.agreed()))
+        except BusyError as error:
+            advise_against_restarts(str(error))
+            raise
         try:
             if session.is_first_on_node:
                 introduce(session.job_dir, self.root)
@@ -355,6 +360,7 @@ class Checkpointer:
             raise UsageError(
                 f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"
             )
+        self._updates.complete(n)
 
     def _begin(self) -> None:
         """Begin from nothing, unless restore() was called before."""

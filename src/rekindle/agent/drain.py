@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rekindle.agent.backlog import Backlog, local_ranks
@@ -71,8 +72,9 @@ class Drainer:
     have one.
     """
 
-    def __init__(self, job: JobDir) -> None:
-        self.job = job
+    def __init__(self, job: JobDir, tell: Callable[[], object] = lambda: None) -> None:
+        """``tell`` is called before a checkpoint is made in a root that was deleted, of which ``progress`` tells."""
+        self.job, self._tell = job, tell
         self.progress = DrainProgress()
         self._backlog = Backlog(job)
         self._unfinished = Unfinished()
@@ -189,6 +191,7 @@ class Drainer:
         ours = next((copy for copy in candidates if copy.incarnation.id == info.start), None)
         if ours is not None:
             self.progress.anew = ours.step
+            self._tell()
         elif not candidates:
             self.progress.given_up = (
                 f"{info.root}: was deleted; the snapshots that memory still has of it are given up when the job starts "

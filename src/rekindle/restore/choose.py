@@ -62,7 +62,10 @@ def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice
                 f"{SUPERSEDED}: the job went on from step {successor.parent_step} as generation {successor.generation}"
             )
         elif without:
-            choice.rejected[key] = f"incomplete: {_name(without, len(offers))} no shard of it"
+            choice.rejected[key] = (
+                f"incomplete: {_name(without, len(offers))} no shard of it (ended before completing this step, or its "
+                "memory is gone)"
+            )
         else:
             choice.candidates.append(key)
     return choice
