@@ -118,23 +118,19 @@ def test_a_second_block_knows_what_step_it_is(play: Play) -> None:
 
 def _interrupted_between_update_and_step(trainer: Trainer) -> None:
     ckpt = trainer.begin(snapshot_every=1)
-    with ckpt.guard() as guard:
-        assert guard.connected(60)
+    with ckpt.guard(on_stop=lambda fault: trainer.note(fault.what)):
         trainer.train(ckpt, 3)
         trainer.model(trainer.model.weight).sum().backward()
         trainer.optimizer.step()
         raise KeyboardInterrupt
 
 
-def test_an_interrupt_before_the_step_is_told_names_the_step_that_the_next_start_goes_on_from(
-    play: Play, root: Path, memory: Path
-) -> None:
-    codes, _, log = play(_interrupted_between_update_and_step)
+def test_an_interrupt_before_the_step_is_told_names_the_step_that_the_next_start_goes_on_from(play: Play) -> None:
+    codes, notes, log = play(_interrupted_between_update_and_step)
     assert codes == [1], log
     assert "was past step 3, between the beginning of an update and its ckpt.step()" in log
     assert "the next start goes on from step 3, its newest in memory\n" in log
-    fault = json.loads(JobDir.of(root, memory).paths.fault.read_text())
-    assert fault["what"] == "rank 0 raised KeyboardInterrupt"
+    assert notes[-1] == ["rank 0 raised KeyboardInterrupt"]
 
 
 @pytest.mark.parametrize(
