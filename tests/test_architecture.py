@@ -176,7 +176,9 @@ def test_the_commit_protocol_stands_once(step):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == step
     }
-    assert list(called.values()) == ["rekindle.storage.commit"], sorted(called)
+    assert list(called.values()) == ["rekindle.storage.commit"], (
+        f"go through Committer, or add the module of a new store to STORES: {sorted(called)}"
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)

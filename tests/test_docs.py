@@ -7,10 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.test_architecture import ROOMS
 
 REPO = Path(__file__).parents[1]
 PAGES = [page.relative_to(REPO) for page in [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")]]
@@ -146,6 +149,22 @@ def test_the_tree_of_the_architecture_page_is_the_tree() -> None:
     assert not gone, f"take these lines out of the tree in docs/architecture.md, no such files exist: {gone}"
 
 
+def layers() -> list[str]:
+    """Lists the rooms of each layer, the highest first."""
+    by_layer: dict[int, list[str]] = {}
+    for room, (layer, _) in sorted(ROOMS.items()):
+        if room != "__main__":  # only starts the command line
+            by_layer.setdefault(layer, []).append(room)
+    return [", ".join(by_layer[layer]) for layer in sorted(by_layer, reverse=True)]
+
+
+def test_the_layers_are_described_as_they_are_tested() -> None:
+    page = " ".join((REPO / "docs" / "architecture.md").read_text().split())
+    assert f"`{' > '.join(layers())}`" in page
+    table = (REPO / "CONTRIBUTING.md").read_text().split("## The rooms")[1].split("```\n")[1]
+    assert [re.split(r" {2,}", line)[0] for line in table.splitlines()] == layers()
+
+
 def test_a_line_of_the_tree_begins_with_a_noun_or_a_verb() -> None:
     headless = {"what", "which", "whether", "how", "where", "who"}
     assert not [path for path, words in drawn_tree().items() if words.split()[0].lower() in headless]
@@ -165,6 +184,13 @@ def test_modules_that_a_page_quotes_exist(page: Path) -> None:
 def test_the_glossary_is_short() -> None:
     rows = (REPO / "docs" / "architecture.md").read_text().split("## Glossary")[1].split("\n## ")[0].count("\n| ") - 1
     assert 0 < rows <= 25, f"{rows} words of our own; take the field's word where there is one"
+
+
+def test_the_guide_names_every_metric() -> None:
+    from rekindle.save.metrics import Metrics
+
+    page = (REPO / "docs" / "guide.md").read_text()
+    assert not [field.name for field in fields(Metrics) if f"`{field.name}`" not in page]
 
 
 def test_the_format_page_names_every_dtype_and_type_tag() -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 
 
@@ -22,6 +24,7 @@ def losses(output: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"\[0\] step (\d+) loss (\S+)", output)}
 
 
+@pytest.mark.timeout(500)  # three trainings, 5 s each where nothing else runs
 def test_it_goes_on_where_it_stopped(root: Path, memory: Path) -> None:
     first, second = train(root, 3), train(root, 6)
     assert "nothing to restore" in first

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rekindle
+from rekindle.memory.job_dir import memory_base
 from rekindle.settings import Settings
 
 
@@ -33,7 +36,18 @@ def test_a_checkpointer_takes_every_option_and_has_its_default() -> None:
         ("persist_seconds", -1.0, "persist_seconds is -1.0: must be a number of seconds, 0 or more than 0"),
         ("idle_timeout", 0.0, "idle_timeout is 0.0: must be a number of seconds, more than 0"),
         ("fallback_after", float("inf"), "fallback_after is inf: must be a number of seconds"),
+        pytest.param("persist_seconds", 10**400, ": must be a number of seconds, 0 or more than 0", id="no float"),
+        pytest.param("idle_timeout", 10**400, ": must be a number of seconds, more than 0", id="no float either"),
         ("drain_limit", "fast", "'fast' is not a rate"),
+        ("rng", "False", "rng is 'False': must be a bool, True or False"),
+        ("allow_pickle", "no", "allow_pickle is 'no': must be a bool"),
+        ("allow_missing", 0, "allow_missing is 0: must be a bool"),
+        ("strict", "no", "strict is 'no': must be a bool"),
+        ("memory", 5, "memory is 5: must be the path of a directory, as a str or an os.PathLike"),
+        ("memory", True, "memory is True: must be the path of a directory"),
+        ("memory", b"/dev/shm", "memory is b'/dev/shm': must be the path of a directory"),
+        ("memory", ["a"], "memory is ['a']: must be the path of a directory"),
+        ("memory", "a\0b", "must be the path of a directory"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_by_name(option: str, value: object, message: str) -> None:
@@ -53,3 +67,61 @@ def test_what_makes_sense_is_kept_as_it_was_given() -> None:
 def test_ranks_compare_what_each_decides_by_alone() -> None:
     agreed = Settings(keep=3, persist_every=10).agreed()
     assert agreed["persist_every"] == 10 and "keep" not in agreed
+
+
+@pytest.mark.parametrize("root", [None, 5, True, ["runs"]])
+def test_a_root_that_is_no_path_is_refused(root: Any) -> None:
+    with pytest.raises(rekindle.UsageError, match=r"root is .*: must be a path or a URL"):
+        rekindle.Checkpointer(root, {})
+
+
+@pytest.mark.parametrize("text", ["", "two", "0", "-1", "1.5"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_launchers_number_that_is_none_is_refused_by_name(
+    name: str, text: str, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(rekindle.UsageError, match=f"environment variable {name} is {text!r}: must be a whole number"):
+        rekindle.Checkpointer(root, {})
+    assert not root.exists() and not any(memory.rglob("rank-*"))
+
+
+def test_a_memory_store_may_be_named_from_home(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(memory))
+    monkeypatch.setenv("REKINDLE_MEMORY", "~/store")
+    assert memory_base().parent == memory / "store"
+    assert memory_base("~/other").parent == memory / "other"
+
+
+@pytest.mark.parametrize("step", [True, 1.0, "1", -1, 10**30])
+def test_a_step_to_restore_that_is_no_number_of_one_is_refused(step: Any, root: Path, memory: Path) -> None:
+    with (
+        rekindle.Checkpointer(root, {"values": rekindle.Values(x=1)}) as ckpt,
+        pytest.raises(rekindle.UsageError, match=r"restore\(step=.*: must be None, for the newest checkpoint"),
+    ):
+        ckpt.restore(step)
+
+
+@pytest.mark.parametrize("timeout", [None, "60", True, -5, math.nan])
+def test_a_timeout_that_is_none_is_refused_before_anything_is_done(timeout: Any, root: Path, memory: Path) -> None:
+    with rekindle.Checkpointer(root, {"values": rekindle.Values(x=1)}, persist_every=1000) as ckpt:
+        ckpt.restore()
+        for use in (lambda: ckpt.save(1, timeout=timeout), lambda: ckpt.close(timeout)):
+            with pytest.raises(rekindle.UsageError, match=r"timeout is .*: must be a number of seconds, 0 or more"):
+                use()
+        assert ckpt.metrics.saves == 0
+        ckpt.step(1)  # it is still open
+    assert ckpt.metrics.saves == 1
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e10, pytest.param(10**400, id="no float"), 100])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_timeout_without_bound_is_a_timeout(timeout: float, in_memory: bool, root: Path, memory: Path) -> None:
+    values = {"values": rekindle.Values(x=1)}
+    ckpt = rekindle.Checkpointer(root, values, persist_every=1000, memory=None if in_memory else "/proc")
+    ckpt.restore()
+    ckpt.save(1, wait="memory", timeout=timeout)
+    ckpt.save(2, wait="durable", timeout=timeout)
+    ckpt.save(3, pin=True, timeout=timeout)
+    ckpt.close(timeout)
+    assert ckpt.metrics.failed == 0 and next(entry.step for entry in ckpt.checkpoints()) == 3

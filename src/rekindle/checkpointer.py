@@ -14,14 +14,16 @@ from typing import Any, Literal
 import torch
 
 from rekindle.agent.watchdog import silence_floor
-from rekindle.errors import NotDurableError, UsageError
+from rekindle.common.timeouts import check_timeout
+from rekindle.errors import BusyError, NotDurableError, UsageError
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import Hooks
 from rekindle.faults.notices import Notice
-from rekindle.faults.torchelastic import introduce, warn_of_reused_store
+from rekindle.faults.torchelastic import advise_against_restarts, introduce, warn_of_reused_store
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.rebuild import rebuild
+from rekindle.restore.choose import check_chosen_step
 from rekindle.restore.partial import choose_parts
 from rekindle.restore.restore import restore
 from rekindle.save.agree import agree_on_partition
@@ -55,7 +57,8 @@ class Checkpointer:
     end of the block closes it, an exception lets go of it without waiting for storage.
 
     root
-        Directory, or ``file://`` URL, that checkpoints are kept in; the same one on all ranks.
+        Directory that checkpoints are kept in, or a URL as a ``str``: ``s3://``, ``gs://``, ``az://``, ``file://``. The
+        same one on all ranks.
     state
         Maps names to modules, optimizers, ``rekindle.Values``, and others with ``state_dict`` and ``load_state_dict``.
     snapshot_every
@@ -156,7 +159,11 @@ class Checkpointer:
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
         size = partial(agree_on_partition, self._group, self._capture, allow_missing)
-        session.join(meet(self._group, session, size, settings.room, settings.agreed()))
+        try:
+            session.join(meet(self._group, session, size, settings.room, settings.agreed()))
+        except BusyError as error:
+            advise_against_restarts(str(error))
+            raise
         try:
             if session.is_first_on_node:
                 introduce(session.job_dir, self.root)
@@ -192,6 +199,7 @@ class Checkpointer:
         Raises NotFoundError when ``step`` isn't there, CorruptError when checkpoints exist but none is sound,
         StateMismatchError when the checkpoint doesn't fit the live state, or has nothing of a part to be loaded.
         """
+        step = check_chosen_step(step)
         parts = choose_parts(partial, strict, self._capture.state)
         self._check_open()
         if self._saver.newest is not None:
@@ -255,6 +263,7 @@ class Checkpointer:
         checkpoint is still on its way. With ``pin`` it stays there until ``unpin(n)``, whatever ``keep`` says, and this
         waits, as long, until what was pinned before is on storage; None pins with ``wait="durable"``.
         """
+        timeout = check_timeout(timeout)
         pin = wait == "durable" if pin is None else pin
         if wait not in (None, "memory", "durable"):
             raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
@@ -355,6 +364,7 @@ class Checkpointer:
             raise UsageError(
                 f"{self.root} holds checkpoints already: call restore() before the first step, or use a new root"
             )
+        self._updates.complete(n)
 
     def _begin(self) -> None:
         """Begin from nothing, unless restore() was called before."""
@@ -379,10 +389,11 @@ class Checkpointer:
     def close(self, timeout: float = 600.0) -> None:
         """Wait until the newest save, or what was restored, is durable and older ones are pruned; give memory back.
 
-        Raises NotDurableError after ``timeout`` seconds. Nothing is lost by that: the snapshot stays in memory, and
-        the agent goes on carrying it to storage, which a second call waits for. Does nothing in a forked child: all
-        belongs to its parent.
+        Raises NotDurableError after ``timeout`` seconds; ``math.inf`` waits for as long as it takes. Nothing is lost by
+        that: the snapshot stays in memory, and the agent goes on carrying it to storage, which a second call waits for.
+        Does nothing in a forked child: all belongs to its parent.
         """
+        timeout = check_timeout(timeout)
         if self._ended or self._saver.forked:
             return
         if self._successor:
@@ -410,7 +421,10 @@ class Checkpointer:
             return "an earlier Checkpointer of this process is inside of guard() or step() at this root: end that first"
         self._saver.finish_quietly(GIVE_WAY)
         self._let_go(None)
-        self._successor = f"a later Checkpointer of this process has taken over {self.root}"
+        self._successor = (
+            f"this Checkpointer gave way to a later one of this process at {self.root}, which may have failed since: "
+            "use that one, or make a new one"
+        )
         return None
 
     def _check_open(self) -> None:

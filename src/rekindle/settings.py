@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,6 +43,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.snapshot_every != "auto":
             _check_count("snapshot_every", self.snapshot_every)
+        for name in ("rng", "allow_pickle", "allow_missing", "strict"):
+            _check_bool(name, getattr(self, name))
+        if self.memory is not None:
+            _check_path("memory", self.memory)
         for name in ("persist_every", "keep", "keep_every", "memory_limit", "memory_headroom"):
             value = getattr(self, name)
             if value is not None:
@@ -87,9 +91,22 @@ def _check_count(name: str, value: object, least: int = 1) -> None:
         )
 
 
+def _check_bool(name: str, value: object) -> None:
+    """Raise UsageError unless ``value`` is True or False: texts such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}: must be a bool, True or False")
+
+
+def _check_path(name: str, value: object) -> None:
+    """Raise UsageError unless ``value`` is a path in text. It need not exist."""
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise UsageError(f"{name} is {value!r}: must be the path of a directory, as a str or an os.PathLike")
+
+
 def _check_seconds(name: str, value: Any, *, zero: bool = False) -> None:
     """Raise UsageError unless ``value`` is a finite time above zero; ``zero`` is allowed too on demand."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    valid = number and (0 < value < math.inf or (zero and value == 0))
+    valid = number and (0 < value <= sys.float_info.max or (zero and value == 0))  # integers may be above that
     if not valid:
         raise UsageError(f"{name} is {value!r}: must be a number of seconds, {'0 or ' * zero}more than 0")

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import rekindle
+from rekindle.agent import drain
 from rekindle.agent.drain import Drainer
 from rekindle.agent.http import send_request
 from rekindle.format.lineage import Incarnation, ShardId
@@ -139,6 +140,23 @@ def test_a_limit_that_the_job_comes_back_with_holds_for_the_next_drain(job, root
     assert drainer.tick()
     assert 1.5 < clock[0] - 1000.0 < 2.5
     assert [copy.step for copy in find_copies(None, PosixStore(root))] == [2, 1]
+
+
+def test_a_limit_that_the_job_comes_back_with_reaches_the_drain_in_hand(job, root, snapshot, monkeypatch):
+    monkeypatch.setattr(drain, "_LIMIT_EVERY", 0.0)
+    snapshot(20 * MB, drain_limit=1 * MB)
+    drainer, clock = Drainer(job), [1000.0]
+
+    def wait(seconds: float) -> None:
+        clock.append(clock.pop() + seconds)
+        info = job.read_job()
+        if clock[0] > 1005 and info.drain_limit == 1 * MB:
+            job.write_job(replace(info, drain_limit=100 * MB))
+
+    drainer._budget = Budget(now=lambda: clock[0], wait=wait)
+    assert drainer.tick()
+    assert 5 < clock[0] - 1000.0 < 7, "not 20"
+    assert_sound(root)
 
 
 def test_somebody_who_waits_for_the_end_lifts_the_limit(job, root, snapshot):

@@ -204,6 +204,17 @@ def test_stop_never_drops_what_storage_does_not_take(crashed: JobDir, root: Path
     assert not crashed.path.exists()
 
 
+def test_pin_and_unpin_answer_programs_too(root: Path, memory: Path) -> None:
+    with rekindle.Checkpointer(root, {"values": rekindle.Values(x=0)}) as ckpt:
+        ckpt.save(1, wait="durable", timeout=60, pin=False)
+    for command, pinned in (("pin", True), ("unpin", False)):
+        told = run(command, root, 1, "--json")
+        assert told.exit_code == 0 and json.loads(told.stdout) == {"step": 1, "pinned": pinned}
+        assert run("ls", root).stdout.count("pinned") == pinned
+    missing = run("pin", root, 2, "--json")
+    assert missing.exit_code == 3 and json.loads(missing.stderr)["error"]["type"] == "NotFoundError"
+
+
 def test_stop_wants_one_of_root_and_stale(memory: Path) -> None:
     assert run("stop").exit_code == 2
     assert run("stop", "x", "--stale").exit_code == 2
@@ -284,6 +295,49 @@ def test_run_tells_each_restart_in_a_line_and_why_a_rank_was_killed(tmp_path: Pa
     assert done.stderr.count("ZeroDivisionError") == 1
 
 
+def test_run_names_a_rank_that_hung_and_could_still_end_itself(tmp_path: Path, memory: Path) -> None:
+    root, script = tmp_path / "run", tmp_path / "worker.py"
+    script.write_text(
+        "import time, torch, rekindle\n"
+        f"ckpt = rekindle.Checkpointer({str(root)!r}, {{'model': torch.nn.Linear(2, 2)}})\n"
+        "ckpt.restore()\n"
+        "with ckpt.guard(watchdog='fast') as guard:\n"
+        "    assert guard.connected(30)\n"
+        "    for step in range(1, 9):\n"
+        "        time.sleep(0.02)\n"
+        "        ckpt.step(step)\n"
+        "    time.sleep(100)\n"
+    )
+    command = [sys.executable, "-m", "rekindle", "run", "--max-restarts", "1", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stderr is not None
+        told = next((line for line in launcher.stderr if "restart 1 of 1" in line), "")
+        launcher.terminate()
+        launcher.communicate(timeout=60)
+    assert told == (
+        "rekindle: rank 0 ended with exit code 75 (rank 0 hangs after step 8, before its next update): all ranks are "
+        "started again, restart 1 of 1\n"
+    )
+
+
+def test_run_ends_at_once_where_another_job_trains_the_root(tmp_path: Path, memory: Path) -> None:
+    """Each further start would wait for it again, and end alike."""
+    root, script = tmp_path / "run", tmp_path / "worker.py"
+    script.write_text(
+        "import torch, rekindle\n"
+        "import rekindle.session.session as session\n"
+        "session._SOON = session._DYING = 0.1\n"
+        f"rekindle.Checkpointer({str(root)!r}, {{'model': torch.nn.Linear(2, 2)}})\n"
+    )
+    with rekindle.Checkpointer(root, {"values": rekindle.Values(x=0)}):
+        command = [sys.executable, "-m", "rekindle", "run", str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == rekindle.BusyError.exit_code, done.stderr
+    assert "restart 1 of" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("Error: ") and f"process {os.getpid()}" in last and "the job is not started again" in last
+
+
 def test_run_that_is_interrupted_says_what_is_saved(tmp_path: Path, memory: Path) -> None:
     root, script = tmp_path / "run", tmp_path / "worker.py"
     script.write_text(
@@ -325,7 +379,7 @@ def test_run_of_what_is_not_there_starts_nothing(tmp_path: Path, memory: Path, m
 def test_the_newest_saved_step_is_told_with_its_place(crashed: JobDir, root: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     _say_what_is_saved(tmp_path, lines.append)
-    assert lines == ["nothing is saved: no rank on this node came as far as making a rekindle.Checkpointer"]
+    assert lines == ["this run has saved nothing: no rank on this node came as far as making a rekindle.Checkpointer"]
     base = crashed.path.parent
     told = _saved(root, base)
     assert told.startswith("step 3 is the newest saved, in this node's memory, and nothing is on storage yet"), told

@@ -118,6 +118,23 @@ def test_a_second_block_knows_what_step_it_is(play: Play) -> None:
     assert restored == ["restored", *trained[1:]] and restored[1] == 5
 
 
+def _interrupted_between_update_and_step(trainer: Trainer) -> None:
+    ckpt = trainer.begin(snapshot_every=1)
+    with ckpt.guard(on_stop=lambda fault: trainer.note(fault.what)):
+        trainer.train(ckpt, 3)
+        trainer.model(trainer.model.weight).sum().backward()
+        trainer.optimizer.step()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_before_the_step_is_told_names_the_step_that_the_next_start_goes_on_from(play: Play) -> None:
+    codes, notes, log = play(_interrupted_between_update_and_step)
+    assert codes == [1], log
+    assert "was past step 3, between the beginning of an update and its ckpt.step()" in log
+    assert "step 3 secured, " in log
+    assert notes[-1] == ["rank 0 raised KeyboardInterrupt"]
+
+
 @pytest.mark.parametrize(
     ("fault", "moment"),
     [

@@ -63,6 +63,34 @@ def test_a_loop_that_tells_the_restored_step_again_is_stopped_at_its_first_updat
     assert next(c.step for c in ckpt.checkpoints()) == 4
 
 
+def test_a_step_is_not_told_again_after_an_update(root: Path, memory: Path) -> None:
+    """The second save of step 1 would have the state of step 2. Without an update between them a repeat is right."""
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state)
+    ckpt.restore()
+    go(ckpt, training, 1, 1)
+    ckpt.step(1)
+    ckpt.save(1)
+    training.update()
+    for save in (ckpt.step, ckpt.save):
+        with pytest.raises(rekindle.UsageError, match=r"step 1 again after an update: .* that of a later step"):
+            save(1)
+    ckpt.step(2)
+    ckpt.save(2, wait="memory")
+    ckpt.close()
+
+
+def test_steps_that_are_not_saved_are_not_told_again_after_an_update_either(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, snapshot_every=100)
+    ckpt.restore()
+    go(ckpt, training, 1, 2)
+    training.update()
+    with pytest.raises(rekindle.UsageError, match="step 2 again after an update"):
+        ckpt.step(2)
+    ckpt.close()
+
+
 def test_the_restored_step_may_be_told_and_saved_as_long_as_there_is_no_update(root: Path, memory: Path) -> None:
     training = Training()
     ckpt = rekindle.Checkpointer(root, training.state)

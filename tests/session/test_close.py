@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -68,7 +69,7 @@ def test_after_a_last_save_that_was_interrupted_too(root: Path, memory: Path, mo
     go(ckpt, training, 1, 2)
     assert ckpt._saver.memory is not None
 
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     training.update()
@@ -239,3 +240,23 @@ def test_what_was_restored_and_is_durable_stays_in_memory_no_longer(root: Path, 
     assert ckpt.restore() == 5 and ckpt.metrics.restored_from == "memory"
     closed_within(ckpt)
     assert not job.path.exists() and durable(root) == [4, 5]
+
+
+def test_what_storage_has_is_saved_though_it_refuses_to_tidy(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a save straight to storage, as there is no memory store."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))
+
+    monkeypatch.setattr(PosixStore, "clean_up", refuse)
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=1, memory="/proc", strict=False)
+    ckpt.restore()
+    go(ckpt, training, 1, 2)
+    training.update()
+    ckpt.save(3, wait="durable", timeout=60)
+    ckpt.close(60)
+    assert ckpt.metrics.failed == 0
+    assert {entry.stamp.step: entry.pinned for entry in PosixStore(root).published()}[3]

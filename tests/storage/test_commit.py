@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,3 +146,28 @@ def test_a_writer_refuses_a_root_that_a_later_start_writes_to(store: PosixStore)
     assert Committer(store, None).commit(late, [late])
     with pytest.raises(FileExistsError, match="another start of this job, generation 2, writes there"):
         put(Committer(store, None), 3)
+
+
+def test_storage_that_refuses_to_tidy_is_told_of_once_and_fails_no_save(
+    store: PosixStore, job: JobDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records]
+
+    def refuse(*_: object) -> list[int]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(store.root / "step-0000000001"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "prune", refuse)
+        for step in (1, 2, 3):
+            assert save(Committer(store, job), step), "as the agent does, with one for each"
+    assert steps(store) == [1, 2, 3]
+    assert [line.partition(":")[0] for line in told()] == [
+        f"surplus checkpoints stay at {store.root} and take up room, until one of the next saves can remove them"
+    ]
+    assert f"{store.root}/step-0000000001: Permission denied" in told()[0]
+    assert save(Committer(store, job), 4) and steps(store) == [4]
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "clean_up", refuse)
+        assert save(Committer(store, job), 5)
+    assert len(told()) == 2 and steps(store) == [5], "it is told of again, and what could be removed is"

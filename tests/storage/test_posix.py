@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from rekindle.errors import CorruptError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, MANIFEST_KIND, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import parse_document
+from rekindle.storage import disk
 from rekindle.storage.catalog import STORAGE, find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
@@ -157,6 +159,38 @@ def test_foreign_files_are_no_checkpoints_and_stay(store, root):
     assert {"notes.txt", "step-0000000099/mine.bin", f"{step_dir(1)}/mine.bin"} <= files(root)
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link", "directory"])
+def test_what_has_a_steps_name_makes_room_for_the_step_and_is_named(store, root, kind, caplog):
+    root.mkdir()
+    place = root / step_dir(2)
+    if kind == "file":
+        place.write_text("mine")
+    elif kind == "directory":
+        place.mkdir()
+        (place / "mine.txt").write_text("mine")
+    else:
+        (root / "elsewhere").mkdir()
+        place.symlink_to("elsewhere" if kind == "link" else "nowhere")
+    save(store, 1, 2)
+    store.clean_up()
+    assert steps(store) == [1, 2]
+    moved = [path for path in root.glob("*.retired*") if "link" not in kind]
+    assert len(moved) == (0 if "link" in kind else 1), sorted(root.iterdir())
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{place} is no checkpoint, and step 2 takes its name: it is {aside} now" for aside in moved
+    ]
+    assert all("mine" in (a.read_text() if a.is_file() else (a / "mine.txt").read_text()) for a in moved)
+
+
+def test_a_file_with_the_name_of_another_step_is_in_nobodys_way(store, root):
+    root.mkdir()
+    (root / step_dir(99)).write_text("mine")
+    save(store, 1, 2, 3)
+    store.prune(1, None)
+    store.clean_up()
+    assert steps(store) == [3] and (root / step_dir(99)).read_text() == "mine"
+
+
 # -- a damaged source ------------------------------------------------------------------------------------------------
 
 
@@ -249,15 +283,21 @@ def test_abandoned_steps_do_not_fill_the_places_of_live_ones(store):
     assert [(p.stamp.step, p.stamp.incarnation.generation) for p in store.published()] == [(4, 1), (5, 2)]
 
 
-def test_what_has_its_manifest_is_not_discarded_though_it_could_not_be_named(store, root):
+def test_what_has_its_manifest_is_not_discarded_though_it_could_not_be_named(store, root, monkeypatch):
     """Another node may have found it, and told that it is durable."""
     stamp = write(store, 5)
-    (root / step_dir(5)).write_text("in its way")
-    with pytest.raises(NotADirectoryError):
-        store.publish(stamp)
-    store.discard(stamp)
+
+    def refuse(path: Path, to: Path) -> None:
+        if to == root / step_dir(5):
+            raise PermissionError(errno.EACCES, "refused", str(to))
+        os.rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "rename", refuse)
+        with pytest.raises(PermissionError):
+            store.publish(stamp)
+        store.discard(stamp)
     assert steps(store) == [5]
-    (root / step_dir(5)).unlink()
     store.clean_up()
     assert store.durable(stamp)
     assert_sound(store)

@@ -369,6 +369,22 @@ def test_a_root_deleted_while_training_is_made_anew(
     assert train(root, memory, step + 1) == step
 
 
+@pytest.mark.parametrize("more", [{}, {"memory_limit": 1}], ids=["memory", "straight to storage"])
+def test_a_root_that_is_made_anew_by_the_last_save_is_told_of_too(
+    more: dict[str, Any], root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt, weights = job_of(root, memory, persist_seconds=1000, **more)
+    ckpt.restore()
+    ckpt.save(1, wait="durable", timeout=30)
+    while root.exists():
+        shutil.rmtree(root, ignore_errors=True)
+    weights.fill_(2)
+    ckpt.step(2)
+    ckpt.close(timeout=60)
+    assert len([line for line in caplog.messages if "is made anew, and step 2" in line]) == 1, caplog.messages
+    assert newest(root) == 2
+
+
 def test_steps_deleted_from_a_root_that_stays_are_a_deleted_run_too(root: Path, memory: Path) -> None:
     job = killed(root, memory)
     wait_for(lambda: job.notes.durable() == 6)

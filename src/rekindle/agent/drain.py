@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rekindle.agent.backlog import Backlog, local_ranks
@@ -31,6 +32,9 @@ TICK = 0.05
 
 _RETRY_FIRST, _RETRY_LONGEST = 0.5, 30.0
 """Seconds between attempts while storage refuses, doubled each time."""
+_LIMIT_EVERY = 1.0
+"""Seconds between looks, during a drain, for the limit that a start of the job has been given since. A look reads a
+small file in memory."""
 
 
 @dataclass
@@ -68,13 +72,15 @@ class Drainer:
     have one.
     """
 
-    def __init__(self, job: JobDir) -> None:
-        self.job = job
+    def __init__(self, job: JobDir, tell: Callable[[], object] = lambda: None) -> None:
+        """``tell`` is called before a checkpoint is made in a root that was deleted, of which ``progress`` tells."""
+        self.job, self._tell = job, tell
         self.progress = DrainProgress()
         self._backlog = Backlog(job)
         self._unfinished = Unfinished()
         self._retry_at = 0.0
         self._delay = _RETRY_FIRST
+        self._limit_at = 0.0
         self._budget = Budget()
         """One for all ranks of the node, whose shards are carried one after the other."""
 
@@ -108,7 +114,7 @@ class Drainer:
             self._failed(str(error), info, copy, for_good=True)
             return False
         except OSError as error:
-            where = info.root if info is not None else self.job.path
+            where = error.filename or (info.root if info is not None else self.job.path)
             self._failed(f"{where}: {describe_error(error)}", info, copy, for_good=False)
             return False
         finally:
@@ -185,6 +191,7 @@ class Drainer:
         ours = next((copy for copy in candidates if copy.incarnation.id == info.start), None)
         if ours is not None:
             self.progress.anew = ours.step
+            self._tell()
         elif not candidates:
             self.progress.given_up = (
                 f"{info.root}: was deleted; the snapshots that memory still has of it are given up when the job starts "
@@ -228,7 +235,12 @@ class Drainer:
 
     def _count(self, nbytes: int) -> None:
         self.progress.done += nbytes
-        self.progress.moved = time.monotonic()
+        self.progress.moved = now = time.monotonic()
+        if now >= self._limit_at:
+            self._limit_at = now + _LIMIT_EVERY
+            with contextlib.suppress(OSError, CorruptError):  # the limit stays as it was
+                info = self.job.read_job()
+                self._budget.limit = info.drain_limit if info is not None else self._budget.limit
 
     def _ask_again(self, info: JobInfo, committer: Committer) -> None:
         """Publishes what the other nodes have finished meanwhile; forgets what they have given up."""
@@ -252,10 +264,7 @@ class Drainer:
                 self.progress.waits = self._unfinished.problem
 
     def _became_durable(self, info: JobInfo, committer: Committer, shard: ShardId) -> None:
-        """Records that a checkpoint is durable, frees the memory of ranks that have departed, and tidies storage.
-
-        In this order: storage that refuses to remove something must not keep memory from being freed.
-        """
+        """Records that a checkpoint is durable, frees the memory of ranks that have departed, and tidies storage."""
         self.progress.durable, self.progress.error, self.progress.waits = shard.step, None, None
         self._unfinished.problem = None
         self._backlog.mark_done(shard.checkpoint)

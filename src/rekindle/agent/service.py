@@ -50,7 +50,7 @@ class Agent:
     def __init__(self, job: JobDir, lock: Lock) -> None:
         self.job = job
         self.lock = lock
-        self.drainer = Drainer(job)
+        self.drainer = Drainer(job, self._write_status)
         self.monitor = RankMonitor(job, self._urgent)
         self.stopping = False
         """True once the agent is to end, and to give the memory back, as soon as everything is durable."""

@@ -26,22 +26,28 @@ _STEP = click.argument("step", type=click.IntRange(min=0))
 @click.command("pin", short_help="Keep a step on storage, whatever is pruned.")
 @ROOT_ARGUMENT
 @_STEP
-def pin_command(root: Root, step: int) -> None:
+@JSON_OPTION
+def pin_command(root: Root, step: int, as_json: bool) -> None:
     """Keep STEP of ROOT on storage, whatever is pruned, until it is unpinned."""
-    _change_pin(root, step, pin_step, "is pinned")
+    _on_storage(root, lambda: pin_step(open_store(root), step))
+    _show_pin(step, as_json, pinned=True)
 
 
 @click.command("unpin", short_help="Let retention decide on a step again.")
 @ROOT_ARGUMENT
 @_STEP
-def unpin_command(root: Root, step: int) -> None:
+@JSON_OPTION
+def unpin_command(root: Root, step: int, as_json: bool) -> None:
     """Let the job, or 'rekindle prune', remove STEP of ROOT again."""
-    _change_pin(root, step, unpin_step, "is not pinned")
+    _on_storage(root, lambda: unpin_step(open_store(root), step))
+    _show_pin(step, as_json, pinned=False)
 
 
-def _change_pin(root: Root, step: int, change: Callable[[Store, int], object], outcome: str) -> None:
-    _on_storage(root, lambda: change(open_store(root), step))
-    click.echo(f"step {step} {outcome}")
+def _show_pin(step: int, as_json: bool, *, pinned: bool) -> None:
+    if as_json:
+        print_json({"step": step, "pinned": pinned})
+    else:
+        click.echo(f"step {step} is {'pinned' if pinned else 'not pinned'}")
 
 
 @click.command("prune", short_help="Remove surplus checkpoints from storage.")

@@ -59,7 +59,8 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     TORCH_NCCL_RETHROW_CUDA_ERRORS=0, so that torch ends no rank whose state is being secured; and, as by torchrun,
     OMP_NUM_THREADS=1 for several ranks on a node. LOGLEVEL=INFO or WARNING shows torchrun's own log.
 
-    Exit code 0 when all ranks have ended with 0, 1 when no restarts are left, 2 when there is nothing to run, 128 and
-    the number of the signal that told it to go (130 for Ctrl-C).
+    Exit code 0 when all ranks have ended with 0, 1 when no restarts are left, 2 when there is nothing to run, 7 when
+    another process trains the root (nothing is started again then), 128 and the number of the signal that told it to
+    go (130 for Ctrl-C).
     """
     sys.exit(launch(list(arguments), ctx.get_help, lambda line: click.echo(f"rekindle: {line}", err=True)))

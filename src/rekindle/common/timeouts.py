@@ -9,9 +9,26 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-__all__ = ["in_background", "with_timeout"]
+from rekindle.errors import UsageError
+
+__all__ = ["check_timeout", "in_background", "with_timeout"]
 
 T = TypeVar("T")
+
+_FOR_EVER = 100 * 365 * 86400.0
+"""Seconds that stand for no bound: the operating system's waits take no more than some 292 years."""
+
+
+def check_timeout(seconds: object) -> float:
+    """Returns a user's ``timeout`` as seconds that every wait takes. Raises UsageError for what is none.
+
+    ``math.inf`` is one, and means that there is no bound.
+    """
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds >= 0:
+        raise UsageError(
+            f"timeout is {seconds!r}: must be a number of seconds, 0 or more; math.inf waits for as long as it takes"
+        )
+    return float(min(seconds, _FOR_EVER))
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:

@@ -75,11 +75,14 @@ class Gasp:
             part = "" if self.alone else f"rank {self.rank}'s part of "
             log.warning("%sstep %s secured, %.3f s after the fault", part, " and ".join(map(str, self.secured)), took)
         else:
-            log.warning(
-                "rank %d has secured nothing %.3f s after the fault: without its replicas training goes back to an "
-                "earlier snapshot",
-                *(self.rank, took),
-            )
+            log.warning("rank %d has secured nothing %.3f s after the fault: %s", self.rank, took, self._what_is_left())
+
+    def _what_is_left(self) -> str:
+        """Returns words on where the next start goes on from without this rank's part of the current step."""
+        snapshot = self.gate.snapshot
+        left = f"step {snapshot}, its newest in memory" if snapshot >= 0 else "the newest checkpoint on storage"
+        later = "" if self.alone else ", or from a later step if other ranks have all of its state"
+        return f"the next start goes on from {left}{later}"
 
     def end(self) -> None:
         """Show on the status page what came of it; the agent gives the rank half a second to leave."""
@@ -110,9 +113,12 @@ class Gasp:
         while True:
             step = self.gate.seize(min(patience, end - time.monotonic()), beyond)
             if step is None:
-                where = "a step()" if self.gate.phase == STEPPING else "an update"
+                where = "inside of its" if self.gate.phase == STEPPING else "between the beginning of an update and its"
                 if not self.secured:
-                    log.warning("rank %d is not secured: it was in the middle of %s that did not end", self.rank, where)
+                    log.warning(
+                        "rank %d is not secured: it was past step %d, %s ckpt.step()",
+                        *(self.rank, self.gate.step, where),
+                    )
                 return None
             try:
                 return step if self._secure_step(step, cause, end) else None

@@ -27,7 +27,7 @@ from rekindle.faults.notices import Notice, Notices
 from rekindle.faults.peers import Peers
 from rekindle.faults.securing import StateSecurer
 from rekindle.faults.stacks import HangRecord, debugger_of, describe_stacks
-from rekindle.faults.torchelastic import tell_launcher
+from rekindle.faults.torchelastic import SURVIVOR_EXIT, tell_launcher
 from rekindle.memory.fault import Fault
 from rekindle.memory.status import SECURING, STABLE, StatusPage
 from rekindle.save.gate import Gate
@@ -35,12 +35,9 @@ from rekindle.save.saver import Saver
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.session import Session
 
-__all__ = ["SURVIVOR_EXIT", "Guard"]
+__all__ = ["Guard"]
 
 log = logging.getLogger("rekindle")
-
-SURVIVOR_EXIT = 75
-"""Exit code of a rank that ended because of another one's fault: EX_TEMPFAIL, try again."""
 
 _WORD = 0.2
 """Seconds that a rank which raised waits for the agent's word on whether somebody else was first."""
@@ -168,7 +165,8 @@ class Guard(ContextDecorator):
 
     def _raised(self, error: BaseException) -> None:
         """End by what the guarded part raised, or by another rank's fault if the agent says that was first."""
-        what = f"rank {self._rank} raised {type(error).__name__}: {error}".partition("\n")[0][:_LINE]
+        raised = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no message
+        what = f"rank {self._rank} raised {raised}".partition("\n")[0][:_LINE]
         detail = "".join(traceback.format_exception(error))[-_LONGEST:]
         cause = "loss" if isinstance(error, NonFiniteLossError) else "exception"
         fault = Fault(cause, self._rank, self._generation, self._gate.step, what, detail)

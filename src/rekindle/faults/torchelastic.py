@@ -13,12 +13,26 @@ from rekindle.format.receipt import write_atomic
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 
-__all__ = ["LAUNCH", "introduce", "tell_launcher", "warn_of_reused_store"]
+__all__ = [
+    "LAUNCH",
+    "REFUSED",
+    "SURVIVOR_EXIT",
+    "advise_against_restarts",
+    "introduce",
+    "tell_launcher",
+    "warn_of_reused_store",
+]
 
 log = logging.getLogger("rekindle")
 
 LAUNCH = "REKINDLE_LAUNCH"
 """Environment variable: the directory in which ``rekindle run`` learns of the job's roots."""
+
+REFUSED = "refused"
+"""File in that directory: the reason why the first start should be the last."""
+
+SURVIVOR_EXIT = 75
+"""Exit code of a rank that ended because of another one's fault, or of a hang: EX_TEMPFAIL, try again."""
 
 _LATER = 2
 """Seconds by which the others' failures are dated later. torchrun takes the earliest for the cause; it counts in whole
@@ -48,6 +62,14 @@ def introduce(job: JobDir, root: Root) -> None:
         with suppress(OSError):
             told = [str(root), str(job.path.parents[1])]
             write_atomic(Path(place) / f"{job.path.name}.json", json.dumps(told).encode())
+
+
+def advise_against_restarts(why: str) -> None:
+    """Tell ``rekindle run``, if that is the launcher, why another start would end as this one does."""
+    place = os.environ.get(LAUNCH)
+    if place:
+        with suppress(OSError):
+            write_atomic(Path(place) / REFUSED, why.encode())
 
 
 def warn_of_reused_store(rank: int) -> None:

@@ -78,9 +78,12 @@ def parse_shard_name(name: str) -> tuple[int, int, str] | None:
 def canonical_root(root: str | os.PathLike[str]) -> Root:
     """Returns the one form of ``root``, a path or a URL, so that all ways to write it compare equal.
 
-    Raises UsageError for a URL that can't be a checkpoint root.
+    Raises UsageError for what is neither, and for a URL that can't be a checkpoint root.
     """
-    text = os.fsdecode(root)
+    try:
+        text = os.fsdecode(root)
+    except TypeError:
+        raise UsageError(f"root is {root!r}: must be a path or a URL, as a str or an os.PathLike") from None
     scheme, separator, rest = text.partition("://")
     if not separator and text.partition("/")[0] in {f"{known}:" for known in (*_SCHEMES, "file")}:
         raise UsageError(f"root {text!r}: a URL has two slashes; pass it as a str: a Path removes one of them")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import xxhash
 
+from rekindle.common.environ import env_count
 from rekindle.format.layout import PAGE, Layout
 from rekindle.format.receipt import checksum
 from rekindle.format.shard import OpenShard, Stream
@@ -80,7 +81,7 @@ def reader_threads(in_memory: bool) -> int:
     From storage at least as many read as keep a disk busy.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    share = max(1, min(8, cores // env_count("LOCAL_WORLD_SIZE")))
     return share if in_memory else max(share, _STORAGE_READS)
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.common.os_errors import explain
-from rekindle.errors import NotFoundError, RekindleError, UsageError
+from rekindle.errors import BusyError, NotFoundError, RekindleError, UsageError
 from rekindle.faults import nccl
-from rekindle.faults.torchelastic import LAUNCH
+from rekindle.faults.torchelastic import LAUNCH, REFUSED, SURVIVOR_EXIT
 from rekindle.format.fields import loads
 from rekindle.format.names import Root, canonical_root
 from rekindle.memory.fault import Fault
@@ -61,7 +61,8 @@ class _FailureFilter(logging.Filter):
         if message.startswith(_FAILED) and isinstance(record.args, tuple):
             self.failures += 1
             code, rank = record.args[:2]
-            self.why = _noticed(self._place, self._since) if code == -signal.SIGKILL else ""
+            self._refuse_in_vain()
+            self.why = _noticed(self._place, self._since) if code in (-signal.SIGKILL, SURVIVOR_EXIT) else ""
             self._since = time.time()
             if self.failures <= self._most:
                 self._say(
@@ -70,6 +71,16 @@ class _FailureFilter(logging.Filter):
                 )
             return False
         return not message.startswith(_QUIET)
+
+    def _refuse_in_vain(self) -> None:
+        """Raises BusyError, through torchrun, when another job trains the root that the first start wanted.
+
+        At a later start it may be a dying rank of this job, so then another try may do.
+        """
+        with suppress(FileNotFoundError):
+            why = (self._place / REFUSED).read_text()
+            if self.failures == 1:
+                raise BusyError(f"{why}: the job is not started again")
 
 
 def _ended(code: Any) -> str:
@@ -88,7 +99,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     """Runs torchrun with these arguments. Returns the exit code.
 
     ``usage`` returns the text for ``--help``; ``say`` is given each line for people. Raises UsageError when there is
-    nothing to run, SystemExit for other arguments that torchrun refuses.
+    nothing to run, BusyError when another job trains the root, SystemExit for other arguments that torchrun refuses.
     """
     # Without this, restarted ranks find the addresses of dead ones in torchrun's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -168,7 +179,7 @@ def _roots(place: Path) -> list[tuple[Root, Path]]:
 
 
 def _noticed(place: Path, since: float) -> str:
-    """Describes, in brackets, the hang or want of memory for which a rank was killed; empty for no such fault."""
+    """Describes, in brackets, the hang or want of memory that ended a rank; empty for no such fault."""
     faults = []
     for root, base in _roots(place):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -183,7 +194,7 @@ def _say_what_is_saved(place: Path, say: Callable[[str], object]) -> None:
     for root, base in found:
         say(f"{root}: {_saved(root, base)}")
     if not found:
-        say("nothing is saved: no rank on this node came as far as making a rekindle.Checkpointer")
+        say("this run has saved nothing: no rank on this node came as far as making a rekindle.Checkpointer")
 
 
 def _saved(root: Root, base: Path) -> str:

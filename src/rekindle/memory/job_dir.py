@@ -41,7 +41,7 @@ def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
     chosen = override or os.environ.get("REKINDLE_MEMORY")
     if not chosen:
         chosen = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    return Path(chosen).absolute() / f"rekindle-{os.getuid()}"
+    return Path(os.path.expanduser(chosen)).absolute() / f"rekindle-{os.getuid()}"
 
 
 def _private(path: Path) -> None:

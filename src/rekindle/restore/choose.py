@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import SupportsIndex
 
+from rekindle.errors import UsageError
 from rekindle.format.lineage import CheckpointKey, superseded_by
+from rekindle.format.names import MAX_STEP
 from rekindle.session.inventory import Offer
 
-__all__ = ["SUPERSEDED", "Choice", "choose"]
+__all__ = ["SUPERSEDED", "Choice", "check_chosen_step", "choose"]
 
 SUPERSEDED = "superseded"
 """First word of the reason for rejecting what nobody goes on from any more, which is in order."""
@@ -22,6 +26,21 @@ class Choice:
 
     candidates: list[CheckpointKey] = field(default_factory=list)
     rejected: dict[CheckpointKey, str] = field(default_factory=dict)
+
+
+def check_chosen_step(step: SupportsIndex | None) -> int | None:
+    """Returns the ``step`` that a user asks for as a number; None for the newest. Raises UsageError for what is none.
+
+    True and 1.0 equal the number 1, and are mistakes more likely than meant.
+    """
+    if step is None:
+        return None
+    number = operator.index(step) if hasattr(step, "__index__") and not isinstance(step, bool) else -1
+    if not 0 <= number <= MAX_STEP:
+        raise UsageError(
+            f"restore(step={step!r}): must be None, for the newest checkpoint, or a whole number of 0 to {MAX_STEP}"
+        )
+    return number
 
 
 def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice:
@@ -43,7 +62,10 @@ def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice
                 f"{SUPERSEDED}: the job went on from step {successor.parent_step} as generation {successor.generation}"
             )
         elif without:
-            choice.rejected[key] = f"incomplete: {_name(without, len(offers))} no shard of it"
+            choice.rejected[key] = (
+                f"incomplete: {_name(without, len(offers))} no shard of it (ended before completing this step, or its "
+                "memory is gone)"
+            )
         else:
             choice.candidates.append(key)
     return choice

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 import xxhash
 
+from rekindle.common.environ import env_count
 from rekindle.common.failpoints import reach
 from rekindle.common.workers import Workers, ending
 from rekindle.devices.bounce import copy_by_bounce
@@ -268,7 +269,7 @@ class ShardWriter:
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # The trainer waits meanwhile, so its cores are free; ranks on the same node save at the same time.
-        self._helpers = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) - 1
+        self._helpers = max(1, min(8, cores // env_count("LOCAL_WORLD_SIZE"))) - 1
         self._threads = Workers(max(1, self._helpers), "rekindle-copy")
         # One, for training needs its cores. Not of lower priority: where training keeps them all busy, most would be
         # left to do when the update waits, and training is slowed by as much either way.

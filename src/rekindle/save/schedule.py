@@ -72,8 +72,8 @@ class Schedule:
             log.info(
                 "storage gets a checkpoint at most every %g s, and is written to for at most a tenth of the time: if "
                 "this node is lost, up to %g s of training are lost, and more if writing a checkpoint takes over %g s "
-                "(persist_seconds, persist_every). A fault of processes loses none of this: memory has the newest "
-                "snapshot",
+                "(persist_seconds, persist_every). A fault of processes alone goes back to the newest snapshot in "
+                "memory",
                 *(self.pause, self.pause, self.pause / 10),
             )
 

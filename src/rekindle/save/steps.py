@@ -44,6 +44,11 @@ def check_step(n: int, newest: ShardId | None, base: ShardId | None, updates: Up
             return
         before = f"step {n} was restored" if base is not None else "training began at step 0"
         raise UsageError(f"step {n} after an update: {before}, and the state is that of step {n + 1} by now. {right}")
+    if updates.made_since(n):
+        raise UsageError(
+            f"step {n} again after an update: step {n} was complete before it, and the state is that of a later step "
+            "by now. A step is a number of completed updates: pass the next one"
+        )
 
 
 def check_loss(loss: float | torch.Tensor, step: int) -> None:

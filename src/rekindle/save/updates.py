@@ -1,4 +1,4 @@
-"""Tells whether an update was made since a restore: a loop that counts from zero then tells a step too small."""
+"""Tells whether an update was made since a restore or a step: a loop that miscounts then tells a step too small."""
 
 from __future__ import annotations
 
@@ -17,11 +17,22 @@ class Updates:
 
     def __init__(self, state: Mapping[str, Any], fence: Fence) -> None:
         self._state, self._fence = state, fence
+        self._told: tuple[int, int] | None = None
+        """The newest step that training has told, and the announced updates until then."""
         self.begin()
 
     def begin(self) -> None:
         """Count from now: the state is that of a complete step."""
         self._seen, self._steps = self._read_counters(), self._fence.steps
+        self._told = None
+
+    def complete(self, n: int) -> None:
+        """Count from step ``n`` too, which is complete."""
+        self._told = n, self._fence.steps
+
+    def made_since(self, n: int) -> bool:
+        """Returns True if ``n`` was the newest step to be complete, and an update was announced since."""
+        return self._told is not None and self._told[0] == n and self._told[1] != self._fence.steps
 
     def made(self) -> bool:
         """Returns True if an update was made or begun since ``begin``. Writes that torch doesn't count stay unseen."""

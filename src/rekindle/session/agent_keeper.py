@@ -83,22 +83,20 @@ class AgentKeeper:
             self._thread.start()
 
     def _watch_agent(self, agent: int, passed: float) -> None:
-        """Passes on the agent's error, once, and its end; kills an agent that holds its lock and does nothing.
+        """Passes on what the agent reports; kills an agent that holds its lock and does nothing.
 
         Such as a stopped one: nothing is lost, for all it has is in files. Only time in which this process was looking
         counts: a node that sleeps takes both along.
         """
+        if not self.pass_on_report():
+            return
         try:
             sign = self.job.paths.agent_status.stat().st_mtime_ns
-            status = loads(self.job.paths.agent_status.read_bytes())
-            pid, error, anew = status["pid"], status["error"], status.get("anew")
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError:
             return
-        self._log_drain_error(error)
-        self._log_recreated_root(anew)
         self._silent = 0.0 if sign != self._sign else self._silent + passed
         self._sign = sign
-        if self._silent > _SIGN_WITHIN and pid == agent:  # else it is a process that drains in an agent's place
+        if self._silent > _SIGN_WITHIN:
             self._silent = 0.0
             log.warning(
                 "agent %d gave no sign of life for %.0f s: it is killed, and another one is started",
@@ -106,6 +104,22 @@ class AgentKeeper:
             )
             with suppress(OSError):
                 os.kill(agent, signal.SIGKILL)
+
+    def pass_on_report(self) -> bool:
+        """Logs what the agent reports, each thing once: an error of the drain and its end, a root that is made anew.
+
+        Returns False if there is no report of an agent that lives. One that is gone may have left its last one.
+        """
+        try:
+            status = loads(self.job.paths.agent_status.read_bytes())
+            pid, error, anew = status["pid"], status["error"], status.get("anew")
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        if pid != self.job.agent():
+            return False
+        self._log_drain_error(error)
+        self._log_recreated_root(anew)
+        return True
 
     def _keep_running(self) -> None:
         """Starts an agent, again and again until one stays. After three that didn't, drains here in between."""

@@ -61,6 +61,8 @@ def wait_durable(
         except (OSError, RuntimeError) as error:  # it may be back in a moment; or no thread is to be had for now
             why = describe_error(error)
         if lost is None:
+            if keeper is not None:
+                keeper.pass_on_report()  # nobody may look again
             return
         if lost:
             raise NotDurableError(

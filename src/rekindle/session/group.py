@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rekindle.common.environ import env_count
 from rekindle.errors import UsageError
 
 __all__ = ["SingleProcess", "ProcessGroup", "node_id", "this_group"]
@@ -63,7 +64,7 @@ def this_group(timeout: timedelta = timedelta(minutes=5)) -> SingleProcess | Pro
     one."""
     if dist.is_available() and dist.is_initialized():
         return ProcessGroup(timeout)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = env_count("WORLD_SIZE")
     if world > 1:
         raise UsageError(
             f"this is rank {os.environ.get('RANK', '?')} of {world}, but torch.distributed is not initialised: "

@@ -19,15 +19,18 @@ torch.distributed.checkpoint and ``rekindle import``. The steps, in this order, 
 7. Note the step in memory. Should storage be away when the job starts again, that start knows what it had, and does not
    go on from less. A crash before the note is harmless: the next agent publishes again, and notes it.
 8. Prune (``tidy``). Older checkpoints go only now, so that no crash leaves the job without one.
-9. Clean up what killed writers left. A crash in 8 or 9 leaves work to the next commit, and costs disk space until then.
+9. Clean up what killed writers left. A crash or an error in 8 or 9 leaves work to the next commit, and costs disk space
+   until then: the checkpoint is durable, so no save fails by it.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from rekindle.common.os_errors import explain
 from rekindle.errors import NotDurableError
 from rekindle.format.lineage import Incarnation, ShardId, continued_by_another
 from rekindle.format.receipt import Receipt
@@ -38,6 +41,11 @@ from rekindle.storage.store import Store
 from rekindle.storage.throttle import Budget
 
 __all__ = ["Committer", "SupersededError"]
+
+log = logging.getLogger("rekindle")
+
+_untidy: set[str] = set()
+"""Roots at which this process could not tidy the last time, and has logged it."""
 
 
 class SupersededError(NotDurableError):
@@ -52,8 +60,8 @@ class Committer:
 
     The calls for a checkpoint: ``begin``, ``write`` for each shard of this writer, ``commit``, and ``tidy`` if that
     returned True. Other writers, on any node, may commit other ranks' shards of it at the same time: the last one to
-    finish makes it durable, and ``commit_if_complete`` tells the others so. For one thread at a time. Every method
-    raises OSError where storage refuses.
+    finish makes it durable, and ``commit_if_complete`` tells the others so. For one thread at a time. Every method but
+    ``tidy`` raises OSError where storage refuses.
     """
 
     def __init__(self, store: Store, job: JobDir | None) -> None:
@@ -140,10 +148,23 @@ class Committer:
     def tidy(self, stamp: ShardId, keep: int | None, keep_every: int | None) -> list[int]:
         """Prunes older checkpoints, and cleans up after killed writers. Returns the steps that were removed.
 
-        Precondition: ``stamp`` is durable, by the word of ``commit`` or ``commit_if_complete``.
+        Where storage refuses, that is logged once, until it works again. Precondition: ``stamp`` is durable, by the
+        word of ``commit`` or ``commit_if_complete``.
         """
-        removed = [] if self._undecided(stamp.incarnation.generation) else self._store.prune(keep, keep_every)
-        self._store.clean_up()
+        removed: list[int] = []
+        root = str(self._store.root)
+        try:
+            if not self._undecided(stamp.incarnation.generation):
+                removed = self._store.prune(keep, keep_every)
+            self._store.clean_up()
+            _untidy.discard(root)
+        except OSError as error:
+            if root not in _untidy:
+                log.warning(
+                    "surplus checkpoints stay at %s and take up room, until one of the next saves can remove them: %s",
+                    *(root, explain(error)),
+                )
+            _untidy.add(root)
         return removed
 
     def _look(self, starts: Iterable[Incarnation] = ()) -> ShardId | None:

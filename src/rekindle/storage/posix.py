@@ -8,6 +8,7 @@ No method writes over or removes a checkpoint before a newer one of the live lin
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator
@@ -31,6 +32,8 @@ from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
 
 __all__ = ["PosixStore"]
+
+log = logging.getLogger("rekindle")
 
 
 class _Durable(NamedTuple):
@@ -230,7 +233,7 @@ class PosixStore(Store):
             except FileNotFoundError:  # another publisher was first
                 break
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # the last: a file, or a link
                     raise
             other = self._read_stamp(final)
             if other is not None and other.incarnation.generation > stamp.incarnation.generation:
@@ -246,7 +249,7 @@ class PosixStore(Store):
         """Frees the name of a directory with the manifest ``seen``, or gives it back if it changed since.
 
         A directory without a manifest is the rest of a removal, and is removed. One whose manifest is damaged is kept
-        under another name: a person may still want its shards.
+        under another name: a person may still want its shards. So is a file, or what else was put into a directory.
         """
         name = seen.incarnation.id if seen is not None else secrets.token_hex(8)
         aside = self.root / f"{step_dir(step)}.{name}.retired"
@@ -258,6 +261,8 @@ class PosixStore(Store):
                 disk.rename(aside, path)
             elif not (aside / MANIFEST).exists():
                 _remove_checkpoint(aside)
+                if aside.exists():
+                    log.warning("%s is no checkpoint, and step %d takes its name: it is %s now", path, step, aside)
         except FileNotFoundError:  # another process has freed it
             return
         except OSError as error:  # another process has taken either name
@@ -413,7 +418,10 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _remove_checkpoint(directory: Path, step: int = -1) -> None:
-    """Removes a checkpoint, manifest first, so that no moment shows a damaged one. Foreign files are left alone."""
+    """Removes a checkpoint, manifest first, so that no moment shows a damaged one. Foreign files are left alone.
+
+    A file that has a directory's name is such a one.
+    """
     if directory.is_symlink():
         disk.unlink(directory)  # its target is not ours to empty
         return
@@ -426,7 +434,7 @@ def _remove_checkpoint(directory: Path, step: int = -1) -> None:
             if parse_shard_name(name) or name.endswith(".tmp") or name == PINNED:
                 disk.unlink(path)
         disk.rmdir(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):

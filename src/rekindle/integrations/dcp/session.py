@@ -11,7 +11,6 @@ import mmap
 import os
 import secrets
 import threading
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -306,8 +305,7 @@ class DcpSession:
         if not committer.commit(stamp, ()):
             self.wait_durable(stamp, _PATIENCE)  # the agent carries the shards that memory took, and publishes it
             committer.commit_if_complete(stamp)  # this node notes that, too
-        with suppress(OSError):  # what is left over goes next time
-            committer.tidy(stamp, *self.settings.retention)
+        committer.tidy(stamp, *self.settings.retention)
 
     # -- storage ---------------------------------------------------------------------------------------------------
 

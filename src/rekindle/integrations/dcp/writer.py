@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from rekindle.common.timeouts import check_timeout
 from rekindle.errors import UsageError
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import root_path
@@ -156,6 +157,7 @@ class RekindleWriter(StorageWriter, AsyncStager):
         minutes later. Raises NotDurableError after ``timeout`` seconds: the agent goes on. Does nothing in a forked
         child: all belongs to its parent.
         """
+        timeout = check_timeout(timeout)
         if self._session.forked:
             return
         self._stager.close()
