@@ -177,8 +177,12 @@ class FakeBackend(Backend):
         for stream in list(self._streams):
             stream.synchronize()
 
-    def close(self) -> None:
+    def unstick(self) -> None:
+        """Ends all that waits on the device."""
         self._stop.set()
+
+    def close(self) -> None:
+        self.unstick()
         for stream in self._streams:
             stream.end()
 
