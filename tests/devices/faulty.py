@@ -63,6 +63,7 @@ class Job:
                 thread.join(60)
             self.device.settle()
             guard._undo.close()
+            self.ckpt._let_go(None)
 
     def step(self, hold: threading.Event | None = None) -> threading.Event | None:
         """Queue the next step. With ``hold`` the device waits for it before the update."""

@@ -325,5 +325,4 @@ def test_any_delays(
             job.check(before if stuck != "never" else before + ahead)
             for step in job.in_memory():
                 job.check(step)
-        job.ckpt._saver.close()
     assert not device.complaints
