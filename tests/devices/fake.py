@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from rekindle.devices import events, table
+from rekindle.devices import bounce, events, table
 from rekindle.devices.backend import Backend, QueueEvent, Stream
 
 KIND = "privateuseone"
@@ -177,8 +177,12 @@ class FakeBackend(Backend):
         for stream in list(self._streams):
             stream.synchronize()
 
-    def close(self) -> None:
+    def unstick(self) -> None:
+        """Ends all that waits on the device."""
         self._stop.set()
+
+    def close(self) -> None:
+        self.unstick()
         for stream in self._streams:
             stream.end()
 
@@ -317,6 +321,7 @@ def install(monkeypatch: object, backend: FakeBackend) -> None:
     monkeypatch.setitem(table._backends, KIND, backend)  # type: ignore[attr-defined]
     monkeypatch.setattr(table, "_device", backend.device_of)  # type: ignore[attr-defined]
     monkeypatch.setattr(events, "_watches", {})  # type: ignore[attr-defined]
+    monkeypatch.setattr(bounce, "_rings", {})  # type: ignore[attr-defined]
 
 
 __all__ = ["DEVICE", "Capture", "FakeBackend", "FakeEvent", "FakeStream", "QueueEvent", "install"]

@@ -16,7 +16,7 @@ from rekindle.faults.guard import Guard
 from rekindle.format.receipt import Receipt, read_file
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir, memory_base
-from tests.devices.fake import FakeBackend
+from tests.devices.fake import DEVICE, FakeBackend
 from tests.devices.training import Training
 
 
@@ -32,6 +32,21 @@ class Job:
         self.ckpt = rekindle.Checkpointer(root, state, **options)
         self.ckpt.restore()
         self.done = 0
+        self._over = False
+        self._threads: list[threading.Thread] = []
+
+    def train(self, steps: int) -> threading.Thread:
+        """Queue steps in a thread of their own, which may have to wait for the device."""
+
+        def work() -> None:
+            self.device.enter(DEVICE)
+            for _ in range(steps):
+                if not self._over:
+                    self.step()
+
+        self._threads.append(threading.Thread(target=work, name="trainer", daemon=True))
+        self._threads[-1].start()
+        return self._threads[-1]
 
     @contextmanager
     def guarded(self, **options: Any) -> Iterator[Guard]:
@@ -41,15 +56,20 @@ class Job:
         try:
             yield guard
         finally:
-            self.device.close()  # whatever is stuck ends
+            self._over, self.device.lost = True, ""
+            self.device.unstick()
+            guard._gate.release()
+            for thread in self._threads:
+                thread.join(60)
+            self.device.settle()
             guard._undo.close()
+            self.ckpt._let_go(None)
 
     def step(self, hold: threading.Event | None = None) -> threading.Event | None:
         """Queue the next step. With ``hold`` the device waits for it before the update."""
         self.forward()
         if hold is not None:
-            stream = self.device.current_stream(None)  # type: ignore[arg-type]
-            stream.queue(lambda: self.device.wait_on_device(hold))
+            self.device.current_stream(DEVICE).queue(lambda: self.device.wait_on_device(hold))
         self.training.optimizer.step()
         self.end()
         return hold

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.devices.fake import FakeBackend
+from rekindle.memory.local_state import read_local_states
+from rekindle.save.copy import Copying
+from rekindle.save.plan import Unit
+from tests.devices.fake import FakeBackend, install
 from tests.devices.faulty import Job
 
 _LONG = 60.0
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+def wait_until(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + _LONG
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# -- which step it is -----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("every", [10**9, 1])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_a_stuck_device_holds_the_step_before(
     device: FakeBackend, root: Path, memory: Path, ahead: int, every: int
 ) -> None:
@@ -23,11 +42,287 @@ def test_a_stuck_device_holds_the_step_before(
     with job.guarded() as guard:
         for _ in range(3):
             job.step()
-        never = threading.Event()
-        if every == 1:
-            ahead = min(ahead, 1)  # the next step() waits for the snapshot
-        for number in range(ahead):
-            job.step(never if number == 0 else None)
+        for number in range(min(ahead, 1) if every == 1 else ahead):  # where each has a snapshot, the next step() waits
+            job.step(threading.Event() if number == 0 else None)
         job.fault(guard).join(_LONG)
         job.check(3)
         assert max(job.in_memory()) == 3
+
+
+def test_a_host_that_is_stuck_in_its_update_or_step_is_not_waited_for(
+    device: FakeBackend, root: Path, memory: Path
+) -> None:
+    """It waits inside of step() for the device, which stays where it is: the state is complete."""
+    job = Job(device, root, memory)
+    with job.guarded() as guard:
+        job.step()
+        job.step(threading.Event())
+        job.train(9)
+        wait_until(lambda: job.done == 5)
+        job.fault(guard).join(_LONG)
+        job.check(1)
+        assert job.done == 5, "the host gets no further ahead than local states are kept"
+
+
+def test_a_device_that_goes_on_brings_the_step_that_the_host_has_completed(
+    device: FakeBackend, root: Path, memory: Path
+) -> None:
+    job = Job(device, root, memory)
+    device.slowness = 0.02
+    with job.guarded() as guard:
+        for _ in range(5):
+            job.step()
+        job.fault(guard, "exception", "rank 0 raised ValueError").join(_LONG)
+        job.check(5)
+
+
+@pytest.mark.parametrize("phase", ["update", "step"])
+def test_an_update_that_has_begun_is_waited_for(device: FakeBackend, root: Path, memory: Path, phase: str) -> None:
+    """The host has queued only a part of the update, or all of it but not the step's end."""
+    job = Job(device, root, memory)
+    with job.guarded() as guard:
+        job.step()
+        held = threading.Event()
+        job.forward()
+        if phase == "step":
+            job.training.optimizer.step()
+        else:
+            job.ckpt._saver.wait_before_update()
+        device.settle()
+        gasp = job.fault(guard)
+        gasp.join(0.2)
+        assert gasp.is_alive() and not held.is_set()
+        if phase == "update":
+            job.training.optimizer.step()
+        job.end()
+        gasp.join(_LONG)
+        job.check(2)
+
+
+def test_an_update_that_begins_while_the_state_is_read_makes_that_worthless(
+    device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(device, root, memory)
+    held, finish = threading.Event(), Copying.finish
+
+    def finish_late(self: Copying) -> list[str]:
+        found = finish(self)
+        if threading.current_thread().name == "gasp" and not held.is_set():
+            held.set()
+            device.settle()
+        return found
+
+    monkeypatch.setattr(Copying, "finish", finish_late)
+    with job.guarded() as guard:
+        job.step()
+        job.step(held)
+        job.fault(guard).join(_LONG)
+        job.check(2)
+        assert job.in_memory() == [2]
+
+
+# -- what counts after a fault --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [10**9, 1])
+def test_what_an_abort_lets_through_is_refused(device: FakeBackend, root: Path, memory: Path, every: int) -> None:
+    """The abort of a communicator ends the collective, and the update behind it goes on with what it finds."""
+    job = Job(device, root, memory, snapshot_every=every)
+    held = threading.Event()
+
+    def abort(_: object) -> None:
+        held.set()
+        device.settle()
+
+    with job.guarded() as guard:
+        for _ in range(2):
+            job.step()
+        job.step(held)
+        guard._gate.freeze(late=True)
+        guard._gate.distrust()
+        abort(None)
+        job.fault(guard).join(_LONG)
+        assert job.in_memory()[-1:] == ([2] if every == 1 else [])
+        job.ckpt._saver.memory.wait_for_newest(_LONG)  # type: ignore[union-attr]
+        assert 3 not in job.in_memory()
+        assert all(state.stamp.step < 3 for state in read_local_states(job.dir, 0)), "it would be used for a successor"
+
+
+def test_an_abort_by_somebody_else_is_refused(
+    device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's watchdog of NCCL may abort at any time after a death: then only what was reached before counts."""
+    monkeypatch.setattr("rekindle.faults.late_work.aborts_by_itself", lambda: True)
+    job = Job(device, root, memory, snapshot_every=2)
+    held = threading.Event()
+    with job.guarded() as guard:
+        for _ in range(2):
+            job.step()
+        job.ckpt._saver.conclude()
+        job.step(held)
+        gasp = job.fault(guard)
+        wait_until(lambda: job.ckpt._saver.live.clock.frozen)
+        held.set()
+        gasp.join(_LONG)
+        assert job.in_memory() == [2]
+        job.check(2)
+
+
+@pytest.mark.parametrize("what", ["rank 1 raised DistBackendError: aborted", "rank 1 raised OSError"])
+def test_an_error_of_a_collective_may_be_an_abort(what: str, device: FakeBackend, root: Path, memory: Path) -> None:
+    job = Job(device, root, memory)
+    with job.guarded() as guard:
+        job.step()
+        job.step(threading.Event())
+        wait_until(lambda: job.ckpt._saver.live.clock.standing() == 1)
+        job.fault(guard, "exception", what).join(_LONG)
+        assert job.ckpt._saver.live.clock.counts(2) == ("OSError" in what)
+        job.check(1)
+
+
+# -- what the host has ----------------------------------------------------------------------------------------------
+
+
+def test_tensors_too_large_to_be_kept_can_be_secured_only_where_the_host_is(
+    device: FakeBackend,
+    root: Path,
+    memory: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The optimizer keeps a moment in the host's memory, which is of a later step than the parameters."""
+    monkeypatch.setattr("rekindle.faults.gasp._UPDATE", 0.5)
+    job = Job(device, root, memory)
+    large = torch.zeros(1 << 19)  # 2 MiB
+    job.training.optimizer.state[job.training.model.weight]["offloaded"] = large
+    with job.guarded() as guard:
+        job.step()
+        job.forward()
+        device.stick()
+        job.training.optimizer.step()
+        large += 1
+        job.end()
+        job.fault(guard).join(_LONG)
+        assert job.in_memory() == []
+    assert "offloaded has been changed since the end of step 1, and is too large to be kept" in caplog.text
+
+
+def test_a_device_may_be_behind_for_longer_than_any_bound(
+    device: FakeBackend, root: Path, memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits, as far ahead as local states are kept. No step fails."""
+    monkeypatch.setattr("rekindle.save.local_state._LOOK", 0.01)
+    job = Job(device, root, memory)
+    held = threading.Event()
+    with caplog.at_level(logging.INFO), job.guarded():
+        job.step(held)
+        trainer = job.train(9)
+        wait_until(lambda: job.done == 4)
+        trainer.join(0.3)
+        assert job.done == 4 and trainer.is_alive()
+        held.set()
+        trainer.join(_LONG)
+        assert job.done == 10
+    assert "secured" not in caplog.text
+
+
+def test_local_states_are_read_when_the_device_has_copied_them(device: FakeBackend, root: Path, memory: Path) -> None:
+    """A dead rank's successor gets them, by a checksum that also holds for what was read too early."""
+    job = Job(device, root, memory)
+    device.slowness = 0.004
+    with job.guarded():
+        for _ in range(30):
+            job.step()
+        wait_until(lambda: [state.stamp.step for state in read_local_states(job.dir, 0)] == [30, 29])
+        for state in read_local_states(job.dir, 0):
+            seen = torch.frombuffer(bytearray(state.tensors), dtype=torch.uint8)[: 64 * 4].view(torch.float32)
+            assert torch.equal(seen, torch.full((64,), float(state.stamp.step)))
+
+
+# -- a device that fails --------------------------------------------------------------------------------------------
+
+
+def test_a_failed_device_leaves_the_newest_snapshot(
+    device: FakeBackend, root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(device, root, memory, snapshot_every=1)
+    with job.guarded() as guard:
+        for _ in range(3):
+            job.step()
+        job.ckpt._saver.conclude()
+        device.lost = "an assertion in a kernel"
+        job.fault(guard).join(_LONG)
+        assert guard._gate._page.secured == 3
+        job.check(3)
+    assert "step 3 secured" in caplog.text
+
+
+def test_a_snapshot_that_was_copied_before_the_device_failed_is_good(
+    device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is still being hashed when the device fails, and asked for when its memory can't be read any more."""
+    hashing, go_on, hash_unit = threading.Event(), threading.Event(), Copying._hash_unit
+
+    def hash_late(self: Copying, unit: Unit) -> None:
+        if unit.nbytes > 1000:  # of the last batch, all of which the device has copied
+            hashing.set()
+            go_on.wait(_LONG)
+        hash_unit(self, unit)
+
+    job = Job(device, root, memory, snapshot_every=2)
+    with job.guarded() as guard:
+        job.step()
+        monkeypatch.setattr(Copying, "_hash_unit", hash_late)
+        job.step()
+        assert hashing.wait(_LONG)
+        device.settle()
+        wait_until(lambda: job.ckpt._saver.live.clock.standing() == 2)
+        device.lost = "an assertion in a kernel"
+        gasp = job.fault(guard)
+        go_on.set()
+        gasp.join(_LONG)
+        assert guard._gate._page.secured == 2
+        job.check(2)
+
+
+# -- any delays -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    slowness=st.sampled_from([0.0, 0.001, 0.005]),
+    before=st.integers(1, 4),
+    ahead=st.integers(0, 3),
+    every=st.sampled_from([1, 3, 10**9]),
+    stuck=st.sampled_from(["before the update", "never"]),
+    cause=st.sampled_from(["signal", "exception"]),
+)
+def test_any_delays(
+    tmp_path_factory: pytest.TempPathFactory,
+    memory: Path,
+    seed: int,
+    slowness: float,
+    before: int,
+    ahead: int,
+    every: int,
+    stuck: str,
+    cause: str,
+) -> None:
+    """Whatever is in memory after a fault is of one step, and the newest that the device could come to is there."""
+    device = FakeBackend(seed, slowness)
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, device)
+        patch.setattr("rekindle.faults.gasp._CATCH_UP", 0.2)
+        job = Job(device, tmp_path_factory.mktemp("root"), memory, snapshot_every=every)
+        with job.guarded() as guard:
+            for _ in range(before):
+                job.step()
+            ahead = ahead if every > before + ahead else min(ahead, 1)
+            for number in range(ahead):
+                job.step(threading.Event() if stuck != "never" and number == 0 else None)
+            job.fault(guard, cause).join(_LONG)
+            job.check(before if stuck != "never" else before + ahead)
+            for step in job.in_memory():
+                job.check(step)
+    assert not device.complaints

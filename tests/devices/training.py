@@ -38,11 +38,11 @@ def add(parameter: torch.Tensor, moment: torch.Tensor) -> None:
 class Training:
     """Parameters, a counter in a buffer and an optimizer, all on the device. At step n each value follows from n."""
 
-    def __init__(self, device: FakeBackend, size: int = 100_000, layers: int = 1) -> None:
+    def __init__(self, device: FakeBackend, size: int = 100_000, layers: int = 1, buffer: bool = True) -> None:
         self.device = device
         self.model = torch.nn.Module()
         self.model.weight = torch.nn.Parameter(torch.zeros(size))
-        self.model.register_buffer("seen", torch.zeros(64))
+        self.model.register_buffer("seen", torch.zeros(64), persistent=buffer)
         device.own(self.model.weight, self.model.seen)
         for number in range(1, layers):
             layer = torch.nn.Parameter(torch.zeros(size))

@@ -13,13 +13,8 @@ from queue import SimpleQueue
 
 __all__ = ["Workers", "ending"]
 
-_GRACE = 5.0
-"""Seconds from the end of the process after which work that waits for something gives up."""
 _LONGEST = 600.0
-"""Seconds that the end of the process waits for work that doesn't wait for anything, such as a copy."""
-
-ending = threading.Event()
-"""Set when the process is about to end and has waited ``_GRACE`` seconds: who waits in a worker is to give up."""
+"""Seconds that the end of the process waits for work, such as the copy of a large state."""
 
 _Todo = SimpleQueue["tuple[Future[object], Callable[[], object]] | None"]
 
@@ -27,7 +22,8 @@ _Todo = SimpleQueue["tuple[Future[object], Callable[[], object]] | None"]
 class Workers:
     """At most ``count`` daemon threads, started when they are needed, that take work in order. Thread-safe.
 
-    A pool of ``concurrent.futures`` would keep a process from ending that has failed while a device is stuck.
+    The end of the process waits for them. Work that may have to wait for long asks ``ending`` meanwhile, and gives up.
+    The pools of ``concurrent.futures`` end before a process can be seen to end.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -78,10 +74,10 @@ class Workers:
         for thread in self._threads:
             thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
-    @property
-    def busy(self) -> bool:
-        """True if a thread has not ended."""
-        return any(thread.is_alive() for thread in self._threads)
+
+def ending() -> bool:
+    """Returns True once the main thread has ended, so that the process does as soon as nothing keeps it."""
+    return not threading.main_thread().is_alive()
 
 
 def _work(todo: _Todo, idle: threading.Semaphore) -> None:
@@ -105,13 +101,8 @@ _pid = os.getpid()
 
 
 def _finish() -> None:
-    workers = list(_open) if os.getpid() == _pid else []  # a forked child has no such threads
-    for one in workers:
-        one.close(_GRACE)
-    if any(one.busy for one in workers):
-        ending.set()
-        for one in workers:
-            one.close(_LONGEST)
+    for workers in list(_open) if os.getpid() == _pid else []:  # a forked child has no such threads
+        workers.close(_LONGEST)
 
 
 atexit.register(_finish)

@@ -125,7 +125,7 @@ class Gasp:
             except RekindleError as error:
                 if not (isinstance(error, StateMoved) or self.gate.awaits(step)):
                     raise
-                log.info("step %d is not secured, a later one may be: %s", step, error)
+                log.warning("step %d is not secured, a later one may be: %s", step, error)
                 beyond = step
                 self.gate.release()
 

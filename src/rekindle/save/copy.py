@@ -49,6 +49,8 @@ _STUCK = 600.0
 """Seconds after which a copy that doesn't end counts as failed."""
 _LOOK = 1.0
 """Seconds after which a thread that waits for a device looks whether the process is ending."""
+_GRACE = 5.0
+"""Seconds that a device gets at the process's end: most end a copy in far less, and one that is stuck never does."""
 
 
 @dataclass
@@ -348,7 +350,10 @@ def wait_for_copy(event: Event) -> None:
     """Returns once a device has copied. Raises RekindleError if it doesn't, or not before the process has to end."""
     until = time.monotonic() + _STUCK
     while not event.wait(_LOOK):
-        if ending.is_set() or time.monotonic() > until:
+        now = time.monotonic()
+        if ending():
+            until = min(until, now + _GRACE)
+        if now > until:
             raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s, or by the process's end")
 
 

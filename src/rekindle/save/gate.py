@@ -187,7 +187,8 @@ class Gate:
                     self._page.step, self._page.phase = step, STABLE
                     self._show()
                     return step
-                if time.monotonic() > until or (self._dead and not self._clock.awaits(beyond)):
+                never = self._clock.lost() or (self._dead and not self._clock.awaits(beyond))
+                if never or time.monotonic() > until:
                     return None
                 self._changed.wait(_POLL)
 

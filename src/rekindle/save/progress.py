@@ -150,6 +150,10 @@ class DeviceClock:
         open_ends = (mark for mark in self._after(step) if mark.ends and mark.step <= self._limit)
         return any(not _surely(_Mark.ended, mark) for mark in open_ends)
 
+    def lost(self) -> bool:
+        """Returns True if the devices have begun an update that doesn't count: no step's state will be had of them."""
+        return any(one.begun and not self.counts(one.step) for one in self._progress())
+
     def check(self, step: int) -> None:
         """Raises StateMoved if a device has begun an update since ``step``; RekindleError when one has failed."""
         if any(one.begun for one in self._progress() if one.step > step):

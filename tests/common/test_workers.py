@@ -1,0 +1,90 @@
+"""Threads that do work in order, and don't keep a process from ending."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rekindle.common.workers import Workers
+
+SOON = 20.0
+
+
+def test_one_thread_does_all_in_order() -> None:
+    workers, done = Workers(1, "test-order"), list[int]()
+    for number in range(100):
+        last = workers.submit(lambda number=number: done.append(number))  # type: ignore[misc]
+    last.result(SOON)
+    assert done == list(range(100))
+    workers.close()
+
+
+def test_work_is_done_at_once_by_as_many_threads() -> None:
+    workers, meet = Workers(3, "test-many"), threading.Barrier(3)
+    for future in [workers.submit(lambda: meet.wait(SOON)) for _ in range(3)]:
+        future.result(SOON)
+    workers.close()
+
+
+def test_what_goes_wrong_is_the_future_s_and_the_thread_goes_on() -> None:
+    workers = Workers(1, "test-error")
+    with pytest.raises(ZeroDivisionError):
+        workers.submit(lambda: 1 // 0).result(SOON)
+    assert workers.submit(lambda: 7).result(SOON) == 7
+    workers.close()
+
+
+def test_close_waits_for_what_was_submitted() -> None:
+    workers, go, done = Workers(1, "test-close"), threading.Event(), list[int]()
+    workers.submit(lambda: go.wait(SOON))
+    workers.submit(lambda: done.append(1))
+    go.set()
+    workers.close()
+    assert done == [1] and not any(thread.is_alive() for thread in workers._threads)
+    with pytest.raises(RuntimeError, match="after the end"):
+        workers.submit(lambda: None)
+
+
+def test_threads_end_with_their_owner() -> None:
+    workers = Workers(2, "test-forgotten")
+    workers.submit(lambda: None).result(SOON)
+    threads = list(workers._threads)
+    del workers
+    gc.collect()
+    for thread in threads:
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+
+
+def test_the_end_of_a_process_waits_for_work() -> None:
+    ended = run(
+        "import time\n"
+        "from rekindle.common.workers import Workers\n"
+        "workers = Workers(1, 'w')\n"
+        "workers.submit(lambda: (time.sleep(1), print('done', flush=True)))\n"
+        "raise SystemExit(3)\n"
+    )
+    assert ended.returncode == 3 and ended.stdout == "done\n"
+
+
+def test_work_that_waits_sees_the_process_end() -> None:
+    ended = run(
+        "import time\n"
+        "from rekindle.common.workers import Workers, ending\n"
+        "def wait():\n"
+        "    while not ending():\n"
+        "        time.sleep(0.01)\n"
+        "    print('seen', flush=True)\n"
+        "workers = Workers(1, 'w')\n"
+        "workers.submit(wait)\n"
+        "raise ValueError\n"
+    )
+    assert ended.returncode == 1 and ended.stdout == "seen\n"
