@@ -93,6 +93,26 @@ def keeper_without_agent(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> AgentK
     return keeper
 
 
+# -- the job's description -------------------------------------------------------------------------------------------
+
+
+def test_an_agent_drains_soon_after_a_damaged_description_is_whole_again(job, root, snapshot):
+    snapshot(MB)
+    drainer, sound = Drainer(job), job.paths.job.read_bytes()
+    job.paths.job.write_bytes(b"damaged")
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        assert not drainer.tick()
+    assert str(drainer.progress.error).startswith(
+        "nothing is drained until a trainer of this node has written job.json"
+    )
+    assert drainer._retry_at - time.monotonic() <= 0.5, "it does not wait longer and longer"
+    job.paths.job.write_bytes(sound)
+    wait_for(drainer.tick)
+    assert drainer.progress.error is None
+    assert_sound(root)
+
+
 # -- the budget ------------------------------------------------------------------------------------------------------
 
 

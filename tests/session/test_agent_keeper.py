@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ import torch
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.session import agent_keeper
+from rekindle.storage.posix import PosixStore
+from tests.faults.harness import wait_for
 from tests.stored import newest
 
 REPOSITORY = Path(__file__).parents[2]
@@ -88,6 +92,65 @@ def test_a_process_that_drains_in_an_agents_place_is_let_live(
         assert other.poll() is None and job.agent() == other.pid
         other.kill()
     ckpt.close(timeout=30)
+
+
+def begin(root: Path, memory: Path, **options: Any) -> rekindle.Checkpointer:
+    values = {"values": rekindle.Values(weights=torch.zeros(10))}
+    ckpt = rekindle.Checkpointer(root, values, memory=memory, persist_seconds=0, **options)
+    ckpt.restore()
+    return ckpt
+
+
+def test_who_waits_for_a_trainer_that_drains_itself_is_told_its_error(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
+
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "write_shard", refuse)
+        ckpt = begin(root, memory, fallback_after=0.01)
+        ckpt.step(1)
+        job = JobDir.of(root, memory_base(memory))
+        wait_for(job.notes.drain_error, 120)
+        with pytest.raises(rekindle.NotDurableError, match="No space left on device: make room there"):
+            ckpt.save(1, wait="durable", timeout=0.5)
+    ckpt.close(timeout=120)
+    assert newest(root) == 1
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 20, b"", b"[]", b'{"root": 5}'])
+def test_a_jobs_description_that_is_damaged_is_written_again(damage: bytes, root: Path, memory: Path) -> None:
+    ckpt = begin(root, memory)
+    ckpt.save(1, wait="durable", timeout=60)
+    job = JobDir.of(root, memory_base(memory))
+    job.paths.job.write_bytes(damage)
+    ckpt.save(2, wait="durable", timeout=60)
+    info = job.read_job()
+    assert info is not None and info.root == str(root)
+    ckpt.close(timeout=60)
+    assert newest(root) == 2
+
+
+def test_a_directory_in_place_of_a_jobs_description_is_named(root: Path, memory: Path) -> None:
+    ckpt = begin(root, memory)
+    ckpt.save(1, wait="durable", timeout=60)
+    job = JobDir.of(root, memory_base(memory))
+    job.paths.job.unlink()
+    job.paths.job.mkdir()
+    wait_for(lambda: str(job.paths.job) in job.notes.drain_error(), 60)
+    with pytest.raises(rekindle.NotDurableError, match=r"nothing is drained until .*/job.json: is not a regular file"):
+        ckpt.save(2, wait="durable", timeout=0.5)
+    job.paths.job.rmdir()
+    ckpt.save(3, wait="durable", timeout=60)
+    job.paths.job.unlink()
+    job.paths.job.mkdir()
+    with pytest.raises(rekindle.MemoryStoreError, match=f"{job.paths.job}: Is a directory: .*: remove it"):
+        begin(root, memory)
+    job.paths.job.rmdir()
+    again = begin(root, memory)
+    again.close(timeout=60)
 
 
 @pytest.fixture

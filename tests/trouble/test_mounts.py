@@ -173,6 +173,7 @@ def _save_on_a_node_of_its_own(rank: int, disk: Disk, memory: Path) -> list[str]
     found: list[str] = []
     own = memory / f"node-{rank}"
     own.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(own)], check=True)
     ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=own, memory_limit=1, persist_every=1)
     ckpt.restore()
     for step in (1, 2, 3):

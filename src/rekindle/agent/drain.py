@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from rekindle.agent.backlog import Backlog, local_ranks
 from rekindle.agent.unfinished import Unfinished
-from rekindle.common.os_errors import describe_error
-from rekindle.errors import CorruptError
+from rekindle.common.os_errors import describe_error, explain
+from rekindle.errors import CorruptError, FormatError
 from rekindle.format.lineage import ShardId, continued_by_another
 from rekindle.format.shard import OpenShard
 from rekindle.memory.clean_up import remove_departed_ranks
@@ -81,6 +81,8 @@ class Drainer:
         self._retry_at = 0.0
         self._delay = _RETRY_FIRST
         self._limit_at = 0.0
+        self._unread: str | None = None
+        """Reason why the job's description can't be read; None when it can."""
         self._budget = Budget()
         """One for all ranks of the node, whose shards are carried one after the other."""
 
@@ -98,7 +100,7 @@ class Drainer:
         info = copy = None
         self.progress.moved = time.monotonic()
         try:
-            info = self.job.read_job()
+            info = self._read_job()
             if info is None:
                 return False
             self._budget.limit = info.drain_limit
@@ -121,6 +123,27 @@ class Drainer:
             self.progress.step = self.progress.moved = None
         self._delay = _RETRY_FIRST
         return done
+
+    def _read_job(self) -> JobInfo | None:
+        """Returns the job's description; None without one, and while it can't be read, which is reported once.
+
+        It is tried again soon: a trainer that runs, or the next one, writes it again.
+        """
+        try:
+            info = self.job.read_job()
+        except (OSError, FormatError) as error:
+            self._retry_at = time.monotonic() + _RETRY_FIRST
+            why = (
+                "nothing is drained until a trainer of this node has written job.json again, which it does within a "
+                f"second unless something else is in its place, to be removed: {explain(error)}"
+            )
+            if why != self._unread:
+                log.warning("%s", why)
+            self._unread = self.progress.error = why
+            return None
+        if self._unread is not None:
+            self._unread = self.progress.error = None
+        return info
 
     def _failed(self, why: str, info: JobInfo | None, copy: StoredCopy | None, *, for_good: bool) -> None:
         """Puts the drain off, or gives a damaged snapshot up for good; frees what storage has taken of it."""

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import json
 import logging
 import os
 import signal
@@ -25,7 +24,6 @@ from rekindle.agent.monitor import RankMonitor
 from rekindle.common.os_errors import explain
 from rekindle.common.priority import lower_priority
 from rekindle.errors import FormatError, RekindleError
-from rekindle.format.receipt import write_atomic
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
@@ -59,7 +57,7 @@ class Agent:
         self._alone_since = time.monotonic()
         self._idle = False
         """True once the last trainer has ended and the dead ranks' snapshots have been rebuilt."""
-        self._written = ""
+        self._written: dict[str, Any] = {}
         # The event loop keeps its priority: it must answer, and notice faults, while training has all cores busy.
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=lower_priority)
 
@@ -98,11 +96,11 @@ class Agent:
         return progress
 
     def _write_status(self) -> None:
-        text = json.dumps({"pid": os.getpid(), **self._progress()})
-        if text != self._written and self.job.path.exists():
+        status = {"pid": os.getpid(), **self._progress()}
+        if status != self._written and self.job.path.exists():
             with contextlib.suppress(OSError):  # full memory must not end the process that could empty it
-                write_atomic(self.job.paths.agent_status, text.encode())
-            self._written = text
+                self.job.notes.write_agent_status(status)
+            self._written = status
 
     async def _keep_writing_status(self) -> None:
         """Writes the status even while the drain hangs. Trainers take the file's time as the agent's sign of life."""
@@ -167,6 +165,9 @@ class Agent:
         alone = now - self._alone_since
         try:
             info = self.job.read_job()
+        except (OSError, FormatError):  # the drain reports it
+            return False
+        try:
             if info is None:
                 return alone > _NO_JOB or not self.job.path.exists()
             empty = next(self.job.snapshots.shard_ids(), None) is None

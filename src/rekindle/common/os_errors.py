@@ -20,6 +20,7 @@ _ADVICE = {
     errno.ENOMEM: "give the job more memory",
     errno.ENOENT: "see that it is mounted, and that nobody removes it",
     errno.ENOTDIR: "there is a file where a directory should be: see that the path is right",
+    errno.EISDIR: "there is a directory where a file should be: remove it",
     errno.EEXIST: "see that the path is right, and that no other job writes there",
     errno.ESTALE: "mount it again",
     errno.ENOTCONN: "mount it again",

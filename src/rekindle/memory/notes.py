@@ -6,6 +6,7 @@ They lie in the job's directory, so that other processes and the next start read
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,12 @@ class Notes:
         """Removes the note on the fresh start: the chosen checkpoint is on storage."""
         self._anew.unlink(missing_ok=True)
 
+    def write_agent_status(self, status: Mapping[str, Any]) -> None:
+        """Replaces the status of the process that drains: the agent, or a trainer in its place."""
+        write_atomic(self._agent_status, json.dumps(status).encode())
+
     def drain_error(self) -> str:
-        """Returns the error or the wait that the agent's status names for the drain; empty when there is none."""
+        """Returns the error or the wait that the status of who drains names; empty when there is none."""
         try:
             status = loads(read_file(self._agent_status))
             return str(status["error"] or status.get("waits") or "")

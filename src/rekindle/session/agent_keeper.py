@@ -15,12 +15,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rekindle.agent.drain import TICK, Drainer
 from rekindle.common.backoff import EARLY_TRIES, delays
+from rekindle.common.os_errors import describe_error
 from rekindle.common.priority import lower_priority
 from rekindle.common.timeouts import in_background
-from rekindle.errors import RekindleError
+from rekindle.errors import MemoryStoreError, RekindleError
 from rekindle.format.fields import loads
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
@@ -62,7 +64,11 @@ class AgentKeeper:
         self._sign, self._silent = 0, 0.0
         self._stop = threading.Event()
         self._drainer = Drainer(job)
-        job.write_job(info)
+        self._status: dict[str, Any] = {}
+        try:
+            job.write_job(info)
+        except OSError as error:
+            raise MemoryStoreError(f"{job.paths.job}: {describe_error(error)}") from error
 
     def check(self) -> None:
         """Looks after the agent, at most twice a second. Never waits for it."""
@@ -71,6 +77,8 @@ class AgentKeeper:
         if passed < _LOOK_EVERY or (self._thread is not None and self._thread.is_alive()):
             return
         self._looked = now
+        with suppress(OSError):  # something else is in its place, which the drain reports
+            self.job.mend_job()
         if self._process is not None:
             self._process.poll()  # reaps it
         agent = self.job.agent()
@@ -150,7 +158,7 @@ class AgentKeeper:
     def _start(self) -> str:
         """Starts an agent. Returns what to look at if it doesn't stay."""
         try:
-            self.job.write_job_again()
+            self.job.mend_job()
             self._process = spawn(self.job)
         except (OSError, RekindleError) as error:
             return str(error)
@@ -178,6 +186,7 @@ class AgentKeeper:
             if lock.acquire(1.0):
                 while time.monotonic() < until and not self._stop.wait(TICK) and lock.held():
                     self._drainer.tick()
+                    self._write_status()
                     self._log_drain_error(self._drainer.progress.error)
                     self._log_recreated_root(self._drainer.progress.anew)
         except Exception as error:
@@ -185,6 +194,16 @@ class AgentKeeper:
         finally:
             lock.release()
         self._stop.wait(until - time.monotonic())
+
+    def _write_status(self) -> None:
+        """Writes the status of the drain here where an agent writes its own: all ranks of the node look there for its
+        error."""
+        progress = self._drainer.progress
+        status = {"pid": os.getpid(), "error": progress.error, "waits": progress.waits, "anew": progress.anew}
+        if status != self._status:
+            with suppress(OSError):  # memory is full, or gone
+                self.job.notes.write_agent_status(status)
+            self._status = status
 
     def _log_drain_error(self, error: str | None) -> None:
         """Logs an error of the drain once, and its end."""

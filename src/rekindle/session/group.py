@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from rekindle.common.environ import env_count
 from rekindle.errors import UsageError
 
-__all__ = ["SingleProcess", "ProcessGroup", "node_id", "this_group"]
+__all__ = ["SingleProcess", "ProcessGroup", "this_group"]
 
 
 class SingleProcess:
@@ -71,17 +69,3 @@ def this_group(timeout: timedelta = timedelta(minutes=5)) -> SingleProcess | Pro
             "call torch.distributed.init_process_group() first"
         )
     return SingleProcess()
-
-
-def node_id(memory: Path) -> str:
-    """Returns an id that is equal on ranks that share one memory store: same host, boot, and file system behind the
-    path."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    try:
-        device = os.stat(memory).st_dev
-    except OSError:
-        device = 0
-    return f"{socket.gethostname()} {boot} {device}"

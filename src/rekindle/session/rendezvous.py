@@ -12,8 +12,9 @@ from rekindle.errors import BusyError, UsageError
 from rekindle.format.lineage import Incarnation
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.room import Room
-from rekindle.session.group import ProcessGroup, SingleProcess, node_id
+from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.inventory import deleted_for_all, take_inventory
+from rekindle.session.residence import Residence, refuse_split_nodes, residence_of
 from rekindle.session.root_check import RootProbe, find_refusal, refuse_root, warn_of_capability
 from rekindle.session.session import Meeting, Session
 
@@ -25,7 +26,7 @@ log = logging.getLogger("rekindle")
 class _Arrival(NamedTuple):
     """One rank's word in the first round."""
 
-    node: str
+    residence: Residence
     busy: str | None
     """Message about another trainer that has its place; None when there is none."""
     given: dict[str, Any]
@@ -80,11 +81,12 @@ def _agree(
     settings: dict[str, Any],
 ) -> Meeting:
     job = session.job_dir
-    own = _Arrival(node_id(job.path.parent.parent), busy, {"root": str(session.root), **settings})
+    own = _Arrival(residence_of(session), busy, {"root": str(session.root), **settings})
     arrivals: list[_Arrival] = group.gather(own)
     _refuse_differences(arrivals)
-    nodes = [arrival.node for arrival in arrivals]
-    local_ranks = [rank for rank, node in enumerate(nodes) if node == own.node]
+    refuse_split_nodes([arrival.residence for arrival in arrivals])
+    nodes = [arrival.residence.node for arrival in arrivals]
+    local_ranks = [rank for rank, node in enumerate(nodes) if node == own.residence.node]
     nbytes = size(local_ranks)
     no_memory = session.no_memory or _lacking(job, nbytes, len(local_ranks), room)
     reports = _look(group, session, nodes, no_memory)

@@ -24,6 +24,7 @@ from rekindle.session.inventory import (
     refuse_less,
     refuse_two_runs,
 )
+from rekindle.session.residence import Residence, refuse_split_nodes
 from rekindle.session.session import Meeting
 from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy
 
@@ -34,8 +35,7 @@ __all__ = ["Arrival", "SaveDecision", "SaveRequest", "Start", "agree", "begin", 
 class Arrival:
     """A rank's word before its start has begun: what it sees, and what it has loaded."""
 
-    node: str
-    """Equal on ranks that share one memory store."""
+    residence: Residence
     no_memory: str | None
     """Reason why its memory can't be had; None when it can."""
     loaded: dict[CheckpointKey, bool]
@@ -174,8 +174,10 @@ def on_purpose(step: int) -> str:
 def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
     """Agrees on what a start goes on from: the newest that all ranks have loaded, else the newest there is.
 
-    Raises NotFoundError or VersionError where that is less than storage had, and nobody has asked for that very step.
+    Raises NotFoundError or VersionError where that is less than storage had, and nobody has asked for that very step;
+    UsageError where ranks of one node have different memory stores.
     """
+    refuse_split_nodes([arrival.residence for arrival in arrivals])
     inventories = [arrival.inventory for arrival in arrivals]
     for error in (inventory.storage_error for inventory in inventories if inventory.storage_error):
         raise NotFoundError(f"storage can't be listed: {error}")
@@ -190,8 +192,8 @@ def begin(root: Root, arrivals: Sequence[Arrival], keep: int | None) -> Start:
     fresh = newest_fresh_start(inventories)
     return Start(
         incarnation=Incarnation.begin(1 + max((copy.incarnation.generation for copy in copies), default=0)),
-        nodes=[arrival.node for arrival in arrivals],
-        no_memory={arrival.node: arrival.no_memory for arrival in arrivals if arrival.no_memory},
+        nodes=[arrival.residence.node for arrival in arrivals],
+        no_memory={arrival.residence.node: arrival.no_memory for arrival in arrivals if arrival.no_memory},
         base=base,
         stored=newest_stored(copies, base),
         chosen=chosen,

@@ -27,8 +27,9 @@ from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.save.copy import ShardWriter
 from rekindle.save.plan import CopyPlan
-from rekindle.session.group import node_id, this_group
+from rekindle.session.group import this_group
 from rekindle.session.inventory import take_inventory
+from rekindle.session.residence import residence_of
 from rekindle.session.root_check import warn_of_capability
 from rekindle.session.session import Session
 from rekindle.storage.commit import Committer
@@ -178,9 +179,8 @@ class DcpSession:
     def _arrive(self, rank: int) -> Arrival:
         """Looks at memory and storage, before this start has begun."""
         session = self._session
-        node = node_id(session.job_dir.path.parent.parent)
         inventory = take_inventory(session.job, session.store, rank)
-        return Arrival(node, session.no_memory, _loaded.get(self.root, {}), inventory)
+        return Arrival(residence_of(session), session.no_memory, _loaded.get(self.root, {}), inventory)
 
     def decide(self, own: Message, world: int) -> list[Message]:
         """Decides on the save that all ranks have made their requests for. On the coordinator.
