@@ -8,10 +8,10 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 
+from rekindle.common.workers import ending
 from rekindle.devices.backend import Backend
 from rekindle.devices.table import backend_of, current_devices
 
@@ -102,6 +102,6 @@ class _PageLock:
     def __del__(self) -> None:
         if self.held:
             _locked.pop(self._address, None)
-        if self.held and os.getpid() == self._pid:  # a forked child has no device to tell
-            with suppress(RuntimeError):  # at the interpreter's end, when threads can't start, the driver unlocks all
-                self._in_own_thread(lambda: self._backend.unregister(self._address))
+        # A forked child has no device to tell. At the process's end no thread starts, and the driver unlocks all.
+        if self.held and os.getpid() == self._pid and not ending():
+            self._in_own_thread(lambda: self._backend.unregister(self._address))
