@@ -28,6 +28,9 @@ class FakeEvent:
         self._backend = backend
         self.flag = threading.Event()
 
+    def __del__(self) -> None:
+        self._backend.needs_idle_device("an event is destroyed")
+
     def query(self) -> bool:
         self._backend.check_call()
         if self._backend.capture is not None and not self._backend.relaxed():
@@ -58,18 +61,26 @@ class FakeStream:
     def queue(self, work: Callable[[], None]) -> None:
         self._todo.put(work)
 
-    def record_event(self) -> FakeEvent:
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         self._backend.check_call()
-        event = FakeEvent(self._backend)
-        self.queue(event.flag.set)
+        event = event or FakeEvent(self._backend)
+        event.flag = self.mark()
         return event
+
+    def mark(self) -> threading.Event:
+        """Returns what is set once all has been done that is queued."""
+        flag = threading.Event()
+        self.queue(flag.set)
+        return flag
 
     def wait_event(self, event: FakeEvent) -> None:
         self._backend.check_call()
-        self.queue(lambda: self._backend.wait_on_device(event.flag))
+        flag = event.flag  # the point that the event stands for now
+        self.queue(lambda: self._backend.wait_on_device(flag))
 
     def synchronize(self) -> None:
-        self._backend.wait_on_host(self.record_event().flag)
+        self._backend.check_call()
+        self._backend.wait_on_host(self.mark())
 
     def end(self) -> None:
         self._todo.put(None)
@@ -95,6 +106,13 @@ class FakeBackend(Backend):
         """Bytes of page-locked memory by address."""
         self.fail_register = 0
         """Number of the error that page-locking ends with; 0 for none."""
+        self.faulty = False
+        """True from a fault on: whatever may then wait for a lock, or for an idle device, is complained of."""
+        self.jam = threading.Event()
+        """Unset while a thread stands in a call and holds the driver's lock, for which all copies wait."""
+        self.jam.set()
+        self._kernels: set[torch.dtype] = set()
+        """Types for which the kernel that puts strided elements in order is loaded."""
         self.complaints: list[str] = []
         """Calls that corrupt memory, or open a second device, on a real one."""
         self._owned: list[tuple[int, int, torch.UntypedStorage]] = []
@@ -206,6 +224,10 @@ class FakeBackend(Backend):
     def complain(self, what: str) -> None:
         self.complaints.append(f"{threading.current_thread().name}: {what}")
 
+    def needs_idle_device(self, what: str) -> None:
+        if self.faulty and not self._stop.is_set():
+            self.complain(f"{what} beside a device that may be stuck")
+
     def relaxed(self) -> bool:
         return self.capture is not None and (
             getattr(self._local, "entered", False) and threading.get_ident() != self.capture.thread
@@ -231,6 +253,7 @@ class FakeBackend(Backend):
 
     def new_stream(self, device: torch.device) -> Stream:
         self.check_call()
+        self.needs_idle_device("a stream is made")
         return self._make_stream()
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
@@ -249,9 +272,13 @@ class FakeBackend(Backend):
     def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
         """Copies late into page-locked memory; makes the caller wait for a copy from or to any other, as CUDA does."""
         self.check_call()
+        self.wait_on_device(self.jam)
         stream = self.current_stream(DEVICE)
         locked = True
         for one, other in zip(to, source, strict=True):
+            if not other.is_contiguous() and other.dtype not in self._kernels:
+                self.needs_idle_device(f"a kernel for {other.dtype} is loaded")
+                self._kernels.add(other.dtype)
             host = other if self.device_of(other).type == "cpu" else one
             at, nbytes = host.data_ptr(), host.nbytes
             locked &= self._is_locked(at, nbytes)
@@ -272,7 +299,7 @@ class FakeBackend(Backend):
 
     def keep(self, source: torch.Tensor, stream: Stream) -> None:
         assert isinstance(stream, FakeStream)
-        self._kept.append((source.data_ptr(), stream.record_event().flag))
+        self._kept.append((source.data_ptr(), stream.mark()))
 
     def _is_locked(self, at: int, nbytes: int) -> bool:
         return any(start <= at and at + nbytes <= start + length for start, length in list(self.registered.items()))
@@ -284,7 +311,15 @@ class FakeBackend(Backend):
     def capturing(self) -> bool:
         return self.capture is not None and self.capture.thread == threading.get_ident()
 
+    def allocate(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        self.check_call()
+        self.needs_idle_device("memory of the device is allocated")
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        self.own(tensor)
+        return tensor
+
     def pinned(self, nbytes: int) -> torch.Tensor:
+        self.needs_idle_device("page-locked memory is allocated")
         tensor = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
             self.registered[tensor.data_ptr()] = nbytes
@@ -292,6 +327,7 @@ class FakeBackend(Backend):
 
     def register(self, address: int, nbytes: int) -> bool:
         self.check_call()
+        self.needs_idle_device("memory is page-locked")
         if self.fail_register:
             self._local.error = f"error {self.fail_register}"
             raise OSError(f"CUDA error {self.fail_register}")
@@ -300,6 +336,7 @@ class FakeBackend(Backend):
         return True
 
     def unregister(self, address: int) -> None:
+        self.needs_idle_device("memory is unlocked")
         nbytes = self.registered.pop(address)
         with self._lock:
             if any(address < at + length and at < address + nbytes for at, length in self._copies):
@@ -320,6 +357,7 @@ def install(monkeypatch: object, backend: FakeBackend) -> None:
     """Makes the device one of this process's, until the test's end."""
     monkeypatch.setitem(table._backends, KIND, backend)  # type: ignore[attr-defined]
     monkeypatch.setattr(table, "_device", backend.device_of)  # type: ignore[attr-defined]
+    monkeypatch.setattr(events, "_kept", None)  # type: ignore[attr-defined]
     monkeypatch.setattr(events, "_watches", {})  # type: ignore[attr-defined]
     monkeypatch.setattr(bounce, "_rings", {})  # type: ignore[attr-defined]
 

@@ -87,6 +87,7 @@ class Job:
         self, guard: Guard, cause: str = "signal", what: str = "rank 1 was killed by SIGKILL"
     ) -> threading.Thread:
         fault = Fault(cause, 0, guard._generation, self.done, what)
+        self.device.faulty = True
         thread = threading.Thread(target=guard._act, args=(fault,), name="gasp", daemon=True)
         thread.start()
         return thread

@@ -72,6 +72,9 @@ class Accelerator(Backend):
         capturing = getattr(self._module, "is_current_stream_capturing", None)
         return bool(self.in_use() and capturing is not None and capturing())
 
+    def allocate(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
     def pinned(self, nbytes: int) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

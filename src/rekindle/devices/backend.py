@@ -23,8 +23,8 @@ class QueueEvent(Protocol):
 class Stream(Protocol):
     """Queue of a device, as torch's streams are. The device does in order what is queued on one stream."""
 
-    def record_event(self) -> QueueEvent:
-        """Queues and returns an event."""
+    def record_event(self, event: Any = None) -> QueueEvent:
+        """Queues and returns an event: a new one, or ``event``, which then stands for this point."""
         ...
 
     def wait_event(self, event: Any) -> object:
@@ -95,6 +95,10 @@ class Backend(ABC):
     @abstractmethod
     def capturing(self) -> bool:
         """Returns True if the calling thread's stream is being captured in a graph. Opens no device."""
+
+    @abstractmethod
+    def allocate(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        """Returns new memory of the device, zeroed, as a tensor of bytes."""
 
     # -- host memory --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from rekindle.devices.backend import Backend, QueueEvent
 from rekindle.devices.table import backend_of
 
-__all__ = ["Event", "record"]
+__all__ = ["Event", "keep_events", "record"]
 
 _FIRST, _LONGEST = 1e-4, 2e-3
 """Seconds between two looks at a device: at first, doubled each time, and at most.
@@ -29,6 +29,10 @@ class Event:
         self._reached = False
         """True once the device was seen to be past it: a device that fails later answers no questions any more."""
 
+    def __del__(self) -> None:
+        if _kept is not None:
+            _kept.append(self.raw)
+
     def reached(self) -> bool:
         """Returns True if the device has reached it. For threads that have entered the device.
 
@@ -41,6 +45,16 @@ class Event:
     def wait(self, timeout: float) -> bool:
         """Returns True once the device has reached it, False after ``timeout`` seconds. Raises as ``reached`` does."""
         return self._reached or _watch(self.device).wait(self, timeout)
+
+
+_kept: list[QueueEvent] | None = None
+"""Events that nobody asks any more, after a fault; None before."""
+
+
+def keep_events() -> None:
+    """Frees no events from now on, after a fault: with CUDA that may wait for a device that is stuck."""
+    global _kept
+    _kept = [] if _kept is None else _kept
 
 
 def record(device: torch.device) -> Event:

@@ -50,15 +50,17 @@ class SideStreams:
     ``catch_up`` and ``make_training_wait`` are for the training thread.
     """
 
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, Stream] = {}
+    def __init__(self, streams: Mapping[torch.device, Stream] | None = None) -> None:
+        """``streams``: those to use; others are made when a device is met."""
+        self._streams: dict[torch.device, Stream] = dict(streams or {})
 
     def catch_up(self, devices: Collection[torch.device]) -> None:
         """Makes the side streams wait, on the device, for the work queued on the caller's streams so far."""
         for device in devices:
             if device not in self._streams:
                 self._streams[device] = _backend(device).new_stream(device)
-            self._streams[device].wait_event(record(device).raw)
+            if self._streams[device] != _backend(device).current_stream(device):
+                self._streams[device].wait_event(record(device).raw)
 
     def copy_aside(self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event:
         """Copies on the side stream and returns the event of the copy's end. For any thread that entered the device.
@@ -79,13 +81,16 @@ class SideStreams:
 
 
 @contextmanager
-def resume_after(events: Mapping[torch.device, Event]) -> Iterator[None]:
-    """Runs the block on streams that wait only for these events: work queued later may never end."""
+def resume_after(events: Mapping[torch.device, Event], by: Mapping[torch.device, Stream]) -> Iterator[None]:
+    """Runs the block on streams that wait only for these events: work queued later may never end.
+
+    Devices that have a stream in ``by`` use that one, others a new one.
+    """
     with ExitStack() as streams:
         for device, event in events.items():
             backend = _backend(device)
             _enter(backend, device)
-            stream = backend.new_stream(device)
+            stream = by.get(device) or backend.new_stream(device)
             stream.wait_event(event.raw)
             streams.enter_context(backend.on(stream))
         yield

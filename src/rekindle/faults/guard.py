@@ -10,15 +10,18 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ContextDecorator, ExitStack, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from rekindle.agent.report import main_stack
 from rekindle.common.os_errors import describe_error
-from rekindle.devices.table import current_devices
-from rekindle.errors import NonFiniteLossError
+from rekindle.devices.rescue import RescueStreams
+from rekindle.devices.table import current_devices, enter, used
+from rekindle.errors import NonFiniteLossError, RekindleError
 from rekindle.faults import nccl
 from rekindle.faults.agent_link import AgentLink
+from rekindle.faults.built_in import stop_hook
 from rekindle.faults.gasp import Gasp
 from rekindle.faults.hooks import HookCalls, Hooks
 from rekindle.faults.inject import inject_fault
@@ -84,7 +87,6 @@ class Guard(ContextDecorator):
         self._hang_record: HangRecord | None = None
         self._link: AgentLink | None = None
         self._pid, self._thread = os.getpid(), threading.get_ident()
-        self._devices = current_devices()
         self._peers = Peers(self._job, self._rank, self._session.local_ranks, self._generation)
         with ExitStack() as undo:
             page = self._make_page()
@@ -103,6 +105,9 @@ class Guard(ContextDecorator):
             self._saver.begin_guard(self._gate)
             undo.callback(self._saver.end_guard)
             self._keep_local_state()
+            self._rescue = self._rehearse_rescue()
+            undo.callback(self._rescue.close)
+            self._devices = self._rescue.devices + current_devices()
             self._undo = undo.pop_all()
         return self
 
@@ -131,6 +136,16 @@ class Guard(ContextDecorator):
                 "snapshot is all that is left of them. DistributedDataParallel and rekindle.replica_groups are known",
                 *(self._rank, len(live.alone), live.alone[0]),
             )
+
+    def _rehearse_rescue(self) -> RescueStreams:
+        """Make what it takes to read devices after a fault, and try it once."""
+        try:
+            tensors = self._saver.live.device_tensors()
+        except RekindleError:  # which has been reported: nothing of it can be secured
+            tensors = []
+        rescue = RescueStreams(used(tensors))
+        rescue.rehearse(tensors)
+        return rescue
 
     def _stand_before_update(self, step: int) -> None:
         """Let no rank begin an update before all are about to, and have put down what they were like."""
@@ -242,10 +257,9 @@ class Guard(ContextDecorator):
         self._gate.freeze(late=late_work_counts(fault))
         self._gate.stage(SECURING)
         tell_launcher(fault, self._rank)
-        hooks = HookCalls(self._hooks, fault, fault.noticed + self._deadline, self._devices)
-        if self._hooks.on_stop is not None:
-            self._gate.distrust()
-        hooks.stop()
+        stop = self._hooks.on_stop or stop_hook(self._rescue.devices)
+        hooks = HookCalls(replace(self._hooks, on_stop=stop), fault, fault.noticed + self._deadline, self._devices)
+        self._free_what_is_stuck(hooks)
         alone = self._group.world == 1
         gasp = Gasp(self._gate, self._securer, self._peers, self._rank, alone, self._deadline, hooks)
         gasp.run(fault)
@@ -253,6 +267,24 @@ class Guard(ContextDecorator):
             self._hang_record.write_collectives()
         hooks.exit()
         gasp.end()
+
+    def _free_what_is_stuck(self, hooks: HookCalls) -> None:
+        """Call ``on_stop``, unless the state is on devices that can be read beside what is stuck on them.
+
+        To stop what they do takes time, may hang itself, and lets them do what was queued behind it.
+        """
+        with suppress(RuntimeError):  # a device that has failed
+            enter(self._devices)
+        self._saver.live.read_by(self._rescue)
+        if not self._rescue.devices:
+            hooks.stop()
+        elif not self._rescue.probe():
+            self._gate.distrust()
+            log.warning(
+                "rank %d: %s can't be read beside what it does, which is stopped if there is a way to",
+                *(self._rank, " and ".join(map(str, self._rescue.silent))),
+            )
+            hooks.stop()
 
     def _describe_hang(self, fault: Fault) -> str:
         """Returns what the agent knows of a hang, and where the main thread is; writes all stacks for its report."""

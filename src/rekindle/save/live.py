@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 import mmap
 
-from rekindle.devices.streams import resume_after
+import torch
+
+from rekindle.devices.rescue import RescueStreams
+from rekindle.devices.streams import SideStreams, resume_after
+from rekindle.devices.table import backend_of
 from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
@@ -36,6 +40,8 @@ class Live:
         self._slots = slots
         self._local: LocalStateCapture | None = None
         self._before_update: LocalStateCapture | None = None
+        self._rescue_streams: RescueStreams | None = None
+        """Streams by which devices are read after a fault; None before."""
         self._unsecured = False
         """True while local states can't be kept, which has been reported."""
 
@@ -142,14 +148,28 @@ class Live:
             raise RekindleError(f"step {stamp.step} has been completed, but not told to ckpt.step()")
         return self._local.find(stamp.step)
 
+    def device_tensors(self) -> list[torch.Tensor]:
+        """Returns the tensors of the state that are on devices. Raises RekindleError when it can't be saved."""
+        plan, _ = self.capture.prepare()
+        batches = [b for b in plan.whole.early + plan.whole.late if backend_of(b.device) is not None]
+        return [unit.source for batch in batches for unit in batch.units]
+
+    def read_by(self, streams: RescueStreams) -> None:
+        """From now on, after a fault, read devices by ``streams``: all others may be stuck."""
+        self._rescue_streams = streams
+
     def write(self, stamp: ShardId, plan: CopyPlan, buffer: mmap.mmap) -> bytes:
         """Fill ``buffer`` by ``plan`` and return the receipt. Raises RekindleError when the state changes.
 
-        That is a StateMoved when a device has begun the next update meanwhile.
+        That is a StateMoved when a device has begun the next update meanwhile. Also raised if one doesn't answer.
         """
         kept = self._find(stamp)
-        with resume_after(kept.events):
-            _, checksums = (self._rescuer or self.writer).write(plan, buffer, None, stamp.step)
+        writer = self._rescuer or self.writer
+        streams = self._rescue_streams.streams() if self._rescue_streams is not None else {}
+        if streams:
+            writer.streams = SideStreams(streams)
+        with resume_after(kept.events, streams):
+            _, checksums = writer.write(plan, buffer, None, stamp.step)
         self.clock.check(stamp.step)
         kept.check()
         return Receipt.encode(stamp, plan.static, checksums, kept.values)
