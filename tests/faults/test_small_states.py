@@ -87,10 +87,13 @@ def test_a_state_that_outgrows_the_limit_is_told_of_once(
     ckpt.step(1)
     assert ckpt.metrics.committed_in_step
     values.table = torch.zeros(IN_STEP // 4)
-    for step in (2, 3):
+    ckpt.step(2)  # its memory is being made
+    assert not ckpt.metrics.committed_in_step and ckpt.metrics.left_out == 1
+    for step in (3, 4):
+        assert ckpt._saver.memory is not None and ckpt._saver.memory.slots.wait_made(60.0)
         ckpt.step(step)
         assert not ckpt.metrics.committed_in_step
-    assert caplog.text.count("no longer small") == 1 and "from step 2 on" in caplog.text
+    assert caplog.text.count("no longer small") == 1 and "from step 3 on" in caplog.text
     ckpt.close()
 
 

@@ -26,7 +26,7 @@ class Metrics:
     than the copies shows here."""
     committed_in_step: bool = False
     """True if the newest snapshot was in memory, committed, when its ``step()`` returned; before the first save, if it
-    is going to be. Else it was completed after that, before the next update."""
+    is going to be. Else it was completed after that, before the next update, or has been left out."""
     bytes_saved: int = 0
     snapshot_every: int = 1
     """Steps between snapshots, as it is now."""

@@ -204,6 +204,7 @@ class Saver:
             )
         self._left_out += 1
         self._metrics.left_out += 1
+        self._metrics.committed_in_step = False
         self._skip(stamp)
 
     def _end_left_out(self, stamp: ShardId) -> None:
