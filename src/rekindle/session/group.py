@@ -19,7 +19,8 @@ from rekindle.errors import RekindleError, UsageError
 __all__ = ["MissingRankError", "SingleProcess", "ProcessGroup", "this_group"]
 
 _MISSING = re.compile(r"[Rr]anks? ([0-9][0-9, ]*) failed to pass monitoredBarrier")
-"""Torch's words for ranks that don't come to a monitored barrier, as rank 0 has them."""
+"""Torch's words for ranks that don't come to a monitored barrier, as rank 0 has them. It has none for a rank whose
+process ended before rank 0 came."""
 
 
 class SingleProcess:
@@ -59,7 +60,7 @@ class ProcessGroup:
             self._group = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
 
     def await_all(self) -> None:
-        """Waits for all ranks, and names those that don't come."""
+        """Waits for all ranks. The error of rank 0 names those that don't come, where torch does."""
         if dist.get_backend(self._group) != "gloo":  # the next call waits as well, and can't name them
             return
         with self._ranks_missed():
@@ -73,7 +74,8 @@ class ProcessGroup:
             yield
         except RuntimeError as error:
             named = _MISSING.search(str(error))
-            who = f"rank(s) {named[1]}" if named else f"a rank of {self.world}"
+            unnamed = f"a rank of {self.world}" + (" (rank 0's error may name it)" if self.rank else "")
+            who = f"rank(s) {named[1]}" if named else unnamed
             raise MissingRankError(
                 f"{who} did not come to a meeting of all ranks of this job, or ended in it (rank {self.rank} has "
                 f"waited {time.monotonic() - began:.0f} s): see the log of that rank, and start all ranks again"
