@@ -57,7 +57,7 @@ def broadcast_common(group: ProcessGroup, requests: Sequence[BlockRequest]) -> N
 
     A collective, in which every rank reads about an equal part. A rank verifies what it receives, so a rank whose copy
     is damaged or can't be read sends what it has all the same: the others then find those blocks in ``left``, and only
-    the rank itself learns that its copy is damaged. Raises RuntimeError when a rank doesn't answer in time.
+    the rank itself learns that its copy is damaged. Raises MissingRankError when a rank doesn't answer in time.
     """
     here: dict[BlockKey, list[_Spot]] = {}
     for number, request in enumerate(requests):

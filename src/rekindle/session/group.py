@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +14,13 @@ import torch
 import torch.distributed as dist
 
 from rekindle.common.environ import env_count
-from rekindle.errors import UsageError
+from rekindle.errors import RekindleError, UsageError
 
-__all__ = ["SingleProcess", "ProcessGroup", "this_group"]
+__all__ = ["MissingRankError", "SingleProcess", "ProcessGroup", "this_group"]
+
+_MISSING = re.compile(r"[Rr]anks? ([0-9][0-9, ]*) failed to pass monitoredBarrier")
+"""Torch's words for ranks that don't come to a monitored barrier, as rank 0 has them. It has none for a rank whose
+process ended before rank 0 came."""
 
 
 class SingleProcess:
@@ -22,6 +29,9 @@ class SingleProcess:
     rank = 0
     world = 1
 
+    def await_all(self) -> None:
+        return None
+
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
@@ -29,32 +39,79 @@ class SingleProcess:
         return None
 
 
+class MissingRankError(RekindleError, RuntimeError):
+    """A rank ended or failed, or did not come, while all ranks had to agree. Its own log tells why."""
+
+
 class ProcessGroup:
-    """All ranks of an initialised process group. Each call is a collective, and bounded by ``timeout``."""
+    """All ranks of an initialised process group. Each call is a collective.
+
+    A call raises MissingRankError where a rank doesn't take part. It waits for that as long as the user's process group
+    does if that is gloo's, else ``timeout``.
+    """
 
     def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         # Objects travel on the host; a group that only speaks for devices gets a host twin.
         on_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
-        self._group = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
+        self._timeout = (_gloo_timeout() if on_host else None) or timeout
+        with self._ranks_missed():
+            self._group = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
+
+    def await_all(self) -> None:
+        """Waits for all ranks. The error of rank 0 names those that don't come, where torch does."""
+        if dist.get_backend(self._group) != "gloo":  # the next call waits as well, and can't name them
+            return
+        with self._ranks_missed():
+            dist.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
+
+    @contextmanager
+    def _ranks_missed(self) -> Iterator[None]:
+        """Turns the errors of torch's collectives into MissingRankError."""
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            named = _MISSING.search(str(error))
+            unnamed = f"a rank of {self.world}" + (" (rank 0's error may name it)" if self.rank else "")
+            who = f"rank(s) {named[1]}" if named else unnamed
+            raise MissingRankError(
+                f"{who} did not come to a meeting of all ranks of this job, or ended in it (rank {self.rank} has "
+                f"waited {time.monotonic() - began:.0f} s): see the log of that rank, and start all ranks again"
+            ) from error
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the ``value`` of every rank, in rank order."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self._group)
+        with self._ranks_missed():
+            dist.all_gather_object(found, value, group=self._group)
         return found
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        dist.barrier(group=self._group)
+        with self._ranks_missed():
+            dist.barrier(group=self._group)
 
     def broadcast(self, data: torch.Tensor, source: int) -> Callable[[], object]:
         """Begins to send ``data``, on the host, from rank ``source`` to all others. The result waits for the end."""
         work = dist.broadcast(data, source, group=self._group, async_op=True)
         assert work is not None
-        return lambda: work.wait(self._timeout)
+
+        def wait() -> None:
+            with self._ranks_missed():
+                work.wait(self._timeout)
+
+        return wait
+
+
+def _gloo_timeout() -> timedelta | None:
+    """Returns the timeout of the process group's own gloo; None where torch doesn't tell."""
+    group: Any = dist.group.WORLD
+    with suppress(AttributeError, RuntimeError):
+        found = group._get_backend(torch.device("cpu")).options._timeout
+        return found if isinstance(found, timedelta) else None
+    return None
 
 
 def this_group(timeout: timedelta = timedelta(minutes=5)) -> SingleProcess | ProcessGroup:

@@ -61,8 +61,8 @@ def meet(
     ``size``, a collective too, is given the ranks of this node and returns the bytes that a snapshot of this one will
     take. ``room`` bounds what all may take on a node. ``settings`` are what every rank must have been given alike.
 
-    Raises BusyError or UsageError, on all ranks: also where the root can't be written to, or nodes don't see the same
-    one, unless memory has something to go on from.
+    Raises MissingRankError for ranks that don't come. Raises BusyError or UsageError, on all ranks: also where the root
+    can't be written to, or nodes don't see the same one, unless memory has something to go on from.
     """
     busy = session.take_place(group.rank)
     try:
@@ -82,6 +82,7 @@ def _agree(
 ) -> Meeting:
     job = session.job_dir
     own = _Arrival(residence_of(session), busy, {"root": str(session.root), **settings})
+    group.await_all()
     arrivals: list[_Arrival] = group.gather(own)
     _refuse_differences(arrivals)
     refuse_split_nodes([arrival.residence for arrival in arrivals])
