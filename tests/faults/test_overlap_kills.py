@@ -15,6 +15,7 @@ import rekindle
 from rekindle.memory.job_dir import JobDir
 from tests.faults.harness import kill, wait_for
 from tests.fork_server import context
+from tests.save.overlapped import wait_for_memory
 
 TENSORS, NUMBERS = 24, 1 << 18
 """24 MB of parameters and as much of optimizer state: a copy takes 10 to 50 ms."""
@@ -47,6 +48,7 @@ def train(root: Path, memory: Path, trace: Path, point: str) -> None:
     state = make()
     ckpt = rekindle.Checkpointer(root, state, memory=memory, persist_every=10**6, strict=True)
     start = ckpt.restore()
+    wait_for_memory(ckpt)
     log = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for step in range(start + 1, 100_000):
         os.write(log, b"held %d\n" % (step - 1))

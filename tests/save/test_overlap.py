@@ -161,7 +161,7 @@ def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Pat
         os.waitpid(child, 0)
     assert ended[0] == child and os.waitstatus_to_exitcode(ended[1]) == 7
     training.update()
-    ckpt.save(1, wait="memory")
+    ckpt.save(2, wait="memory")
     ckpt.close()
 
 

@@ -67,6 +67,11 @@ class _Target:
     anchor: object
     """Keeps the address valid."""
 
+    def sides_of(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns places and sources of a batch that torch copies."""
+        sides = [self.sides[unit.start] for unit in batch.units]
+        return [to for to, _ in sides], [source for _, source in sides]
+
 
 class _BatchQueue:
     """Batches of which any number of threads take one after the other until none is left."""
@@ -141,7 +146,8 @@ class Copying:
         self._host = _BatchQueue(self._copy, (b for b in plan.late if _on_host(b)))
         self._bounced = _BatchQueue(self._bounce, (b for b in plan.late if self._is_bounced(b)))
         direct = [b for b in plan.late if self._is_direct(b)]
-        self._copies = DeviceCopies(direct, self._copy_aside, writer.window)
+        aside = partial(_copy_aside, writer.streams, target)  # a method of this would keep it alive, and the state
+        self._copies = DeviceCopies(direct, aside, writer.window)
         self._early: dict[int, Event | None] = {}
         """Events of the batches that devices copy on training's own streams, by first byte."""
         self._arrived = _BatchQueue(self._hash, [b for b in plan.early if self._is_direct(b)] + direct)
@@ -155,7 +161,7 @@ class Copying:
         early, streams = self._plan.early, self._writer.streams
         for batch in early:
             if self._is_direct(batch):
-                self._early[batch.units[0].start] = copy_now(batch.device, *self._sides(batch))
+                self._early[batch.units[0].start] = copy_now(batch.device, *self.target.sides_of(batch))
         streams.catch_up({b.device for b in early + self._plan.late if backend_of(b.device) is not None})
         self._writer.all_hands(_BatchQueue(self._copy, (b for b in early if _on_host(b))))
         self._writer.all_hands(_BatchQueue(self._bounce, (b for b in early if self._is_bounced(b))))
@@ -194,10 +200,6 @@ class Copying:
     def _is_bounced(self, batch: Batch) -> bool:
         return not (_on_host(batch) or self._is_direct(batch))
 
-    def _sides(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        sides = [self.target.sides[unit.start] for unit in batch.units]
-        return [to for to, _ in sides], [source for _, source in sides]
-
     def _copy(self, batch: Batch) -> None:
         """Copy and hash what lies in the host's memory."""
         for unit in batch.units:
@@ -210,14 +212,11 @@ class Copying:
                 self._hash_unit(unit)
         self._reach_middle(batch)
 
-    def _copy_aside(self, batch: Batch) -> Event:
-        return self._writer.streams.copy_aside(batch.device, *self._sides(batch))
-
     def _bounce(self, batch: Batch) -> None:
         """Copy what is on a device into memory that is not page-locked, and hash it."""
         require_in_place(batch)
         copy = partial(self._writer.streams.copy_aside, batch.device)
-        copy_by_bounce(batch.device, copy, *self._sides(batch), wait_for_copy)
+        copy_by_bounce(batch.device, copy, *self.target.sides_of(batch), wait_for_copy)
         self._hash_units(batch)
 
     def _hash(self, batch: Batch) -> None:
@@ -242,6 +241,10 @@ class Copying:
     def _reach_middle(self, batch: Batch) -> None:
         if batch is self._middle:
             reach("save.copying", self._step)
+
+
+def _copy_aside(streams: SideStreams, target: _Target, batch: Batch) -> Event:
+    return streams.copy_aside(batch.device, *target.sides_of(batch))
 
 
 def _on_host(batch: Batch) -> bool:
