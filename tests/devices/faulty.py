@@ -67,16 +67,12 @@ class Job:
 
     def step(self, hold: threading.Event | None = None) -> threading.Event | None:
         """Queue the next step. With ``hold`` the device waits for it before the update."""
-        self.forward()
+        self.training.forward()
         if hold is not None:
             self.device.current_stream(DEVICE).queue(lambda: self.device.wait_on_device(hold))
         self.training.optimizer.step()
         self.end()
         return hold
-
-    def forward(self) -> None:
-        seen = self.training.model.seen
-        self.device.launch(lambda: seen.data.add_(1.0), seen)
 
     def end(self) -> None:
         self.done += 1

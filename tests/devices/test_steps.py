@@ -83,7 +83,7 @@ def test_an_update_that_has_begun_is_waited_for(device: FakeBackend, root: Path,
     with job.guarded() as guard:
         job.step()
         held = threading.Event()
-        job.forward()
+        job.training.forward()
         if phase == "step":
             job.training.optimizer.step()
         else:
@@ -197,7 +197,7 @@ def test_tensors_too_large_to_be_kept_can_be_secured_only_where_the_host_is(
     job.training.optimizer.state[job.training.model.weight]["offloaded"] = large
     with job.guarded() as guard:
         job.step()
-        job.forward()
+        job.training.forward()
         device.stick()
         job.training.optimizer.step()
         large += 1

@@ -55,10 +55,14 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def update(self) -> None:
-        """Queues a step: the forward pass counts in the buffer, then the update."""
+        """Queues a step: the forward pass, then the update."""
+        self.forward()
+        self.optimizer.step()
+
+    def forward(self) -> None:
+        """Queues a forward pass, which counts in the buffer."""
         seen = self.model.seen
         self.device.launch(lambda: seen.data.add_(1.0), seen)
-        self.optimizer.step()
 
     def expected(self, step: int) -> dict[str, float]:
         """Values of all elements of each tensor after ``step`` updates."""
