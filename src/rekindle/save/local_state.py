@@ -173,6 +173,8 @@ class LocalStateCapture:
     ) -> None:
         self._file, self._behind, self._clock = file, behind, clock
         self._kept: deque[KeptStep] = deque()
+        self._spare: list[KeptStep] = []
+        """Those of the same plan that hold no step yet, or none any more."""
         self._plan: CopyPlan | None = None
         self._told: CopyPlan | None = None
         """Plan that the file has."""
@@ -186,15 +188,20 @@ class LocalStateCapture:
         return kept
 
     def _make_room(self, plan: CopyPlan) -> KeptStep:
-        oldest = self._kept[0] if self._kept else None
-        if oldest is None or (oldest.devices and len(self._kept) < KEPT):
-            return KeptStep(plan)
-        if len(self._kept) > 1:
-            self._kept[1].wait()
-        if oldest.writing is not None:
-            oldest.writing.exception()
-        self._kept.popleft()
-        return oldest if oldest.fits(plan) else KeptStep(plan)
+        if plan is not self._plan:
+            self._spare = []
+        if self._kept and len(self._kept) >= (KEPT if self._kept[0].devices else 1):
+            oldest = self._kept[0]
+            if len(self._kept) > 1:
+                self._kept[1].wait()
+            if oldest.writing is not None:
+                oldest.writing.exception()
+            self._kept.popleft()
+            self._spare += [oldest] if oldest.fits(plan) else []
+        if not self._spare:  # all at once: beside a device that is stuck no memory is to be page-locked
+            first = KeptStep(plan)
+            self._spare = [first, *(KeptStep(plan) for _ in range(KEPT - 1) if first.devices)]
+        return self._spare.pop()
 
     def store(self, kept: KeptStep, plan: CopyPlan) -> None:
         """Write the newest step to its file. Raises OSError when memory is full, which hurts no earlier save.
