@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from rekindle.errors import RekindleError
 from rekindle.format.layout import BLOCK, Chunk, Layout
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.save import plan
-from rekindle.save.copy import _target
+from rekindle.save.copy import ShardWriter, _target
 from rekindle.save.device_copies import _AHEAD, DeviceCopies
 from rekindle.save.plan import Batch, CopyPlan, Piece, batches
 from rekindle.state.parts import dtype_name
@@ -250,6 +252,26 @@ def test_copies_are_spread_over_the_time_until_the_update(device: FakeBackend, m
     spread.queue_all()
     waits.join(SOON)
     assert not waits.is_alive() and copied == every
+
+
+def test_a_copy_keeps_nothing_alive_once_it_is_forgotten(device: FakeBackend) -> None:
+    """Python's collector may come late, and the state is large."""
+    device.enter(DEVICE)
+    source, mapping = torch.ones(5000), mmap.mmap(-1, 1 << 16)
+    device.own(source)
+    layout = Layout.build([Chunk("x00", "float32", source.shape, (0,), source.shape, 0)])
+    every = CopyPlan(layout, None, [], batches_of(source), {}, {})
+    lock, writer = PageLocker().lock(mapping), ShardWriter()
+    gc.disable()
+    try:
+        copying = writer.start(every, mapping, None, 1)
+        copying.finish()
+        gone = weakref.ref(copying)
+        del copying
+        assert lock is not None and gone() is None
+    finally:
+        gc.enable()
+        writer.close()
 
 
 # -- memory that goes away --------------------------------------------------------------------------------------
