@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rekindle.devices.bounce import copy_by_bounce
+from rekindle.devices.events import Event
 from rekindle.devices.page_lock import PageLocker
 from rekindle.devices.streams import copy_now
-from rekindle.devices.table import device_of, on_host
+from rekindle.devices.table import backend_of, device_of, on_host
 from rekindle.errors import RekindleError
 from rekindle.format.reader import reader_threads
 from rekindle.integrations.dcp.items import copyable, wait_for_collective
@@ -81,7 +84,8 @@ class RekindleStager(AsyncStager):
         for source in sources:
             places.append(end)
             end += -(-source.nbytes // _ALIGN) * _ALIGN
-        memory = self._free_buffer(max(end, _ALIGN)).lend()
+        buffer = self._free_buffer(max(end, _ALIGN))
+        memory = buffer.lend()
         copies = [
             memory[at : at + source.nbytes].view(source.dtype).view(source.shape)
             for at, source in zip(places, sources, strict=True)
@@ -96,11 +100,15 @@ class RekindleStager(AsyncStager):
                 pair = rest.setdefault(device_of(source), ([], []))
                 pair[0].append(to)
                 pair[1].append(source)
-        events = [copy_now(device, *pair) for device, pair in rest.items()]
+        bounced = [] if buffer.page_locked else [d for d in rest if backend_of(d) is not None]
+        events = [copy_now(device, *pair) for device, pair in rest.items() if device not in bounced]
         for _ in self._threads.map(lambda piece: ctypes.memmove(*piece), large):
             pass
-        if not all(event is None or event.wait(_STUCK) for event in events):
-            raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
+        for device in bounced:
+            copy_by_bounce(device, partial(copy_now, device), *rest[device], _wait)
+        for event in events:
+            if event is not None:
+                _wait(event)
         return copies
 
     def _free_buffer(self, nbytes: int) -> _Buffer:
@@ -136,6 +144,11 @@ class _Buffer:
         self._lent: Callable[[], object] = lambda: None
 
     @property
+    def page_locked(self) -> bool:
+        """True if devices may copy straight into it."""
+        return self._locked is not None
+
+    @property
     def free(self) -> bool:
         """True if all tensors that were made of what was lent are gone."""
         return self._lent() is None
@@ -146,6 +159,11 @@ class _Buffer:
         view = memoryview(self.map)
         self._lent = weakref.ref(view)
         return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _wait(event: Event) -> None:
+    if not event.wait(_STUCK):
+        raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
 
 
 def _plain(tensor: torch.Tensor) -> bool:
