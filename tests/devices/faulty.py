@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import rekindle
+from rekindle.devices import events
 from rekindle.faults.guard import Guard
 from rekindle.format.receipt import Receipt, read_file
 from rekindle.memory.fault import Fault
@@ -55,6 +56,7 @@ class Job:
         guard.__enter__()
         try:
             yield guard
+            assert events._kept is not None or not self.device.faulty, "events are kept after a fault"
         finally:
             self._over, self.device.lost = True, ""
             self.device.unstick()
