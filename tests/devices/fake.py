@@ -7,6 +7,7 @@ were before, as on a real device: the work that changes them has not been done y
 from __future__ import annotations
 
 import ctypes
+import gc
 import queue
 import random
 import threading
@@ -19,6 +20,16 @@ import torch
 from rekindle.devices import bounce, events, table
 from rekindle.devices.backend import Backend, QueueEvent, Stream
 
+_collecting: list[bool] = []
+"""Not empty while Python's collector is at work."""
+
+
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    _collecting[:] = [True] if phase == "start" else []
+
+
+gc.callbacks.append(_note_collection)
+
 KIND = "privateuseone"
 DEVICE = torch.device(KIND, 0)
 
@@ -29,7 +40,9 @@ class FakeEvent:
         self.flag = threading.Event()
 
     def __del__(self) -> None:
-        if events._kept is not None:  # those that go between a fault and the notice of it are nobody's to keep
+        # Those that go between a fault and the notice of it are nobody's to keep, and Python's collector calls this also
+        # for those that the product then keeps.
+        if events._kept is not None and not _collecting:
             self._backend.needs_idle_device("an event is destroyed")
 
     def query(self) -> bool:
