@@ -40,8 +40,8 @@ class FakeEvent:
         self.flag = threading.Event()
 
     def __del__(self) -> None:
-        # Those that go between a fault and the notice of it are nobody's to keep. Python's collector calls this for those
-        # too that the product keeps.
+        # Those that go between a fault and the notice of it are nobody's to keep. Python's collector calls this for
+        # those too that the product keeps.
         if events._kept is not None and not _collecting:
             self._backend.needs_idle_device("an event is destroyed")
 
