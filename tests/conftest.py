@@ -16,11 +16,13 @@ import pytest
 from hypothesis import settings
 
 from rekindle.format.receipt import Receipt
+from rekindle.memory import pages
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.faults.harness import end_agent
+from tests.memory.gate import Gate
 from tests.shares import deal, parse, seconds_of
 
 settings.register_profile("rekindle", deadline=None)  # machines that run tests are busy ones
@@ -141,3 +143,12 @@ def pipeline() -> Iterator[Callable[..., Any]]:
     yield make
     for one in made:
         one.writer.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Stands before the making of memory in the background, shut until the test opens it."""
+    gate = Gate()
+    monkeypatch.setattr(pages, "allocate", gate.allocate)
+    yield gate
+    gate.open.set()

@@ -27,7 +27,7 @@ from rekindle.save.device_copies import _AHEAD, DeviceCopies
 from rekindle.save.plan import Batch, CopyPlan, Piece, batches
 from rekindle.state.parts import dtype_name
 from tests.devices.fake import DEVICE, FakeBackend
-from tests.devices.test_snapshots import check
+from tests.devices.test_snapshots import check, train_and_check
 from tests.devices.training import Training
 from tests.faults.harness import wait_for
 from tests.save.overlapped import snapshot_of, wait_for_memory
@@ -66,13 +66,7 @@ def test_snapshots_in_memory_that_cannot_be_locked(device: FakeBackend, root: Pa
     device.fail_register = 1
     training = Training(device, layers=3)
     ckpt = checkpointer(root, training)
-    job = JobDir.of(root, memory_base(memory))
-    for step in range(1, 6):
-        training.update()
-        ckpt.step(step)
-        if step > 1:
-            ckpt._saver.conclude()
-            check(snapshot_of(job, step).with_suffix(".safetensors"), training, step)
+    train_and_check(ckpt, training, JobDir.of(root, memory_base(memory)), 5)
     ckpt.close()
 
 

@@ -26,16 +26,19 @@ def check(shard: Path, training: Training, step: int) -> None:
     assert any(name.endswith("moment") for name in found)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_each_snapshot_holds_its_step(device: FakeBackend, root: Path, memory: Path, overlap: bool) -> None:
-    training = Training(device)
-    ckpt = rekindle.Checkpointer(root, training.state, overlap=overlap, persist_every=10**6, strict=True)
-    ckpt.restore()
-    job = JobDir.of(root, memory_base(memory))
-    for step in range(1, 11):
+def train_and_check(ckpt: rekindle.Checkpointer, training: Training, job: JobDir, steps: int) -> None:
+    for step in range(1, steps + 1):
         training.update()
         ckpt.step(step)
         if step > 1:
             ckpt._saver.conclude()
             check(snapshot_of(job, step).with_suffix(".safetensors"), training, step)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_snapshot_holds_its_step(device: FakeBackend, root: Path, memory: Path, overlap: bool) -> None:
+    training = Training(device)
+    ckpt = rekindle.Checkpointer(root, training.state, overlap=overlap, persist_every=10**6, strict=True)
+    ckpt.restore()
+    train_and_check(ckpt, training, JobDir.of(root, memory_base(memory)), 10)
     ckpt.close()

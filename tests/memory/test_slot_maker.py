@@ -24,33 +24,12 @@ from rekindle.memory.maker import SlotMaker
 from rekindle.memory.pages import AT_ONCE, LOCKED, Pages
 from rekindle.memory.slots import NotReadyError, Slots
 from tests.conftest import make_shard
+from tests.memory.gate import Gate
 from tests.memory.saved import FIRST, alone, assert_sound, files, open_step, save, steps
 
 LARGE = AT_ONCE + 4096
 """Bytes of a snapshot whose memory is not made inside of ``step()``."""
 SECONDS = 60.0
-
-
-class Gate:
-    """Stands before each piece of memory that the background thread is about to make."""
-
-    def __init__(self) -> None:
-        self.open, self.asked = threading.Event(), threading.Event()
-        self._allocate = pages.allocate
-
-    def allocate(self, fd: int, start: int, nbytes: int) -> None:
-        if threading.current_thread().name == "rekindle-memory":
-            self.asked.set()
-            assert self.open.wait(SECONDS)
-        self._allocate(fd, start, nbytes)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate()
-    monkeypatch.setattr(pages, "allocate", gate.allocate)
-    yield gate
-    gate.open.set()
 
 
 def commit(slots: Slots, step: int, nbytes: int = LARGE, *, wait: bool = False, persist: bool = True) -> None:

@@ -5,41 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import rekindle
-from rekindle.memory import pages
 from rekindle.save.copy import Copying
 from rekindle.storage.posix import PosixStore
+from tests.memory.gate import Gate
 from tests.save.overlapped import wait_for_memory
 
 WIDTH = 2100
 """17 MB, which are too many for memory to be made inside of ``step()``."""
-
-
-class Gate:
-    """Stands before each piece of memory that the background thread is about to make."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self._allocate = pages.allocate
-
-    def allocate(self, fd: int, start: int, nbytes: int) -> None:
-        if threading.current_thread().name == "rekindle-memory":
-            assert self.open.wait(60.0)
-        self._allocate(fd, start, nbytes)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate()
-    monkeypatch.setattr(pages, "allocate", gate.allocate)
-    yield gate
-    gate.open.set()
 
 
 class Job:

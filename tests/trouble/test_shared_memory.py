@@ -63,7 +63,9 @@ def test_workers_of_a_data_loader_find_room_beside_snapshots(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     trained = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("trained")]
-    assert trained == [["64m", "None", "3", "3"], ["256m", "None", "3", "0"], ["256m", str(230 * MIB), "3", "3"]]
+    assert [trained[0], trained[2]] == [["64m", "None", "3", "3"], ["256m", str(230 * MIB), "3", "3"]]
+    # The last step may be left out while room for a third snapshot is made beside a drain; close() sends it to storage.
+    assert trained[1] in (["256m", "None", "3", "0"], ["256m", "None", "2", "1"])
     small, large, spared = done.stdout.split("trained")[:3]
     assert "67.1 MB are to be left to others, such as a DataLoader's workers: give it 99 MiB" in small
     assert "(a container: --shm-size), or lower memory_headroom. Checkpoints go straight to storage" in small

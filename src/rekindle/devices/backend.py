@@ -118,10 +118,6 @@ class Backend(ABC):
         """Ends what ``register`` did. No copy may be under way."""
         raise NotImplementedError
 
-    def numa_node(self, device: torch.device) -> int | None:
-        """Returns the number of the memory node that is nearest to the device; None if unknown."""
-        return None
-
     # -- random generators --------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,14 +58,6 @@ class Cuda(Accelerator):
 
     def unregister(self, address: int) -> None:
         _runtime().cudaHostUnregister(address)
-
-    def numa_node(self, device: torch.device) -> int | None:
-        at: Any = torch.cuda.get_device_properties(device)
-        with suppress(AttributeError, OSError, ValueError):  # an older torch, another system
-            name = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
-            node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
-            return node if node >= 0 else None
-        return None
 
 
 def _runtime() -> Any:
