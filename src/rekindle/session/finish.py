@@ -1,4 +1,4 @@
-"""Ends a trainer's work with its agent: waits until storage has the newest checkpoint, then gives memory back."""
+"""Waits, at the end of a trainer, until storage has the newest checkpoint, and until the agent has left."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import in_background
 from rekindle.errors import NotDurableError
 from rekindle.format.lineage import ShardId
-from rekindle.memory.clean_up import remove_superfluous
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.storage.checks import describe_missing_shards
 from rekindle.storage.store import Store
 
-__all__ = ["leave_job", "wait_durable"]
+__all__ = ["wait_durable", "wait_for_agent"]
 
 _LOOK = 1.0
 """Seconds that a look at storage gets, though the time is over."""
-_FINISH = 60.0
-"""Seconds for a drain in hand, of something older than the durable checkpoint."""
 _LEAVE, _OTHERS = 30.0, 2.0
 """Seconds for an agent to leave, which takes it 0.1 s after its last drain; and where it may have reason to stay."""
 _POLL = 0.005
@@ -109,7 +106,7 @@ def _ended(job: JobDir, rank: int) -> bool:
     return lock.exists() and Lock.holder(lock) is None  # without its file, as in memory that was removed, nobody knows
 
 
-def _wait_for_agent(job: JobDir) -> None:
+def wait_for_agent(job: JobDir) -> None:
     """Waits a while for the agent, which prunes, and removes the job's directory once the last rank has left.
 
     Nobody then works at storage any more, whoever looks at it next or removes it.
@@ -121,23 +118,3 @@ def _wait_for_agent(job: JobDir) -> None:
         if time.monotonic() - began > (_OTHERS if stays else _LEAVE):
             return
         time.sleep(_POLL)
-
-
-def leave_job(
-    job: JobDir | None, keeper: AgentKeeper | None, lock: Lock | None, rank: int, begun: bool, durable: ShardId | None
-) -> None:
-    """Leaves the job, and gives this rank's memory back if storage has ``durable``, and memory nothing beyond it.
-
-    A start that has not ``begun``, because storage didn't show what was there, leaves the note of it to the next one.
-    """
-    saved = durable is not None and (job is None or remove_superfluous(job, rank, durable.checkpoint))
-    if keeper is not None:
-        keeper.close(_FINISH if saved else _LOOK)
-    if lock is not None:
-        lock.release()
-    if job is None or (not begun and job.notes.durable() is not None):
-        return
-    if saved:
-        _wait_for_agent(job)
-    if job.agent() is None and (saved or not any(job.snapshots.shard_ids())):
-        job.remove()  # else the agent does it, once the last rank has left

@@ -29,13 +29,14 @@ from rekindle.devices.page_lock import PageLocker
 from rekindle.errors import BusyError, MemoryStoreError
 from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId
 from rekindle.format.names import Root
+from rekindle.memory.clean_up import remove_superfluous
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.lock import Lock
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.session.agent_keeper import AgentKeeper
-from rekindle.session.finish import leave_job, wait_durable
+from rekindle.session.finish import wait_durable, wait_for_agent
 from rekindle.storage.checks import root_identity
 from rekindle.storage.open import open_store
 
@@ -45,6 +46,8 @@ log = logging.getLogger("rekindle")
 
 GIVE_WAY = 10.0
 """Seconds that a save without memory gets to reach storage before a later trainer begins behind it."""
+_FINISH, _GIVE_UP = 60.0, 1.0
+"""Seconds for a drain in hand at the end, of something older than the durable checkpoint; and where there is none."""
 _SOON, _DYING = 2.0, 30.0
 """Seconds that a restarted rank waits for its dying predecessor, without and with a word of that."""
 
@@ -291,7 +294,21 @@ class Session:
         wait_durable(stamp, self.store, self.job, self.keeper, seconds, local_ranks, once=once)
 
     def leave(self, durable: ShardId | None = None) -> None:
-        """Leaves the job, and gives memory back if storage has what is ``durable``, and memory nothing beyond it."""
+        """Leaves the job, and gives memory back if storage has what is ``durable``, and memory nothing beyond it.
+
+        A start that has not begun, because storage didn't show what was there, leaves the note of it to the next one.
+        """
+        job, rank = self.job, self.rank or 0
         if self.slots is not None:
             self.slots.close()
-        leave_job(self.job, self.keeper, self.lock, self.rank or 0, self.begun, durable)
+        saved = durable is not None and (job is None or remove_superfluous(job, rank, durable.checkpoint))
+        if self.keeper is not None:
+            self.keeper.close(_FINISH if saved else _GIVE_UP)
+        if self.lock is not None:
+            self.lock.release()
+        if job is None or (not self.begun and job.notes.durable() is not None):
+            return
+        if saved:
+            wait_for_agent(job)
+        if job.agent() is None and (saved or not any(job.snapshots.shard_ids())):
+            job.remove()  # else the agent does it, once the last rank has left
