@@ -220,6 +220,28 @@ def test_stop_wants_one_of_root_and_stale(memory: Path) -> None:
     assert run("stop", "x", "--stale").exit_code == 2
 
 
+_RUN = [sys.executable, "-m", "rekindle", "run"]
+
+
+def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A run of ``rekindle run`` in a process of its own, once it has ended."""
+    return subprocess.run([*_RUN, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+
+
+def eight_steps(root: Path) -> str:
+    """A script that makes 8 guarded steps. Lines that follow in the guarded block may be added."""
+    return (
+        "import os, signal, time, torch, rekindle\n"
+        f"ckpt = rekindle.Checkpointer({str(root)!r}, {{'model': torch.nn.Linear(2, 2)}})\n"
+        "ckpt.restore()\n"
+        "with ckpt.guard(watchdog='fast') as guard:\n"
+        "    assert guard.connected(30)\n"
+        "    for step in range(1, 9):\n"
+        "        time.sleep(0.02)\n"
+        "        ckpt.step(step)\n"
+    )
+
+
 def test_run_is_torchrun_with_what_restarts_need(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
@@ -229,8 +251,7 @@ def test_run_is_torchrun_with_what_restarts_need(tmp_path: Path) -> None:
         "os.write(1, f\"start {os.environ['RANK']} {os.environ['WORLD_SIZE']}\\n\".encode())\n"  # in one piece
         "sys.exit(1 if first else 0)\n"
     )
-    command = [sys.executable, "-m", "rekindle", "run", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = launch("--nproc-per-node", 2, script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("start 0 2") == done.stdout.count("start 1 2") == 2
 
@@ -252,8 +273,7 @@ def test_run_ends_with_the_first_fault_and_what_is_saved(tmp_path: Path, memory:
         "        raise RuntimeError('a bad batch')\n"
         "    wrapped(torch.ones(2, 2)).sum().backward()\n"
     )
-    command = [sys.executable, "-m", "rekindle", "run", "--standalone", "--max-restarts", "0"]
-    done = subprocess.run([*command, "--nproc-per-node", "2", str(script)], capture_output=True, text=True, timeout=100)
+    done = launch("--standalone", "--max-restarts", 0, "--nproc-per-node", 2, script)
     assert done.returncode == 1
     first, tries, saved = done.stderr.splitlines()[-3:]
     assert first == "rekindle: rank 1 raised RuntimeError: a bad batch", done.stderr
@@ -269,21 +289,9 @@ def test_run_ends_with_the_first_fault_and_what_is_saved(tmp_path: Path, memory:
 def test_run_tells_each_restart_in_a_line_and_why_a_rank_was_killed(tmp_path: Path, memory: Path) -> None:
     """The first start raises, the second stands still and is killed by the agent."""
     root, script = tmp_path / "run", tmp_path / "worker.py"
-    script.write_text(
-        "import os\n"
-        "1 / int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        "import signal, time, torch, rekindle\n"
-        f"ckpt = rekindle.Checkpointer({str(root)!r}, {{'model': torch.nn.Linear(2, 2)}})\n"
-        "ckpt.restore()\n"
-        "with ckpt.guard(watchdog='fast') as guard:\n"
-        "    assert guard.connected(30)\n"
-        "    for step in range(1, 9):\n"
-        "        time.sleep(0.02)\n"
-        "        ckpt.step(step)\n"
-        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-    )
-    command = [sys.executable, "-m", "rekindle", "run", "--max-restarts", "1", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    raises_first = "import os\n1 / int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+    script.write_text(raises_first + eight_steps(root) + "    os.kill(os.getpid(), signal.SIGSTOP)\n")
+    done = launch("--max-restarts", 1, script)
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if not line.startswith((" ", "Traceback", "ZeroDivisionError"))]
     assert lines[:-1] == [
@@ -297,18 +305,8 @@ def test_run_tells_each_restart_in_a_line_and_why_a_rank_was_killed(tmp_path: Pa
 
 def test_run_names_a_rank_that_hung_and_could_still_end_itself(tmp_path: Path, memory: Path) -> None:
     root, script = tmp_path / "run", tmp_path / "worker.py"
-    script.write_text(
-        "import time, torch, rekindle\n"
-        f"ckpt = rekindle.Checkpointer({str(root)!r}, {{'model': torch.nn.Linear(2, 2)}})\n"
-        "ckpt.restore()\n"
-        "with ckpt.guard(watchdog='fast') as guard:\n"
-        "    assert guard.connected(30)\n"
-        "    for step in range(1, 9):\n"
-        "        time.sleep(0.02)\n"
-        "        ckpt.step(step)\n"
-        "    time.sleep(100)\n"
-    )
-    command = [sys.executable, "-m", "rekindle", "run", "--max-restarts", "1", str(script)]
+    script.write_text(eight_steps(root) + "    time.sleep(100)\n")
+    command = [*_RUN, "--max-restarts", "1", str(script)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stderr is not None
         told = next((line for line in launcher.stderr if "restart 1 of 1" in line), "")
@@ -330,8 +328,7 @@ def test_run_ends_at_once_where_another_job_trains_the_root(tmp_path: Path, memo
         f"rekindle.Checkpointer({str(root)!r}, {{'model': torch.nn.Linear(2, 2)}})\n"
     )
     with rekindle.Checkpointer(root, {"values": rekindle.Values(x=0)}):
-        command = [sys.executable, "-m", "rekindle", "run", str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        done = launch(script)
     assert done.returncode == rekindle.BusyError.exit_code, done.stderr
     assert "restart 1 of" not in done.stderr
     last = done.stderr.splitlines()[-1]
@@ -348,7 +345,7 @@ def test_run_that_is_interrupted_says_what_is_saved(tmp_path: Path, memory: Path
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "rekindle", "run", "--standalone", str(script)]
+    command = [*_RUN, "--standalone", str(script)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as launcher:

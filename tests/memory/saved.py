@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from rekindle.format.lineage import Incarnation, ShardId
@@ -14,11 +17,7 @@ from rekindle.storage.verify import verify_shard
 from tests.conftest import make_shard
 
 FIRST = Incarnation(1, "a" * 16)
-
-
 SIZE = 50_000
-
-
 FILE = 4096 + SIZE
 
 
@@ -66,3 +65,17 @@ def assert_sound(job: JobDir, step: int, rank: int = 0, world: int = 1, size: in
 
 def alone(job: JobDir, limit: int | None = None) -> Slots:
     return Slots(job, 0, 1, [0], limit)
+
+
+def successor_of(job: JobDir) -> Slots:
+    """The slots of the next process, once it has taken over what it found."""
+    slots = alone(job)
+    slots.adopt()
+    return slots
+
+
+def run_until_killed(script: str, job: JobDir) -> None:
+    """Runs a script in a process of its own, which is given the job's directory and kills itself."""
+    here = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script, str(job.path)], cwd=here, check=False)
+    assert done.returncode == -signal.SIGKILL

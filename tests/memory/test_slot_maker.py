@@ -6,8 +6,6 @@ import ctypes
 import gc
 import mmap
 import os
-import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -25,7 +23,17 @@ from rekindle.memory.pages import AT_ONCE, LOCKED, Pages
 from rekindle.memory.slots import NotReadyError, Slots
 from tests.conftest import make_shard
 from tests.memory.gate import Gate
-from tests.memory.saved import FIRST, alone, assert_sound, files, open_step, save, steps
+from tests.memory.saved import (
+    FIRST,
+    alone,
+    assert_sound,
+    files,
+    open_step,
+    run_until_killed,
+    save,
+    steps,
+    successor_of,
+)
 
 LARGE = AT_ONCE + 4096
 """Bytes of a snapshot whose memory is not made inside of ``step()``."""
@@ -277,13 +285,10 @@ slots.wait_made(60)
 
 
 def test_a_process_killed_while_memory_is_made_leaves_its_snapshot_and_no_holes(job: JobDir) -> None:
-    here = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", DIE, str(job.path)], cwd=here, check=False)
-    assert done.returncode == -signal.SIGKILL
+    run_until_killed(DIE, job)
     assert steps(job) == [1]
     assert_sound(job, 1)
-    successor = alone(job)
-    successor.adopt()
+    successor = successor_of(job)
     broken = [slot for slot in successor.slots if slot.stamp is None]
     assert broken and broken[0].held < broken[0].size, "it is in the middle"
     commit(successor, 2, 4 * AT_ONCE, wait=True)

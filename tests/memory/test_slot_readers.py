@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -26,8 +25,10 @@ from tests.memory.saved import (
     end,
     files,
     open_step,
+    run_until_killed,
     save,
     steps,
+    successor_of,
 )
 
 
@@ -36,8 +37,7 @@ def test_a_successor_adopts_snapshots_and_files(job):
     for step in (1, 2):
         save(slots, step)
     slots.close()
-    successor = alone(job)
-    successor.adopt()
+    successor = successor_of(job)
     assert sorted(slot.stamp.step for slot in successor.slots) == [1, 2]
     second = Incarnation(2, "b" * 16, FIRST.id, 2)
     save(successor, 3, second)
@@ -62,13 +62,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_writer_killed_in_the_middle_leaves_the_step_before_and_a_file_to_use(job):
-    here = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", DIE, str(job.path)], cwd=here, check=False)
-    assert done.returncode == -signal.SIGKILL
+    run_until_killed(DIE, job)
     assert steps(job) == [3]
     assert_sound(job, 3)
-    successor = alone(job)
-    successor.adopt()
+    successor = successor_of(job)
     assert len(successor.slots) == 2
     save(successor, 4, Incarnation(2, "b" * 16, FIRST.id, 3))
     assert steps(job) == [3, 4] and len(files(job)) == 2
@@ -82,8 +79,7 @@ def test_a_shard_without_a_receipt_is_a_free_file(job):
     (job.path / step_dir(2) / receipt_name(0, 1)).unlink()
     (job.path / step_dir(2) / f".{receipt_name(0, 1)}.tmp").write_bytes(b'{"digest":"')
     slots.close()
-    successor = alone(job)
-    successor.adopt()
+    successor = successor_of(job)
     assert [slot.stamp.step if slot.stamp else None for slot in successor.slots].count(None) == 1
     save(successor, 3, Incarnation(2, "b" * 16, FIRST.id, 1))
     assert steps(job) == [1, 3] and len(files(job)) == 2
@@ -99,8 +95,7 @@ def test_a_successor_uncommits_what_it_left_behind_before_it_writes(job):
             pins.enter_context(open_step(job, step))  # so that all three stay
     assert steps(job) == [3, 4, 5]
     slots.close()
-    successor = alone(job)
-    successor.adopt()
+    successor = successor_of(job)
     second = Incarnation(2, "b" * 16, FIRST.id, 3)
     slot = begin(successor, 4, second)
     assert steps(job) == [3]
@@ -118,8 +113,7 @@ def test_adopting_alone_takes_nothing_away(job):
     for step in (4, 5):
         save(slots, step)
     slots.close()
-    successor = alone(job)
-    successor.adopt()
+    successor = successor_of(job)
     successor.reserve(FILE)
     assert successor.wait_made(30.0)
     assert steps(job) == [4, 5]

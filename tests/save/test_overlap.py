@@ -17,7 +17,7 @@ import rekindle
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
 from tests.faults.harness import wait_for
-from tests.save.overlapped import Adversaries, content, snapshot_of, wait_for_memory
+from tests.save.overlapped import WIDTH, Adversaries, content, snapshot_of, wait_for_memory
 
 
 def run(root: Path, memory: Path, steps: int, overlap: bool) -> tuple[list[Any], int]:
@@ -46,11 +46,16 @@ def test_overlapped_snapshots_equal_those_copied_at_once(steps: int, root: Path,
     assert len({shard for shard, _, _ in at_once}) == steps
 
 
-def test_a_snapshot_is_in_memory_before_the_update_touches_the_state(root: Path, memory: Path) -> None:
-    training = Adversaries()
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, overlap=True)
-    job = JobDir.of(root, memory_base(memory))
+def begin(root: Path, memory: Path, width: int = WIDTH) -> tuple[Adversaries, rekindle.Checkpointer, JobDir]:
+    """A training at its first step, whose snapshots stay in memory; its checkpointer, and the job's directory."""
+    training = Adversaries(width)
+    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
     ckpt.restore()
+    return training, ckpt, JobDir.of(root, memory_base(memory))
+
+
+def test_a_snapshot_is_in_memory_before_the_update_touches_the_state(root: Path, memory: Path) -> None:
+    training, ckpt, job = begin(root, memory)
     seen = []
     training.first.register_step_pre_hook(lambda *_: seen.append(snapshot_of(job, step).exists()))
     training.second.register_step_pre_hook(lambda *_: seen.append(snapshot_of(job, step).exists()))
@@ -63,10 +68,7 @@ def test_a_snapshot_is_in_memory_before_the_update_touches_the_state(root: Path,
 
 def test_an_update_in_another_thread_waits_too(root: Path, memory: Path) -> None:
     """As when gradients are applied while they are computed, by the threads that compute them."""
-    training = Adversaries()
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
-    job = JobDir.of(root, memory_base(memory))
-    ckpt.restore()
+    training, ckpt, job = begin(root, memory)
     for step in range(1, 6):
         ckpt.step(step)
         expected = [p.detach().clone() for p in training.one.parameters()]
@@ -143,9 +145,7 @@ def test_frozen_parameters_may_be_averages_of_the_others(root: Path, memory: Pat
 
 
 def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Path) -> None:
-    training = Adversaries(1500)
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
-    ckpt.restore()
+    training, ckpt, _ = begin(root, memory, 1500)
     wait_for_memory(ckpt)
     ckpt._saver.memory._live.writer._behind.submit(partial(time.sleep, 0.3))
     ckpt.step(1)
@@ -166,10 +166,7 @@ def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Pat
 
 
 def test_a_checkpointer_that_is_forgotten_keeps_its_place_until_its_copy_is_whole(root: Path, memory: Path) -> None:
-    training = Adversaries(1500)
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, overlap=True)
-    job = JobDir.of(root, memory_base(memory))
-    ckpt.restore()
+    training, ckpt, job = begin(root, memory, 1500)
     wait_for_memory(ckpt)
     ckpt._saver.memory._live.writer._behind.submit(partial(time.sleep, 0.3))
     ckpt.step(1)
@@ -233,10 +230,7 @@ def test_optimizers_without_hooks(wrapped: bool, root: Path, memory: Path) -> No
 
 
 def test_a_compiled_step_is_fenced(root: Path, memory: Path) -> None:
-    training = Adversaries(64)
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
-    job = JobDir.of(root, memory_base(memory))
-    ckpt.restore()
+    training, ckpt, job = begin(root, memory, 64)
     compiled = torch.compile(training.second.step, backend="eager")
     for step in range(1, 4):
         ckpt.step(step)
@@ -249,10 +243,7 @@ def test_a_compiled_step_is_fenced(root: Path, memory: Path) -> None:
 
 def test_a_step_without_an_update_keeps_its_snapshot(root: Path, memory: Path) -> None:
     """As when a gradient scaler skips the update: nobody calls the hook."""
-    training = Adversaries()
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, strict=True, overlap=True)
-    job = JobDir.of(root, memory_base(memory))
-    ckpt.restore()
+    _, ckpt, job = begin(root, memory)
     for step in range(1, 6):
         ckpt.step(step)
     ckpt.save(5, wait="memory")
