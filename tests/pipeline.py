@@ -26,7 +26,7 @@ class Pipeline:
     """What a checkpointer does with its state: saves into one slot after the other, loads from the last one."""
 
     def __init__(self, state: Mapping[str, Any], *, rng: bool = False, allow_pickle: bool = False) -> None:
-        self.capture = Capture(state, rng, allow_pickle)
+        self.capture = Capture(state, rng=rng, allow_pickle=allow_pickle)
         self.writer = ShardWriter()
         self.slots: list[mmap.mmap | None] = [None, None]
         self.caches: list[Any] = [None, None]
@@ -48,9 +48,9 @@ class Pipeline:
 
     def load_into(self, state: Mapping[str, Any], *, rng: bool = False, allow_pickle: bool = False) -> None:
         """The last save into another state: first the check, as a restore does."""
-        live = Capture(state, rng).state
+        live = Capture(state, rng=rng).state
         receipt = self.receipt
-        check_values(receipt, allow_pickle, live)
+        check_values(receipt, live, allow_pickle=allow_pickle)
         match = Match(live, Saved(receipt))
         problems = match.problems + [f"{name}: only in the live state" for name in match.lacking]
         problems += [f"{name}: only in the checkpoint" for name in match.surplus]
@@ -70,4 +70,4 @@ class Pipeline:
         with OpenShard(receipt, fd, Path("slot"), in_memory=True) as shard:
             assert read_blocks(ShardReader(shard), filling, filling.blocks) == []
         filling.finish()
-        load(live, match, build(live, match, allow_pickle))
+        load(live, match, build(live, match, allow_pickle=allow_pickle))

@@ -149,7 +149,7 @@ class Checkpointer:
         )
         self.root = root_to_train(root)
         self.metrics = Metrics()
-        self._capture = Capture(state, rng, allow_pickle)
+        self._capture = Capture(state, rng=rng, allow_pickle=allow_pickle)
         self._session = session = Session(self.root, memory)
         self._fence = Fence(self._capture.state)
         self._capture.use_fence(self._fence)
@@ -158,7 +158,7 @@ class Checkpointer:
         self._closed = self._ended = False
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
-        size = partial(agree_on_partition, self._group, self._capture, allow_missing)
+        size = partial(agree_on_partition, self._group, self._capture, allow_missing=allow_missing)
         try:
             session.join(meet(self._group, session, size, settings.room, settings.agreed()))
         except BusyError as error:
@@ -243,7 +243,7 @@ class Checkpointer:
         self._begin()
         schedule = self._saver.schedule
         if schedule.due(n, memory=self._saver.memory is not None):
-            self._save(n, schedule.persists(n))
+            self._save(n, persist=schedule.persists(n))
         else:
             self._saver.live.note(self._session.shard_id(n, persist=False))
             self._session.check_agent()
@@ -351,7 +351,7 @@ class Checkpointer:
         """
         check_loss(loss, self._saver.reached)
 
-    def _save(self, n: int, persist: bool, pin: bool = False, wait: bool = False) -> None:
+    def _save(self, n: int, *, persist: bool, pin: bool = False, wait: bool = False) -> None:
         self._session.check_agent()
         base = self._base if self._saver.newest is None else None
         if base is not None and base.step == n and (not persist or self._saver.find_restored(base)):

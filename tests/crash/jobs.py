@@ -307,7 +307,7 @@ def _import(run: Run) -> None:
     newest = newest_of(run.store.published())
     step = 1 + max(run.step, newest.step if newest is not None else 0)
     run.step = step
-    import_checkpoint(source, run.place.empty_job, run.place.root, step, None, False, Progress())
+    import_checkpoint(source, run.place.empty_job, run.place.root, step, None, Progress(), allow_pickle=False)
 
 
 OPERATIONS: dict[str, Callable[[Run], None]] = {

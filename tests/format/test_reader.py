@@ -87,7 +87,7 @@ def test_every_byte_arrives(tmp_path, shard_of, data, way, aside):
     path = write(tmp_path, shard_of, data)
     if way == "cold":
         evict(path)
-    with OpenShard.open(path, way == "memory") as shard:
+    with OpenShard.open(path, in_memory=way == "memory") as shard:
         reader, sink, counted = ShardReader(shard), Memory(shard, aside), []
         assert reader.header_is_sound()
         assert read_blocks(reader, sink, range(len(sink.blocks)), counted.append) == []
@@ -134,7 +134,7 @@ def resident(path: Path) -> float:
 @pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "storage"])
 def test_a_file_that_gets_shorter_is_damaged_from_there_on(tmp_path, shard_of, data, in_memory):
     path = write(tmp_path, shard_of, data)
-    with OpenShard.open(path, in_memory) as shard:
+    with OpenShard.open(path, in_memory=in_memory) as shard:
         blocks, base = shard.receipt.layout.blocks, shard.receipt.header_bytes
         cut = base + blocks[600][0] + 1
         evict(path)

@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "stora
 @both
 def test_a_sound_shard_has_no_problems_and_is_read_whole(shard, in_memory):
     counted = []
-    with OpenShard.open(shard, in_memory) as opened:
+    with OpenShard.open(shard, in_memory=in_memory) as opened:
         assert verify_shard(opened, counted.append) == []
         assert sum(counted) == opened.receipt.file_bytes
 
@@ -37,11 +37,11 @@ def test_a_sound_shard_has_no_problems_and_is_read_whole(shard, in_memory):
 @pytest.mark.parametrize(("tensor", "at"), [("v.a", 0), ("v.a", 199), ("v.c", 0), ("v.c", BLOCK), ("v.c", BLOCK + 4)])
 def test_a_flipped_byte_names_file_tensor_and_step(shard, in_memory, tensor, at):
     file = shard.with_suffix(".safetensors")
-    with OpenShard.open(shard, in_memory) as opened:
+    with OpenShard.open(shard, in_memory=in_memory) as opened:
         layout, base = opened.receipt.layout, opened.receipt.header_bytes
     (start,) = [c.start for c in layout.chunks if c.name == tensor]
     flip(file, base + start + at)
-    with OpenShard.open(shard, in_memory) as opened:
+    with OpenShard.open(shard, in_memory=in_memory) as opened:
         problems = verify_shard(opened)
     (problem,) = problems
     assert isinstance(problem, CorruptError)
@@ -53,7 +53,7 @@ def test_a_flipped_byte_names_file_tensor_and_step(shard, in_memory, tensor, at)
 @pytest.mark.parametrize("at", [0, 7, 8, 100, 4095])
 def test_a_flipped_byte_of_the_header_is_named(shard, in_memory, at):
     flip(shard.with_suffix(".safetensors"), at)
-    with OpenShard.open(shard, in_memory) as opened:
+    with OpenShard.open(shard, in_memory=in_memory) as opened:
         problems = verify_shard(opened)
     (problem,) = problems
     assert "header" in str(problem) and "step 7" in str(problem)
@@ -64,7 +64,7 @@ def test_each_damaged_tensor_is_named_once(shard, in_memory):
     file = shard.with_suffix(".safetensors")
     for at in (3, 4096, 4096 + 10_000, file.stat().st_size - 1):
         flip(file, at)
-    with OpenShard.open(shard, in_memory) as opened:
+    with OpenShard.open(shard, in_memory=in_memory) as opened:
         problems = verify_shard(opened)
     assert len(problems) == 3
     assert "header" in str(problems[0]) and "'v.a'" in str(problems[1]) and "'v.c'" in str(problems[2])
@@ -77,7 +77,7 @@ def test_a_shard_of_another_length_is_not_opened(shard, in_memory, change):
     data = file.read_bytes()
     file.write_bytes(data[:change] if change < 0 else data + b"x")
     with pytest.raises(CorruptError, match=r"s\.safetensors"):
-        OpenShard.open(shard, in_memory)
+        OpenShard.open(shard, in_memory=in_memory)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_damaged_and_kills_nobody(shard):
@@ -92,17 +92,17 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged_and_kills_nobody(shard)
 def test_a_damaged_receipt_is_not_opened(shard, in_memory):
     flip(shard, shard.stat().st_size // 2)
     with pytest.raises(FormatError, match=r"s\.json"):
-        OpenShard.open(shard, in_memory)
+        OpenShard.open(shard, in_memory=in_memory)
 
 
 @both
 def test_a_missing_file_is_a_missing_file(shard, in_memory):
     shard.with_suffix(".safetensors").unlink()
     with pytest.raises(FileNotFoundError):
-        OpenShard.open(shard, in_memory)
+        OpenShard.open(shard, in_memory=in_memory)
     shard.unlink()
     with pytest.raises(FileNotFoundError):
-        OpenShard.open(shard, in_memory)
+        OpenShard.open(shard, in_memory=in_memory)
 
 
 def test_writing_into_a_mapped_shard_changes_nobody_elses_bytes(shard):

@@ -105,7 +105,7 @@ def _merged(receipts: list[Receipt]) -> None:
     merged = merge(receipts)
     named = dict(find_tensors(merged.structure))
     structure, kept = extract_part(merged.structure, merged.values, {name: name for name in named.values()})
-    assemble(structure, kept, lambda name: name, False)  # type: ignore[arg-type, return-value]
+    assemble(structure, kept, lambda name: name, allow_pickle=False)  # type: ignore[arg-type, return-value]
 
 
 def _wanted(receipts: list[Receipt]) -> None:

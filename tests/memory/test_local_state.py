@@ -40,7 +40,7 @@ def job(tmp_path: Path) -> Iterator[JobDir]:
 
 
 def writer(job: JobDir, rank: int = 0, before_update: bool = False) -> LocalStateWriter:
-    smalls = LocalStateWriter(job, rank, before_update)
+    smalls = LocalStateWriter(job, rank, before_update=before_update)
     smalls.set_plan(stamp(0, rank), STATIC, [1], REPLICAS)
     return smalls
 

@@ -370,7 +370,9 @@ def test_progress_ends_where_it_said(root: Path, memory: Path, tmp_path: Path, f
     one(root, 5, 1.0)
     done("export", root, tmp_path / "out", "--format", form)
     progress, back = Counted(), tmp_path / "back"
-    import_checkpoint(tmp_path / "out", JobDir.of(back, memory_base(memory)), back, 5, None, True, progress)
+    import_checkpoint(
+        tmp_path / "out", JobDir.of(back, memory_base(memory)), back, 5, None, progress, allow_pickle=True
+    )
     assert 0 < progress.total == progress.done
 
 

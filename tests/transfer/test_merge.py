@@ -49,7 +49,7 @@ def _typed(value: Any) -> Any:
 def united(*states: dict[str, Any]) -> Any:
     """The state of all ranks, with names for tensors."""
     merged = merge([receipt(rank, state) for rank, state in enumerate(states)])
-    return assemble(merged.structure, merged.values, lambda name: name, False)  # type: ignore[arg-type,return-value]
+    return assemble(merged.structure, merged.values, lambda name: name, allow_pickle=False)  # type: ignore[arg-type,return-value]
 
 
 T = torch.zeros(1)
@@ -180,7 +180,7 @@ def test_one_rank_alone_is_told_as_it_is():
 
     def built(structure: Any, values: list[Any]) -> str:
         """Order and types count."""
-        return repr(assemble(structure, values, lambda name: name, False))  # type: ignore[arg-type,return-value]
+        return repr(assemble(structure, values, lambda name: name, allow_pickle=False))  # type: ignore[arg-type,return-value]
 
     assert built(merged.structure, merged.values) == built(saved.structure, saved.values)
     assert merged.structure.keys() == {"model", "optimizer", "odd", "rng"}
@@ -191,4 +191,4 @@ def test_a_part_has_its_own_values_and_names():
     assert list(find_tensors(merged.structure)) == [("a.x", "a.x"), ("b.x", "b.x"), ("b.n.1.1", "b.n.1.1")]
     structure, values = extract_part(merged.structure["b"], merged.values, {"b.x": "x", "b.n.1.1": "y"})
     assert values == [2, 3]
-    assert assemble(structure, values, str, False) == {"x": "x", "n": [2, (3, "y")]}  # type: ignore[arg-type]
+    assert assemble(structure, values, str, allow_pickle=False) == {"x": "x", "n": [2, (3, "y")]}  # type: ignore[arg-type]

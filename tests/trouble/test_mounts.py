@@ -121,7 +121,7 @@ def test_an_import_is_not_written_below_a_mount_that_is_gone(
 
     def take_in() -> None:
         job = JobDir.of(disk.root, memory_base())
-        import_checkpoint(source, job, disk.root, 2, None, False, Progress())
+        import_checkpoint(source, job, disk.root, 2, None, Progress(), allow_pickle=False)
 
     disk.unmount()
     with pytest.raises(FileNotFoundError, match="step 1 was there, and nothing is now"):

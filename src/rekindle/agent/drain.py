@@ -86,7 +86,7 @@ class Drainer:
         self._budget = Budget()
         """One for all ranks of the node, whose shards are carried one after the other."""
 
-    def hurry(self, on: bool = True) -> None:
+    def hurry(self, *, on: bool = True) -> None:
         """Lifts the limit on bytes per second, for the drain in hand too: somebody waits, or the node may go soon.
 
         With False the limit counts again. For any thread, at any moment.

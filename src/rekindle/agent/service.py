@@ -126,7 +126,7 @@ class Agent:
         asyncio.get_running_loop().call_later(_CHECK_EVERY, self._leave_if_stuck)
 
     def _urgent(self, on: bool) -> None:
-        self.drainer.hurry(on or self.quitting)
+        self.drainer.hurry(on=on or self.quitting)
 
     async def run(self) -> None:
         """Drains and answers until it is told to end, the job ends, or the lock is lost."""

@@ -143,7 +143,7 @@ def import_command(
     job = JobDir.of(root, memory_base(memory))
     with progress_bar(hidden=as_json) as bar:
         done = import_checkpoint(
-            source, job, root, step, entry, allow_pickle, _BarProgress(bar, f"importing step {step}")
+            source, job, root, step, entry, _BarProgress(bar, f"importing step {step}"), allow_pickle=allow_pickle
         )
     if as_json:
         print_json(done.to_json())

@@ -70,4 +70,4 @@ class Directory(Files):
         return (self.path / name).stat().st_size
 
     def shard(self, rank: int, world: int) -> OpenShard:
-        return OpenShard.open(self.path / receipt_name(rank, world), self.in_memory)
+        return OpenShard.open(self.path / receipt_name(rank, world), in_memory=self.in_memory)

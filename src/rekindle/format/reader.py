@@ -75,7 +75,7 @@ def consecutive_runs(layout: Layout, numbers: Iterable[int]) -> Iterator[list[in
         yield run
 
 
-def reader_threads(in_memory: bool) -> int:
+def reader_threads(*, in_memory: bool) -> int:
     """Returns how many threads read a shard: this process's share of the cores, at most 8.
 
     From storage at least as many read as keep a disk busy.
@@ -144,7 +144,7 @@ class ShardReader:
         resident = self._resident
         direct = resident is not None and not resident.holds(receipt.header_bytes + first, receipt.header_bytes + last)
         if direct or None in places.values():
-            return self._read_by_buffer(run, places, sink, direct)
+            return self._read_by_buffer(run, places, sink, direct=direct)
         return self._read_in_place(run, places)
 
     # -- into place: from memory, or from the page cache --------------------------------------------------
@@ -195,7 +195,7 @@ class ShardReader:
 
     # -- through a buffer: direct I/O, or bytes without a place --------------------------------------------------
 
-    def _read_by_buffer(self, run: list[int], places: dict[int, Any], sink: Sink, direct: bool) -> list[int]:
+    def _read_by_buffer(self, run: list[int], places: dict[int, Any], sink: Sink, *, direct: bool) -> list[int]:
         receipt = self.shard.receipt
         base = receipt.header_bytes
         bad: list[int] = []
@@ -209,7 +209,7 @@ class ShardReader:
             while at < stop:
                 if at >= end:
                     begin = at // PAGE * PAGE
-                    end = self._refill(buffer, begin, base + receipt.layout.blocks[run[-1]][1], direct)
+                    end = self._refill(buffer, begin, base + receipt.layout.blocks[run[-1]][1], direct=direct)
                     if end <= at:
                         return bad + run[run.index(number) :]
                 size = min(stop, end, at + _PIECE_BYTES) - at
@@ -226,7 +226,7 @@ class ShardReader:
                 bad.append(number)
         return bad
 
-    def _refill(self, buffer: _Buffer, begin: int, stop: int, direct: bool) -> int:
+    def _refill(self, buffer: _Buffer, begin: int, stop: int, *, direct: bool) -> int:
         """Fills the buffer from ``begin``, the start of a page, at most to ``stop``. Returns where its bytes end."""
         size = min(_BUFFER_BYTES, -(-(stop - begin) // PAGE) * PAGE)
         try:
@@ -350,7 +350,7 @@ def read_blocks(
             if progress is not None:
                 progress(layout.blocks[run[-1]][1] - layout.blocks[run[0]][0])
 
-    threads = reader_threads(reader.shard.in_memory) if reader.shard.stream is None else _REQUESTS
+    threads = reader_threads(in_memory=reader.shard.in_memory) if reader.shard.stream is None else _REQUESTS
     if len(pieces) <= 1:  # starting a thread would take longer than the read
         work()
         return bad

@@ -26,7 +26,7 @@ class OpenShard:
     """Holds an open shard and its receipt. In memory it is pinned: its bytes stay, whatever its writer does next."""
 
     def __init__(
-        self, receipt: Receipt, fd: int, path: Path | str, in_memory: bool, stream: Stream | None = None
+        self, receipt: Receipt, fd: int, path: Path | str, *, in_memory: bool, stream: Stream | None = None
     ) -> None:
         """Takes over ``fd``. For a shard that is not on a file system it is -1, and ``stream`` reads the bytes."""
         self.receipt = receipt
@@ -36,7 +36,7 @@ class OpenShard:
         self.stream = stream
 
     @staticmethod
-    def open(receipt_path: Path, in_memory: bool) -> OpenShard:
+    def open(receipt_path: Path, *, in_memory: bool) -> OpenShard:
         """Opens the shard of the receipt at ``receipt_path``, and pins it if it is ``in_memory``.
 
         Raises FileNotFoundError when it is gone or being recycled, CorruptError when its receipt or size is wrong, or
@@ -56,7 +56,7 @@ class OpenShard:
             size = os.fstat(fd).st_size
             if size != receipt.file_bytes:
                 raise CorruptError(f"{path}: has {size:,} bytes, should have {receipt.file_bytes:,}")
-            return OpenShard(receipt, fd, path, in_memory)
+            return OpenShard(receipt, fd, path, in_memory=in_memory)
         except BlockingIOError:
             os.close(fd)
             raise FileNotFoundError(errno.ENOENT, "is being rewritten", str(path)) from None

@@ -85,7 +85,7 @@ class LocalState:
 class LocalStateWriter:
     """Writes a rank's local states. For one thread at a time. Methods raise OSError when memory is full, or gone."""
 
-    def __init__(self, job: JobDir, rank: int, before_update: bool = False) -> None:
+    def __init__(self, job: JobDir, rank: int, *, before_update: bool = False) -> None:
         self._paths = [job.paths.local_state(rank, which) for which in ("u" if before_update else "01")]
         self._plan_path = job.paths.local_state_plan(rank)
         self._plan = ""

@@ -153,9 +153,9 @@ class Slots:
                 self._uncommit(slot)
         now = wait or gasp or nbytes <= AT_ONCE
         self._drop_unmade()
-        slot = self._take(nbytes, now, gasp, busy)
+        slot = self._take(nbytes, busy, now=now, gasp=gasp)
         try:
-            self._check_headroom(nbytes - slot.held, nbytes, gasp)
+            self._check_headroom(nbytes - slot.held, nbytes, gasp=gasp)
             unmade = self._maker.error_of(slot)
             if unmade is not None and not now:
                 raise unmade
@@ -163,7 +163,7 @@ class Slots:
                 self._uncommit(slot)
             reach("save.recycled", step)
             if not slot.ready(nbytes):
-                self._make(slot, nbytes, now, gasp)
+                self._make(slot, nbytes, now=now, gasp=gasp)
             slot.trim(nbytes)
         except OSError as error:
             slot.unlock()
@@ -178,7 +178,7 @@ class Slots:
             return stamp.step == step
         return stamp.step > incarnation.parent_step
 
-    def _check_headroom(self, more: int, nbytes: int, gasp: bool) -> None:
+    def _check_headroom(self, more: int, nbytes: int, *, gasp: bool) -> None:
         if not (gasp or self._leaves_headroom(more)):
             raise MemoryStoreError(
                 f"memory store {self.job.path}: a snapshot of {nbytes:,} bytes would leave less than "
@@ -189,7 +189,7 @@ class Slots:
         """True if each rank of this node can take ``more`` bytes and the headroom stays: all of them do at once."""
         return more <= 0 or not self.headroom or self.job.free_bytes() - more * len(self.local_ranks) >= self.headroom
 
-    def _make(self, slot: Slot, nbytes: int, now: bool, gasp: bool) -> None:
+    def _make(self, slot: Slot, nbytes: int, *, now: bool, gasp: bool) -> None:
         """Makes the memory of a locked slot. Raises NotReadyError unless it is to be done ``now``."""
         if not now:
             self._maker.make(slot, nbytes)
@@ -198,7 +198,7 @@ class Slots:
             self._out_of_use.append(slot.map)
         slot.make(nbytes, None if gasp else self.page_lock)
 
-    def _take(self, nbytes: int, now: bool, gasp: bool, busy: Slot | None) -> Slot:
+    def _take(self, nbytes: int, busy: Slot | None, *, now: bool, gasp: bool) -> Slot:
         """Returns a locked slot: one that is ready, else the oldest expendable one, else a new one.
 
         Without room for a new one it takes any whose loss leaves another complete step. Raises NotReadyError where one
@@ -224,7 +224,7 @@ class Slots:
                 raise NotReadyError(f"memory for a snapshot of {nbytes:,} bytes is being made")
             if self._maker.recall(slot, _LET_GO_IN_A_GASP if gasp else _LET_GO) and slot.lock():
                 return slot
-        third = self._take_third(nbytes, most, now, gasp)
+        third = self._take_third(nbytes, most, now=now, gasp=gasp)
         if third is not None:
             return third
         for slot in sorted(committed, key=lambda s: s in pending):  # those that storage still needs come last
@@ -236,7 +236,7 @@ class Slots:
             f"{nbytes:,} bytes: make the file system larger, raise memory_limit, or lower memory_headroom"
         )
 
-    def _take_third(self, nbytes: int, most: int, now: bool, gasp: bool) -> Slot | None:
+    def _take_third(self, nbytes: int, most: int, *, now: bool, gasp: bool) -> Slot | None:
         """Returns a new slot, locked; None if there are to be no more than there are, or there is no room.
 
         Its memory is there already if it is needed ``now``.
@@ -251,7 +251,7 @@ class Slots:
         slot.lock()
         try:
             if now:
-                self._make(slot, nbytes, now, gasp)
+                self._make(slot, nbytes, now=now, gasp=gasp)
         except MemoryStoreError:
             slot.path.unlink()
             slot.close()

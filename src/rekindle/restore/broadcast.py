@@ -140,7 +140,7 @@ class _Broadcaster:
                     ours = number in reads
                     buffer = reads.pop(number).result() if ours else self._buffer()
                     done = self._group.broadcast(buffer[: parcel.nbytes], parcel.owner)
-                    arriving.append(pool.submit(self._arrive, parcel, buffer, done, ours))
+                    arriving.append(pool.submit(self._arrive, parcel, buffer, done, ours=ours))
                     while len(arriving) >= _AHEAD:
                         arriving.popleft().result()
                 while arriving:
@@ -180,7 +180,7 @@ class _Broadcaster:
                 self._put(key, buffer, places[number][block][0])
         return buffer
 
-    def _arrive(self, parcel: _Parcel, buffer: torch.Tensor, done: Callable[[], object], ours: bool) -> None:
+    def _arrive(self, parcel: _Parcel, buffer: torch.Tensor, done: Callable[[], object], *, ours: bool) -> None:
         done()
         at = 0
         for key in parcel.keys if not ours else ():

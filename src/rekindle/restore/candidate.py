@@ -79,6 +79,7 @@ class Candidate:
         key: CheckpointKey,
         copies: Sequence[StoredCopy],
         ranks: tuple[int, int],
+        *,
         allow_pickle: bool,
         parts: frozenset[str] | None = None,
     ) -> None:
@@ -135,7 +136,7 @@ class Candidate:
         if home is None:
             return False
         receipt = home.reader.shard.receipt
-        check_values(receipt, self._allow_pickle, self._state)
+        check_values(receipt, self._state, allow_pickle=self._allow_pickle)
         if not {chunk.name for chunk in receipt.layout.chunks}.issuperset(tensor_names(receipt.structure)):
             self._sources.more()  # it shared the work: nothing can be told without the others
         while True:
@@ -254,7 +255,7 @@ class Candidate:
     def _make_trees(self) -> None:
         """Builds the trees to load now, while the other ranks can still be told of a failure."""
         try:
-            self._trees = build(self._state, self.match, self._allow_pickle)
+            self._trees = build(self._state, self.match, allow_pickle=self._allow_pickle)
         except Exception as error:
             self.verdict.place = None
             self.verdict.reasons.append(self._nonsense(error))

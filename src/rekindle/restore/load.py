@@ -25,7 +25,7 @@ from rekindle.state.zero import number_parameters
 __all__ = ["build", "check_values", "load"]
 
 
-def check_values(receipt: Receipt, allow_pickle: bool, state: Mapping[str, Any]) -> None:
+def check_values(receipt: Receipt, state: Mapping[str, Any], *, allow_pickle: bool) -> None:
     """Raises UsageError for values whose loading runs or imports code, unless ``allow_pickle`` says that it may.
 
     These are pickles, and values of classes that the live state has none of.
@@ -53,9 +53,9 @@ def _classes(state: Mapping[str, Any], contents: StateContent) -> dict[str, type
     return classes_of(contents.of(entry) for entry in state.values())
 
 
-def build(state: Mapping[str, Any], match: Match, allow_pickle: bool) -> dict[str, Any]:
+def build(state: Mapping[str, Any], match: Match, *, allow_pickle: bool) -> dict[str, Any]:
     """Builds the argument of each entry's ``load_state_dict()``. Changes nothing live."""
-    loading = _Loading(match, allow_pickle)
+    loading = _Loading(match, allow_pickle=allow_pickle)
     wanted = [name for name in state if match.chosen(name) and match.saved.entry(name) is not None]
     return {name: loading.tree(name, state[name]) for name in wanted}
 
@@ -97,7 +97,7 @@ def _put(module: torch.nn.Module, live: Mapping[str, Any], tree: Mapping[str, An
 class _Loading:
     """Builds what each entry's ``load_state_dict()`` is to be given."""
 
-    def __init__(self, match: Match, allow_pickle: bool) -> None:
+    def __init__(self, match: Match, *, allow_pickle: bool) -> None:
         self._match, self._allow_pickle = match, allow_pickle
         needed = any(next(class_names_in(receipt.values), None) is not None for receipt in match.saved.receipts)
         self._classes = _classes(match.state, match.contents) if needed else {}
@@ -115,7 +115,7 @@ class _Loading:
 
     def _build(self, entry: str, node: Node) -> Any:
         tensor = partial(self._tensor, entry)
-        return assemble(node.body, node.receipt.values, tensor, self._allow_pickle, self._classes)
+        return assemble(node.body, node.receipt.values, tensor, allow_pickle=self._allow_pickle, classes=self._classes)
 
     def _tensor(self, entry: str, name: str) -> torch.Tensor:
         found = self._match.tensor(entry, name)

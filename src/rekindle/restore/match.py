@@ -132,7 +132,7 @@ class Match:
         assert isinstance(target.leaf, torch.Tensor)
         return target.leaf
 
-    def _target(self, entry: str, name: str, leaf: Leaf, live: bool) -> None:
+    def _target(self, entry: str, name: str, leaf: Leaf, *, live: bool) -> None:
         if (entry, name) not in self.targets:
             held = local_parts(leaf, name)
             self.targets[entry, name] = Target(name, entry, leaf, held.pieces, live)
@@ -160,7 +160,7 @@ class Match:
                 leaf = empty_for(chunk, self._order(chunk, like))
         except (RuntimeError, TypeError) as error:
             raise CorruptError(f"{name}: there is no room for a {chunk.dtype}{list(shape)}") from error
-        self._target(entry, name, leaf, False)
+        self._target(entry, name, leaf, live=False)
         return leaf
 
     def _order(self, chunk: Chunk, like: Leaf | None) -> tuple[int, ...]:
@@ -188,14 +188,14 @@ class Match:
             if node is None:
                 self.lacking.append(f"{name}.{key}")
             elif is_leaf(leaf):
-                self._match_module_tensor(name, key, leaf, node, key in owned)
+                self._match_module_tensor(name, key, leaf, node, parameter=key in owned)
             else:
                 self._match_other(node.body, leaf)
         misses = len(self.lacking) + len(self.problems) - before
         self.counts[name] = len(live) - misses, len(live)
         self.surplus |= {f"{name}.{key}" for key in self.saved.children(name) if key not in live}
 
-    def _match_module_tensor(self, name: str, key: str, leaf: Leaf, node: Node, parameter: bool) -> None:
+    def _match_module_tensor(self, name: str, key: str, leaf: Leaf, node: Node, *, parameter: bool) -> None:
         stored = node.body.get("$tensor") if isinstance(node.body, dict) else None
         if stored is None:
             self.problems.append(f"{name}.{key}: a tensor in the live state, none in the checkpoint")
@@ -220,7 +220,7 @@ class Match:
             self.problems.append(f"{path}: live {ours[0]}{list(ours[1])}, saved {kind[0]}{list(kind[1])}")
         elif (entry, stored) not in self.targets:
             if self._claims.add(leaf):
-                self._target(entry, stored, leaf, True)
+                self._target(entry, stored, leaf, live=True)
             else:
                 self.new(entry, stored)  # load_state_dict() will know how to copy it
 
@@ -324,11 +324,11 @@ class Match:
                 fits = isinstance(live, torch.Tensor) and live.shape == parameter.shape and dtype_name(live) == kind[0]
                 device, dtype = parameter.device, getattr(torch, kind[0])
                 flat = kept[key] = live if fits else torch.zeros(parameter.shape, dtype=dtype, device=device)
-            self._target(name, stored, run.of(flat, flat), flat is live)
+            self._target(name, stored, run.of(flat, flat), live=flat is live)
             return
         fits = isinstance(live, torch.Tensor) and (dtype_name(local_tensor(live)), tuple(live.shape)) == kind
         if fits and (name, stored) not in self.targets and self._claims.add(live):
-            self._target(name, stored, live, True)
+            self._target(name, stored, live, live=True)
         kept[key] = self.new(name, stored, parameter)
 
     def _match_nested(self, body: Any, parameter: torch.Tensor) -> None:

@@ -92,7 +92,7 @@ def restore(
         if group.rank == 0:
             log.warning("%s", describe_fresh_start(store.root))
         return None, generation
-    work = _Restore(group, state, store, step, allow_pickle, parts, inventories, overwritten)
+    work = _Restore(group, state, store, step, parts, inventories, allow_pickle=allow_pickle, overwritten=overwritten)
     return work.run(), generation
 
 
@@ -105,9 +105,10 @@ class _Restore:
         state: Mapping[str, Any],
         store: Store,
         step: int | None,
-        allow_pickle: bool,
         parts: frozenset[str] | None,
         inventories: list[Inventory],
+        *,
+        allow_pickle: bool,
         overwritten: bool,
     ) -> None:
         self._group, self._state, self._store = group, state, store
@@ -140,7 +141,9 @@ class _Restore:
         group, began = self._group, time.monotonic()
         ranks = (group.rank, group.world)
         copies = self._ours.copies.get(key, [])
-        with Candidate(self._state, key, copies, ranks, self._allow_pickle, self._parts) as candidate:
+        with Candidate(
+            self._state, key, copies, ranks, allow_pickle=self._allow_pickle, parts=self._parts
+        ) as candidate:
             candidate.open()
             verdicts = _agree(group, candidate.verdict)
             _check_match(key.step, verdicts, self._parts)

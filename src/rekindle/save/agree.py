@@ -41,7 +41,7 @@ def agree_on_overlap(group: SingleProcess | ProcessGroup, capture: Capture, sett
 
 
 def agree_on_partition(
-    group: SingleProcess | ProcessGroup, capture: Capture, allow_missing: bool, local_ranks: list[int]
+    group: SingleProcess | ProcessGroup, capture: Capture, local_ranks: list[int], *, allow_missing: bool
 ) -> int:
     """Tell ``capture`` with which ranks to share the copying. Returns the estimated bytes of a snapshot. A collective.
 

@@ -66,7 +66,7 @@ def _is_compiled(module: Any) -> bool:
 class Capture:
     """The training state of this process, as ``state`` names it. Not thread-safe."""
 
-    def __init__(self, state: Mapping[str, Any], rng: bool = True, allow_pickle: bool = False) -> None:
+    def __init__(self, state: Mapping[str, Any], *, rng: bool = True, allow_pickle: bool = False) -> None:
         if not isinstance(state, Mapping):
             raise UsageError(f"state is a {type(state).__name__}: give a dictionary, such as {{'model': model}}")
         self.state = {name: unwrap(entry) for name, entry in state.items()}
@@ -204,7 +204,7 @@ class Capture:
         encoded = []
         for index, value in enumerate(values):
             try:
-                encoded.append(encode(value, self._allow_pickle))
+                encoded.append(encode(value, allow_pickle=self._allow_pickle))
             except UnsupportedValueError as error:
                 raise UnsupportedValueError(f"{self._paths[index]}: {error}") from None
         return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
@@ -244,7 +244,7 @@ class Capture:
                 )  # both: known to be alike elsewhere, too
                 if isinstance(tensor, torch.nn.Parameter) and 0 < len(family) < self._world and self._rank == family[0]:
                     self._shared_params.setdefault(family, {})[name] = held
-                pieces += self._pieces(name, held, () if own else ranks, late, own)
+                pieces += self._pieces(name, held, () if own else ranks, late=late, own=own)
                 if late and not own and (others := likely or ranks):
                     replicas[name] = others
             leaf.node["$tensor"] = first[held.tie_key]  # tied tensors are stored once
@@ -272,7 +272,7 @@ class Capture:
             self._replicated = seen, data_parallel_ranks()
         return self._replicated[1]
 
-    def _pieces(self, name: str, held: LocalParts, ranks: tuple[int, ...], late: bool, own: bool) -> list[Piece]:
+    def _pieces(self, name: str, held: LocalParts, ranks: tuple[int, ...], *, late: bool, own: bool) -> list[Piece]:
         own = own and self._world > 1
         return [
             Piece(

@@ -57,7 +57,7 @@ class Live:
 
     def _capture_local(self, *, before_update: bool = False) -> LocalStateCapture:
         slots = self._slots
-        file = LocalStateWriter(slots.job, slots.rank, before_update) if slots is not None else None
+        file = LocalStateWriter(slots.job, slots.rank, before_update=before_update) if slots is not None else None
         return LocalStateCapture(file, self.writer.behind, self.clock)
 
     def close(self) -> None:

@@ -173,7 +173,7 @@ def _units(chunk: Chunk, piece: Piece, block: int) -> list[Unit]:
         return []
     source = piece.source
     if not source.is_contiguous() or source.is_conj() or source.is_neg():
-        return [Unit(source, source.data_ptr(), chunk.start, chunk.nbytes, block, piece.counter, 0, False)]
+        return [Unit(source, source.data_ptr(), chunk.start, chunk.nbytes, block, piece.counter, in_order=False)]
     address = source.data_ptr() - chunk.start
     return [
         Unit(source, address + at, at, stop - at, block + i, piece.counter, at - chunk.start)

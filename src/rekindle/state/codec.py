@@ -46,7 +46,7 @@ def is_well_formed(text: str) -> bool:
     return True
 
 
-def encode(value: Any, allow_pickle: bool = False, room: int = MAX_VALUE_DEPTH - 1) -> Any:
+def encode(value: Any, room: int = MAX_VALUE_DEPTH - 1, *, allow_pickle: bool = False) -> Any:
     """Returns the JSON for a value, nested at most ``room`` levels deep.
 
     Raises UnsupportedValueError for a value that has no type in the format, or is nested too deeply.
@@ -57,49 +57,54 @@ def encode(value: Any, allow_pickle: bool = False, room: int = MAX_VALUE_DEPTH -
     if kind is bool or value is None:
         return value
     if kind is str:
-        return (
-            value
-            if value.isascii() or is_well_formed(value)
-            else {"$str": _b64(value.encode("utf-8", "surrogatepass"))}
-        )
-    if kind is int:
-        return (
-            value if -_EXACT < value < _EXACT else {"$int": hex(value)}
-        )  # hexadecimal: decimal takes quadratic time, and Python limits its length
+        plain = value.isascii() or is_well_formed(value)
+        return value if plain else {"$str": _b64(value.encode("utf-8", "surrogatepass"))}
+    if kind is int:  # hexadecimal: decimal takes quadratic time, and Python limits its length
+        return value if -_EXACT < value < _EXACT else {"$int": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if kind is bytes:
         return {"$bytes": _b64(value)}
     if kind is list:
-        return [encode(item, allow_pickle, room - 1) for item in value]
+        return [encode(item, room - 1, allow_pickle=allow_pickle) for item in value]
+    if kind in (tuple, set, frozenset):
+        return {f"${kind.__name__}": [encode(item, room - 2, allow_pickle=allow_pickle) for item in value]}
+    if kind is dict:
+        return {
+            "$dict": [[encode(item, room - 3, allow_pickle=allow_pickle) for item in pair] for pair in value.items()]
+        }
+    form = _encode_tensor_like(value)
+    if form is None:
+        form = encode_other(value, lambda inner: encode(inner, room - 3, allow_pickle=allow_pickle))
+    if form is None and allow_pickle:
+        return {"$pickle": _b64(pickle.dumps(value))}
+    if form is None:
+        raise UnsupportedValueError(_reason_to_refuse(value))
+    return form
+
+
+def _reason_to_refuse(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "a tensor can be saved inside of lists, tuples and dictionaries only: use one of them to hold it"
+    kind = type(value)
+    return (
+        f"a value of type {kind.__module__}.{kind.__qualname__} has no type in the checkpoint format "
+        "(allow_pickle=True would pickle it)"
+    )
+
+
+def _encode_tensor_like(value: Any) -> Any:
+    """Returns the JSON for an array or a list of numbers, or for a tensor's shape, dtype or device; None for others."""
+    kind = type(value)
     if kind is NumberList:
         return {"$numbers": [value.code, _b64(value.data)]}
     if kind is torch.Size:
         return {"$size": list(value)}
-    if kind in (tuple, set, frozenset):
-        return {f"${kind.__name__}": [encode(item, allow_pickle, room - 2) for item in value]}
-    if kind is dict:
-        return {"$dict": [[encode(item, allow_pickle, room - 3) for item in pair] for pair in value.items()]}
     if kind is torch.dtype:
         return {"$dtype": str(value).removeprefix("torch.")}
     if kind is torch.device:
         return {"$device": str(value)}
-    array = _encode_numpy(value)
-    if array is not None:
-        return array
-    more = encode_other(value, lambda inner: encode(inner, allow_pickle, room - 3))
-    if more is not None:
-        return more
-    if allow_pickle:
-        return {"$pickle": _b64(pickle.dumps(value))}
-    if isinstance(value, torch.Tensor):
-        raise UnsupportedValueError(
-            "a tensor can be saved inside of lists, tuples and dictionaries only: use one of them to hold it"
-        )
-    raise UnsupportedValueError(
-        f"a value of type {kind.__module__}.{kind.__qualname__} has no type in the checkpoint format "
-        "(allow_pickle=True would pickle it)"
-    )
+    return _encode_numpy(value)
 
 
 def is_numpy(value: Any) -> bool:
@@ -138,7 +143,7 @@ def is_typed(value: Any) -> bool:
     return type(value) is dict and len(value) == 1 and next(iter(value)) in {*_DECODERS, *CLASS_TAGS, "$pickle"}
 
 
-def decode(value: Any, allow_pickle: bool = False, classes: Mapping[str, type] | None = None) -> Any:
+def decode(value: Any, *, allow_pickle: bool = False, classes: Mapping[str, type] | None = None) -> Any:
     """Returns the value that ``encode`` was given.
 
     ``classes`` maps names to the classes that values may be of, beyond Python's own. None makes each such value a
@@ -146,7 +151,7 @@ def decode(value: Any, allow_pickle: bool = False, classes: Mapping[str, type] |
     """
 
     def again(inner: Any) -> Any:
-        return decode(inner, allow_pickle, classes)
+        return decode(inner, allow_pickle=allow_pickle, classes=classes)
 
     if isinstance(value, list):
         return [again(item) for item in value]
@@ -167,7 +172,9 @@ def decode(value: Any, allow_pickle: bool = False, classes: Mapping[str, type] |
     try:
         if decoder is not None:
             return decoder(body, again)
-        return ForeignValue(value) if classes is None else decode_of_class(tag, body, again, classes, allow_pickle)
+        if classes is None:
+            return ForeignValue(value)
+        return decode_of_class(tag, body, again, classes, may_import=allow_pickle)
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, OverflowError, MemoryError) as error:
         if isinstance(error, (FormatError, UsageError)):
             raise

@@ -149,7 +149,9 @@ def local_parts(leaf: Leaf, path: str) -> LocalParts:
     if isinstance(leaf, FlatPart):
         at = (_tie_key(local), leaf.start, leaf.shape, leaf.first, leaf.last)
         key = at if leaf.first < leaf.last else (id(leaf),)  # an empty part, tied to no other
-        return LocalParts(leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, True, (), key)
+        return LocalParts(
+            leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, sharded=True, tie_key=key
+        )
     if is_dtensor(leaf):
         return _dtensor_parts(leaf, local, path)
     shape = tuple(leaf.shape)
@@ -163,7 +165,7 @@ def _dtensor_parts(tensor: Any, local: torch.Tensor, path: str) -> LocalParts:
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     shape = tuple(tensor.shape)
     if coordinate is None:  # this rank is not in the mesh
-        return LocalParts(shape, dtype_name(local), [], tensor, (), True, (), _tie_key(local))
+        return LocalParts(shape, dtype_name(local), [], tensor, sharded=True, tie_key=_tie_key(local))
     alike = tuple(
         slice(None) if placement.is_replicate() else at
         for placement, at in zip(tensor.placements, coordinate, strict=True)

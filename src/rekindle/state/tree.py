@@ -166,6 +166,7 @@ def assemble(
     node: Any,
     values: list[Any],
     tensor: Callable[[str], torch.Tensor],
+    *,
     allow_pickle: bool,
     classes: Mapping[str, type] | None = None,
 ) -> Any:
@@ -176,7 +177,7 @@ def assemble(
     """
 
     def build(node: Any) -> Any:
-        return assemble(node, values, tensor, allow_pickle, classes)
+        return assemble(node, values, tensor, allow_pickle=allow_pickle, classes=classes)
 
     if isinstance(node, list):
         return [build(item) for item in node]
@@ -189,7 +190,7 @@ def assemble(
     if tag == "$tensor":
         return tensor(body)
     if tag == "$value":
-        return decode(values[body], allow_pickle, classes)
+        return decode(values[body], allow_pickle=allow_pickle, classes=classes)
     if tag == "$tuple":
         return tuple(build(item) for item in body)
     for kind, name in _DICTS.items():

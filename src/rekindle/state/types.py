@@ -140,7 +140,7 @@ DECODERS: dict[str, Callable[[Any, Recurse], Any]] = {
 }
 
 
-def decode_of_class(tag: str, body: Any, again: Recurse, classes: Mapping[str, type], may_import: bool) -> Any:
+def decode_of_class(tag: str, body: Any, again: Recurse, classes: Mapping[str, type], *, may_import: bool) -> Any:
     """Returns a value of one of these ``classes``. Runs no code of the class beyond that of ``enum`` and ``tuple``.
 
     Raises UsageError for another class, unless it may be imported, and FormatError for a value that doesn't fit its

@@ -65,7 +65,7 @@ def write(shards: Shards, directory: Path, only: str | None, progress: Progress)
     progress.begin(shards.reads + shards.nbytes)
     tensors, places = shards.gather(directory.parent, progress.advance)
     values = [value if is_plain(value) else encode(value) for value in shards.values]
-    tree = assemble(_tuples_as_lists(shards.structure), values, tensors.__getitem__, False)
+    tree = assemble(_tuples_as_lists(shards.structure), values, tensors.__getitem__, allow_pickle=False)
     if only is not None:
         tree = tree[only]
     if not isinstance(tree, dict):

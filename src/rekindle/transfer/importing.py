@@ -90,7 +90,7 @@ class _Entry:
 
 
 def import_checkpoint(
-    source: Path, job: JobDir, root: Root, step: int, entry: str | None, allow_pickle: bool, progress: Progress
+    source: Path, job: JobDir, root: Root, step: int, entry: str | None, progress: Progress, *, allow_pickle: bool
 ) -> Imported:
     """Makes what ``source`` holds the checkpoint of ``step`` under ``root``, whose memory is ``job``. Durable then.
 
@@ -107,7 +107,7 @@ def import_checkpoint(
     committer.begin(stamp)  # before the source is read, which may take an hour
     with _directory_for_scratch(root) as directory:
         try:
-            found = _read(source, directory, entry, allow_pickle, progress)
+            found = _read(source, directory, entry, progress, allow_pickle=allow_pickle)
             entries = {name: _Entry(tree) for name, tree in found.state.items()}
             plan, values = Capture(entries, rng=False, allow_pickle=allow_pickle).prepare()
             progress.begin(found.loaded + plan.layout.nbytes + plan.layout.file_bytes)
@@ -159,7 +159,7 @@ def _stamp(job: JobDir, store: Store, step: int) -> ShardId:
     return ShardId(step, 0, 1, incarnation)
 
 
-def _read(source: Path, directory: Path, entry: str | None, allow_pickle: bool, progress: Progress) -> _Source:
+def _read(source: Path, directory: Path, entry: str | None, progress: Progress, *, allow_pickle: bool) -> _Source:
     form = _form(source)
     sidecar: Sidecar | None = None
     tree: Any
@@ -175,7 +175,7 @@ def _read(source: Path, directory: Path, entry: str | None, allow_pickle: bool, 
         tree = torchfile.read(source, allow_pickle=allow_pickle)
     if sidecar is not None:
         tree = sidecar.state(tree, allow_pickle=allow_pickle)
-    state = _entries(tree, entry, sidecar is not None, source)
+    state = _entries(tree, entry, source, has_entries=sidecar is not None)
     _check_room(state, directory)
     return _Source(form, state, sidecar, loaded)
 
@@ -201,7 +201,7 @@ def _form(source: Path) -> str:
     )
 
 
-def _entries(tree: Any, entry: str | None, has_entries: bool, source: Path) -> dict[Any, Any]:
+def _entries(tree: Any, entry: str | None, source: Path, *, has_entries: bool) -> dict[Any, Any]:
     """Returns the state by entry. ``has_entries`` is True if the source says itself which entries it has."""
     if not isinstance(tree, Mapping):
         raise UsageError(f"{source}: holds a {type(tree).__name__}, where a dictionary of state should be")

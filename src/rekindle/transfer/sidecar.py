@@ -126,7 +126,7 @@ class Sidecar:
         if not allow_pickle and has_pickle(self.values):
             raise UsageError(f"{self.path}: holds pickled values; loading those runs code: --allow-pickle allows it")
         found = {entry.name: self._typed(entry, tensors[entry.key]) for entry in self.tensors}
-        return assemble(self.structure, self.values, found.__getitem__, allow_pickle)
+        return assemble(self.structure, self.values, found.__getitem__, allow_pickle=allow_pickle)
 
     def _typed(self, entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
         dtype, (code, size) = getattr(torch, entry.dtype), DTYPES[entry.dtype]

@@ -48,7 +48,7 @@ def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> N
     """Writes the state, or its entry ``only``, to a new file."""
     values = [value if _loads_safely(value) else encode(value) for value in shards.values]
     structure = _escape_marks(shards.structure)
-    empty = assemble(structure, values, lambda _: torch.empty(0), False)
+    empty = assemble(structure, values, lambda _: torch.empty(0), allow_pickle=False)
     why = _reason_to_refuse(empty)
     if why is not None:  # such as a dictionary's key of an unusual type
         raise UnsupportedValueError(
@@ -58,7 +58,7 @@ def write(shards: Shards, path: Path, only: str | None, progress: Progress) -> N
     tensors, _ = shards.gather(path.parent, progress.advance)
     for item in shards.items:
         tensors[item.name] = reorder(tensors[item.name], item.whole.order)
-    tree = assemble(structure, values, tensors.__getitem__, False)
+    tree = assemble(structure, values, tensors.__getitem__, allow_pickle=False)
     fd = disk.create(path)
     try:
         torch.save(tree if only is None else tree[only], cast("IO[bytes]", _File(fd, progress.advance)))
@@ -172,7 +172,7 @@ def _decode_typed(node: Any, path: Path, *, allow_pickle: bool) -> Any:
     if is_typed(node):
         if has_pickle(node) and not allow_pickle:
             raise UsageError(f"{path}: holds pickled values; loading those runs code: --allow-pickle allows it")
-        return decode(node, allow_pickle)
+        return decode(node, allow_pickle=allow_pickle)
     if kind is dict and len(node) == 1 and _is_marked(next(iter(node))):
         node = {key[1:]: value for key, value in node.items()}
     if kind in (dict, OrderedDict):
