@@ -105,6 +105,7 @@ class _Loading:
         """By entry and name: a tensor outside of modules, with the autograd traits that it had."""
 
     def tree(self, name: str, entry: Any) -> Any:
+        """Builds what one entry is given."""
         saved = self._match.saved.entry(name)
         assert saved is not None
         if isinstance(entry, torch.nn.Module):
@@ -118,6 +119,7 @@ class _Loading:
         return assemble(node.body, node.receipt.values, tensor, allow_pickle=self._allow_pickle, classes=self._classes)
 
     def _tensor(self, entry: str, name: str) -> torch.Tensor:
+        """Returns a filled tensor; outside of modules the same one each time, with the autograd traits that it had."""
         found = self._match.tensor(entry, name)
         chunk = self._match.saved.chunk(name)
         if chunk is None or isinstance(self._match.state[entry], torch.nn.Module):
@@ -125,6 +127,7 @@ class _Loading:
         return self._again.setdefault((entry, name), with_traits(found, chunk))
 
     def _module(self, name: str, module: torch.nn.Module) -> Any:
+        """Builds a module's state under its live keys, of what the checkpoint has and the live module can take."""
         tree: OrderedDict[str, Any] = OrderedDict()
         for key, canonical in self._match.contents.keys(module).items():
             node = self._match.saved.child(name, canonical)
@@ -137,6 +140,7 @@ class _Loading:
         return tree
 
     def _optimizer(self, name: str, entry: Any, saved: Node) -> dict[str, Any]:
+        """Builds an optimizer's state with the live numbers of its parameters and the saved options of their groups."""
         numbers = {id(p): number for number, p in number_parameters(entry.param_groups).items()}
         state = {
             number: self._build(name, kept)

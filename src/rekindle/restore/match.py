@@ -80,6 +80,7 @@ class Match:
     """By entry: how many of its tensors, parameters or values match the checkpoint's, and of how many."""
 
     def __post_init__(self) -> None:
+        """Matches entry by entry; modules first, since they give the names of the parameters that optimizers have."""
         self.contents = StateContent(dict(self.state))
         self._claims = Claims()
         self._stored: dict[int, str] = {}
@@ -133,6 +134,7 @@ class Match:
         return target.leaf
 
     def _target(self, entry: str, name: str, leaf: Leaf, *, live: bool) -> None:
+        """Makes a tensor the target of the checkpoint's ``name``, unless the entry has one for it."""
         if (entry, name) not in self.targets:
             held = local_parts(leaf, name)
             self.targets[entry, name] = Target(name, entry, leaf, held.pieces, live)
@@ -196,6 +198,7 @@ class Match:
         self.surplus |= {f"{name}.{key}" for key in self.saved.children(name) if key not in live}
 
     def _match_module_tensor(self, name: str, key: str, leaf: Leaf, node: Node, *, parameter: bool) -> None:
+        """Matches a tensor of a module with the node that the checkpoint has at its place."""
         stored = node.body.get("$tensor") if isinstance(node.body, dict) else None
         if stored is None:
             self.problems.append(f"{name}.{key}: a tensor in the live state, none in the checkpoint")
@@ -395,6 +398,7 @@ class Claims:
         return self._claim(tensor.device, tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size())
 
     def _claim(self, device: torch.device, start: int, stop: int) -> bool:
+        """Claims the addresses from ``start`` to ``stop``. False if some of them are claimed already."""
         ranges = self._ranges.setdefault(device, [])
         at = bisect.bisect(ranges, (start, stop))
         if (at and ranges[at - 1][1] > start) or (at < len(ranges) and ranges[at][0] < stop):
@@ -405,6 +409,7 @@ class Claims:
 
 
 def _can_be_filled(tensor: torch.Tensor) -> bool:
+    """True if a tensor's elements lie in memory of its own as their bytes are saved, each at an address of its own."""
     return (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and tensor.layout is torch.strided
@@ -425,6 +430,7 @@ def _options(node: Node) -> dict[str, Any]:
 
 
 def _values(body: Any, node: Node) -> Any:
+    """Returns a structure with its values, still encoded, in the places of their numbers."""
     if isinstance(body, dict) and "$value" in body:
         return node.receipt.values[body["$value"]]
     if isinstance(body, dict):

@@ -36,9 +36,11 @@ class Saved:
 
     @property
     def home(self) -> Receipt:
+        """This rank's own receipt."""
         return self.receipts[0]
 
     def add(self, receipt: Receipt) -> None:
+        """Adds another rank's receipt. A tensor that it describes otherwise than those before goes to ``conflicts``."""
         self.receipts.append(receipt)
         for chunk in receipt.layout.chunks:
             known = self._chunks.setdefault(chunk.name, chunk)
@@ -125,6 +127,7 @@ class Saved:
 
 
 def _params(group: Any, receipt: Receipt) -> list[Any]:
+    """Returns the keys of a group's parameters. Raises FormatError where they are damaged, or can't be keys."""
     try:
         found = [decode(receipt.values[leaf["$value"]]) for leaf in entries(group).get("params") or ()]
         hash(tuple(found))

@@ -39,6 +39,10 @@ class Sources:
     """Opens shards as they are needed: this rank's own, then those in memory, then those on storage, more and more."""
 
     def __init__(self, key: CheckpointKey, copies: Sequence[StoredCopy], home: int) -> None:
+        """``copies``: from the nearest to the farthest. ``home``: the rank whose shard is this rank's own.
+
+        Other ranks' are taken from the one behind ``home`` on, so that not all begin with the same one.
+        """
         self._key, self._home, self._world = key, home, copies[0].world if copies else 0
         self.opened: list[ShardSource] = []
         self.reasons: list[str] = []
@@ -99,6 +103,7 @@ class Sources:
         self.opened.clear()
 
     def _open(self, place: int, rank: int, copy: StoredCopy) -> bool:
+        """Opens a shard, if it is sound and of this checkpoint; else notes the reason."""
         name = receipt_name(rank, copy.world)
         try:
             expected = None if copy.place == MEMORY else self._manifest(copy.files).get(name)
