@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -101,10 +101,21 @@ class Chunk:
         # Computed once: a plan asks for it eight times. 0 for an unknown dtype, which from_json() refuses afterwards.
         object.__setattr__(self, "nbytes", math.prod(self.sizes) * DTYPES.get(self.dtype, ("", 0))[1])
 
+    def placed(self, start: int) -> Chunk:
+        """Returns the chunk with its first byte at ``start``."""
+        made = object.__new__(Chunk)  # replace() takes ten times as long, for every tensor of a job's first save
+        made.__dict__.update(self.__dict__, start=start)
+        return made
+
     @property
     def stop(self) -> int:
         """First byte after the chunk in the shard's data."""
         return self.start + self.nbytes
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks, each with a checksum of its own; 0 for an empty tensor."""
+        return -(-self.nbytes // BLOCK)
 
     @property
     def box(self) -> Box:
@@ -206,7 +217,7 @@ class Layout:
         """Places ``chunks``, the widest elements first, then by name and offsets."""
         placed, at = [], 0
         for chunk in sorted(chunks, key=lambda c: (-DTYPES[c.dtype][1], c.name, c.offsets)):
-            placed.append(replace(chunk, start=at))
+            placed.append(chunk.placed(at))
             at = placed[-1].stop
         return Layout(tuple(placed))
 
@@ -254,7 +265,7 @@ class Layout:
     @property
     def block_count(self) -> int:
         """Number of blocks, each with a checksum of its own."""
-        return sum(-(-chunk.nbytes // BLOCK) for chunk in self.chunks)
+        return sum(chunk.block_count for chunk in self.chunks)
 
     @cached_property
     def blocks(self) -> list[tuple[int, int]]:
@@ -264,7 +275,7 @@ class Layout:
     def tensor_of(self, block: int) -> str:
         """Returns the name of the tensor that block number ``block`` belongs to. Raises IndexError."""
         for chunk in self.chunks:
-            block -= len(block_ranges(chunk))
+            block -= chunk.block_count
             if block < 0:
                 return chunk.name
         raise IndexError(block)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rekindle.devices.table import device_of, on_host
+from rekindle.devices.table import device_of
 from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk, Layout, block_ranges
 from rekindle.format.receipt import Receipt
@@ -156,7 +156,7 @@ def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece])
     for chunk in layout.chunks:
         piece = pieces[chunk.name, chunk.offsets]
         which = piece.late, device_of(piece.source)
-        limit = _BATCH if on_host(piece.source) else _DEVICE_BATCH
+        limit = _BATCH if which[1].type == "cpu" else _DEVICE_BATCH
         for unit in _units(chunk, piece, block):
             batch, waiting = filling.get(which) or (Batch(which[1], []), 0)
             if not batch.units:
@@ -164,7 +164,7 @@ def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece])
             batch.units.append(unit)
             waiting += unit.nbytes
             filling[which] = (batch, waiting) if waiting < limit else (Batch(which[1], []), 0)
-        block += len(block_ranges(chunk))
+        block += chunk.block_count
     return full
 
 

@@ -152,7 +152,7 @@ def local_parts(leaf: Leaf, path: str) -> LocalParts:
         return LocalParts(
             leaf.shape, dtype_name(local), leaf.pieces, leaf.counter, leaf.ranks, sharded=True, tie_key=key
         )
-    if is_dtensor(leaf):
+    if local is not leaf:  # a DTensor
         return _dtensor_parts(leaf, local, path)
     shape = tuple(leaf.shape)
     whole = Box((0,) * len(shape), shape)

@@ -20,6 +20,8 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     Empty for row-major, and for a tensor that overlaps itself, as an expanded one does.
     """
     shape, strides = tensor.shape, tensor.stride()
+    if len(shape) < 2:
+        return ()
     if any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
         return ()
     # With equal strides a dimension of size 1 comes last: its stride is arbitrary, as for one channel or one image.
