@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -114,6 +115,12 @@ def disk(tmp_path: Path, mounted: Callable[..., Path]) -> Disk:
     source = tmp_path / "source"
     source.mkdir()
     return Disk(source, mounted("disk", "--bind", str(source)))
+
+
+def have_own_mounts() -> None:
+    """Gives this process mounts of its own, as each node has them: what it mounts and unmounts, others don't see."""
+    ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # CLONE_NEWNS
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 def commit(slots: Slots, receipt: Receipt, data: bytes) -> None:

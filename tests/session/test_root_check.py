@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.session import root_check
-from tests.conftest import Disk
+from tests.conftest import Disk, have_own_mounts
 from tests.integrations.dcp.ranks import ranks
 
 
@@ -88,8 +86,7 @@ def test_a_restart_with_something_in_memory_only_warns(
 def _node(rank: int, disk: Disk, memories: list[Path], blind: bool) -> str:
     """Each rank is a node: it has a memory of its own, and mounts."""
     if blind and rank == 1:
-        ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # CLONE_NEWNS
-        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        have_own_mounts()
         disk.unmount()
     root_check._VISIBLE_WITHIN = 1.0
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import shutil
@@ -26,7 +25,7 @@ from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from rekindle.transfer.importing import import_checkpoint
 from rekindle.transfer.progress import Progress
-from tests.conftest import Disk, commit
+from tests.conftest import Disk, commit, have_own_mounts
 from tests.faults.harness import wait_for
 from tests.integrations.dcp.ranks import attempt, ranks
 
@@ -167,8 +166,7 @@ def test_a_start_that_never_asks_what_there_was_is_refused_where_there_was_somet
 
 def _save_on_a_node_of_its_own(rank: int, disk: Disk, memory: Path) -> list[str]:
     """Each rank has a memory, and mounts, of its own; that of rank 1 goes after step 1."""
-    ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # CLONE_NEWNS
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    have_own_mounts()
     values = rekindle.Values(weights=torch.zeros(1000))
     found: list[str] = []
     own = memory / f"node-{rank}"
@@ -197,8 +195,7 @@ def test_a_node_whose_mount_is_gone_says_so_though_others_publish(disk: Disk, me
 
 def _train_to(rank: int, disk: Disk, memory: Path, step: int, blind: bool = False) -> int | str:
     if blind and rank == 1:
-        ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # CLONE_NEWNS
-        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        have_own_mounts()
         disk.unmount()
     values = rekindle.Values(weights=torch.zeros(1000))
     ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory)
@@ -237,8 +234,7 @@ def _kill_at_two(rank: int, disk: Disk, memory: Path) -> None:
 
 def _goes_on_from(rank: int, disk: Disk, memory: Path, blind: bool) -> int:
     if blind and rank == 1:
-        ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # CLONE_NEWNS
-        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        have_own_mounts()
         disk.unmount()
     values = rekindle.Values(weights=torch.zeros(1000))
     ckpt = rekindle.Checkpointer(disk.root, {"values": values}, memory=memory)
