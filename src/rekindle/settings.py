@@ -11,7 +11,7 @@ from rekindle.errors import UsageError
 from rekindle.memory.room import Room
 from rekindle.storage.throttle import parse_rate
 
-__all__ = ["Overlap", "Settings"]
+__all__ = ["Overlap", "Settings", "check_bool", "check_seconds"]
 
 Overlap = bool | Literal["auto", "verify"]
 """When a save copies what stays as it is until the next update: behind ``step()`` (True, and "verify", which looks for
@@ -44,7 +44,7 @@ class Settings:
         if self.snapshot_every != "auto":
             _check_count("snapshot_every", self.snapshot_every)
         for name in ("rng", "allow_pickle", "allow_missing", "strict"):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         if self.memory is not None:
             _check_path("memory", self.memory)
         for name in ("persist_every", "keep", "keep_every", "memory_limit", "memory_headroom"):
@@ -57,9 +57,9 @@ class Settings:
             raise UsageError(
                 f"snapshot_budget is {self.snapshot_budget!r}: must be a share of training time, such as 0.01"
             )
-        _check_seconds("fallback_after", self.fallback_after)
-        _check_seconds("idle_timeout", self.idle_timeout)
-        _check_seconds("persist_seconds", self.persist_seconds, zero=True)
+        check_seconds("fallback_after", self.fallback_after)
+        check_seconds("idle_timeout", self.idle_timeout)
+        check_seconds("persist_seconds", self.persist_seconds, zero=True)
         parse_rate(self.drain_limit)  # raises UsageError too
 
     @property
@@ -91,7 +91,7 @@ def _check_count(name: str, value: object, least: int = 1) -> None:
         )
 
 
-def _check_bool(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
     """Raise UsageError unless ``value`` is True or False: texts such as "no" would count as True."""
     if not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r}: must be a bool, True or False")
@@ -104,9 +104,10 @@ def _check_path(name: str, value: object) -> None:
         raise UsageError(f"{name} is {value!r}: must be the path of a directory, as a str or an os.PathLike")
 
 
-def _check_seconds(name: str, value: Any, *, zero: bool = False) -> None:
-    """Raise UsageError unless ``value`` is a finite time above zero; ``zero`` is allowed too on demand."""
+def check_seconds(name: str, value: Any, *, zero: bool = False, most: float = sys.float_info.max) -> None:
+    """Raise UsageError unless ``value`` is a time above zero, and at most ``most``; ``zero`` is allowed on demand."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    valid = number and (0 < value <= sys.float_info.max or (zero and value == 0))  # integers may be above that
+    valid = number and (0 < value <= most or (zero and value == 0))  # integers may be above all floats
     if not valid:
-        raise UsageError(f"{name} is {value!r}: must be a number of seconds, {'0 or ' * zero}more than 0")
+        bound = "" if most == sys.float_info.max else f" and at most {most:.0f}"
+        raise UsageError(f"{name} is {value!r}: must be a number of seconds, {'0 or ' * zero}more than 0{bound}")

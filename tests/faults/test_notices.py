@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.errors import UsageError
 from rekindle.faults import notices as notices_module
 from rekindle.faults.notices import Notices
 from tests.faults.harness import wait_for
@@ -82,8 +81,3 @@ def test_a_question_that_fails_is_asked_no_more(monkeypatch: pytest.MonkeyPatch)
     wait_for(lambda: len(rounds) > 3, what="several rounds of questions")
     notices.close()
     assert len(asked) == 1
-
-
-def test_nonsense_is_refused() -> None:
-    with pytest.raises(UsageError, match="notices"):
-        Notices([3.5], Ear())  # type: ignore[list-item]

@@ -26,7 +26,7 @@ from rekindle.faults.gasp import Gasp
 from rekindle.faults.hooks import HookCalls, Hooks
 from rekindle.faults.inject import inject_fault
 from rekindle.faults.late_work import late_work_counts
-from rekindle.faults.notices import Notice, Notices
+from rekindle.faults.notices import Notice, Notices, check_notices
 from rekindle.faults.peers import Peers
 from rekindle.faults.securing import StateSecurer
 from rekindle.faults.stacks import HangRecord, debugger_of, describe_stacks
@@ -37,6 +37,7 @@ from rekindle.save.gate import Gate
 from rekindle.save.saver import Saver
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.session import Session
+from rekindle.settings import check_bool, check_seconds
 
 __all__ = ["Guard"]
 
@@ -46,6 +47,8 @@ _WORD = 0.2
 """Seconds that a rank which raised waits for the agent's word on whether somebody else was first."""
 _FLUSH = 0.2
 """Seconds that the streams and log handlers get to write out what they hold, before the process ends."""
+_LONGEST_DEADLINE = 86400.0
+"""Most seconds of a deadline: a wait for ever can't be had of a thread, and would keep the job from starting again."""
 _LINE, _LONGEST = 500, 16 << 10
 """Characters of what was raised, and of its traceback, that others are told."""
 
@@ -65,7 +68,13 @@ class Guard(ContextDecorator):
         notices: Sequence[Notice],
         hooks: Hooks,
     ) -> None:
-        """``floor``: seconds without progress that are no hang; None for no watchdog. ``deadline``: gasp_deadline."""
+        """``floor``: seconds without progress that are no hang; None for no watchdog. ``deadline``: gasp_deadline.
+
+        Raises UsageError for an option that makes no sense: at a fault it would be too late to notice.
+        """
+        check_bool("fence", fence)
+        check_seconds("gasp_deadline", deadline, most=_LONGEST_DEADLINE)
+        check_notices(notices)
         self._saver, self._session, self._group, self._job = saver, session, group, session.job
         self._rank, self._generation = group.rank, session.agreed.incarnation.generation
         self._securer = StateSecurer(saver, session)

@@ -7,12 +7,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from rekindle.devices.table import enter
+from rekindle.errors import UsageError
 from rekindle.memory.fault import Fault
 
 __all__ = ["HookCalls", "Hooks"]
@@ -26,7 +27,7 @@ the 25 s that are the default, they may take 5 s each."""
 
 @dataclass(frozen=True)
 class Hooks:
-    """Callables for backends and frameworks that need to do something of their own."""
+    """Callables for backends and frameworks that need something of their own. Raises UsageError for what is none."""
 
     on_stop: Callable[[Fault], object] | None = None
     """At once after a fault: free threads that are stuck in an operator. With a device, only if that can't be read."""
@@ -36,6 +37,12 @@ class Hooks:
     """After the state of a step was secured: save something more."""
     on_exit: Callable[[Fault], object] | None = None
     """Last thing before the process ends."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            hook = getattr(self, field.name)
+            if not (hook is None or callable(hook)):
+                raise UsageError(f"{field.name} is {hook!r}: must be a callable or None")
 
 
 class HookCalls:

@@ -7,14 +7,14 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rekindle.errors import UsageError
 
-__all__ = ["Notice", "Notices"]
+__all__ = ["Notice", "Notices", "check_notices"]
 
 log = logging.getLogger("rekindle")
 
@@ -35,12 +35,29 @@ _ASK_EVERY = 1.0
 """Seconds between two checks of the files and callables."""
 
 
+def check_notices(notices: object) -> None:
+    """Raises UsageError unless each of ``notices`` can be one. Some signals can't be taken all the same."""
+    found = list(notices) if isinstance(notices, Collection) and not isinstance(notices, (str, bytes)) else [None]
+    if not all(_can_be_notice(one) for one in found):
+        raise UsageError(
+            f"notices is {notices!r}: must be a sequence of signals, paths of files, and callables, such as "
+            "[signal.SIGTERM]"
+        )
+    for number in found:
+        if isinstance(number, int) and number not in signal.valid_signals():
+            raise UsageError(f"notices is {notices!r}: {number} is no signal of this system")
+
+
+def _can_be_notice(one: object) -> bool:
+    return not isinstance(one, bool) and (isinstance(one, (int, str, os.PathLike)) or callable(one))
+
+
 class Notices:
     """Calls ``heard`` once, in a thread of its own, with one line about the first notice.
 
     A signal's Python handler only runs when the main thread comes back from C, which one that waits for a dead rank
     never does. So the byte that the interpreter's own handler writes to a pipe is read instead. Files and callables
-    have another thread, for they may hang. Raises UsageError for what can't be a notice.
+    have another thread, for they may hang. Raises UsageError for a signal that can't be taken.
     """
 
     def __init__(self, notices: Sequence[Notice], heard: Callable[[str, int], None]) -> None:
@@ -49,8 +66,6 @@ class Notices:
         files = [Path(n) for n in notices if isinstance(n, (str, os.PathLike))]
         self._files = {path: _mark(path) for path in files}
         self._questions = [n for n in notices if callable(n)]
-        if len(self._signals) + len(files) + len(self._questions) != len(notices):
-            raise UsageError(f"notices {notices!r}: give signals, files, or callables")
         self._before: dict[int, Any] = {}
         self._former = -1
         self._read, self._write = os.pipe()
