@@ -156,10 +156,10 @@ class Gasp:
         return True
 
     def _peers_differ(self, step: int) -> bool:
-        """True if another rank of this node has gone without having secured ``step``, or is past it."""
-        live = {page.pid: page for page in self.peers.live()}
-        gone = any(page.pid not in live and page.secured < step for page in self.peers.all())
-        return gone or any(_is_past(page, step) for page in live.values())
+        """True if another rank of this node has gone without a copy of ``step``, or is past it."""
+        live = self.peers.live()
+        gone = self.peers.all().keys() - live.keys()
+        return bool(gone and gone - self.peers.holding(step)) or any(_is_past(page, step) for page in live.values())
 
     def _note_secured(self, step: int) -> None:
         self.secured.append(step)
@@ -171,15 +171,16 @@ class Gasp:
         First they all must have learned of the fault.
         """
         until = time.monotonic() + _NOTICE
-        while time.monotonic() < until and any(page.stage == TRAINING for page in self.peers.live()):
+        while time.monotonic() < until and any(page.stage == TRAINING for page in self.peers.live().values()):
             time.sleep(_POLL)
-        return any(_is_past(page, step) and (planned or page.snapshot < step) for page in self.peers.live())
+        past = {rank for rank, page in self.peers.live().items() if _is_past(page, step)}
+        return bool(past if planned else past - self.peers.holding(step))
 
     def _wait_for_storage(self, step: int, end: float) -> None:
         """Return when the step is on storage, or never will be, because another rank has ended without it."""
         while time.monotonic() < end and not self.securer.is_durable(step):
-            live = {page.pid for page in self.peers.live()}
-            over = [page for page in self.peers.all() if page.stage > SECURING or page.pid not in live]
+            live = self.peers.live()
+            over = [page for rank, page in self.peers.all().items() if page.stage > SECURING or rank not in live]
             if any(page.secured != step for page in over):
                 log.warning("not all ranks have step %d: the agent sends what they all have once they are gone", step)
                 return

@@ -1,0 +1,126 @@
+"""A rank that others have overtaken goes on to their step, if one of them has no copy of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.faults import gasp
+from rekindle.faults.gasp import Gasp
+from rekindle.faults.guard import Guard
+from rekindle.faults.hooks import HookCalls, Hooks
+from rekindle.memory.fault import Fault
+from rekindle.memory.job_dir import JobDir
+from tests.devices.fake import FakeBackend
+from tests.devices.conftest import device  # noqa: F401
+from tests.devices.faulty import Job, check_shard
+from tests.faults.harness import wait_for
+from tests.faults.peer import peer
+from tests.save.overlapped import snapshot_of
+
+_LONG = 30.0
+
+
+class HostJob:
+    """One rank whose state is in the host's memory."""
+
+    def __init__(self, root: Path) -> None:
+        self.model = torch.nn.Linear(10, 10)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        state = {"model": self.model, "optimizer": self.optimizer}
+        self.ckpt = rekindle.Checkpointer(root, state, snapshot_every=10**9, persist_every=10**9)
+        self.ckpt.restore()
+        self.guard = self.ckpt.guard(watchdog=False, notices=())
+        self.guard.__enter__()
+        self.done = 0
+
+    def step(self) -> None:
+        self.model(torch.ones(10)).sum().backward()
+        self.optimizer.step()
+        self.done += 1
+        self.ckpt.step(self.done)
+
+    def fault(self, guard: Guard, cause: str) -> threading.Thread:
+        fault = Fault(cause, 0, guard._generation, self.done, "rank 2 was killed by SIGKILL")
+        thread = threading.Thread(target=guard._act, args=(fault,), name="gasp", daemon=True)
+        thread.start()
+        return thread
+
+    def close(self) -> None:
+        self.guard._gate.release()
+        self.guard._undo.close()
+        self.ckpt._let_go(None)
+
+
+@pytest.fixture
+def host(root: Path, memory: Path) -> Iterator[HostJob]:
+    job = HostJob(root)
+    yield job
+    job.close()
+
+
+def steps_of(job: JobDir, rank: int) -> list[int]:
+    return sorted(stamp.step for stamp, _ in job.snapshots.shard_ids() if stamp.rank == rank)
+
+
+def be_overtaken(ckpt: rekindle.Checkpointer, guard: Guard, step: Callable[[], Any], fault: Callable[[], Any]) -> None:
+    """Strike after step 3, of which rank 1 has no copy: it has secured step 4 alone."""
+    with peer(ckpt, guard, 4, has=[4]):
+        gasping = fault()
+        wait_for(lambda: guard._gate._page.secured == 3, what="step 3 to be secured")
+        trainer = threading.Thread(target=step, daemon=True)
+        trainer.start()
+        gasping.join(_LONG)
+        trainer.join(_LONG)
+        assert steps_of(ckpt._session.job_dir, 0) == [3, 4]
+
+
+def test_a_rank_goes_on_to_a_step_of_which_another_has_its_only_copy(
+    host: HostJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That rank has secured a later step, and not this one: neither would be complete."""
+    monkeypatch.setattr(gasp, "_CATCH_UP", _LONG)
+    for _ in range(3):
+        host.step()
+    be_overtaken(host.ckpt, host.guard, host.step, lambda: host.fault(host.guard, "signal"))
+
+
+def test_a_device_s_rank_does_so_too(
+    device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gasp, "_CATCH_UP", _LONG)
+    job = Job(device, root, memory)
+    with job.guarded() as guard:
+        for _ in range(3):
+            job.step()
+        device.settle()
+        be_overtaken(job.ckpt, guard, lambda: job.train(1).join(_LONG), lambda: job.fault(guard))
+        check_shard(snapshot_of(job.dir, 4), job.training, 4)
+
+
+def test_a_rank_stays_where_others_that_are_past_it_have_a_copy(host: HostJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gasp, "_CATCH_UP", 10 * _LONG)
+    for _ in range(3):
+        host.step()
+    with peer(host.ckpt, host.guard, 4, has=[3, 4]):
+        gasping = host.fault(host.guard, "signal")
+        gasping.join(_LONG)
+        assert not gasping.is_alive() and steps_of(host.ckpt._session.job_dir, 0) == [3]
+
+
+@pytest.mark.parametrize("has", [[3], [3, 4], [4]])
+def test_a_rank_that_has_gone_is_missed_unless_it_has_left_a_copy(host: HostJob, has: list[int]) -> None:
+    """Then each of the others secures all that it holds, not only its share."""
+    for _ in range(3):
+        host.step()
+    with peer(host.ckpt, host.guard, has[-1], has=has, lives=False):
+        hooks = HookCalls(Hooks(), SimpleNamespace(cause="exception"), 0.0, [])  # type: ignore[arg-type]
+        gasping = Gasp(host.guard._gate, host.guard._securer, host.guard._peers, 0, False, 20.0, hooks)
+        assert gasping._peers_differ(3) == (3 not in has)
