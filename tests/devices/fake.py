@@ -118,6 +118,8 @@ class FakeBackend(Backend):
         self.capture: Capture | None = None
         self.registered: dict[int, int] = {}
         """Bytes of page-locked memory by address."""
+        self.node: int | None = None
+        """NUMA node that the device is nearest to."""
         self.fail_register = 0
         """Number of the error that page-locking ends with; 0 for none."""
         self.faulty = False
@@ -260,6 +262,9 @@ class FakeBackend(Backend):
 
     def current_device(self) -> torch.device:
         return DEVICE
+
+    def numa_node(self, device: torch.device) -> int | None:
+        return self.node
 
     def current_stream(self, device: torch.device) -> FakeStream:
         stack = getattr(self._local, "stack", None)

@@ -17,7 +17,9 @@ from rekindle.memory.local_state import read_local_states
 from rekindle.save.copy import Copying
 from rekindle.save.plan import Unit
 from tests.devices.fake import FakeBackend, install
-from tests.devices.faulty import Job
+from tests.devices.faulty import Job, check_shard
+from tests.faults.peer import be_overtaken
+from tests.save.overlapped import snapshot_of
 
 _LONG = 60.0
 
@@ -119,6 +121,19 @@ def test_an_update_that_begins_while_the_state_is_read_makes_that_worthless(
         job.fault(guard).join(_LONG)
         job.check(2)
         assert job.in_memory() == [2]
+
+
+def test_a_rank_goes_on_to_a_step_of_which_another_has_its_only_copy(
+    device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.faults.gasp._CATCH_UP", _LONG)
+    job = Job(device, root, memory)
+    with job.guarded() as guard:
+        for _ in range(3):
+            job.step()
+        device.settle()
+        be_overtaken(job.ckpt, guard, lambda: job.train(1).join(_LONG), lambda: job.fault(guard))
+        check_shard(snapshot_of(job.dir, 4), job.training, 4)
 
 
 # -- what counts after a fault --------------------------------------------------------------------------------------

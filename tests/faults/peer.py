@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import rekindle
 from rekindle.faults.guard import Guard
 from rekindle.faults.peers import Peers
+from rekindle.memory.job_dir import JobDir
 from rekindle.memory.slots import Slots
 from rekindle.memory.status import SECURED, STABLE, StatusPage
 from rekindle.testing import make_shard
+from tests.faults.harness import wait_for
+
+LONG = 30.0
 
 
 @contextmanager
@@ -38,3 +44,19 @@ def peer(ckpt: rekindle.Checkpointer, guard: Guard, step: int, *, has: list[int]
     finally:
         lock.release()
         slots.close()
+
+
+def steps_of(job: JobDir, rank: int) -> list[int]:
+    return sorted(stamp.step for stamp, _ in job.snapshots.shard_ids() if stamp.rank == rank)
+
+
+def be_overtaken(ckpt: rekindle.Checkpointer, guard: Guard, step: Callable[[], Any], fault: Callable[[], Any]) -> None:
+    """Strike after step 3, of which rank 1 has no copy: it has secured step 4 alone."""
+    with peer(ckpt, guard, 4, has=[4]):
+        gasping = fault()
+        wait_for(lambda: guard._gate._page.secured == 3, what="step 3 to be secured")
+        trainer = threading.Thread(target=step, daemon=True)
+        trainer.start()
+        gasping.join(LONG)
+        trainer.join(LONG)
+        assert steps_of(ckpt._session.job_dir, 0) == [3, 4]

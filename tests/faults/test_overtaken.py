@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,7 @@ from rekindle.faults.gasp import Gasp
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import HookCalls, Hooks
 from rekindle.memory.fault import Fault
-from rekindle.memory.job_dir import JobDir
-from tests.devices.fake import FakeBackend
-from tests.devices.conftest import device  # noqa: F401
-from tests.devices.faulty import Job, check_shard
-from tests.faults.harness import wait_for
-from tests.faults.peer import peer
-from tests.save.overlapped import snapshot_of
+from tests.faults.peer import be_overtaken, peer, steps_of
 
 _LONG = 30.0
 
@@ -66,22 +59,6 @@ def host(root: Path, memory: Path) -> Iterator[HostJob]:
     job.close()
 
 
-def steps_of(job: JobDir, rank: int) -> list[int]:
-    return sorted(stamp.step for stamp, _ in job.snapshots.shard_ids() if stamp.rank == rank)
-
-
-def be_overtaken(ckpt: rekindle.Checkpointer, guard: Guard, step: Callable[[], Any], fault: Callable[[], Any]) -> None:
-    """Strike after step 3, of which rank 1 has no copy: it has secured step 4 alone."""
-    with peer(ckpt, guard, 4, has=[4]):
-        gasping = fault()
-        wait_for(lambda: guard._gate._page.secured == 3, what="step 3 to be secured")
-        trainer = threading.Thread(target=step, daemon=True)
-        trainer.start()
-        gasping.join(_LONG)
-        trainer.join(_LONG)
-        assert steps_of(ckpt._session.job_dir, 0) == [3, 4]
-
-
 def test_a_rank_goes_on_to_a_step_of_which_another_has_its_only_copy(
     host: HostJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,19 +67,6 @@ def test_a_rank_goes_on_to_a_step_of_which_another_has_its_only_copy(
     for _ in range(3):
         host.step()
     be_overtaken(host.ckpt, host.guard, host.step, lambda: host.fault(host.guard, "signal"))
-
-
-def test_a_device_s_rank_does_so_too(
-    device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gasp, "_CATCH_UP", _LONG)
-    job = Job(device, root, memory)
-    with job.guarded() as guard:
-        for _ in range(3):
-            job.step()
-        device.settle()
-        be_overtaken(job.ckpt, guard, lambda: job.train(1).join(_LONG), lambda: job.fault(guard))
-        check_shard(snapshot_of(job.dir, 4), job.training, 4)
 
 
 def test_a_rank_stays_where_others_that_are_past_it_have_a_copy(host: HostJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,10 @@ class Backend(ABC):
     def current_device(self) -> torch.device:
         """Returns the device that the calling thread works on."""
 
+    def numa_node(self, device: torch.device) -> int | None:
+        """Returns the node of the machine's memory that the device is nearest to; None if that is not known."""
+        return None
+
     # -- queues -------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rekindle.common.numa import node_of_pci
 from rekindle.devices.accelerator import Accelerator
 from rekindle.devices.backend import Stream
 
@@ -49,6 +50,13 @@ class Cuda(Accelerator):
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
+
+    def numa_node(self, device: torch.device) -> int | None:
+        properties: Any = torch.cuda.get_device_properties(device)
+        if not hasattr(properties, "pci_domain_id"):  # an older torch
+            return None
+        place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        return node_of_pci("{:04x}:{:02x}:{:02x}.0".format(*place))
 
     def register(self, address: int, nbytes: int) -> bool:
         result = int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))

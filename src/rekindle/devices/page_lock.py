@@ -39,6 +39,11 @@ class PageLocker:
         self.device = next(iter(current_devices()), None)
         """Device that copies into the memory; None if this process used none when the object was made."""
 
+    def numa_node(self) -> int | None:
+        """Returns the node of memory that the device is nearest to; None without a device, or if that is not known."""
+        backend = backend_of(self.device) if self.device is not None else None
+        return None if backend is None or self.device is None else backend.numa_node(self.device)
+
     def lock(self, mapping: _Memory, start: int = 0, stop: int | None = None) -> object:
         """Page-locks bytes ``start`` to ``stop`` of ``mapping``, by default all, until the result is dropped.
 

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
+from rekindle.common.numa import run_near
 from rekindle.common.priority import lower_priority
 from rekindle.errors import MemoryStoreError
 from rekindle.memory.pages import PageLock
@@ -33,8 +34,9 @@ class SlotMaker:
     mapping or its file's contents. For one thread at a time, except ``wait``.
     """
 
-    def __init__(self, page_lock: PageLock | None) -> None:
-        self._page_lock = page_lock
+    def __init__(self, page_lock: PageLock | None, numa_node: int | None = None) -> None:
+        """``numa_node``: the one that the memory is best taken from; None for any."""
+        self._page_lock, self._numa_node = page_lock, numa_node
         self._jobs: dict[Slot, _Job] = {}
         """Jobs whose result nobody has asked for yet."""
         self._queue: deque[_Job] = deque()
@@ -69,6 +71,7 @@ class SlotMaker:
 
     def _run(self) -> None:
         lower_priority()
+        run_near(self._numa_node)
         while True:
             with self._lock:
                 if not self._queue:

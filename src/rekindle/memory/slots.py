@@ -57,6 +57,8 @@ class Slots:
     """Most bytes that this rank may hold; None for no limit."""
     page_lock: PageLock | None = None
     """Called once for each part of a new mapping, before it is written to."""
+    numa_node: int | None = None
+    """Node that memory made in the background is best taken from; None for any."""
     headroom: int = 0
     """Bytes of the file system that stay free for other programs, except in a dying gasp."""
     slots: list[Slot] = field(default_factory=list)
@@ -70,7 +72,7 @@ class Slots:
     _known: dict[str, Known] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._maker = SlotMaker(self.page_lock)
+        self._maker = SlotMaker(self.page_lock, self.numa_node)
 
     def adopt(self) -> None:
         """Takes over the files of an earlier process of this rank: its snapshots, and free files. Raises OSError."""

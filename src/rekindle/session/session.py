@@ -221,8 +221,12 @@ class Session:
             self.keeper = AgentKeeper(self.job_dir, info, fallback_after, agent_changed)
             self.keeper.check()
         limit, headroom = room.limit_per_rank(len(self.local_ranks)), room.headroom(self.job_dir)
+        locker = PageLocker()
         self.slots = Slots(
-            self.job_dir, self.rank, self.agreed.world, self.local_ranks, limit, PageLocker().lock, headroom=headroom
+            *(self.job_dir, self.rank, self.agreed.world, self.local_ranks, limit),
+            page_lock=locker.lock,
+            numa_node=locker.numa_node(),
+            headroom=headroom,
         )
         self.slots.adopt()
         return self.slots
