@@ -15,6 +15,7 @@ import torch
 
 import rekindle
 from rekindle.devices import bounce
+from rekindle.devices.batches import AHEAD
 from rekindle.devices.events import Event, record
 from rekindle.devices.page_lock import PageLocker
 from rekindle.devices.streams import SideStreams, copy_now
@@ -23,7 +24,7 @@ from rekindle.format.layout import BLOCK, Chunk, Layout
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.save import plan
 from rekindle.save.copy import ShardWriter, _target
-from rekindle.save.device_copies import _AHEAD, DeviceCopies
+from rekindle.save.device_copies import DeviceCopies
 from rekindle.save.plan import Batch, CopyPlan, Piece, batches
 from rekindle.state.parts import dtype_name
 from tests.devices.fake import DEVICE, FakeBackend
@@ -58,6 +59,30 @@ def run(work: Any) -> threading.Thread:
     return thread
 
 
+def launch_waits(device: FakeBackend) -> bool:
+    """True if no kernel can be launched while a copy is under way."""
+    wait_for(lambda: device.under_way, what="a copy to be queued")
+    launches = run(lambda: (device.enter(DEVICE), device.launch(lambda: None)))
+    launches.join(SOON)
+    return launches.is_alive()
+
+
+def step_on_stuck_device(device: FakeBackend, ckpt: Any, training: Training) -> threading.Event:
+    """Takes the second snapshot, whose memory is there. The device copies once the result is set."""
+    training.update()
+    ckpt.save(1, wait="memory")
+    training.update()
+    release = device.stick()
+    ckpt.step(2)
+    return release
+
+
+def bounce_copies(
+    places: list[torch.Tensor], sources: list[torch.Tensor], wait: Any = lambda event: event.wait(SOON)
+) -> None:
+    bounce.copy_by_bounce(DEVICE, lambda to, source: copy_now(DEVICE, to, source), places, sources, wait)
+
+
 # -- into memory that is not page-locked ------------------------------------------------------------------------
 
 
@@ -77,15 +102,8 @@ def test_kernels_are_launched_while_a_device_copies_into_such_memory(
     device.fail_register = 1
     training = Training(device, buffer=False)
     ckpt = checkpointer(root, training)
-    training.update()
-    ckpt.save(1, wait="memory")
-    training.update()
-    release = device.stick()
-    ckpt.step(2)
-    wait_for(lambda: device.under_way, what="a copy to be queued")
-    launches = run(lambda: (device.enter(DEVICE), device.launch(lambda: None)))
-    launches.join(SOON)
-    waited = launches.is_alive()
+    release = step_on_stuck_device(device, ckpt, training)
+    waited = launch_waits(device)
     release.set()
     ckpt._saver.conclude()
     ckpt.close()
@@ -100,10 +118,7 @@ def test_kernels_are_launched_during_a_save_without_memory_store(device: FakeBac
     training.update()
     release = device.stick()
     saves = run(lambda: (device.enter(DEVICE), ckpt.save(2, wait="durable")))
-    wait_for(lambda: device.under_way, what="a copy to be queued")
-    launches = run(lambda: (device.enter(DEVICE), device.launch(lambda: None)))
-    launches.join(SOON)
-    waited = launches.is_alive()
+    waited = launch_waits(device)
     release.set()
     saves.join(SOON)
     ckpt.close()
@@ -128,9 +143,7 @@ def test_what_bounces_arrives(device: FakeBackend, monkeypatch: pytest.MonkeyPat
     sources = [SOURCES[kind](), torch.ones(7, dtype=torch.int8), SOURCES[kind]()]
     device.own(*sources)
     places = [torch.empty(s.shape, dtype=s.dtype) for s in sources]
-    bounce.copy_by_bounce(
-        DEVICE, lambda to, source: copy_now(DEVICE, to, source), places, sources, lambda event: event.wait(SOON)
-    )
+    bounce_copies(places, sources)
     for place, source in zip(places, sources, strict=True):
         assert torch.equal(place, source.resolve_conj())
 
@@ -146,13 +159,7 @@ def test_more_threads_than_buffers_bounce_at_once(device: FakeBackend, monkeypat
 
     def copy(number: int) -> None:
         device.enter(DEVICE)
-        bounce.copy_by_bounce(
-            DEVICE,
-            lambda to, source: copy_now(DEVICE, to, source),
-            [places[number]],
-            [sources[number]],
-            lambda event: event.wait(SOON),
-        )
+        bounce_copies([places[number]], [sources[number]])
 
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(copy, range(12)))
@@ -169,7 +176,7 @@ def test_a_buffer_that_a_device_may_still_write_to_is_not_used_again(device: Fak
 
     for _ in range(bounce._BUFFERS):
         with pytest.raises(RekindleError, match="stuck"):
-            bounce.copy_by_bounce(DEVICE, lambda to, s: copy_now(DEVICE, to, s), [place], [source], fail)
+            bounce_copies([place], [source], fail)
     assert bounce._ring(DEVICE)._take() is None
 
 
@@ -203,20 +210,16 @@ def test_a_large_tensor_is_copied_in_pieces(device: FakeBackend) -> None:
 def test_few_copies_wait_in_the_device_s_queue_until_an_update_needs_all(
     device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_DEVICE_BATCH", 1)
+    monkeypatch.setattr(plan, "DEVICE_BATCH", 1)
     training = Training(device, size=10_000, layers=12)
     ckpt = checkpointer(root, training)
     wait_for_memory(ckpt)
-    training.update()
-    ckpt.save(1, wait="memory")
-    training.update()
-    release = device.stick()
-    ckpt.step(2)
+    release = step_on_stuck_device(device, ckpt, training)
     wait_for(lambda: device.under_way, what="copies to be queued")
     pending = ckpt._saver.memory.pending
-    assert not pending.wait(0.5) and device.under_way <= _AHEAD + 1, "a small copy of training's waits for all of them"
+    assert not pending.wait(0.5) and device.under_way <= AHEAD + 1, "a small copy of training's waits for all of them"
     pending.wait_before_update()
-    assert device.under_way > 2 * _AHEAD, "now the device has to wait for all"
+    assert device.under_way > 2 * AHEAD, "now the device has to wait for all"
     release.set()
     training.update()
     ckpt._saver.conclude()
@@ -226,7 +229,7 @@ def test_few_copies_wait_in_the_device_s_queue_until_an_update_needs_all(
 
 
 def test_copies_are_spread_over_the_time_until_the_update(device: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_DEVICE_BATCH", 1)
+    monkeypatch.setattr(plan, "DEVICE_BATCH", 1)
     sources = [torch.zeros(10) for _ in range(20)]
     device.own(*sources)
     every = batches_of(*sources)
@@ -237,7 +240,7 @@ def test_copies_are_spread_over_the_time_until_the_update(device: FakeBackend, m
         return record(DEVICE)
 
     DeviceCopies(every, copy, 0.0).queue_ahead()
-    assert len(copied) == _AHEAD
+    assert len(copied) == AHEAD
     copied.clear()
     spread = DeviceCopies(every, copy, 1e6)
     spread.queue_ahead()
@@ -306,11 +309,7 @@ def test_copies_do_not_break_a_capture(device: FakeBackend, root: Path, memory: 
     device.fail_register = int(not locked)
     training = Training(device, layers=3, buffer=False)
     ckpt = checkpointer(root, training)
-    training.update()
-    ckpt.save(1, wait="memory")
-    training.update()
-    release = device.stick()
-    ckpt.step(2)
+    release = step_on_stuck_device(device, ckpt, training)
     pending = ckpt._saver.memory.pending
     with device.capturing_graph() as capture:
         release.set()

@@ -10,11 +10,12 @@ import ctypes
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from rekindle.devices.backend import Backend
+from rekindle.devices.batches import batched
 from rekindle.devices.events import Event
 from rekindle.devices.table import backend_of
 from rekindle.errors import RekindleError
@@ -94,7 +95,7 @@ class _Ring:
     ) -> None:
         """Copies as ``copy_by_bounce`` does."""
         before: _Load | None = None
-        for pairs in _loads(to, source):
+        for pairs in batched(to, source, _BYTES, _ALIGN):
             buffer = self._take()
             if before is not None and buffer is None:  # never wait for others while they may wait for this one
                 self._land(before, wait)
@@ -132,36 +133,6 @@ class _Load:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
-
-
-def _loads(
-    to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Yields what fits into one buffer at a time. Larger tensors are cut."""
-    load: list[tuple[torch.Tensor, torch.Tensor]] = []
-    used = 0
-    for whole, other in zip(to, source, strict=True):
-        for pair in _cut(whole, other):
-            if used + _aligned(pair[1].nbytes) > _BYTES:
-                yield load
-                load, used = [], 0
-            load.append(pair)
-            used += _aligned(pair[1].nbytes)
-    if load:
-        yield load
-
-
-def _cut(to: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if source.nbytes <= _BYTES:
-        yield to, source
-        return
-    rows = _BYTES // source[0].nbytes
-    if not rows:
-        for one, other in zip(to, source, strict=True):
-            yield from _cut(one, other)
-        return
-    for at in range(0, len(source), rows):
-        yield to[at : at + rows], source[at : at + rows]
 
 
 _rings: dict[tuple[int, torch.device], _Ring] = {}

@@ -8,18 +8,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from rekindle.devices.batches import AHEAD
 from rekindle.devices.events import Event
 from rekindle.errors import RekindleError
 from rekindle.save.plan import Batch
 
 __all__ = ["DeviceCopies", "require_in_place"]
 
-_AHEAD = 4
-"""Batches that are queued before the oldest of them has been copied.
-
-A bus does one copy after the other, whatever streams they are on: training's own, as for ``loss.item()``, waits for all
-that is queued before it. Four batches keep the bus busy from one look at the device to the next.
-"""
 _SHARE = 0.8
 """Share of the time until the next update over which copies are spread: the rest is for a step that takes less."""
 
@@ -56,7 +51,7 @@ class DeviceCopies:
 
     def queue_ahead(self, number: int = 0) -> None:
         """Queues batch ``number`` and those that may be queued while it is copied, each when it is due."""
-        for one in range(len(self._events), min(number + _AHEAD, len(self._batches))):
+        for one in range(len(self._events), min(number + AHEAD, len(self._batches))):
             due = self._began + _SHARE * self._window * one / len(self._batches)
             if one > number:
                 if due > time.monotonic():

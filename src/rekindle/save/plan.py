@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rekindle.devices.batches import DEVICE_BATCH
 from rekindle.devices.table import device_of
 from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk, Layout, block_ranges
@@ -28,9 +29,6 @@ snapshots are copied behind ``step()``, where the same work may be hidden by tra
 
 _BATCH = 4 << 20
 """Bytes after which a batch is full: small enough to share out among threads, large enough to be worth handing over."""
-_DEVICE_BATCH = 32 << 20
-"""The same for a device's tensors: few enough that training's own small copies don't wait long behind them, 0.7 ms with
-a bus of 50 GB/s, and enough to keep the bus busy."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece])
     for chunk in layout.chunks:
         piece = pieces[chunk.name, chunk.offsets]
         which = piece.late, device_of(piece.source)
-        limit = _BATCH if which[1].type == "cpu" else _DEVICE_BATCH
+        limit = _BATCH if which[1].type == "cpu" else DEVICE_BATCH
         for unit in _units(chunk, piece, block):
             batch, waiting = filling.get(which) or (Batch(which[1], []), 0)
             if not batch.units:

@@ -21,6 +21,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rekindle.devices.batches import copy_in_batches
 from rekindle.devices.bounce import copy_by_bounce
 from rekindle.devices.events import Event
 from rekindle.devices.page_lock import PageLocker
@@ -100,15 +101,16 @@ class RekindleStager(AsyncStager):
                 pair = rest.setdefault(device_of(source), ([], []))
                 pair[0].append(to)
                 pair[1].append(source)
-        bounced = [] if buffer.page_locked else [d for d in rest if backend_of(d) is not None]
-        events = [copy_now(device, *pair) for device, pair in rest.items() if device not in bounced]
-        for _ in self._threads.map(lambda piece: ctypes.memmove(*piece), large):
-            pass
-        for device in bounced:
-            copy_by_bounce(device, partial(copy_now, device), *rest[device], _wait)
-        for event in events:
-            if event is not None:
-                _wait(event)
+        moves = self._threads.map(lambda piece: ctypes.memmove(*piece), large)
+        try:
+            for device, pair in rest.items():
+                if buffer.page_locked or backend_of(device) is None:
+                    copy_in_batches(device, *pair, _wait)
+                else:
+                    copy_by_bounce(device, partial(copy_now, device), *pair, _wait)
+        finally:
+            for _ in moves:  # else threads might still read and write what others are given
+                pass
         return copies
 
     def _free_buffer(self, nbytes: int) -> _Buffer:
