@@ -7,6 +7,7 @@ is registered with torch stays for the life of a process: each test has one of i
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import shutil
 import subprocess
@@ -80,6 +81,7 @@ class Device:
 
 def _work(case: Callable[..., None], library: Path, args: tuple[object, ...], log: Path) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+    faulthandler.dump_traceback_later(100, file=2)
     try:
         case(Device(library), *args)
     except BaseException:
@@ -93,7 +95,7 @@ def run_alone(case: Callable[..., None], library: Path, tmp_path: Path, *args: o
     log = tmp_path / "log"
     process = context.Process(target=_work, args=(case, library, args, log))
     process.start()
-    process.join(60)
+    process.join(120)
     if process.is_alive():
         process.kill()
     assert process.exitcode == 0, log.read_text()
