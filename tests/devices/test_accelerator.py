@@ -276,7 +276,7 @@ class Model(torch.nn.Module):
 def _saves(device: Device, root: Path, memory: Path, overlap: bool) -> None:
     device.set_delay(500)
     model = Model(0.0)
-    ckpt = rekindle.Checkpointer(root, model.state, overlap=overlap, persist_every=10**6, strict=True)
+    ckpt = rekindle.Checkpointer(root, model.state, memory=memory, overlap=overlap, persist_every=10**6, strict=True)
     ckpt.restore()
     wait_for_memory(ckpt)
     job = JobDir.of(root, memory_base(memory))
@@ -292,7 +292,7 @@ def _saves(device: Device, root: Path, memory: Path, overlap: bool) -> None:
     ckpt.save(6, wait="memory")
     ckpt.close()
     twin = Model(-1.0)
-    again = rekindle.Checkpointer(root, twin.state, persist_every=10**6)
+    again = rekindle.Checkpointer(root, twin.state, memory=memory, persist_every=10**6)
     assert again.restore() == 6
     for one, other in ((twin.weight, model.weight), (twin.seen, model.seen)):
         assert torch.equal(one.detach().cpu(), other.detach().cpu())
