@@ -36,14 +36,14 @@ class Job:
         self._over = False
         self._threads: list[threading.Thread] = []
 
-    def train(self, steps: int) -> threading.Thread:
+    def train(self, steps: int, updates: int = 1) -> threading.Thread:
         """Queue steps in a thread of their own, which may have to wait for the device."""
 
         def work() -> None:
             self.device.enter(DEVICE)
             for _ in range(steps):
                 if not self._over:
-                    self.step()
+                    self.step(updates=updates)
 
         self._threads.append(threading.Thread(target=work, name="trainer", daemon=True))
         self._threads[-1].start()
@@ -67,17 +67,18 @@ class Job:
             guard._undo.close()
             self.ckpt._let_go(None)
 
-    def step(self, hold: threading.Event | None = None) -> threading.Event | None:
-        """Queue the next step. With ``hold`` the device waits for it before the update."""
-        self.training.forward()
-        if hold is not None:
-            self.device.current_stream(DEVICE).queue(lambda: self.device.wait_on_device(hold))
-        self.training.optimizer.step()
-        self.end()
+    def step(self, hold: threading.Event | None = None, updates: int = 1) -> threading.Event | None:
+        """Queue the next step, of so many updates. With ``hold`` the device waits for it before the first of them."""
+        for number in range(updates):
+            self.training.forward()
+            if hold is not None and not number:
+                self.device.current_stream(DEVICE).queue(lambda: self.device.wait_on_device(hold))
+            self.training.optimizer.step()
+        self.end(updates)
         return hold
 
-    def end(self) -> None:
-        self.done += 1
+    def end(self, updates: int = 1) -> None:
+        self.done += updates
         self.values.count = self.done
         self.ckpt.step(self.done)
 

@@ -150,6 +150,28 @@ def test_the_first_notice_is_what_a_later_one_refers_to(queue: Queue) -> None:
     assert not queue.clock.counts(1) and queue.clock.standing() is None
 
 
+@pytest.mark.parametrize("updates", [1, 10])
+def test_the_host_may_be_ahead_by_steps_of_several_updates(queue: Queue, updates: int) -> None:
+    """The first update since a step is announced as the one that makes the next, whatever is told then."""
+    for told in range(1, KEPT):
+        queue.update((told - 1) * updates + 1)
+        queue.end(told * updates)
+    queue.update((KEPT - 1) * updates + 1)
+    assert queue.clock.standing() == 0 and queue.clock.awaits(0)
+    queue.reach(3)
+    assert queue.clock.standing() == updates
+
+
+def test_a_step_of_several_updates_counts_only_if_the_last_was_over(queue: Queue) -> None:
+    """Others come behind the update that had begun at the notice, each with a collective that may be aborted."""
+    queue.update(1)
+    queue.end(10)
+    queue.reach(2)
+    queue.clock.freeze(late=False)
+    queue.reach(3)
+    assert not queue.clock.counts(10) and queue.clock.standing() is None and queue.clock.lost()
+
+
 @pytest.mark.parametrize("reached", [1, 2, 3])
 def test_nothing_counts_after_an_abort(queue: Queue, reached: int) -> None:
     queue.step(1)

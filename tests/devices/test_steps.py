@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rekindle.memory.local_state import read_local_states
 from rekindle.save.copy import Copying
 from rekindle.save.plan import Unit
+from rekindle.save.progress import KEPT
 from tests.devices.fake import FakeBackend, install
 from tests.devices.faulty import Job, check_shard
 from tests.faults.peer import be_overtaken
@@ -49,6 +50,26 @@ def test_a_stuck_device_holds_the_step_before(
         job.fault(guard).join(_LONG)
         job.check(3)
         assert max(job.in_memory()) == 3
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_a_stuck_device_holds_a_step_of_several_updates(
+    device: FakeBackend, root: Path, memory: Path, ahead: int
+) -> None:
+    """Only every third update is told to step(); the host is as far ahead by told steps as it may be."""
+    job = Job(device, root, memory)
+    with job.guarded() as guard:
+        for _ in range(3):
+            job.step(updates=3)
+        job.step(threading.Event(), updates=3)
+        if ahead < KEPT:
+            for _ in range(ahead - 1):
+                job.step(updates=3)
+        else:
+            job.train(9, updates=3)
+            wait_until(lambda: job.done == 9 + 3 * KEPT)
+        job.fault(guard).join(_LONG)
+        job.check(9)
 
 
 def test_a_host_that_is_stuck_in_its_update_or_step_is_not_waited_for(

@@ -10,7 +10,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -49,13 +49,16 @@ def standing_step(progress: Sequence[Progress]) -> int | None:
     return begun[-1].step if begun and begun[-1].ended else None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Mark:
     """Events of one step, by device. Methods raise RuntimeError when a device has failed."""
 
     step: int
+    """The step told, or that the update would make that nothing was told of yet."""
+    made: int
+    """Step that the first update since the step before makes. Others followed it if ``step`` is a later one."""
     begins: Mapping[torch.device, Event] = field(default_factory=dict)
-    """Before the update that makes the step."""
+    """Before the first update since the step before."""
     ends: Mapping[torch.device, Event] = field(default_factory=dict)
 
     def begun(self, quantity: Callable[[Iterable[bool]], bool] = any) -> bool:
@@ -66,6 +69,10 @@ class _Mark:
     def ended(self) -> bool:
         """Returns True if all devices have come to the step's end."""
         return bool(self.ends) and all([event.reached() for event in self.ends.values()])
+
+    def decided(self) -> bool:
+        """Returns True if no collective stands before the step's end any more, for any device."""
+        return self.ended() or (self.made == self.step and self.begun(all))
 
 
 class DeviceClock:
@@ -78,7 +85,8 @@ class DeviceClock:
     def reset(self) -> None:
         """Forget all steps: a guarded part of training begins. For the thread that trains."""
         with self._lock:
-            self._marks: deque[_Mark] = deque(maxlen=KEPT + 1)  # of the newest an update may be all there is
+            # One for each step told, however many updates it takes; of the newest an update may be all there is.
+            self._marks: deque[_Mark] = deque(maxlen=KEPT + 1)
         self._devices: list[torch.device] = []
         self._limit = math.inf
         """Newest step whose end counts."""
@@ -98,21 +106,27 @@ class DeviceClock:
     def begin_update(self, step: int) -> None:
         """Queue the event that tells of the update which makes ``step``: all that changes the state comes behind."""
         if self._devices:
-            self._mark(step).begins = {device: record(device) for device in self._devices}
+            self._mark(step, begins={device: record(device) for device in self._devices})
 
     def end_step(self, step: int, events: Mapping[torch.device, Event]) -> None:
         """Note the events that tell of the end of ``step``, one for each device. None: the state is on the host."""
         self._devices = list(events)
         if events:
-            self._mark(step).ends = events
+            self._mark(step, ends=events)
         elif self._marks:
             self.reset()
 
-    def _mark(self, step: int) -> _Mark:
+    def _mark(self, step: int, **events: Mapping[torch.device, Event]) -> None:
+        """Add to the newest mark, if it is that of ``step`` or has no end yet; else begin one.
+
+        Marks are replaced, never changed: other threads look at them without the lock.
+        """
         with self._lock:
-            if not self._marks or self._marks[-1].step != step:
-                self._marks.append(_Mark(step))
-            return self._marks[-1]
+            newest = self._marks[-1] if self._marks else None
+            if newest is not None and (newest.step == step or not newest.ends):
+                self._marks[-1] = replace(newest, step=step, **events)  # type: ignore[arg-type]
+            else:
+                self._marks.append(_Mark(step, made=step, **events))
 
     # -- after a fault ------------------------------------------------------------------------------------------
 
@@ -124,7 +138,7 @@ class DeviceClock:
         begin because a communicator is aborted: what is queued behind a collective goes on as if that had succeeded.
         """
         if not self.frozen:
-            self._seen = self._newest(lambda mark: mark.ended() or mark.begun(all))
+            self._seen = self._newest(_Mark.decided)
             self.frozen = True
         if not late:
             self._limit = min(self._limit, self._seen)
