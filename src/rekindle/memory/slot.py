@@ -30,6 +30,8 @@ class Slot:
     map: Pages | None = None
     cache: object = None
     """Views into ``map`` that the writer keeps. Dropped with it."""
+    lost: bool = False
+    """True if a copy that was given up may still land in it at any time: it is never used again."""
 
     @property
     def step(self) -> int:

@@ -214,7 +214,8 @@ class Slots:
             s.stamp.pinned for s in pending if s.stamp
         )  # a snapshot to be pinned may wait for a drain to end, while saves go on
         keep |= {s.stamp.checkpoint for s in committed[-1:] + pending if s.stamp}
-        spare = [s for s in self.slots if s is not busy and (s.stamp is None or s.stamp.checkpoint not in keep)]
+        usable = [s for s in self.slots if s is not busy and not s.lost]
+        spare = [s for s in usable if s.stamp is None or s.stamp.checkpoint not in keep]
         spare.sort(key=lambda s: (not s.ready(nbytes), s.step))
         making = [s for s in spare if self._maker.busy_with(s)]
         locked = [s for s in spare if s not in making and s.lock()]

@@ -79,11 +79,12 @@ class _BatchQueue:
     def __init__(self, work: Callable[[Batch], None], batches: Iterable[Batch]) -> None:
         self._work = work
         self._todo = deque(batches)
-        self._left = len(self._todo)
+        self.left = len(self._todo)
+        """Number of batches that are not done."""
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._error: BaseException | None = None
-        if not self._left:
+        if not self.left:
             self._end()
 
     def help(self) -> None:
@@ -96,8 +97,8 @@ class _BatchQueue:
                     return
                 self._work(batch)
                 with self._lock:
-                    self._left -= 1
-                    if not self._left:
+                    self.left -= 1
+                    if not self.left:
                         self._end()
         except Exception as error:
             self.fail(error)
@@ -155,6 +156,11 @@ class Copying:
         """True if everything is in the buffer once ``hold_update`` has returned; else a device may still be copying."""
         self._began: float | None = time.monotonic()
         """Time at which training went on; None once an update has come."""
+
+    @property
+    def left(self) -> int:
+        """Number of batches, of those that are copied beside training, that are not in the buffer yet."""
+        return self._host.left + self._bounced.left + self._arrived.left
 
     def early(self) -> None:
         """Copy what may change as soon as training goes on, and let side streams go on from where training is."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rekindle.devices.table import enter
 from rekindle.errors import RekindleError, UsageError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
@@ -69,6 +70,8 @@ class PendingSnapshot:
         """True once it is committed, or never will be."""
         self._over = threading.Event()
         self._checking, self._committing = threading.Lock(), threading.Lock()
+        self._deciding = threading.Lock()
+        """Held by who commits the slot or gives it up."""
 
     def _count_writes(self) -> list[int]:
         """Torch's counters of writes to the tensors that must stay as they are."""
@@ -114,8 +117,11 @@ class PendingSnapshot:
                     raise self.error
                 if not self.counts(self.stamp.step):
                     raise RekindleError("devices came to its end after a fault, which may have made it worthless")
-                self.slots.commit(self.slot, self.stamp, self.receipt())
-                self.committed = True
+                with self._deciding:
+                    if self.slot.lost:
+                        raise RekindleError("its copy took too long after a fault, and was given up")
+                    self.slots.commit(self.slot, self.stamp, self.receipt())
+                    self.committed = True
             except Exception as error:
                 self.error = self.error or error
             except BaseException:  # it is raised to this caller only; later ones see an error
@@ -124,6 +130,27 @@ class PendingSnapshot:
             finally:
                 self._ended = True
                 self._over.set()
+
+    def commit_while_moving(self, patience: float) -> None:
+        """Commit it as ``commit`` does, but return once nothing more was copied for ``patience`` seconds.
+
+        Another thread commits, for any call on a device that is stuck may not return.
+        """
+        if not self._over.is_set():
+            threading.Thread(target=self._commit_aside, name="rekindle-commit", daemon=True).start()
+        left = self.copying.left
+        while not self._over.wait(patience) and left != self.copying.left:
+            left = self.copying.left
+
+    def _commit_aside(self) -> None:
+        enter({batch.device for batch in self.plan.early + self.plan.late})
+        self.commit()
+
+    def give_up(self) -> None:
+        """Have it never be committed, unless it is. Its copy may still land in the slot, which nobody gets again."""
+        with self._deciding:
+            self.slot.lost = not (self.committed or self._ended)
+        self._over.set()
 
     def wait(self, timeout: float) -> bool:
         """Returns True once it is committed, False when it can't be, or isn't within ``timeout`` seconds."""

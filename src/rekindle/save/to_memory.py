@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from rekindle.save.copy import checksum_late_blocks
 from rekindle.save.live import Live
 from rekindle.save.pending import Changed, PendingSnapshot
 from rekindle.save.plan import CopyPlan
+from rekindle.save.progress import StateMoved
 from rekindle.settings import Overlap
 
 __all__ = ["MemorySaver", "Pause"]
@@ -28,6 +29,9 @@ Pause = Callable[[str], AbstractContextManager[None]]
 
 _CHOICE = 2.0
 """Seconds that the thread that trains gets to choose a slot, after a fault."""
+_STANDSTILL = 1.0
+"""Seconds without a batch after which a snapshot's copy counts as stuck, after a fault. Its side stream may share a
+hardware queue with work that never ends, while others can be read. A batch takes some milliseconds."""
 
 
 class MemorySaver:
@@ -44,7 +48,7 @@ class MemorySaver:
         self._broken_off = False
         """True if a save has left the slots in an unknown state."""
         self._choosing = threading.Lock()
-        """Held while a slot is chosen: after a fault the thread that trains may be inside of ``save``."""
+        """Held while a slot is chosen, in a gasp until it is written: else the thread that trains may be given it."""
 
     def save(self, stamp: ShardId, owner: object, pause: Pause | None = None) -> int:
         """Begin a save; returns its bytes. Raises MemoryStoreError when memory has no room, or is gone.
@@ -114,30 +118,40 @@ class MemorySaver:
         pending = self.pending
         if pending is not None and pending.stamp.step == stamp.step:
             pending.check_unchanged()
-            pending.commit()
+            pending.commit_while_moving(_STANDSTILL)
             if not pending.committed and isinstance(pending.error, Changed):
                 raise pending.error
         if self._has(stamp) and (not whole or not self._live.shared or self.is_complete(stamp)):
             self.persist(stamp)
             return
         plan = self._live.plan(stamp, whole=whole)
-        slot = self._acquire_beside(pending, stamp, plan.layout.file_bytes)
-        assert slot.map is not None
-        try:
+        with self._slot_beside(pending, stamp, plan.layout.file_bytes) as slot:
+            assert slot.map is not None
             receipt = self._live.write(stamp, plan, slot.map)
-        except BaseException:
-            slot.unlock()
-            raise
-        self.slots.commit(slot, stamp, receipt)
+            if pending is not None and pending.stamp.step == stamp.step:
+                pending.give_up()
+            self.slots.commit(slot, stamp, receipt)
 
-    def _acquire_beside(self, pending: PendingSnapshot | None, stamp: ShardId, nbytes: int) -> Slot:
-        """Returns a slot other than that of ``pending``, into which devices may still copy once they go on."""
+    @contextmanager
+    def _slot_beside(self, pending: PendingSnapshot | None, stamp: ShardId, nbytes: int) -> Iterator[Slot]:
+        """Yields a slot other than that of ``pending``, into which devices may still copy once they go on.
+
+        If the block fails, its threads may still write to the slot; not if all was read, but the state has moved.
+        """
         if not self._choosing.acquire(timeout=_CHOICE):
             raise MemoryStoreError("the thread that trains is stuck while it chooses a place for a snapshot")
         try:
             self._repair_slots()
             busy = pending.slot if pending is not None and not pending.committed else None
-            return self.slots.acquire(stamp.step, stamp.incarnation, nbytes, gasp=True, busy=busy)
+            slot = self.slots.acquire(stamp.step, stamp.incarnation, nbytes, gasp=True, busy=busy)
+            try:
+                yield slot
+            except (StateMoved, MemoryStoreError):
+                slot.unlock()
+                raise
+            except BaseException:
+                slot.lost = True
+                raise
         finally:
             self._choosing.release()
 
@@ -167,7 +181,7 @@ class MemorySaver:
             self._live.capture.copy_in_step(pending.error.names)
         if isinstance(pending.error, (Changed, MemoryStoreError)):
             pending.slot.unlock()
-        else:
+        elif not pending.slot.lost:
             self._broken_off = True  # threads may still be writing into the slot
             self._live.capture.replan()
         return pending
