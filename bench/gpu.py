@@ -25,7 +25,7 @@ from on_gpu.runner import run_all, work_here
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from sizes import Size
+from sizes import Size, size_text
 
 _MINUTES = 9.0
 """Bound on a whole run."""
@@ -42,10 +42,14 @@ def show(outcome: Outcome) -> None:
     for figure in outcome.figures:
         met = "" if figure.met is None else "yes" if figure.met else "NO"
         table.add_row(escape(figure.what), escape(figure.shown), escape(figure.expected), met)
-    console = Console(width=max(Console().width, 150))
-    console.print(table)
+    console().print(table)
     if outcome.detail:
-        console.print(escape(outcome.detail))
+        console().print(escape(outcome.detail))
+
+
+def console() -> Console:
+    """Returns the terminal, or one that cuts no names where it is narrow, or output goes to a file."""
+    return Console(width=max(Console().width, 150))
 
 
 def measure(experiments: list[Experiment], minutes: float, output: Path | None) -> None:
@@ -107,16 +111,19 @@ def list_command() -> None:
         for e in EXPERIMENTS:
             if e.run == run:
                 table.add_row(e.name, escape(e.title), escape(e.expected), escape(e.decides), f"{e.budget:.0f}")
-        Console().print(table)
+        console().print(table)
     click.echo("One device can't show:")
     for name, why in BEYOND_ONE_DEVICE.items():
         click.echo(f"  {name}: {why}")
 
 
 @main.command("docs")
-@click.argument("results", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def docs_command(results: tuple[Path, ...]) -> None:
-    """Put the tables into docs/benchmarks.md, with the figures of files that --json has written."""
+    """Put the tables into docs/benchmarks.md, with the figures of files that --json has written.
+
+    Figures of experiments that no file has stay as they are.
+    """
     into_docs(results)
 
 
@@ -151,16 +158,18 @@ def _add(experiment: Experiment) -> None:
 
 
 def _option(name: str, default: Any) -> Any:
-    if isinstance(default, bool):
-        return click.option(f"--{name}/--no-{name}", default=default, show_default=True)
     helps = {
         "size": "Bytes of the state.",
         "rows": "Rows of a batch: what a step computes.",
         "rounds": "Windows with and without snapshots, in alternation.",
         "steps": "Steps in a window.",
+        "storage": "Restore from storage too, not from memory alone.",
     }
-    kind = Size() if name == "size" else click.IntRange(1)
-    return click.option(f"--{name}", type=kind, default=default, show_default=True, help=helps[name])
+    if isinstance(default, bool):
+        return click.option(f"--{name}/--no-{name}", default=default, show_default=True, help=helps[name])
+    if name == "size":
+        return click.option("--size", type=Size(), default=default, show_default=size_text(default), help=helps[name])
+    return click.option(f"--{name}", type=click.IntRange(1), default=default, show_default=True, help=helps[name])
 
 
 for _experiment in EXPERIMENTS:

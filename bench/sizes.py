@@ -7,9 +7,15 @@ from typing import Any
 
 import click
 
-__all__ = ["GIB", "MIB", "Size"]
+__all__ = ["GIB", "MIB", "Size", "size_text"]
 
 MIB, GIB = 1 << 20, 1 << 30
+
+
+def size_text(nbytes: int) -> str:
+    """Returns a size as ``Size`` reads it, in the largest unit that leaves no fraction."""
+    unit, name = next((u, n) for u, n in ((GIB, "GiB"), (MIB, "MiB"), (1, "")) if nbytes % u == 0)
+    return f"{nbytes // unit}{name}"
 
 
 class Size(click.ParamType):

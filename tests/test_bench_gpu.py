@@ -130,7 +130,8 @@ def test_help_and_list_need_no_device() -> None:
     assert all(f"\n  {e.name}" in shown for e in EXPERIMENTS)
     listed = command("list")
     assert listed.returncode == 0 and all(f" {e.name} " in listed.stdout for e in EXPERIMENTS)
-    assert "131072" in command("every-step", "--help").stdout
+    shown = command("every-step", "--help").stdout
+    assert "131072" in shown and "[default: 4GiB]" in shown and "Restore from storage too" in shown
 
 
 def test_without_a_device_it_says_so() -> None:
@@ -231,6 +232,12 @@ def test_a_whole_run_is_written_down_as_it_goes(
     into_docs([path], page)
     assert "speed: 53 GB/s<br>stall: 3 ms (**not as expected**)" in page.read_text()
     assert "a device, " in page.read_text() and "not run yet" in page.read_text()
+    document["machine"]["device"] = document["experiments"][1]["name"] = "item"
+    path.write_text(json.dumps(document))
+    into_docs([path], page)
+    found = page.read_text()
+    assert found.count("speed: 53 GB/s<br>stall: 3 ms") == 2 and "a device, " in found and "item, " in found
+    assert command("docs").returncode == 2, "it would put no figure anywhere"
 
 
 def test_a_report_cut_off_amid_a_line_is_read(tmp_path: Path) -> None:
