@@ -55,6 +55,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{rank}] %(message)s")
     gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # one for each rank, or none
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)  # else a rank's calls that name no device would go to the first one
     if dist.is_torchelastic_launched():
         dist.init_process_group("nccl" if gpu else "gloo")
 
