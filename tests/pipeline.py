@@ -60,7 +60,7 @@ class Pipeline:
         chunks = receipt.layout.chunks
         found = plan([want for _, want, _ in wants], [Have(c.name, c.box) for c in chunks])
         assert not found.missing and not match.absent
-        filling = Filling(receipt.layout, ThreadStreams())
+        filling = Filling(receipt.layout, ThreadStreams([]))
         for move in found.moves:
             filling.want(move.have, move.box, wants[move.want][1].box, wants[move.want][2])
         fd = os.memfd_create("slot")

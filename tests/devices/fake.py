@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from rekindle.devices import bounce, events, table
+from rekindle.devices import bounce, events, page_lock, table
 from rekindle.devices.backend import Backend, QueueEvent, Stream
 
 _collecting: list[bool] = []
@@ -377,8 +377,10 @@ def install(monkeypatch: object, backend: FakeBackend) -> None:
     monkeypatch.setitem(table._backends, KIND, backend)  # type: ignore[attr-defined]
     monkeypatch.setattr(table, "_device", backend.device_of)  # type: ignore[attr-defined]
     monkeypatch.setattr(events, "_kept", None)  # type: ignore[attr-defined]
-    monkeypatch.setattr(events, "_watches", {})  # type: ignore[attr-defined]
-    monkeypatch.setattr(bounce, "_rings", {})  # type: ignore[attr-defined]
+    monkeypatch.setattr(page_lock, "_warned", False)  # type: ignore[attr-defined]
+    monkeypatch.setattr(events._watches, "_made", {})  # type: ignore[attr-defined]
+    for rings in (bounce._rings, bounce._rescue_rings):
+        monkeypatch.setattr(rings, "_made", {})  # type: ignore[attr-defined]
 
 
 __all__ = ["DEVICE", "Capture", "FakeBackend", "FakeEvent", "FakeStream", "QueueEvent", "install"]

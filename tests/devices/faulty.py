@@ -24,9 +24,11 @@ from tests.devices.training import Training
 class Job:
     """One rank. ``step`` queues a step; ``fault`` has another thread secure the state, as an agent's word would."""
 
-    def __init__(self, device: FakeBackend, root: Path, memory: Path, **options: Any) -> None:
+    def __init__(
+        self, device: FakeBackend, root: Path, memory: Path, training: Training | None = None, **options: Any
+    ) -> None:
         self.device, self.dir = device, JobDir.of(root, memory_base(memory))
-        self.training = Training(device)
+        self.training = training or Training(device)
         self.values = rekindle.Values(count=0)
         state = {**self.training.state, "values": self.values}
         options = {"snapshot_every": 10**9, "persist_every": 10**9, "strict": True, **options}

@@ -6,28 +6,32 @@ import gc
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import rekindle
-from rekindle.devices import bounce
-from rekindle.devices.batches import AHEAD
+from rekindle.devices import bounce, events, table
+from rekindle.devices.batches import AHEAD, DEVICE_BATCH
 from rekindle.devices.events import Event, record
 from rekindle.devices.page_lock import PageLocker
 from rekindle.devices.streams import SideStreams, copy_now
 from rekindle.errors import RekindleError
 from rekindle.format.layout import BLOCK, Chunk, Layout
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.save import plan
+from rekindle.save import copy as copy_module
+from rekindle.save import device_copies, plan
 from rekindle.save.copy import ShardWriter, _target
 from rekindle.save.device_copies import DeviceCopies
 from rekindle.save.plan import Batch, CopyPlan, Piece, batches
 from rekindle.state.parts import dtype_name
-from tests.devices.fake import DEVICE, FakeBackend
+from tests.devices.fake import DEVICE, KIND, FakeBackend
 from tests.devices.test_snapshots import check, train_and_check
 from tests.devices.training import Training
 from tests.faults.harness import wait_for
@@ -38,9 +42,8 @@ SOON = 20.0
 
 
 def checkpointer(root: Path, training: Training, **settings: Any) -> Any:
-    ckpt = rekindle.Checkpointer(
-        root, training.state, overlap=True, persist_every=10**6, **({"strict": True} | settings)
-    )
+    settings = {"overlap": True, "persist_every": 10**6, "strict": True} | settings
+    ckpt = rekindle.Checkpointer(root, training.state, **settings)
     ckpt.restore()
     return ckpt
 
@@ -77,10 +80,8 @@ def step_on_stuck_device(device: FakeBackend, ckpt: Any, training: Training) -> 
     return release
 
 
-def bounce_copies(
-    places: list[torch.Tensor], sources: list[torch.Tensor], wait: Any = lambda event: event.wait(SOON)
-) -> None:
-    bounce.copy_by_bounce(DEVICE, lambda to, source: copy_now(DEVICE, to, source), places, sources, wait)
+def bounce_copies(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    bounce.copy_by_bounce(DEVICE, partial(copy_now, DEVICE), places, sources)
 
 
 # -- into memory that is not page-locked ------------------------------------------------------------------------
@@ -167,17 +168,46 @@ def test_more_threads_than_buffers_bounce_at_once(device: FakeBackend, monkeypat
     assert len(made) <= bounce._BUFFERS
 
 
-def test_a_buffer_that_a_device_may_still_write_to_is_not_used_again(device: FakeBackend) -> None:
+def test_a_buffer_is_used_again_once_a_device_that_was_stuck_has_filled_it(
+    device: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the device may write to it at any time."""
+    monkeypatch.setattr(events, "_STUCK", 0.0)
+    monkeypatch.setattr(events, "_CHECK", 0.01)
     source, place = torch.ones(4), torch.zeros(4)
     device.own(source)
-
-    def fail(event: Event) -> None:
-        raise RekindleError("stuck")
-
+    release = device.stick()
     for _ in range(bounce._BUFFERS):
-        with pytest.raises(RekindleError, match="stuck"):
-            bounce_copies([place], [source], fail)
-    assert bounce._ring(DEVICE)._take() is None
+        with pytest.raises(RekindleError, match="a device has not copied its part"):
+            bounce_copies([place], [source])
+    with pytest.raises(RekindleError, match="other copies from the device have not ended"):
+        bounce_copies([place], [source])
+    monkeypatch.setattr(events, "_STUCK", SOON)
+    release.set()
+    bounce_copies([place], [source])
+    assert torch.equal(place, source)
+
+
+def test_a_buffer_is_filled_while_the_one_before_is_emptied(
+    device: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest batch is several loads."""
+    source = torch.zeros(DEVICE_BATCH + BLOCK, dtype=torch.uint8)
+    device.own(source)
+    under_way, empty = [], bounce._Load.empty
+
+    def count(load: Any) -> None:
+        under_way.append(device.under_way)
+        empty(load)
+
+    monkeypatch.setattr(bounce._Load, "empty", count)
+    release = device.stick()
+    places = [torch.empty_like(source)]
+    copies = run(lambda: (device.enter(DEVICE), bounce_copies(places, [source])))
+    wait_for(lambda: under_way, what="a buffer to be waited for")
+    release.set()
+    copies.join(SOON)
+    assert not copies.is_alive() and under_way[0] == 2
 
 
 def test_a_place_in_two_locked_ranges_counts_as_not_locked(device: FakeBackend) -> None:
@@ -251,6 +281,45 @@ def test_copies_are_spread_over_the_time_until_the_update(device: FakeBackend, m
     assert not waits.is_alive() and copied == every
 
 
+def test_the_last_copies_are_due_when_four_fifths_of_the_time_are_over(
+    device: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(device_copies, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(plan, "DEVICE_BATCH", 1)
+    sources = [torch.zeros(10) for _ in range(20)]
+    device.own(*sources)
+    copied: list[Batch] = []
+    copies = DeviceCopies(batches_of(*sources), lambda batch: copied.append(batch) or record(DEVICE), 100.0)  # type: ignore[func-returns-value]
+    for passed, number, due in [(0.0, 0, 1), (3.9, 0, 1), (4.0, 0, 2), (39.9, 8, 10), (40.0, 8, 11), (76.0, 18, 20)]:
+        now[0] = 1000.0 + passed
+        copies.queue_ahead(number)
+        assert len(copied) == due, passed
+
+
+def test_copies_are_spread_by_the_time_from_a_snapshot_to_the_update_after_it(
+    device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(copy_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    training = Training(device)
+    ckpt = checkpointer(root, training)
+    wait_for_memory(ckpt)
+    found = []
+    for step in range(1, 4):
+        training.update()
+        now[0] += 50.0
+        ckpt.save(step, wait="memory") if step == 1 else ckpt.step(step)
+        found.append(ckpt._saver.memory.pending.copying._copies._window)
+        now[0] += 7.0 * step
+        ckpt._saver.memory.pending.wait_before_update()
+        now[0] += 1000.0
+        ckpt._saver.memory.pending.wait_before_update()  # of the second of two optimizers
+    assert found[1:] == [7.0, 14.0]
+    ckpt._saver.conclude()
+    ckpt.close()
+
+
 def test_a_copy_keeps_nothing_alive_once_it_is_forgotten(device: FakeBackend) -> None:
     """Python's collector may come late, and the state is large."""
     device.enter(DEVICE)
@@ -269,6 +338,60 @@ def test_a_copy_keeps_nothing_alive_once_it_is_forgotten(device: FakeBackend) ->
     finally:
         gc.enable()
         writer.close()
+
+
+# -- which device ------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_locked_for_the_device_of_the_state(
+    device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training's thread may never have chosen its device: then the first one is its current one."""
+    entered, enter = set(), device.enter
+    monkeypatch.setattr(device, "current_device", lambda: torch.device(KIND, 5))
+    monkeypatch.setattr(device, "enter", lambda on: entered.add(on) or enter(on))
+    training = Training(device)
+    ckpt = checkpointer(root, training)
+    training.update()
+    ckpt.save(1, wait="durable")
+    ckpt.close()
+    again = checkpointer(root, Training(device))
+    again.close()
+    assert entered == {DEVICE}
+
+
+def test_a_failed_lock_is_told_of_once(device: FakeBackend, caplog: pytest.LogCaptureFixture) -> None:
+    device.fail_register = 1
+    locker = PageLocker()
+    assert not any(locker.lock(mmap.mmap(-1, 1 << 14)) for _ in range(3))
+    assert (
+        caplog.text.count("can't be page-locked (CUDA error 1): training goes on") == 1 and "ulimit -l" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_device_without_queues_is_copied_by_a_host_that_waits(
+    device: FakeBackend, root: Path, memory: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch copies from it, and returns when that is done."""
+    monkeypatch.delitem(table._backends, KIND)
+    assert table.backend_of(DEVICE) is None
+
+    def launch(kernel: Callable[[], object], *written: torch.Tensor) -> None:
+        torch.autograd.graph.increment_version(written)
+        kernel()
+
+    monkeypatch.setattr(device, "launch", launch)
+    training = Training(device, layers=3)
+    ckpt = checkpointer(root, training, overlap=overlap)
+    wait_for_memory(ckpt)
+    train_and_check(ckpt, training, JobDir.of(root, memory_base(memory)), 4)
+    again = Training(device, layers=3)
+    ckpt.close()
+    ckpt = checkpointer(root, again, overlap=overlap)
+    assert torch.equal(again.model.weight, training.model.weight)
+    ckpt.close()
+    assert not device.registered and not device.under_way
 
 
 # -- memory that goes away --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,42 @@ raise ValueError("training has failed")
 """
 
 
+INTERRUPTED = """
+import os
+import signal
+import sys
+import threading
+import time
+import rekindle
+from rekindle.devices import bounce, table
+from rekindle.save import plan
+from tests.devices.fake import KIND, FakeBackend
+from tests.devices.training import Training
+
+os.sched_getaffinity = lambda pid: set(range(8))
+plan.DEVICE_BATCH = 1
+device = FakeBackend()
+device.fail_register = 1
+table._backends[KIND], table._device = device, device.device_of
+training = Training(device, size=10_000, layers=12, buffer=False)
+ckpt = rekindle.Checkpointer(sys.argv[1], training.state, overlap=True, persist_every=10**6)
+ckpt.restore()
+training.update()
+ckpt.save(1, wait="memory")
+training.update()
+device.stick()
+ckpt.step(2)
+
+def interrupt():
+    while device.under_way < bounce._BUFFERS:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+training.update()
+"""
+
+
 def test_an_exception_ends_a_process_whose_device_is_stuck(root: Path, memory: Path) -> None:
     """The copies behind training wait for the device: without a bound the process would wait for them."""
     for kind in ("locked", "unlocked"):
@@ -36,3 +73,10 @@ def test_an_exception_ends_a_process_whose_device_is_stuck(root: Path, memory: P
         )
         assert ended.returncode == 1, ended.stderr
         assert "ValueError: training has failed" in ended.stderr
+
+
+def test_an_interrupt_ends_a_process_whose_copies_wait_for_each_other(root: Path, memory: Path) -> None:
+    """More threads copy by way of page-locked buffers than there are buffers, and none gets free."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, str(root)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert "KeyboardInterrupt" in ended.stderr

@@ -157,6 +157,14 @@ def test_communicators_of_nccl_are_aborted_unless_there_is_a_hook(
         over.set()
 
 
+def test_an_old_torch_that_can_abort_nothing_has_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+    assert stop_hook([DEVICE]) is not None
+    monkeypatch.delattr(distributed_c10d, "_abort_process_group")
+    assert stop_hook([DEVICE]) is None
+
+
 def test_npus_are_stopped_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
     npu = SimpleNamespace(
@@ -181,6 +189,7 @@ def test_a_rehearsal_that_fails_holds_up_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     over = threading.Event()
+    monkeypatch.setattr("concurrent.futures._base.TimeoutError", type("BeforePython311", (Exception,), {}))
 
     def allocate(on: torch.device, nbytes: int) -> torch.Tensor:
         if hangs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,15 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rekindle.devices import bounce
+from rekindle.faults.late_work import late_work_counts
+from rekindle.faults.nccl import SETTINGS
+from rekindle.memory.fault import Fault
 from rekindle.memory.local_state import read_local_states
+from rekindle.save import plan
 from rekindle.save.copy import Copying
 from rekindle.save.plan import Unit
 from rekindle.save.progress import KEPT
-from tests.devices.fake import FakeBackend, install
+from tests.devices.fake import KIND, FakeBackend, install
 from tests.devices.faulty import Job, check_shard
+from tests.devices.training import Training
 from tests.faults.peer import be_overtaken
 from tests.save.overlapped import snapshot_of
 
@@ -35,17 +43,19 @@ def wait_until(reached: Callable[[], object]) -> None:
 # -- which step it is -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [10**9, 1])
-@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize(("ahead", "every"), [(0, 10**9), (1, 10**9), (2, 10**9), (3, 10**9), (0, 1), (1, 1)])
 def test_a_stuck_device_holds_the_step_before(
     device: FakeBackend, root: Path, memory: Path, ahead: int, every: int
 ) -> None:
-    """The host has completed later steps than the device, which waits for a dead rank."""
+    """The host has completed later steps than the device, which waits for a dead rank.
+
+    Where each step has a snapshot, the host gets one ahead: the next ``step()`` waits for the one before.
+    """
     job = Job(device, root, memory, snapshot_every=every)
     with job.guarded() as guard:
         for _ in range(3):
             job.step()
-        for number in range(min(ahead, 1) if every == 1 else ahead):  # where each has a snapshot, the next step() waits
+        for number in range(ahead):
             job.step(threading.Event() if number == 0 else None)
         job.fault(guard).join(_LONG)
         job.check(3)
@@ -87,6 +97,29 @@ def test_a_host_that_is_stuck_in_its_update_or_step_is_not_waited_for(
         assert job.done == 5, "the host gets no further ahead than local states are kept"
 
 
+@pytest.mark.parametrize("cores", [1, 8])
+def test_copies_that_are_stuck_leave_the_rescue_its_own_buffers(
+    device: FakeBackend, root: Path, memory: Path, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory can't be page-locked. The update waits, with as many threads as there are cores, for a snapshot."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(plan, "DEVICE_BATCH", 1)
+    device.fail_register = 1
+    training = Training(device, size=10_000, layers=12, buffer=False)
+    job = Job(device, root, memory, training, snapshot_every=2, strict=False)
+    with job.guarded() as guard:
+        for _ in range(3):
+            job.step()
+        job.ckpt._saver.conclude()
+        device.settle()
+        job.step(threading.Event())
+        job.train(1)
+        wait_until(lambda: device.under_way >= min(cores, bounce._BUFFERS))
+        job.fault(guard).join(_LONG)
+        assert guard._gate._page.secured == 3
+        job.check(3)
+
+
 def test_a_device_that_goes_on_brings_the_step_that_the_host_has_completed(
     device: FakeBackend, root: Path, memory: Path
 ) -> None:
@@ -100,26 +133,53 @@ def test_a_device_that_goes_on_brings_the_step_that_the_host_has_completed(
 
 
 @pytest.mark.parametrize("phase", ["update", "step"])
-def test_an_update_that_has_begun_is_waited_for(device: FakeBackend, root: Path, memory: Path, phase: str) -> None:
+def test_an_update_that_has_begun_is_waited_for(
+    device: FakeBackend, root: Path, memory: Path, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host has queued only a part of the update, or all of it but not the step's end."""
     job = Job(device, root, memory)
     with job.guarded() as guard:
         job.step()
-        held = threading.Event()
         job.training.forward()
         if phase == "step":
             job.training.optimizer.step()
         else:
             job.ckpt._saver.wait_before_update()
         device.settle()
+        waits, seize = threading.Event(), guard._gate.seize
+
+        def note(timeout: float, beyond: int = -1) -> int | None:
+            waits.set()
+            return seize(timeout, beyond)
+
+        monkeypatch.setattr(guard._gate, "seize", note)
         gasp = job.fault(guard)
+        assert waits.wait(_LONG)
         gasp.join(0.2)
-        assert gasp.is_alive() and not held.is_set()
+        assert gasp.is_alive() and job.in_memory() == []
         if phase == "update":
             job.training.optimizer.step()
         job.end()
         gasp.join(_LONG)
         job.check(2)
+
+
+def test_an_update_that_does_not_end_is_told_of_as_the_device_s(
+    device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host may be steps ahead of it."""
+    monkeypatch.setattr("rekindle.faults.gasp._UPDATE", 0.2)
+    job = Job(device, root, memory)
+    with job.guarded() as guard:
+        job.step()
+        job.training.forward()
+        job.ckpt._saver.wait_before_update()
+        device.stick()
+        job.training.optimizer.step()
+        job.end()
+        wait_until(lambda: job.ckpt._saver.live.clock.standing() is None)
+        job.fault(guard).join(_LONG)
+        assert "its device was inside of an update, and did not end it; the host was at step 2" in caplog.text
 
 
 def test_an_update_that_begins_while_the_state_is_read_makes_that_worthless(
@@ -202,6 +262,27 @@ def test_an_abort_by_somebody_else_is_refused(
         gasp.join(_LONG)
         assert job.in_memory() == [2]
         job.check(2)
+
+
+@pytest.mark.parametrize(
+    ("backends", "handled", "aborts"),
+    [
+        (None, "", False),
+        (f"cpu:gloo,{KIND}:gloo", "", False),
+        ("cpu:gloo,cuda:nccl,xpu:xccl", "0", False),
+        ("cpu:gloo,cuda:nccl,xpu:xccl", "", True),
+        (f"cpu:gloo,{KIND}:hccl", "0", True),
+    ],
+)
+def test_backends_that_may_abort_by_themselves(
+    device: FakeBackend, monkeypatch: pytest.MonkeyPatch, backends: str | None, handled: str, aborts: bool
+) -> None:
+    """Those of other kinds of devices than this process's are only names in a list."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: backends is not None)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
+    monkeypatch.setenv(SETTINGS[0], handled)
+    killed = Fault("signal", 0, 1, 5, "rank 1 was killed")
+    assert late_work_counts(killed) == (not aborts)
 
 
 @pytest.mark.parametrize("what", ["rank 1 raised DistBackendError: aborted", "rank 1 raised OSError"])

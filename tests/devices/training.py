@@ -39,7 +39,7 @@ class Training:
     """Parameters, a counter in a buffer and an optimizer, all on the device. At step n each value follows from n."""
 
     def __init__(self, device: FakeBackend, size: int = 100_000, layers: int = 1, buffer: bool = True) -> None:
-        self.device = device
+        self.device, self._buffer = device, buffer
         self.model = torch.nn.Module()
         self.model.weight = torch.nn.Parameter(torch.zeros(size))
         self.model.register_buffer("seen", torch.zeros(64), persistent=buffer)
@@ -67,4 +67,5 @@ class Training:
     def expected(self, step: int) -> dict[str, float]:
         """Values of all elements of each tensor after ``step`` updates."""
         weights = {f"model.{name}": step * (step + 1) / 2 for name, _ in self.model.named_parameters()}
-        return {**weights, "model.seen": float(step), "moment": float(step)}
+        seen = {"model.seen": float(step)} if self._buffer else {}
+        return {**weights, **seen, "moment": float(step)}

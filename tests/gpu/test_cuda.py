@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.devices.page_lock import PageLocker
+from rekindle.devices.cuda import Cuda
 from rekindle.memory.job_dir import JobDir, memory_base
 from tests.save.overlapped import content, snapshot_of
 
@@ -129,14 +128,24 @@ def test_slots_are_page_locked(root: Path, memory: Path) -> None:
     ckpt.close()
 
 
-def test_memory_that_cannot_be_page_locked_is_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    torch.cuda.init()
-    mapping = mmap.mmap(-1, 1 << 20)
-    first = PageLocker().lock(mapping)
-    assert first is not None
+def test_memory_that_cannot_be_page_locked_is_used_all_the_same(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = run(root / "locked", memory, True)
+    register = Cuda.register
+
+    def refuse(self: Cuda, address: int, nbytes: int) -> bool:
+        register(self, address, nbytes)
+        try:
+            return register(self, address, nbytes)  # it is locked already, which CUDA refuses
+        finally:
+            self.unregister(address)
+
+    monkeypatch.setattr(Cuda, "register", refuse)
+    monkeypatch.setattr("rekindle.devices.page_lock._warned", False)
     with caplog.at_level(logging.WARNING, "rekindle"):
-        assert PageLocker().lock(mapping) is None, "it is locked already, which CUDA refuses"
-    assert "page-locked" in caplog.text
+        assert run(root / "refused", memory, True) == locked
+    assert "can't be page-locked (CUDA error" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["memory", "storage"])

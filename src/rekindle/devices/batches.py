@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from rekindle.devices.events import Event
+from rekindle.devices.events import Event, wait_for_copy
 from rekindle.devices.streams import copy_now
 
 __all__ = ["AHEAD", "DEVICE_BATCH", "batched", "copy_in_batches"]
@@ -29,21 +29,20 @@ def copy_in_batches(
     device: torch.device,
     to: Sequence[torch.Tensor],
     source: Sequence[torch.Tensor],
-    wait: Callable[[Event], object],
 ) -> None:
     """Copies from ``device`` on the calling thread's stream, into page-locked memory. Returns when that is done.
 
-    ``wait`` returns when an event has been reached, or raises.
+    Raises RekindleError when the device is stuck.
     """
     queued: deque[Event] = deque()
     for pairs in batched(to, source, DEVICE_BATCH):
         if len(queued) == AHEAD:
-            wait(queued.popleft())
+            wait_for_copy(queued.popleft())
         event = copy_now(device, [place for place, _ in pairs], [part for _, part in pairs])
         if event is not None:
             queued.append(event)
     if queued:
-        wait(queued.pop())
+        wait_for_copy(queued.pop())
 
 
 def batched(

@@ -30,9 +30,6 @@ class Cuda(Accelerator):
     def __init__(self) -> None:
         super().__init__("cuda")
 
-    def in_use(self) -> bool:
-        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
     def enter(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
         if not getattr(_thread, "relaxed", False):

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 import torch
 
-from rekindle.devices.backend import Backend, QueueEvent
-from rekindle.devices.table import backend_of
+from rekindle.common.workers import ending
+from rekindle.devices.backend import QueueEvent
+from rekindle.devices.table import PerDevice, require_backend
+from rekindle.errors import RekindleError
 
-__all__ = ["Event", "keep_events", "record"]
+__all__ = ["Event", "await_device", "keep_events", "record", "wait_for_copy"]
+
+T = TypeVar("T")
 
 _FIRST, _LONGEST = 1e-4, 2e-3
 """Seconds between two looks at a device: at first, doubled each time, and at most.
 
 A look holds the interpreter's lock: many threads that look often slow the launching of kernels.
 """
+_STUCK = 600.0
+"""Seconds after which a copy that doesn't end counts as failed."""
+_CHECK = 1.0
+"""Seconds after which a thread that waits for a device looks whether the process is ending."""
+_GRACE = 5.0
+"""Seconds that a device gets at the process's end: most end a copy in far less, and one that is stuck never does."""
 
 
 class Event:
@@ -44,7 +55,7 @@ class Event:
 
     def wait(self, timeout: float) -> bool:
         """Returns True once the device has reached it, False after ``timeout`` seconds. Raises as ``reached`` does."""
-        return self._reached or _watch(self.device).wait(self, timeout)
+        return self._reached or _watches.of(self.device).wait(self, timeout)
 
 
 _kept: list[QueueEvent] | None = None
@@ -59,9 +70,27 @@ def keep_events() -> None:
 
 def record(device: torch.device) -> Event:
     """Records an event on the calling thread's stream. The device must have a backend."""
-    backend = backend_of(device)
-    assert backend is not None
-    return Event(device, backend.current_stream(device).record_event())
+    return Event(device, require_backend(device).current_stream(device).record_event())
+
+
+def wait_for_copy(event: Event) -> None:
+    """Returns once a device has copied. Raises RekindleError if it doesn't, or not before the process has to end."""
+    await_device(lambda seconds: event.wait(seconds) or None, "a device has not copied its part")
+
+
+def await_device(look: Callable[[float], T | None], failure: str) -> T:
+    """Returns what ``look`` finds, which waits for at most as many seconds as it is given, and else returns None.
+
+    Raises RekindleError of ``failure`` when a device that is stuck, or the process's end, lets it find nothing.
+    """
+    until = time.monotonic() + _STUCK
+    while (found := look(_CHECK)) is None:
+        now = time.monotonic()
+        if ending():
+            until = min(until, now + _GRACE)
+        if now > until:
+            raise RekindleError(f"{failure} within {_STUCK:.0f} s, or by the process's end")
+    return found
 
 
 class _Look:
@@ -86,8 +115,8 @@ class _Look:
 class _Watch:
     """Thread that looks at the events of one device for all who wait."""
 
-    def __init__(self, backend: Backend, device: torch.device) -> None:
-        self._backend, self._device = backend, device
+    def __init__(self, device: torch.device) -> None:
+        self._backend, self._device = require_backend(device), device
         self._looks: list[_Look] = []
         self._changed = threading.Condition()
         self._again = False
@@ -128,15 +157,4 @@ class _Watch:
                 pause = min(2 * pause, _LONGEST)
 
 
-_watches: dict[tuple[int, torch.device], _Watch] = {}
-_making = threading.Lock()
-
-
-def _watch(device: torch.device) -> _Watch:
-    key = os.getpid(), device  # threads don't come along into a forked child
-    with _making:
-        if key not in _watches:
-            backend = backend_of(device)
-            assert backend is not None
-            _watches[key] = _Watch(backend, device)
-        return _watches[key]
+_watches = PerDevice(_Watch)  # threads don't come along into a forked child

@@ -7,7 +7,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -32,12 +32,33 @@ def locked_ranges() -> list[tuple[int, int]]:
     return sorted(_locked.copy().items())
 
 
-class PageLocker:
-    """Page-locks memory for the device of the thread that made this object. Thread-safe."""
+_warned = False
+"""True once the process has been warned: memory is locked in parts, for each slot, and all may fail alike."""
 
-    def __init__(self) -> None:
-        self.device = next(iter(current_devices()), None)
-        """Device that copies into the memory; None if this process used none when the object was made."""
+
+def _warn_once(error: BaseException) -> None:
+    global _warned
+    if not _warned:
+        log.warning(
+            "the memory for snapshots can't be page-locked (%s): training goes on, but devices copy by way of other "
+            "memory, and updates wait on the host for the rest of a copy. See that 'ulimit -l' is unlimited (in "
+            "containers --ulimit memlock=-1), and that the node has memory to spare. This is said once",
+            error,
+        )
+    _warned = True
+
+
+class PageLocker:
+    """Page-locks memory for a device. Thread-safe."""
+
+    def __init__(self, devices: Collection[torch.device] = ()) -> None:
+        """``devices``: those that copy into the memory. If none are given, the calling thread's one counts.
+
+        A thread may never have chosen its device, which is then the first one, though its state is on another: to lock
+        memory there would open that device, and take some of its memory.
+        """
+        self.device = next(iter(devices or current_devices()), None)
+        """Any one of them; None if this process used none when the object was made."""
 
     def numa_node(self) -> int | None:
         """Returns the node of memory that the device is nearest to; None without a device, or if that is not known."""
@@ -47,23 +68,19 @@ class PageLocker:
     def lock(self, mapping: _Memory, start: int = 0, stop: int | None = None) -> object:
         """Page-locks bytes ``start`` to ``stop`` of ``mapping``, by default all, until the result is dropped.
 
-        Returns None if no device is in use or, after a warning, if it fails: copies are slower then.
+        Returns None if no device is in use or, after the process's one warning, if it fails: copies are slower then.
         """
         stop = len(mapping) if stop is None else stop
         backend = backend_of(self.device) if self.device is not None else None
         if backend is None or self.device is None:
             return None
-        lock = _PageLock(backend, self.device, mapping, start, stop)
+        lock = _LockedRange(backend, self.device, mapping, start, stop)
         if lock.error:
-            log.warning(
-                "%d MB of memory can't be page-locked (%s): copies from the device are slower, and training waits "
-                "longer for them",
-                *((stop - start) >> 20, lock.error),
-            )
+            _warn_once(lock.error)
         return lock if lock.held else None
 
 
-class _PageLock:
+class _LockedRange:
     """Keeps memory page-locked until this object is dropped."""
 
     def __init__(

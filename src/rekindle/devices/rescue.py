@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import torch
 from rekindle.devices.backend import QueueEvent, Stream
 from rekindle.devices.bounce import prepare_bounce
 from rekindle.devices.events import Event, keep_events
-from rekindle.devices.table import backend_of, device_of
+from rekindle.devices.table import device_of, require_backend
 from rekindle.errors import RekindleError
 
 __all__ = ["RescueStreams"]
@@ -59,13 +60,10 @@ class RescueStreams:
         """
         for device, probe in self._probes.items():
             samples = {tensor.dtype: tensor for tensor in tensors if device_of(tensor) == device and _is_sample(tensor)}
-            try:
-                answered = probe.do(lambda p=probe, s=samples: p.rehearse(list(s.values()))).result(_REHEARSAL)  # type: ignore[misc]
-            except (RuntimeError, TimeoutError) as error:
-                answered, why = False, f": {error}" if str(error) else ""
-            else:
-                why = ""
-            if not answered:
+            answer = probe.do(partial(probe.rehearse, list(samples.values())))
+            if not _says_yes(answer, _REHEARSAL):
+                error = answer.exception() if answer.done() else None
+                why = f": {error}" if error is not None else ""
                 log.warning(
                     "device %s could not be read in a rehearsal%s. If a rank fails, the state on it may not be "
                     "secured, and training goes back to the newest snapshot",
@@ -77,12 +75,8 @@ class RescueStreams:
         if self._probes:
             keep_events()
         until = time.monotonic() + timeout
-        asked = [(probe := self._probes[device]).do(lambda p=probe: p.choose(until)) for device in self.silent]  # type: ignore[misc]
-        for answer in asked:
-            try:
-                answer.result(max(0.0, until - time.monotonic()) + _POLL)
-            except (RuntimeError, TimeoutError):  # it has failed, or the thread stands in a call
-                pass
+        asked = [self._probes[device] for device in self.silent]
+        wait([probe.do(partial(probe.choose, until)) for probe in asked], max(0.0, until - time.monotonic()) + _POLL)
         return not self.silent
 
     @property
@@ -116,10 +110,12 @@ class _Probe:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        backend = backend_of(device)
-        assert backend is not None
-        self._backend = backend
+        self._backend = require_backend(device)
         self._lines: list[_Line] = []
+        self._source = torch.empty(0)
+        """Memory of the device that is copied from."""
+        self._strided: list[torch.Tensor] = []
+        """Places of the rehearsal's copies: to free page-locked memory may wait for a device that is still copying."""
         self.chosen: Stream | None = None
         """First stream on which the device has answered after a fault."""
         self._todo: SimpleQueue[tuple[Future[bool], Callable[[], bool]] | None] = SimpleQueue()
@@ -153,7 +149,7 @@ class _Probe:
             stream = backend.new_stream(self.device)
             self._lines.append(_Line(stream, places[at : at + _NBYTES], stream.record_event()))
         prepare_bounce(self.device)
-        self._copied = [self._copy_strided(sample) for sample in samples]
+        self._strided = [self._copy_strided(sample) for sample in samples]
         self._ask()
         until = time.monotonic() + _REHEARSAL
         return all(Event(self.device, line.event).wait(until - time.monotonic()) for line in self._lines)
@@ -184,6 +180,12 @@ class _Probe:
                 break
             time.sleep(_POLL)
         return self.chosen is not None
+
+
+def _says_yes(answer: Future[bool], timeout: float) -> bool:
+    """Returns False also if there is no answer in time, as the thread stands in a call, or if it has failed."""
+    # Not by result(timeout): before Python 3.11 what that raises is no TimeoutError.
+    return bool(wait([answer], timeout).done) and answer.exception() is None and answer.result()
 
 
 def _is_sample(tensor: torch.Tensor) -> bool:

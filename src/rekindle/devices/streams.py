@@ -13,24 +13,12 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from rekindle.devices.backend import Backend, Stream
+from rekindle.devices.backend import Stream
 from rekindle.devices.events import Event, record
 from rekindle.devices.page_lock import PageLocker
-from rekindle.devices.table import backend_of, device_of
+from rekindle.devices.table import Entrance, backend_of, device_of, require_backend
 
 __all__ = ["SideStreams", "ThreadStreams", "copy_now", "resume_after", "synchronize"]
-
-
-def _backend(device: torch.device) -> Backend:
-    backend = backend_of(device)
-    assert backend is not None
-    return backend
-
-
-def _enter(backend: Backend, device: torch.device) -> None:
-    """Makes ``device`` that of the calling thread, unless it is training's own, which has chosen one."""
-    if threading.current_thread() is not threading.main_thread():
-        backend.enter(device)
 
 
 def copy_now(device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event | None:
@@ -58,8 +46,8 @@ class SideStreams:
         """Makes the side streams wait, on the device, for the work queued on the caller's streams so far."""
         for device in devices:
             if device not in self._streams:
-                self._streams[device] = _backend(device).new_stream(device)
-            if self._streams[device] != _backend(device).current_stream(device):
+                self._streams[device] = require_backend(device).new_stream(device)
+            if self._streams[device] != require_backend(device).current_stream(device):
                 self._streams[device].wait_event(record(device).raw)
 
     def copy_aside(self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event:
@@ -67,7 +55,7 @@ class SideStreams:
 
         Memory of ``source`` that is freed meanwhile is not given to others before that.
         """
-        backend, stream = _backend(device), self._streams[device]
+        backend, stream = require_backend(device), self._streams[device]
         with backend.on(stream):
             backend.copy(to, source)
         for tensor in source:
@@ -77,19 +65,18 @@ class SideStreams:
     def make_training_wait(self, events: Iterable[Event]) -> None:
         """Makes the caller's streams wait, on the device, for copies that ``copy_aside`` has queued."""
         for event in events:
-            _backend(event.device).current_stream(event.device).wait_event(event.raw)
+            require_backend(event.device).current_stream(event.device).wait_event(event.raw)
 
 
 @contextmanager
 def resume_after(events: Mapping[torch.device, Event], by: Mapping[torch.device, Stream]) -> Iterator[None]:
     """Runs the block on streams that wait only for these events: work queued later may never end.
 
-    Devices that have a stream in ``by`` use that one, others a new one.
+    Devices that have a stream in ``by`` use that one, others a new one. For any thread that entered the devices.
     """
     with ExitStack() as streams:
         for device, event in events.items():
-            backend = _backend(device)
-            _enter(backend, device)
+            backend = require_backend(device)
             stream = by.get(device) or backend.new_stream(device)
             stream.wait_event(event.raw)
             streams.enter_context(backend.on(stream))
@@ -99,9 +86,10 @@ def resume_after(events: Mapping[torch.device, Event], by: Mapping[torch.device,
 class ThreadStreams:
     """Copies to devices on one stream for each thread and device, so that copies of several threads overlap."""
 
-    def __init__(self) -> None:
-        self._local = threading.local()
-        self.page_lock = PageLocker().lock
+    def __init__(self, devices: Collection[torch.device]) -> None:
+        """``devices``: those that are copied to."""
+        self._local, self._entrance = threading.local(), Entrance()
+        self.page_lock = PageLocker(devices).lock
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copies, and waits until that is done."""
@@ -113,7 +101,7 @@ class ThreadStreams:
             return
         streams = self._local.__dict__.setdefault("streams", {})
         if device not in streams:
-            _enter(backend, device)
+            self._entrance.enter([device])
             streams[device] = backend.new_stream(device)
         with backend.on(streams[device]):
             backend.copy([to], [source])

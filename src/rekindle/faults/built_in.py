@@ -19,7 +19,8 @@ def stop_hook(devices: Collection[torch.device]) -> Callable[[Fault], object] | 
     npus = [device for device in devices if device.type == "npu"]
     if torch_npu is not None and npus:
         return lambda fault: _restart(torch_npu.npu, npus)
-    return (lambda fault: nccl.abort_communicators()) if devices and nccl.uses_nccl() else None
+    can_abort = devices and nccl.uses_nccl() and nccl.can_abort()
+    return (lambda fault: nccl.abort_communicators()) if can_abort else None
 
 
 def _restart(npu: object, devices: Collection[torch.device]) -> None:

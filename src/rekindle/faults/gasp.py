@@ -113,12 +113,8 @@ class Gasp:
         while True:
             step = self.gate.seize(min(patience, end - time.monotonic()), beyond)
             if step is None:
-                where = "inside of its" if self.gate.phase == STEPPING else "between the beginning of an update and its"
                 if not self.secured:
-                    log.warning(
-                        "rank %d is not secured: it was past step %d, %s ckpt.step()",
-                        *(self.rank, self.gate.step, where),
-                    )
+                    log.warning("rank %d is not secured: %s", self.rank, self._why_not())
                 return None
             try:
                 return step if self._secure_step(step, cause, end) else None
@@ -128,6 +124,13 @@ class Gasp:
                 log.warning("step %d is not secured, a later one may be: %s", step, error)
                 beyond = step
                 self.gate.release()
+
+    def _why_not(self) -> str:
+        """Returns words on why there is no step that the state is that of."""
+        if self.gate.on_devices:
+            return f"its device was inside of an update, and did not end it; the host was at step {self.gate.step}"
+        where = "inside of its" if self.gate.phase == STEPPING else "between the beginning of an update and its"
+        return f"it was past step {self.gate.step}, {where} ckpt.step()"
 
     def _keep_newest_save(self, end: float) -> None:
         """Wait for the snapshot that is on its way: it is of a step before."""

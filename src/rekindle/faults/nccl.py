@@ -9,7 +9,15 @@ import logging
 import os
 from collections.abc import MutableMapping
 
-__all__ = ["SETTINGS", "abort_communicators", "aborts_by_itself", "set_defaults", "uses_nccl", "warn_of_settings"]
+__all__ = [
+    "SETTINGS",
+    "abort_communicators",
+    "aborts_by_itself",
+    "can_abort",
+    "set_defaults",
+    "uses_nccl",
+    "warn_of_settings",
+]
 
 log = logging.getLogger("rekindle")
 
@@ -20,6 +28,8 @@ The first is 3 by default, and 1 under torchrun: after an error of NCCL's the pr
 communicators are aborted. What is queued behind a collective then runs as if that had succeeded. The second is 1 by
 default: an error of the device, such as a failed assertion in a kernel, ends the process, whatever the first one says.
 """
+_KNOWN = {"gloo", "nccl"}
+"""Backends of torch.distributed of which is known when they abort communicators."""
 _OFF = ("0", "n", "no", "f", "false")
 """Values, in lower case, that torch takes for no."""
 
@@ -38,9 +48,26 @@ def uses_nccl() -> bool:
 
 
 def aborts_by_itself() -> bool:
-    """Returns True if torch may abort communicators when it notices a death or an error, at any time."""
+    """Returns True if communicators may be aborted when a death or an error is noticed, at any time.
+
+    False only where that is known: NCCL's settings are off, Gloo aborts nothing that a device waits for, or the process
+    has no process group. Other backends, such as HCCL and XCCL, have watchdogs with settings of their own.
+    """
     handled = os.environ.get(SETTINGS[0], "").lower() not in _OFF
-    return uses_nccl() and (handled or os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() not in _OFF)
+    blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() not in _OFF
+    return (uses_nccl() and (handled or blocking)) or not _device_backends() <= _KNOWN
+
+
+def _device_backends() -> set[str]:
+    """Returns the backends by which the devices that this process uses speak with other ranks."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from rekindle.devices.table import all_backends  # noqa: PLC0415
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return set()
+    by_kind = dict(pair.split(":", 1) for pair in str(dist.get_backend_config()).split(",") if ":" in pair)
+    return {by_kind[backend.kind] for backend in all_backends() if backend.in_use() and backend.kind in by_kind}
 
 
 def warn_of_settings(rank: int) -> None:
@@ -55,10 +82,15 @@ def warn_of_settings(rank: int) -> None:
         )
 
 
-def abort_communicators() -> None:
-    """Aborts all communicators, which ends the kernels that wait for dead ranks. May hang. torch 2.6 has it."""
+def can_abort() -> bool:
+    """Returns True if torch can abort communicators: 2.6 and newer do."""
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
-    abort = getattr(distributed_c10d, "_abort_process_group", None)
-    if abort is not None:
-        abort()
+    return hasattr(distributed_c10d, "_abort_process_group")
+
+
+def abort_communicators() -> None:
+    """Aborts all communicators, which ends the kernels that wait for dead ranks. May hang."""
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    distributed_c10d._abort_process_group()

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from rekindle.devices.streams import ThreadStreams, synchronize
+from rekindle.devices.table import used
 from rekindle.errors import RekindleError, StateMismatchError, UsageError
 from rekindle.format.boxes import Box
 from rekindle.format.completeness import tensor_names
@@ -196,7 +197,7 @@ class Candidate:
         self, found: ReadPlan, wants: Sequence[Any], haves: Sequence[tuple[ShardSource, int, Have]]
     ) -> None:
         """Lays out the moves as one filling for each source."""
-        streams = ThreadStreams()
+        streams = ThreadStreams(used(tensor for _, _, tensor in wants))
         fillings: dict[ShardSource, Filling] = {}
         for move in found.moves:
             source, number, _ = haves[move.have]

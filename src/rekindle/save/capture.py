@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rekindle.devices.table import backend_of, device_of, on_host
+from rekindle.devices.table import device_of, has_queues, on_host
 from rekindle.errors import UnsupportedValueError, UsageError
 from rekindle.format.layout import DTYPES, PAGE, Chunk, Layout
 from rekindle.format.receipt import checksum
@@ -200,6 +200,11 @@ class Capture:
         small = overlap == "auto" and plan.on_host and self.estimate() <= IN_STEP
         return overlap is False or not plan.late or small
 
+    def devices(self) -> set[torch.device]:
+        """Returns the devices that the state is on now, other than the host."""
+        plan, _ = self.prepare()
+        return plan.whole.devices
+
     def _encode(self, values: list[Any]) -> bytes:
         encoded = []
         for index, value in enumerate(values):
@@ -337,4 +342,4 @@ def _kept(optimizer: torch.optim.Optimizer) -> int:
 
 def _can_wait(tensor: torch.Tensor) -> bool:
     """Returns True if it can be copied late: there is a way to, and torch counts what is written to it."""
-    return (on_host(tensor) or backend_of(device_of(tensor)) is not None) and not tensor.is_inference()
+    return (on_host(tensor) or has_queues(device_of(tensor))) and not tensor.is_inference()

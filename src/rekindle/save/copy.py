@@ -25,12 +25,12 @@ import xxhash
 
 from rekindle.common.environ import env_count
 from rekindle.common.failpoints import reach
-from rekindle.common.workers import Workers, ending
+from rekindle.common.workers import Workers
 from rekindle.devices.bounce import copy_by_bounce
-from rekindle.devices.events import Event
+from rekindle.devices.events import Event, wait_for_copy
 from rekindle.devices.page_lock import locked_ranges
 from rekindle.devices.streams import SideStreams, copy_now
-from rekindle.devices.table import backend_of, enter
+from rekindle.devices.table import enter, has_queues
 from rekindle.errors import RekindleError
 from rekindle.format.layout import BLOCK
 from rekindle.format.receipt import checksum
@@ -45,12 +45,8 @@ _PIECE = 256 << 10
 With pieces of this size copying 1 GiB with its checksums took 2 % longer than copying alone on one thread and 12 % on
 two; with pieces of 16 MiB it took 55 % longer.
 """
-_STUCK = 600.0
-"""Seconds after which a copy that doesn't end counts as failed."""
-_LOOK = 1.0
-"""Seconds after which a thread that waits for a device looks whether the process is ending."""
-_GRACE = 5.0
-"""Seconds that a device gets at the process's end: most end a copy in far less, and one that is stuck never does."""
+_LONGEST = 600.0
+"""Seconds that other threads get to end their parts of a copy. Each gives up by itself, and earlier."""
 
 
 @dataclass
@@ -122,8 +118,8 @@ class _BatchQueue:
 
     def wait(self) -> None:
         """Wait for the batches that others have taken, and raise what went wrong."""
-        if not self._over.wait(_STUCK):
-            raise RekindleError(f"a copy has not ended within {_STUCK:.0f} s")
+        if not self._over.wait(_LONGEST):
+            raise RekindleError(f"a copy has not ended within {_LONGEST:.0f} s")
         if self._error is not None:
             raise self._error
 
@@ -144,7 +140,7 @@ class Copying:
         self._sums = [""] * len(plan.layout.blocks)
         batches = plan.late or plan.early
         self._middle = batches[len(batches) // 2] if batches else None
-        self._host = _BatchQueue(self._copy, (b for b in plan.late if _on_host(b)))
+        self._host = _BatchQueue(self._copy, (b for b in plan.late if b.on_host))
         self._bounced = _BatchQueue(self._bounce, (b for b in plan.late if self._is_bounced(b)))
         direct = [b for b in plan.late if self._is_direct(b)]
         aside = partial(_copy_aside, writer.streams, target)  # a method of this would keep it alive, and the state
@@ -167,9 +163,9 @@ class Copying:
         early, streams = self._plan.early, self._writer.streams
         for batch in early:
             if self._is_direct(batch):
-                self._early[batch.units[0].start] = copy_now(batch.device, *self.target.sides_of(batch))
-        streams.catch_up({b.device for b in early + self._plan.late if backend_of(b.device) is not None})
-        self._writer.all_hands(_BatchQueue(self._copy, (b for b in early if _on_host(b))))
+                self._early[batch.start] = copy_now(batch.device, *self.target.sides_of(batch))
+        streams.catch_up({b.device for b in early + self._plan.late if has_queues(b.device)})
+        self._writer.all_hands(_BatchQueue(self._copy, (b for b in early if b.on_host)))
         self._writer.all_hands(_BatchQueue(self._bounce, (b for b in early if self._is_bounced(b))))
 
     def queue(self) -> None:
@@ -201,10 +197,10 @@ class Copying:
         return self._sums
 
     def _is_direct(self, batch: Batch) -> bool:
-        return batch.units[0].start in self.target.direct
+        return batch.start in self.target.direct
 
     def _is_bounced(self, batch: Batch) -> bool:
-        return not (_on_host(batch) or self._is_direct(batch))
+        return not (batch.on_host or self._is_direct(batch))
 
     def _copy(self, batch: Batch) -> None:
         """Copy and hash what lies in the host's memory."""
@@ -222,12 +218,12 @@ class Copying:
         """Copy what is on a device into memory that is not page-locked, and hash it."""
         require_in_place(batch)
         copy = partial(self._writer.streams.copy_aside, batch.device)
-        copy_by_bounce(batch.device, copy, *self.target.sides_of(batch), wait_for_copy)
+        copy_by_bounce(batch.device, copy, *self.target.sides_of(batch), rescue=self._writer.rescue)
         self._hash_units(batch)
 
     def _hash(self, batch: Batch) -> None:
         """Hash what a device copies, once it has."""
-        first = batch.units[0].start
+        first = batch.start
         if first not in self._early:
             wait_for_copy(self._copies.await_queued(batch))
         elif (event := self._early[first]) is not None:
@@ -253,10 +249,6 @@ def _copy_aside(streams: SideStreams, target: _Target, batch: Batch) -> Event:
     return streams.copy_aside(batch.device, *target.sides_of(batch))
 
 
-def _on_host(batch: Batch) -> bool:
-    return batch.device.type == "cpu"
-
-
 def _move(unit: Unit, target: _Target) -> str:
     """Copy a unit and return its checksum. Large copies and hashes run outside the interpreter lock."""
     start, stop = unit.start, unit.start + unit.nbytes
@@ -277,7 +269,9 @@ def _move(unit: Unit, target: _Target) -> str:
 class ShardWriter:
     """The threads that copy a plan's tensors into buffers; each hashes what it has just copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rescue: bool = False) -> None:
+        """``rescue``: True for copies after a fault, which share nothing with those that may be stuck."""
+        self.rescue = rescue
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # The trainer waits meanwhile, so its cores are free; ranks on the same node save at the same time.
         self._helpers = max(1, min(8, cores // env_count("LOCAL_WORLD_SIZE"))) - 1
@@ -304,7 +298,7 @@ class ShardWriter:
         return copying.target, copying.finish()
 
     def _target(self, plan: CopyPlan, buffer: mmap.mmap) -> _Target:
-        self._devices |= {batch.device for batch in plan.early + plan.late if not _on_host(batch)}
+        self._devices |= {batch.device for batch in plan.early + plan.late if not batch.on_host}
         return _target(plan, buffer)
 
     def _entered(self, work: Callable[[], object]) -> object:
@@ -337,33 +331,22 @@ def _target(plan: CopyPlan, buffer: mmap.mmap) -> _Target:
     address = ctypes.addressof(anchor) + base
     batches = plan.early + plan.late
     sides = {
-        u.start: (u.view(buffer, base), u.part()) for b in batches for u in b.units if not (_on_host(b) and u.in_order)
+        u.start: (u.view(buffer, base), u.part()) for b in batches for u in b.units if not (b.on_host and u.in_order)
     }
     ranges = locked_ranges()
-    direct = {b.units[0].start for b in batches if not _on_host(b) and _is_locked(b, address, ranges)}
+    direct = {b.start for b in batches if not b.on_host and _is_locked(b, address, ranges)}
     return _Target(plan, address, memoryview(buffer)[base:], sides, direct, anchor)
 
 
 def _is_locked(batch: Batch, address: int, ranges: list[tuple[int, int]]) -> bool:
     """Returns True if each unit's place is page-locked, as one: a copy into two page-locked ranges may fail."""
-    if backend_of(batch.device) is None:
+    if not has_queues(batch.device):
         return True  # torch copies, and the host waits, whatever memory it is
     for unit in batch.units:
         found = bisect_right(ranges, (address + unit.start, sys.maxsize)) - 1
         if found < 0 or ranges[found][1] < address + unit.start + unit.nbytes:
             return False
     return True
-
-
-def wait_for_copy(event: Event) -> None:
-    """Returns once a device has copied. Raises RekindleError if it doesn't, or not before the process has to end."""
-    until = time.monotonic() + _STUCK
-    while not event.wait(_LOOK):
-        now = time.monotonic()
-        if ending():
-            until = min(until, now + _GRACE)
-        if now > until:
-            raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s, or by the process's end")
 
 
 def checksum_late_blocks(plan: CopyPlan) -> dict[int, str]:

@@ -28,7 +28,7 @@ class DeviceCopies:
 
     def __init__(self, batches: Sequence[Batch], copy: Callable[[Batch], Event], window: float) -> None:
         self._batches, self._copy, self._window = batches, copy, window
-        self._numbers = {batch.units[0].start: number for number, batch in enumerate(batches)}
+        self._numbers = {batch.start: number for number, batch in enumerate(batches)}
         self._began = time.monotonic()
         self._events: list[Event] = []
         """Ends of the copies queued so far."""
@@ -62,7 +62,7 @@ class DeviceCopies:
 
     def await_queued(self, batch: Batch) -> Event:
         """Returns the end of the copy of ``batch``. Queues it when it is due, and some of those behind it."""
-        number = self._numbers[batch.units[0].start]
+        number = self._numbers[batch.start]
         self.queue_ahead(number)
         return self._events[number]
 

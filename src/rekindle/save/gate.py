@@ -149,6 +149,11 @@ class Gate:
         """Let nothing count that a device reaches from now on: what it does is about to be aborted."""
         self._clock.distrust()
 
+    @property
+    def on_devices(self) -> bool:
+        """True if the state is on devices, which may be steps behind ``step``, the host's."""
+        return self._clock.in_use
+
     def awaits(self, step: int) -> bool:
         """Returns True if devices may still come to the end of a step after ``step``, of which they have been told."""
         return self._clock.awaits(step)

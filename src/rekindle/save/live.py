@@ -9,7 +9,7 @@ import torch
 
 from rekindle.devices.rescue import RescueStreams
 from rekindle.devices.streams import SideStreams, resume_after
-from rekindle.devices.table import backend_of
+from rekindle.devices.table import has_queues
 from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
@@ -48,7 +48,7 @@ class Live:
     def begin_guard(self) -> None:
         """From now on put aside, step by step, what ``plan`` needs."""
         self.clock.reset()
-        self._rescuer = self._rescuer or ShardWriter()
+        self._rescuer = self._rescuer or ShardWriter(rescue=True)
         self._local, self._before_update = self._capture_local(), None
 
     def end_guard(self) -> None:
@@ -151,7 +151,7 @@ class Live:
     def device_tensors(self) -> list[torch.Tensor]:
         """Returns the tensors of the state that are on devices. Raises RekindleError when it can't be saved."""
         plan, _ = self.capture.prepare()
-        batches = [b for b in plan.whole.early + plan.whole.late if backend_of(b.device) is not None]
+        batches = [b for b in plan.whole.early + plan.whole.late if has_queues(b.device)]
         return [unit.source for batch in batches for unit in batch.units]
 
     def read_by(self, streams: RescueStreams) -> None:
@@ -168,6 +168,7 @@ class Live:
         streams = self._rescue_streams.streams() if self._rescue_streams is not None else {}
         if streams:
             writer.streams = SideStreams(streams)
+        self.clock.enter()
         with resume_after(kept.events, streams):
             _, checksums = writer.write(plan, buffer, None, stamp.step)
         self.clock.check(stamp.step)

@@ -47,7 +47,7 @@ class KeptStep:
         self.writing: Future[object] | None = None
         """The writing to a file, which reads what ``take`` overwrites."""
         plan = plan.whole
-        self.devices = {b.device for b in plan.early + plan.late if backend_of(b.device) is not None}
+        self.devices = plan.devices
         early = list(_units(plan.early))
         by_host = [unit for unit in _units(plan.late) if on_host(unit.source)] if self.devices else []
         self.taken = [unit for unit in early if _small(unit)]  # each a whole tensor

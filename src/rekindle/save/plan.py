@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rekindle.devices.batches import DEVICE_BATCH
-from rekindle.devices.table import device_of
+from rekindle.devices.table import device_of, has_queues, is_host
 from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk, Layout, block_ranges
 from rekindle.format.receipt import Receipt
@@ -107,6 +107,16 @@ class Batch:
     """Device of all of them."""
     units: list[Unit]
 
+    @property
+    def start(self) -> int:
+        """First byte in the shard, by which batches of a plan are told apart."""
+        return self.units[0].start
+
+    @property
+    def on_host(self) -> bool:
+        """True if it is in the host's memory."""
+        return is_host(self.device)
+
 
 @dataclass(frozen=True)
 class CopyPlan:
@@ -131,9 +141,14 @@ class CopyPlan:
         return self._whole or self
 
     @property
+    def devices(self) -> set[torch.device]:
+        """Devices of its tensors that work off queues, behind the host."""
+        return {b.device for b in self.early + self.late if has_queues(b.device)}
+
+    @property
     def on_host(self) -> bool:
         """True if all of it is in the host's memory, so that no device has to be waited for."""
-        return all(batch.device.type == "cpu" for batch in self.early + self.late)
+        return all(batch.on_host for batch in self.early + self.late)
 
     @property
     def fits_in_step(self) -> bool:
@@ -154,7 +169,7 @@ def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece])
     for chunk in layout.chunks:
         piece = pieces[chunk.name, chunk.offsets]
         which = piece.late, device_of(piece.source)
-        limit = _BATCH if which[1].type == "cpu" else DEVICE_BATCH
+        limit = _BATCH if is_host(which[1]) else DEVICE_BATCH
         for unit in _units(chunk, piece, block):
             batch, waiting = filling.get(which) or (Batch(which[1], []), 0)
             if not batch.units:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
 from rekindle.devices.events import Event, record
-from rekindle.devices.table import enter
+from rekindle.devices.table import Entrance
 from rekindle.errors import RekindleError
 
 __all__ = ["KEPT", "DeviceClock", "Progress", "StateMoved", "standing_step"]
@@ -61,10 +61,17 @@ class _Mark:
     """Before the first update since the step before."""
     ends: Mapping[torch.device, Event] = field(default_factory=dict)
 
-    def begun(self, quantity: Callable[[Iterable[bool]], bool] = any) -> bool:
-        """Returns True if ``quantity``, any or all, of the devices have begun the update."""
+    def _begins(self) -> list[bool]:
         known = self.begins or self.ends  # an update may go unannounced
-        return bool(known) and quantity([event.reached() for event in known.values()])
+        return [event.reached() for event in known.values()]
+
+    def begun(self) -> bool:
+        """Returns True if any device has begun the update."""
+        return any(self._begins())
+
+    def begun_on_all(self) -> bool:
+        """Returns True if all devices have begun the update."""
+        return bool(begins := self._begins()) and all(begins)
 
     def ended(self) -> bool:
         """Returns True if all devices have come to the step's end."""
@@ -72,7 +79,7 @@ class _Mark:
 
     def decided(self) -> bool:
         """Returns True if no collective stands before the step's end any more, for any device."""
-        return self.ended() or (self.made == self.step and self.begun(all))
+        return self.ended() or (self.made == self.step and self.begun_on_all())
 
 
 class DeviceClock:
@@ -94,7 +101,7 @@ class DeviceClock:
         """Newest step whose update had begun on all devices when a fault was noticed."""
         self.frozen = False
         """True once a fault was noticed."""
-        self._trainer = threading.get_ident()
+        self._entrance = Entrance()
 
     @property
     def in_use(self) -> bool:
@@ -148,7 +155,7 @@ class DeviceClock:
         self._limit = min(self._limit, self._newest(_Mark.ended))
 
     def _newest(self, reached: Callable[[_Mark], bool]) -> int:
-        self._enter()
+        self.enter()
         return max((mark.step for mark in self._after(-1) if _surely(reached, mark)), default=-1)
 
     def standing(self) -> int | None:
@@ -160,7 +167,7 @@ class DeviceClock:
 
     def awaits(self, step: int) -> bool:
         """Returns True if the end of a later step is queued on the devices, which may still come to it."""
-        self._enter()
+        self.enter()
         open_ends = (mark for mark in self._after(step) if mark.ends and mark.step <= self._limit)
         return any(not _surely(_Mark.ended, mark) for mark in open_ends)
 
@@ -178,7 +185,7 @@ class DeviceClock:
         return step <= self._limit
 
     def _progress(self) -> list[Progress]:
-        self._enter()
+        self.enter()
         try:
             return [Progress(m.step, m.begun(), m.step <= self._limit and m.ended()) for m in self._after(-1)]
         except RuntimeError as error:
@@ -188,10 +195,9 @@ class DeviceClock:
         with self._lock:
             return [mark for mark in self._marks if mark.step > step]
 
-    def _enter(self) -> None:
-        """Make the devices this thread's, which is about to ask them. A thread that trains has chosen its own."""
-        if threading.get_ident() != self._trainer:
-            enter(self._devices)
+    def enter(self) -> None:
+        """Make the devices the calling thread's, which is about to ask them. The one that trains has chosen its own."""
+        self._entrance.enter(self._devices)
 
 
 def _surely(reached: Callable[[_Mark], bool], mark: _Mark) -> bool:

@@ -37,7 +37,7 @@ def start_saver(
     meeting = session.agreed
     schedule = Schedule(settings, meeting.nodes, group.world, metrics)
     if meeting.no_memory is None:
-        _open_memory(session, settings, schedule, metrics)
+        _open_memory(session, capture, settings, schedule, metrics)
     elif settings.strict:
         raise MemoryStoreError(meeting.no_memory)
     elif session.is_first_on_node:
@@ -48,7 +48,7 @@ def start_saver(
     return saver
 
 
-def _open_memory(session: Session, settings: Settings, schedule: Schedule, metrics: Metrics) -> None:
+def _open_memory(session: Session, capture: Capture, settings: Settings, schedule: Schedule, metrics: Metrics) -> None:
     """Open the memory store, and start its agent on one rank of each node."""
     meeting, incarnation = session.agreed, session.incarnation
     if session.is_first_on_node:
@@ -64,7 +64,7 @@ def _open_memory(session: Session, settings: Settings, schedule: Schedule, metri
         persist_seconds=schedule.pause,
         start=incarnation.id,
     )
-    session.open_memory(info, settings.room, settings.fallback_after, metrics.agent)
+    session.open_memory(info, settings.room, settings.fallback_after, metrics.agent, capture.devices())
     log.info(
         "rank %d of %d, generation %d: snapshots of about %.1f MB in %s, checkpoints in %s",
         *(session.rank, meeting.world, incarnation.generation, meeting.nbytes / 1e6),

@@ -24,6 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from rekindle.common.os_errors import describe_error
 from rekindle.devices.page_lock import PageLocker
 from rekindle.errors import BusyError, MemoryStoreError
@@ -211,17 +213,19 @@ class Session:
         room: Room,
         fallback_after: float = 10.0,
         agent_changed: Callable[[bool], object] = lambda there: None,
+        devices: Collection[torch.device] = (),
     ) -> Slots:
         """Starts the agent, on one rank of each node, and takes over what an earlier process of this rank left.
 
-        ``info`` is what the agent needs to know; see ``AgentKeeper`` for the last two.
+        ``info`` is what the agent needs to know; see ``AgentKeeper`` for the two after ``room``. ``devices`` are those
+        that copy into the memory, as far as that is known.
         """
         assert self.rank is not None
         if self.is_first_on_node:
             self.keeper = AgentKeeper(self.job_dir, info, fallback_after, agent_changed)
             self.keeper.check()
         limit, headroom = room.limit_per_rank(len(self.local_ranks)), room.headroom(self.job_dir)
-        locker = PageLocker()
+        locker = PageLocker(devices)
         self.slots = Slots(
             *(self.job_dir, self.rank, self.agreed.world, self.local_ranks, limit),
             page_lock=locker.lock,

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from rekindle.devices.streams import ThreadStreams
+from rekindle.devices.table import used
 from rekindle.errors import CorruptError, NotFoundError, StateMismatchError
 from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk
@@ -37,7 +38,7 @@ class Read:
 
 def fill(shard: Shard, reads: list[Read]) -> None:
     """Fills all targets from one rank's shard. Raises CorruptError when no copy has sound bytes for one of them."""
-    streams = ThreadStreams()
+    streams = ThreadStreams(used(read.target for read in reads))
     filling = Filling(shard.receipt.layout, streams)
     for read in reads:
         _add_target(filling, read, shard.receipt.layout.chunks[read.number])

@@ -23,11 +23,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rekindle.devices.batches import copy_in_batches
 from rekindle.devices.bounce import copy_by_bounce
-from rekindle.devices.events import Event
 from rekindle.devices.page_lock import PageLocker
 from rekindle.devices.streams import copy_now
-from rekindle.devices.table import backend_of, device_of, on_host
-from rekindle.errors import RekindleError
+from rekindle.devices.table import device_of, has_queues, on_host
 from rekindle.format.reader import reader_threads
 from rekindle.integrations.dcp.items import copyable, wait_for_collective
 
@@ -42,8 +40,6 @@ _PIECE = 8 << 20
 _LINGER, _POLL = 0.05, 0.001
 """Seconds that a save's thread may take to let go of what it has saved, once its future is done. Making memory takes
 longer."""
-_STUCK = 600.0
-"""Seconds after which a copy that doesn't end counts as failed."""
 
 
 class RekindleStager(AsyncStager):
@@ -104,10 +100,10 @@ class RekindleStager(AsyncStager):
         moves = self._threads.map(lambda piece: ctypes.memmove(*piece), large)
         try:
             for device, pair in rest.items():
-                if buffer.page_locked or backend_of(device) is None:
-                    copy_in_batches(device, *pair, _wait)
+                if buffer.page_locked or not has_queues(device):
+                    copy_in_batches(device, *pair)
                 else:
-                    copy_by_bounce(device, partial(copy_now, device), *pair, _wait)
+                    copy_by_bounce(device, partial(copy_now, device), *pair)
         finally:
             for _ in moves:  # else threads might still read and write what others are given
                 pass
@@ -161,11 +157,6 @@ class _Buffer:
         view = memoryview(self.map)
         self._lent = weakref.ref(view)
         return torch.frombuffer(view, dtype=torch.uint8)
-
-
-def _wait(event: Event) -> None:
-    if not event.wait(_STUCK):
-        raise RekindleError(f"a device has not copied its part within {_STUCK:.0f} s")
 
 
 def _plain(tensor: torch.Tensor) -> bool:
