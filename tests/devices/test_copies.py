@@ -172,7 +172,7 @@ def test_a_buffer_is_used_again_once_a_device_that_was_stuck_has_filled_it(
     device: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then the device may write to it at any time."""
-    monkeypatch.setattr(events, "_STUCK", 0.0)
+    monkeypatch.setattr(events, "STUCK", 0.0)
     monkeypatch.setattr(events, "_CHECK", 0.01)
     source, place = torch.ones(4), torch.zeros(4)
     device.own(source)
@@ -182,7 +182,7 @@ def test_a_buffer_is_used_again_once_a_device_that_was_stuck_has_filled_it(
             bounce_copies([place], [source])
     with pytest.raises(RekindleError, match="other copies from the device have not ended"):
         bounce_copies([place], [source])
-    monkeypatch.setattr(events, "_STUCK", SOON)
+    monkeypatch.setattr(events, "STUCK", SOON)
     release.set()
     bounce_copies([place], [source])
     assert torch.equal(place, source)

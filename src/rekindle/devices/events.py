@@ -15,7 +15,7 @@ from rekindle.devices.backend import QueueEvent
 from rekindle.devices.table import PerDevice, require_backend
 from rekindle.errors import RekindleError
 
-__all__ = ["Event", "await_device", "keep_events", "record", "wait_for_copy"]
+__all__ = ["STUCK", "Event", "await_device", "keep_events", "record", "wait_for_copy"]
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _FIRST, _LONGEST = 1e-4, 2e-3
 
 A look holds the interpreter's lock: many threads that look often slow the launching of kernels.
 """
-_STUCK = 600.0
+STUCK = 600.0
 """Seconds after which a copy that doesn't end counts as failed."""
 _CHECK = 1.0
 """Seconds after which a thread that waits for a device looks whether the process is ending."""
@@ -83,13 +83,13 @@ def await_device(look: Callable[[float], T | None], failure: str) -> T:
 
     Raises RekindleError of ``failure`` when a device that is stuck, or the process's end, lets it find nothing.
     """
-    until = time.monotonic() + _STUCK
+    until = time.monotonic() + STUCK
     while (found := look(_CHECK)) is None:
         now = time.monotonic()
         if ending():
             until = min(until, now + _GRACE)
         if now > until:
-            raise RekindleError(f"{failure} within {_STUCK:.0f} s, or by the process's end")
+            raise RekindleError(f"{failure} within {STUCK:.0f} s, or by the process's end")
     return found
 
 

@@ -40,7 +40,7 @@ def _warn_once(error: BaseException) -> None:
     global _warned
     if not _warned:
         log.warning(
-            "the memory for snapshots can't be page-locked (%s): training goes on, but devices copy by way of other "
+            "host memory can't be page-locked (%s): training goes on, but devices copy into it by way of other "
             "memory, and updates wait on the host for the rest of a copy. See that 'ulimit -l' is unlimited (in "
             "containers --ulimit memlock=-1), and that the node has memory to spare. This is said once",
             error,

@@ -27,7 +27,7 @@ from rekindle.common.environ import env_count
 from rekindle.common.failpoints import reach
 from rekindle.common.workers import Workers
 from rekindle.devices.bounce import copy_by_bounce
-from rekindle.devices.events import Event, wait_for_copy
+from rekindle.devices.events import STUCK, Event, wait_for_copy
 from rekindle.devices.page_lock import locked_ranges
 from rekindle.devices.streams import SideStreams, copy_now
 from rekindle.devices.table import enter, has_queues
@@ -45,8 +45,6 @@ _PIECE = 256 << 10
 With pieces of this size copying 1 GiB with its checksums took 2 % longer than copying alone on one thread and 12 % on
 two; with pieces of 16 MiB it took 55 % longer.
 """
-_LONGEST = 600.0
-"""Seconds that other threads get to end their parts of a copy. Each gives up by itself, and earlier."""
 
 
 @dataclass
@@ -118,8 +116,8 @@ class _BatchQueue:
 
     def wait(self) -> None:
         """Wait for the batches that others have taken, and raise what went wrong."""
-        if not self._over.wait(_LONGEST):
-            raise RekindleError(f"a copy has not ended within {_LONGEST:.0f} s")
+        if not self._over.wait(STUCK):
+            raise RekindleError(f"a copy has not ended within {STUCK:.0f} s")
         if self._error is not None:
             raise self._error
 
