@@ -167,9 +167,10 @@ def _option(name: str, default: Any) -> Any:
     }
     if isinstance(default, bool):
         return click.option(f"--{name}/--no-{name}", default=default, show_default=True, help=helps[name])
+    kind: click.ParamType = click.IntRange(1)
     if name == "size":
-        return click.option("--size", type=Size(), default=default, show_default=size_text(default), help=helps[name])
-    return click.option(f"--{name}", type=click.IntRange(1), default=default, show_default=True, help=helps[name])
+        kind, default = Size(), size_text(default)
+    return click.option(f"--{name}", type=kind, default=default, show_default=True, help=helps[name])
 
 
 for _experiment in EXPERIMENTS:
