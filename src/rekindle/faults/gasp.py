@@ -80,9 +80,10 @@ class Gasp:
     def _what_is_left(self) -> str:
         """Returns words on where the next start goes on from without this rank's part of the current step."""
         snapshot = self.gate.snapshot
-        left = f"step {snapshot}, its newest in memory" if snapshot >= 0 else "the newest checkpoint on storage"
         later = "" if self.alone else ", or from a later step if other ranks have all of its state"
-        return f"the next start goes on from {left}{later}"
+        if snapshot >= 0:
+            return f"the next start goes on from step {snapshot}, its newest in memory{later}"
+        return f"the next start goes on from the newest checkpoint on storage, or anew if there is none{later}"
 
     def end(self) -> None:
         """Show on the status page what came of it; the agent gives the rank half a second to leave."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 import traceback
@@ -22,6 +21,7 @@ from rekindle.errors import NonFiniteLossError, RekindleError
 from rekindle.faults import nccl
 from rekindle.faults.agent_link import AgentLink
 from rekindle.faults.built_in import stop_hook
+from rekindle.faults.deadline import FLUSH, Deadline
 from rekindle.faults.gasp import Gasp
 from rekindle.faults.hooks import HookCalls, Hooks
 from rekindle.faults.inject import inject_fault
@@ -29,6 +29,7 @@ from rekindle.faults.late_work import late_work_counts
 from rekindle.faults.notices import Notice, Notices, check_notices
 from rekindle.faults.peers import Peers
 from rekindle.faults.securing import StateSecurer
+from rekindle.faults.spares import SpareDescriptors
 from rekindle.faults.stacks import HangRecord, debugger_of, describe_stacks
 from rekindle.faults.torchelastic import SURVIVOR_EXIT, tell_launcher
 from rekindle.memory.fault import Fault
@@ -45,8 +46,6 @@ log = logging.getLogger("rekindle")
 
 _WORD = 0.2
 """Seconds that a rank which raised waits for the agent's word on whether somebody else was first."""
-_FLUSH = 0.2
-"""Seconds that the streams and log handlers get to write out what they hold, before the process ends."""
 _LONGEST_DEADLINE = 86400.0
 """Most seconds of a deadline: a wait for ever can't be had of a thread, and would keep the job from starting again."""
 _LINE, _LONGEST = 500, 16 << 10
@@ -98,6 +97,10 @@ class Guard(ContextDecorator):
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._peers = Peers(self._job, self._rank, self._session.local_ranks, self._generation)
         with ExitStack() as undo:
+            self._timer = Deadline()
+            undo.callback(self._timer.close)
+            self._spares = SpareDescriptors()
+            undo.callback(self._spares.give_up)
             page = self._make_page()
             before_update = self._stand_before_update if self._fence else lambda step: None
             self._gate = Gate(
@@ -179,7 +182,7 @@ class Guard(ContextDecorator):
 
     def _wait_for_the_end(self) -> None:
         """Leave the state as it is: another thread secures it, and ends the process."""
-        time.sleep(self._deadline + _FLUSH)
+        time.sleep(self._deadline + FLUSH)
 
     def connected(self, timeout: float) -> bool:
         """Wait for the agent, which takes about a second to start. Until then only collectives tell of a death."""
@@ -189,6 +192,7 @@ class Guard(ContextDecorator):
 
     def _raised(self, error: BaseException) -> None:
         """End by what the guarded part raised, or by another rank's fault if the agent says that was first."""
+        self._spares.give_up()
         raised = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no message
         what = f"rank {self._rank} raised {raised}".partition("\n")[0][:_LINE]
         detail = "".join(traceback.format_exception(error))[-_LONGEST:]
@@ -201,13 +205,12 @@ class Guard(ContextDecorator):
         if not self._take_up(first):
             self._wait_for_the_end()
         own = first.rank == self._rank
-        timer = self._end_by(first, 1 if own else SURVIVOR_EXIT)
+        self._end_by(first, 1 if own else SURVIVOR_EXIT)
         if not own:
             traceback.print_exception(error)
         self._act(first)
-        timer.cancel()
         if not own:
-            _exit(SURVIVOR_EXIT)
+            self._timer.end_now(SURVIVOR_EXIT)
 
     def _hear(self, message: dict[str, Any]) -> None:
         """Act on a message of the agent, in the link's thread."""
@@ -244,22 +247,23 @@ class Guard(ContextDecorator):
     def _die_in_background(self, fault: Fault, code: int) -> None:
         """Secure the state and end the process, in a thread of its own: the thread that trains may be stuck."""
         if self._take_up(fault):
-            threading.Thread(target=self._die, args=(fault, code), name="rekindle-gasp", daemon=True).start()
+            try:
+                threading.Thread(target=self._die, args=(fault, code), name="rekindle-gasp", daemon=True).start()
+            except RuntimeError:  # no thread is to be had: the one that heard of the fault has no other work left
+                self._die(fault, code)
 
     def _die(self, fault: Fault, code: int) -> None:
+        self._spares.give_up()
         self._gate.freeze(late=late_work_counts(fault))
         self._end_by(fault, code)
         self._gate.stage(SECURING)  # the agent sees that somebody is at it, whatever the hooks take
         log.error("fault: %s%s", fault.what, self._describe_hang(fault) if fault.cause == "hang" else "")
         self._act(fault)
-        _exit(code)
+        self._timer.end_now(code)
 
-    def _end_by(self, fault: Fault, code: int) -> threading.Timer:
+    def _end_by(self, fault: Fault, code: int) -> None:
         """See to it that the process ends at the deadline, whatever hangs."""
-        timer = threading.Timer(max(0.1, fault.noticed + self._deadline - time.monotonic()), os._exit, [code])
-        timer.daemon, timer.name = True, "rekindle-deadline"
-        timer.start()
-        return timer
+        self._timer.set(max(time.monotonic() + 0.1, fault.noticed + self._deadline), code)
 
     def _act(self, fault: Fault) -> None:
         """Do all that a fault asks of a rank, except ending."""
@@ -301,20 +305,3 @@ class Guard(ContextDecorator):
         if self._hang_record is not None:
             self._hang_record.write_stacks(text)
         return f"\n{fault.detail}\nrank {self._rank} stands here: {main_stack(text)}"
-
-
-def _exit(code: int) -> None:
-    """End the process at once, except that streams and log handlers may write out what they hold."""
-    flush = threading.Thread(target=_flush, daemon=True)  # the stuck thread may hold a stream's lock
-    flush.start()
-    flush.join(_FLUSH)
-    os._exit(code)
-
-
-def _flush() -> None:
-    for handler in log.handlers + logging.getLogger().handlers:
-        with suppress(Exception):
-            handler.flush()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
