@@ -188,6 +188,25 @@ def test_a_buffer_is_used_again_once_a_device_that_was_stuck_has_filled_it(
     assert torch.equal(place, source)
 
 
+def test_copies_that_fail_use_up_no_buffers(device: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for want of the device's memory, which it takes to put a tensor in order."""
+    monkeypatch.setattr(events, "STUCK", 0.0)
+    source, place = torch.ones(4), torch.zeros(4)
+    device.own(source)
+
+    def fail(to: object, source: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "copy", fail)
+        for _ in range(2 * bounce._BUFFERS):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                bounce_copies([place], [source])
+    monkeypatch.setattr(events, "STUCK", SOON)
+    bounce_copies([place], [source])
+    assert torch.equal(place, source)
+
+
 def test_a_buffer_is_filled_while_the_one_before_is_emptied(
     device: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ class _Ring:
         try:
             return self._free.get(timeout=seconds)
         except queue.Empty:
-            return None
+            return self._make()
 
     def copy(self, copy: Copy, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
         """Copies as ``copy_by_bounce`` does."""
@@ -114,12 +114,24 @@ class _Ring:
                 if buffer is None:  # never wait for others while they may wait for this one
                     self._empty(under_way, leave=0)
                     buffer = self._await_free()
-                under_way.append(_Load(copy, buffer, pairs))
+                under_way.append(self._fill(copy, buffer, pairs))
                 self._empty(under_way, leave=1)
             self._empty(under_way, leave=0)
         finally:
             for load in under_way:
                 self._given_up.put(load)
+
+    def _fill(self, copy: Copy, buffer: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> _Load:
+        """Has the device fill a buffer. If that fails, another is made for it when one is needed.
+
+        The device may have been told of some of the copies: torch keeps the memory from others until they are done.
+        """
+        try:
+            return _Load(copy, buffer, pairs)
+        except BaseException:
+            with self._making:
+                self._made -= 1
+            raise
 
     def _empty(self, under_way: deque[_Load], leave: int) -> None:
         """Empties the oldest loads, and frees their buffers."""
