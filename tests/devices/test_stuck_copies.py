@@ -41,16 +41,31 @@ def _begin_stuck_snapshot(job: Job) -> tuple[threading.Event, PendingSnapshot]:
     return release, pending
 
 
+@pytest.mark.parametrize("threads_left", [True, False])
 @pytest.mark.parametrize("also_training", [False, True])
 def test_a_step_whose_snapshot_is_stuck_is_read_by_other_streams(
-    device: FakeBackend, root: Path, memory: Path, also_training: bool
+    device: FakeBackend,
+    root: Path,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    also_training: bool,
+    threads_left: bool,
 ) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "rekindle-commit":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
     job = Job(device, root, memory, snapshot_every=1)
     with job.guarded() as guard:
         _, pending = _begin_stuck_snapshot(job)
         if also_training:
             job.training.forward()
             device.stick()
+        if not threads_left:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
         gasp = job.fault(guard)
         gasp.join(_LONG / 2)  # and far less than a copy may take
         assert not gasp.is_alive() and not pending.committed

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rekindle.devices.table import enter
@@ -137,13 +138,14 @@ class PendingSnapshot:
         Another thread commits, for any call on a device that is stuck may not return.
         """
         if not self._over.is_set():
-            threading.Thread(target=self._commit_aside, name="rekindle-commit", daemon=True).start()
+            with suppress(RuntimeError):  # no more threads can be started: the one that runs beside training commits
+                threading.Thread(target=self._commit_aside, name="rekindle-commit", daemon=True).start()
         left = self.copying.left
         while not self._over.wait(patience) and left != self.copying.left:
             left = self.copying.left
 
     def _commit_aside(self) -> None:
-        enter({batch.device for batch in self.plan.early + self.plan.late})
+        enter(self.plan.devices)
         self.commit()
 
     def give_up(self) -> None:
