@@ -253,11 +253,13 @@ class LocalStateCapture:
 
     @property
     def alone(self) -> list[str]:
-        """Tensors that the updates change, and that no other rank is known to have."""
-        if self._plan is None:
+        """Tensors that no other rank is known to have, but the small ones, whose copies outlive this rank."""
+        plan = self._plan
+        if plan is None:
             return []
         me = {self.stamp.rank} if self.stamp is not None else set()
-        return [name for name in self._plan.watched if not set(self._plan.replicas.get(name, ())) - me]
+        updated = [name for name in plan.watched if not set(plan.replicas.get(name, ())) - me]
+        return updated + [plan.layout.tensor_of(unit.block) for unit in _units(plan.early) if not _small(unit)]
 
     @property
     def shared(self) -> bool:
