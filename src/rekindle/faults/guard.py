@@ -25,7 +25,7 @@ from rekindle.faults.deadline import FLUSH, Deadline
 from rekindle.faults.gasp import Gasp
 from rekindle.faults.hooks import HookCalls, Hooks
 from rekindle.faults.inject import inject_fault
-from rekindle.faults.late_work import late_work_counts
+from rekindle.faults.late_work import describe_raised, late_work_counts
 from rekindle.faults.notices import Notice, Notices, check_notices
 from rekindle.faults.peers import Peers
 from rekindle.faults.securing import StateSecurer
@@ -48,8 +48,8 @@ _WORD = 0.2
 """Seconds that a rank which raised waits for the agent's word on whether somebody else was first."""
 _LONGEST_DEADLINE = 86400.0
 """Most seconds of a deadline: a wait for ever can't be had of a thread, and would keep the job from starting again."""
-_LINE, _LONGEST = 500, 16 << 10
-"""Characters of what was raised, and of its traceback, that others are told."""
+_LONGEST = 16 << 10
+"""Characters of the traceback of what was raised that others are told."""
 
 
 class Guard(ContextDecorator):
@@ -193,8 +193,7 @@ class Guard(ContextDecorator):
     def _raised(self, error: BaseException) -> None:
         """End by what the guarded part raised, or by another rank's fault if the agent says that was first."""
         self._spares.give_up()
-        raised = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no message
-        what = f"rank {self._rank} raised {raised}".partition("\n")[0][:_LINE]
+        what = describe_raised(self._rank, error)
         detail = "".join(traceback.format_exception(error))[-_LONGEST:]
         cause = "loss" if isinstance(error, NonFiniteLossError) else "exception"
         fault = Fault(cause, self._rank, self._generation, self._gate.step, what, detail)

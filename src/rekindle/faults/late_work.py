@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from rekindle.faults.nccl import aborts_by_itself
 from rekindle.memory.fault import Fault
 
-__all__ = ["SURVIVED", "late_work_counts"]
+__all__ = ["SURVIVED", "describe_raised", "late_work_counts"]
 
 SURVIVED = ("notice", "exception", "loss")
 """Causes of a fault whose rank lives on, and can still secure its part."""
 
-_FAILED_COLLECTIVE = re.compile(r" raised Dist\w*Error")
-"""Words of an exception of torch.distributed: a communicator that fails may have been aborted."""
+_COLLECTIVE = re.compile(r"Dist\w*Error")
+"""Names of torch.distributed's exceptions: a communicator that fails may have been aborted."""
+_FAILED_COLLECTIVE = re.compile(rf" raised {_COLLECTIVE.pattern}| \(from {_COLLECTIVE.pattern}\)$")
+"""Words of ``describe_raised`` of such an exception, and of one that a framework raised because of it."""
+_CHAIN = 100
+"""Exceptions that led to each other which are looked at."""
+_LINE = 500
+"""Characters of what was raised that others are told."""
+
+
+def describe_raised(rank: int, error: BaseException) -> str:
+    """Returns one line on what a rank raised. It names a failed collective that led to it: all ranks judge by that."""
+    raised = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no message
+    what = f"rank {rank} raised {raised}".partition("\n")[0][:_LINE]
+    found = next((name for name in _causes(error) if _COLLECTIVE.fullmatch(name)), None)
+    return f"{what} (from {found})" if found is not None else what
+
+
+def _causes(error: BaseException) -> Iterator[str]:
+    """Yields the names of the exceptions that led to ``error``, also of those that Python leaves out of a traceback."""
+    todo, seen = [error], {id(error)}
+    while todo and len(seen) < _CHAIN:
+        one = todo.pop()
+        for cause in (one.__cause__, one.__context__):
+            if cause is not None and id(cause) not in seen:
+                seen.add(id(cause))
+                todo.append(cause)
+                yield type(cause).__name__
 
 
 def late_work_counts(fault: Fault) -> bool:
