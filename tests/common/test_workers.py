@@ -88,3 +88,30 @@ def test_work_that_waits_sees_the_process_end() -> None:
         "raise ValueError\n"
     )
     assert ended.returncode == 1 and ended.stdout == "seen\n"
+
+
+@pytest.mark.parametrize(("where", "done"), [("parent", "done\n"), ("child", "done\nparent\n")])
+def test_the_end_of_a_forked_child_waits_for_its_own_work_only(where: str, done: str) -> None:
+    """The import and the parent's threads are before the fork."""
+    ended = run(
+        "import os, sys, time\n"
+        "from rekindle.common.workers import Workers\n"
+        "def work():\n"
+        "    time.sleep(1)\n"
+        "    print('done', flush=True)\n"
+        "workers = Workers(1, 'parent')\n"
+        "workers.submit(lambda: None).result()\n"
+        f"in_child = {where == 'child'}\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    if in_child:\n"
+        "        own = Workers(1, 'child')\n"
+        "        own.submit(work)\n"
+        "    sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "if in_child:\n"
+        "    print('parent', flush=True)\n"
+        "else:\n"
+        "    workers.submit(work)\n"
+    )
+    assert ended.returncode == 0 and ended.stdout == done, ended.stderr

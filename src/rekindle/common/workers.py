@@ -34,6 +34,7 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         weakref.finalize(self, _end, self._todo, self._threads).atexit = False
         _open.add(self)
 
@@ -74,6 +75,11 @@ class Workers:
         for thread in self._threads:
             thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
+    def finish(self) -> None:
+        """Ends the threads at the end of the process. A forked child has none of its parent's."""
+        if os.getpid() == self._pid:
+            self.close(_LONGEST)
+
 
 def ending() -> bool:
     """Returns True once the main thread has ended, so that the process does as soon as nothing keeps it."""
@@ -97,12 +103,11 @@ def _end(todo: _Todo, threads: list[threading.Thread]) -> None:
 
 
 _open: weakref.WeakSet[Workers] = weakref.WeakSet()
-_pid = os.getpid()
 
 
 def _finish() -> None:
-    for workers in list(_open) if os.getpid() == _pid else []:  # a forked child has no such threads
-        workers.close(_LONGEST)
+    for workers in list(_open):
+        workers.finish()
 
 
 atexit.register(_finish)
