@@ -325,7 +325,8 @@ class Checkpointer:
             Called after a fault, each in a thread of its own and for a part of the time that is left: at once (for a
             state on devices only if they can't be read, by default to abort NCCL's communicators), before and after a
             step is secured, before the process ends. on_stop and on_exit get the Fault, the others the step, and the
-            Fault if they have a parameter ``fault``. on_clean returns False if the state can't be read.
+            Fault if they have a parameter ``fault``. on_clean returns False, or what counts as false other than None,
+            if the state can't be read.
 
         An exception of the guarded part is raised again; a rank that ends because of another one's fault has exit code
         75, one that a signal told to go 128 and the signal's number.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rekindle
@@ -366,11 +367,34 @@ def test_a_state_that_can_not_be_read_leaves_the_newest_snapshot(play: Play) -> 
 )
 def test_the_fault_is_told_to_those_who_ask_for_it(hook: Callable[..., object], told: object) -> None:
     answers = []
-    hooks = Hooks(on_gasp=lambda step, fault: 1 / 0, on_clean=hook)
+    hooks = Hooks(on_clean=lambda step, fault: 1 / 0, on_gasp=hook)
     calls = HookCalls(hooks, rekindle.Fault("loss", 0, 1, 5, "what"), time.monotonic() + 600, [])
-    answers.append(calls._call_with_step("on_clean", 5))
-    calls.gasp(5)
-    assert answers == [told]
+    answers.append(calls._call_with_step("on_gasp", 5))
+    assert calls.clean(5) and answers == [told]
+
+
+class _Ambiguous:
+    def __bool__(self) -> bool:
+        raise ValueError("the truth value of an array is ambiguous")
+
+
+@pytest.mark.parametrize(
+    ("answer", "clean"),
+    [
+        (None, True),
+        (True, True),
+        (1, True),
+        (_Ambiguous(), True),
+        (False, False),
+        (0, False),
+        (np.bool_(False), False),
+        (np.bool_(True), True),
+    ],
+)
+def test_an_answer_that_counts_as_false_keeps_the_state_from_being_read(answer: object, clean: bool) -> None:
+    fault = rekindle.Fault("loss", 0, 1, 5, "what")
+    calls = HookCalls(Hooks(on_clean=lambda step: answer), fault, time.monotonic() + 600, [])
+    assert calls.clean(5) is clean
 
 
 def _stuck_hook(trainer: Trainer) -> None:

@@ -32,7 +32,8 @@ class Hooks:
     on_stop: Callable[[Fault], object] | None = None
     """At once after a fault: free threads that are stuck in an operator. With a device, only if that can't be read."""
     on_clean: Callable[..., object] | None = None
-    """Before the state of a step is read: let the device take work again. False: the state must not be read."""
+    """Before the state of a step is read: let the device take work again. An answer that counts as false, None
+    excepted: the state must not be read."""
     on_gasp: Callable[..., object] | None = None
     """After the state of a step was secured: save something more."""
     on_exit: Callable[[Fault], object] | None = None
@@ -57,7 +58,7 @@ class HookCalls:
         self._call("on_stop", self._fault)
 
     def clean(self, step: int) -> bool:
-        """Calls ``on_clean``. Returns False if its answer is False: the state of ``step`` must not be read."""
+        """Calls ``on_clean``. Returns False if its answer is false, and not None: ``step`` must not be read."""
         return self._call_with_step("on_clean", step) is not False
 
     def gasp(self, step: int) -> None:
@@ -83,7 +84,9 @@ class HookCalls:
         def run() -> None:
             try:
                 enter(self._devices)
-                answers.append(hook(*arguments, **named))
+                answer = hook(*arguments, **named)
+                # In this thread, too: to ask a tensor on a device may hang.
+                answers.append((answer is None or bool(answer)) if name == "on_clean" else answer)
             except BaseException:  # SystemExit, too, is no reason to leave the state unsecured
                 log.exception("%s failed: securing the state goes on", name)
 
