@@ -83,7 +83,10 @@ class Saver:
         self.schedule = schedule
         self._limit = schedule.limit_direct_saves(self.direct.took)
         self._skipped: ShardId | None = None
-        """Newest step that was not saved because storage was to be left in peace, or memory was being made."""
+        """Newest step that was not saved because storage was to be left in peace, or memory was being made.
+
+        None from the next update on, after which the state is no longer that step's.
+        """
         self._left_out = 0
         """Steps left out in a row, up to now, because memory was being made."""
         self._reopened = False
@@ -386,6 +389,7 @@ class Saver:
         """Wait until the newest save has what an update will change. For the thread that updates."""
         if self.forked:
             return
+        self._skipped = None  # not every write to a tensor is one that torch counts
         pending = self.memory.pending if self.memory is not None else None
         if pending is not None:
             began = time.perf_counter()
@@ -450,7 +454,8 @@ class Saver:
         saved = self.newest.step if self.newest is not None else self.restored
         if self.reached > saved:
             log.warning(
-                "step %d was the last, and step %d is the newest that is saved: ckpt.save(%d) before close() keeps it",
+                "step %d was the last, and step %d is the newest that is saved: ckpt.save(%d) right after it would have "
+                "kept it",
                 *(self.reached, saved, self.reached),
             )
         self.live.close()
