@@ -414,6 +414,47 @@ def test_the_thread_makes_way_for_training(job: JobDir, monkeypatch: pytest.Monk
     slots.close()
 
 
+def test_any_error_of_the_thread_is_reported_by_one_save_and_ends_no_later_one(job: JobDir) -> None:
+    failing = [RuntimeError("can't start new thread")]
+
+    def page_lock(*_: object) -> None:
+        if failing:
+            raise failing.pop()
+
+    slots = Slots(job, 0, 1, [0], None, page_lock)
+    slots.reserve(LARGE, count=1)
+    assert slots.wait_made(SECONDS)
+    with pytest.raises(MemoryStoreError, match="making memory failed: RuntimeError: can't start new thread"):
+        slots.acquire(1, FIRST, LARGE, wait=False)
+    commit(slots, 2, wait=True)
+    assert not_ready(slots, 3) and slots.wait_made(SECONDS)
+    commit(slots, 4)
+    assert steps(job) == [2, 4]
+    slots.close()
+
+
+def test_a_thread_that_can_not_be_started_is_reported_by_the_save_that_wants_memory(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, ["rekindle-memory"] * 2
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            refused.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    slots = alone(job)
+    slots.reserve(LARGE)
+    assert slots.wait_made(SECONDS) and not refused
+    with pytest.raises(MemoryStoreError, match="memory for snapshots is not made: can't start new thread"):
+        slots.acquire(1, FIRST, LARGE, wait=False)
+    commit(slots, 2, wait=True)
+    assert steps(job) == [2]
+    slots.close()
+
+
 def test_the_thread_ends_when_there_is_nothing_to_do(job: JobDir) -> None:
     slots = alone(job)
     slots.reserve(LARGE)

@@ -17,7 +17,7 @@ from rekindle.storage.posix import PosixStore
 from tests.memory.gate import Gate
 from tests.save.overlapped import wait_for_memory
 
-NOWHERE = Path("/dev/null/nowhere")
+NOWHERE = "/proc/none"
 """A directory in which there can be no memory store."""
 
 WIDTH = 2100
@@ -227,6 +227,29 @@ def test_memory_that_turns_out_too_small_falls_back_to_storage(
         time.sleep(0.01)
     assert job.ckpt.metrics.failed == 0
     job.ckpt.close()
+
+
+def test_without_a_thread_for_the_rest_of_a_snapshot_it_is_completed_in_step(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("rekindle-behind") and len(refused) < 2:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    job = Job(root, overlap=True, strict=False)
+    wait_for_memory(job.ckpt)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for step in (1, 2, 3, 4):
+        job.train(step)
+        assert job.ckpt.metrics.committed_in_step == (step < 3)
+    assert len(refused) == 2 and job.in_memory() == [4, 3]
+    assert (job.ckpt.metrics.saves, job.ckpt.metrics.failed) == (4, 0)
+    job.ckpt.close()
+    assert_whole(root, 4)
 
 
 def test_waiting_for_the_copy_before_is_counted(root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

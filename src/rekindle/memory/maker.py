@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rekindle.common.numa import run_near
+from rekindle.common.os_errors import describe_error
 from rekindle.common.priority import lower_priority
 from rekindle.errors import MemoryStoreError
 from rekindle.memory.pages import PageLock
@@ -64,10 +65,18 @@ class SlotMaker:
             self._running = True
         try:
             threading.Thread(target=self._run, name="rekindle-memory", daemon=True).start()
-        except RuntimeError:  # the interpreter is about to end
-            with self._lock:
-                self._running = False
-            raise
+        except RuntimeError as error:  # too many threads, or the interpreter is about to end
+            self._end_all(error)
+
+    def _end_all(self, error: RuntimeError) -> None:
+        """Ends all jobs, for which no thread can be had: memory is not made, but what is to go goes."""
+        with self._lock:
+            jobs, self._running = list(self._queue), False
+            self._queue.clear()
+            self._idle.set()
+        for job in jobs:
+            job.stopped, job.error = True, MemoryStoreError(f"memory for snapshots is not made: {error}")
+            self._do(job)
 
     def _run(self) -> None:
         lower_priority()
@@ -90,6 +99,9 @@ class SlotMaker:
                 job.slot.make(job.nbytes, self._page_lock, lambda: not job.stopped)
         except MemoryStoreError as error:
             job.error = error
+        except Exception as error:  # else the thread would end, and no memory would ever be made again
+            what = f"{type(error).__name__}: {describe_error(error)}"
+            job.error = MemoryStoreError(f"memory store {job.slot.path.parent}: making memory failed: {what}")
         finally:
             if job.nbytes is not None:
                 job.slot.unlock()

@@ -57,7 +57,8 @@ class Metrics:
     def waited(self, seconds: float) -> None:
         """Add seconds for which the newest save has held training up since."""
         self.last_stall += seconds
-        self.stalls[-1] = self.last_stall
+        if self.stalls:  # else it was of a save that failed
+            self.stalls[-1] = self.last_stall
         self.max_stall = max(self.last_stall, self.max_stall)
 
     def settled(self, seconds: float) -> None:

@@ -454,8 +454,8 @@ class Saver:
         saved = self.newest.step if self.newest is not None else self.restored
         if self.reached > saved:
             log.warning(
-                "step %d was the last, and step %d is the newest that is saved: ckpt.save(%d) right after it would have "
-                "kept it",
+                "step %d was the last, and step %d is the newest that is saved: ckpt.save(%d) right after it "
+                "would have kept it",
                 *(self.reached, saved, self.reached),
             )
         self.live.close()

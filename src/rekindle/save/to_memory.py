@@ -70,7 +70,7 @@ class MemorySaver:
                 *(stamp, plan, values, slot, self.slots, copying, expected),
                 counts=self._live.clock.counts,
             )
-            self.in_step = not (plan.late and self._overlaps(plan))
+            self.in_step = not (plan.late and self._overlaps(plan) and self._complete_behind(pending, owner))
             if self.in_step:
                 pending.commit()
         except (MemoryStoreError, NotReadyError):
@@ -80,9 +80,15 @@ class MemorySaver:
             if isinstance(error, OSError):
                 raise MemoryStoreError(f"memory store {self.slots.job.path}: {describe_error(error)}") from error
             raise
-        if not self.in_step:
-            self._live.writer.behind(partial(_complete, pending, owner))
         return plan.layout.file_bytes
+
+    def _complete_behind(self, pending: PendingSnapshot, owner: object) -> bool:
+        """Have the snapshot completed while training goes on. Returns False where no thread can be started for it."""
+        try:
+            self._live.writer.behind(partial(_complete, pending, owner))
+        except RuntimeError:
+            return False
+        return True
 
     def _acquire(self, stamp: ShardId, nbytes: int, pause: Pause | None) -> Slot:
         try:
