@@ -25,7 +25,8 @@ import json, os, socket, sys, time
 rank, path = int(sys.argv[1]), sys.argv[2]
 line = socket.socket(socket.AF_UNIX)
 line.connect(path)
-hello = {"rank": rank, "pid": os.getpid(), "watchdog": None, "deadline": 25.0, "stacks": 0, "since": time.monotonic()}
+hello = {"rank": rank, "pid": os.getpid(), "watchdog": None, "deadline": 25.0, "stacks": 0}
+hello |= {"since": time.monotonic(), "joined": float(sys.argv[3])}
 line.sendall(json.dumps(hello).encode() + b"\\n")
 words, code = json.loads(sys.stdin.readline())
 line.sendall(words.encode())
@@ -38,7 +39,7 @@ class Rank:
 
     def __init__(self, job: JobDir, number: int) -> None:
         self.page = StatusPage(job.paths.status_page(number), 1)
-        command = [sys.executable, "-c", RANK, str(number), str(job.paths.watch_socket)]
+        command = [sys.executable, "-c", RANK, str(number), str(job.paths.watch_socket), "0"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
 
     def knows_of_a_fault(self) -> None:
@@ -85,7 +86,7 @@ def first_cause(place: Path, ranks: Callable[[JobDir], list[Rank]], events: Call
             await asyncio.sleep(0.01)
         both = await asyncio.to_thread(ranks, job)
         until = time.monotonic() + 100
-        while len(monitor.ranks) < 2:
+        while len(monitor.ranks) < 2 or not monitor._search_at:  # the next search is half a second away
             assert time.monotonic() < until
             await asyncio.sleep(0.01)
         monitor.ranks = dict(sorted(monitor.ranks.items()))  # the order of connecting must not decide
@@ -145,3 +146,22 @@ def test_a_rank_that_secured_its_state_and_said_nothing_is_reported_by_its_exit_
 
     fault = first_cause(tmp_path, ranks, events)
     assert (fault.cause, fault.what) == ("exit", "rank 0 ended with exit code 3")
+
+
+def test_a_rank_that_raises_because_of_a_death_that_nobody_watched_is_not_its_cause(
+    tmp_path: Path, ranks: Callable[[JobDir], list[Rank]]
+) -> None:
+    """As after an agent that died together with rank 2, of which the next one has heard nothing."""
+
+    def events(raises: Rank, other: Rank) -> None:
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        page = StatusPage(JobDir(tmp_path).paths.status_page(2), 1)
+        page._pid = ended.pid
+        page.write()
+        words = {"fault": Fault("exception", 0, 1, 7, "rank 0 raised RuntimeError: closed by peer").to_json()}
+        raises.knows_of_a_fault()
+        raises.leave(1, json.dumps(words) + "\n")
+
+    fault = first_cause(tmp_path, ranks, events)
+    assert (fault.cause, fault.rank) == ("exit", 2)

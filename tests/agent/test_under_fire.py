@@ -85,7 +85,7 @@ def held(job: JobDir) -> tuple[int, int]:
 
 
 def test_garbage_is_refused(job: JobDir, root: Path) -> None:
-    hello = {"rank": 0, "pid": os.getpid(), "watchdog": 60.0, "deadline": 1.0, "stacks": 0, "since": 0.0}
+    hello = {"rank": 0, "pid": os.getpid(), "watchdog": 60.0, "deadline": 1.0, "stacks": 0, "since": 0.0, "joined": 0.0}
     odd = [{**hello, key: value} for key in hello for value in (None, "x", -1, 10**30, [], 1e308, float("inf"))]
     StatusPage(job.paths.status_page(0), 1)
     save(job, root, 1)

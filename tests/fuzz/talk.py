@@ -89,7 +89,7 @@ class watch:
     """Lines for the socket by which ranks speak to their agent. It looks at all other ranks as ever."""
 
     # The fence lets no signal through: this very process is the rank.
-    HELLO = {"rank": 0, "pid": 0, "watchdog": 60.0, "deadline": 25.0, "stacks": 0, "since": 1.0}
+    HELLO = {"rank": 0, "pid": 0, "watchdog": 60.0, "deadline": 25.0, "stacks": 0, "since": 1.0, "joined": 1.0}
     FAULT = {
         "cause": "exception",
         "rank": 0,

@@ -22,6 +22,7 @@ from typing import Any
 from rekindle.agent.address import socket_address
 from rekindle.agent.process import Child, Process, ProcessState, children, describe_end, oom_kills
 from rekindle.agent.report import report_name, write_report
+from rekindle.agent.unwatched import find_unwatched_deaths
 from rekindle.agent.watchdog import SilenceLimit, is_traced, silence_limit
 from rekindle.errors import FormatError
 from rekindle.format.fields import check_integer, check_seconds, loads
@@ -55,6 +56,8 @@ _AGAIN = 1.0
 """Seconds between two checks of a job that a pause or a debugger holds up."""
 _REPLY = 0.5
 """Seconds that a rank gets to say if a Python debugger holds it. A debugger that lets no thread run can't answer."""
+_SEARCH_EVERY = 0.5
+"""Seconds between two searches for ranks that died unwatched. One also follows when a rank registers or reports."""
 _LAST_WORDS = 0.5
 """Seconds in which the lines that an ended rank has left in its connection should have been read."""
 
@@ -72,6 +75,8 @@ class _Rank:
     rank: int
     since: float
     """Time at which ``guard()`` began. Earlier faults don't concern this rank."""
+    joined: float
+    """Time at which the ranks of its start had met."""
     floor: float | None
     """Seconds without progress that are never a hang; None without a watchdog."""
     deadline: float
@@ -131,6 +136,8 @@ class RankMonitor:
     _server: asyncio.Server | None = None
     _reporting: asyncio.Task[None] | None = None
     _checked_at: float = 0.0
+    _search_at: float = 0.0
+    """Time of the next search for ranks that died unwatched."""
     _blind_until: float = 0.0
     _unregistered: dict[asyncio.StreamWriter, None] = field(default_factory=dict)
     """Connections that have not registered yet, the oldest first."""
@@ -188,7 +195,8 @@ class RankMonitor:
 
     def _register(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Rank:
         index = check_integer(hello["rank"], 0, MAX_RANKS - 1)
-        since, deadline = check_seconds(hello["since"]), check_seconds(hello["deadline"])
+        since, joined = check_seconds(hello["since"]), check_seconds(hello["joined"])
+        deadline = check_seconds(hello["deadline"])
         stacks = check_integer(hello["stacks"], 0, signal.NSIG - 1)
         page = StatusReader(self.job.paths.status_page(index))
         pid, floor = check_integer(hello["pid"], 1), hello["watchdog"]
@@ -197,10 +205,10 @@ class RankMonitor:
         floor = None if floor is None else check_seconds(floor)
         seen, ooms = page.read(), oom_kills(pid)
         process = Process(pid)  # last, as it opens a file that an error above would leak
-        rank = _Rank(index, since, floor, deadline, stacks, process, page, seen, writer, ooms)
+        rank = _Rank(index, since, joined, floor, deadline, stacks, process, page, seen, writer, ooms)
         if index in self.ranks:
             self._remove(self.ranks[index])
-        self.ranks[index] = rank
+        self.ranks[index], self._search_at = rank, 0.0
         if self.fault is not None and self._is_dying(rank):
             self._send(rank, {"fault": self.fault.to_json()})
         else:
@@ -209,6 +217,7 @@ class RankMonitor:
 
     def _handle_message(self, rank: _Rank, message: dict[str, Any]) -> None:
         if "fault" in message:
+            self._search_at = 0.0
             self._check_ranks()  # a death that made this rank raise must be noticed first
             self.announce(Fault.from_json(message["fault"]), rank)
         elif "debugger" in message:
@@ -242,7 +251,7 @@ class RankMonitor:
         dying = [rank for rank in self.ranks.values() if self._is_dying(rank)]
         if dying and self.fault is not None:
             self._end_dying_ranks(now, self.fault, dying)
-        else:
+        elif not self._announce_unwatched_death(now):
             self._check_for_hang(now)
 
     def _is_dying(self, rank: _Rank) -> bool:
@@ -261,6 +270,21 @@ class RankMonitor:
             return
         cause, what = describe_end(status, oom=oom_kills(rank.process.pid) > rank.oom_kills_before)
         self.announce(Fault(cause, rank.rank, page.generation, page.step, f"rank {rank.rank} {what}"), rank)
+
+    def _announce_unwatched_death(self, now: float) -> bool:
+        """Announces the death of a rank that was not connected to an agent. Returns True if there is one."""
+        if not self.ranks or now < self._search_at:
+            return False
+        self._search_at = now + _SEARCH_EVERY
+        survivor = max(self.ranks.values(), key=lambda rank: rank.joined)
+        deaths = find_unwatched_deaths(self.job, self.ranks, survivor.status().generation, survivor.joined)
+        if not deaths:
+            return False
+        first = min(deaths, key=lambda death: (death.page.stage > TRAINING, death.page.progress))
+        cause, what = describe_end(first.status, oom=False)
+        page = first.page
+        self.announce(Fault(cause, first.rank, page.generation, page.step, f"rank {first.rank} {what}"), survivor)
+        return True
 
     def _limit(self, pages: dict[int, Status]) -> SilenceLimit | None:
         return silence_limit((rank.floor for rank in self.ranks.values()), pages.values())

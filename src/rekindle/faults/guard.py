@@ -135,7 +135,7 @@ class Guard(ContextDecorator):
 
     def _introduce(self, record: HangRecord) -> dict[str, Any]:
         """Returns the words with which this rank connects to its agent."""
-        who = {"rank": self._rank, "pid": os.getpid(), "since": time.monotonic()}
+        who = {"rank": self._rank, "pid": os.getpid(), "since": time.monotonic(), "joined": self._session.joined}
         return {**who, "watchdog": self._floor, "deadline": self._deadline, "stacks": record.signal}
 
     def _keep_local_state(self) -> None:
@@ -185,7 +185,7 @@ class Guard(ContextDecorator):
         time.sleep(self._deadline + FLUSH)
 
     def connected(self, timeout: float) -> bool:
-        """Wait for the agent, which takes about a second to start. Until then only collectives tell of a death."""
+        """Wait for the agent, which takes about a second to start. It tells of deaths before that once it is there."""
         return self._link is not None and self._link.connected(timeout)
 
     # -- noticing -----------------------------------------------------------------------------------------------

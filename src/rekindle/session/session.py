@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -101,6 +102,8 @@ class Session:
         """None where snapshots don't go into memory."""
         self.begun = False
         """True once it is known what this start goes on from."""
+        self.joined = 0.0
+        """Time at which it joined, by this node's monotonic clock, in seconds."""
         self._incarnation: Incarnation | None = None
 
     # -- joining -------------------------------------------------------------------------------------------------
@@ -160,7 +163,7 @@ class Session:
 
     def join(self, meeting: Meeting) -> None:
         """Goes by what all ranks have agreed on, from here on."""
-        self.meeting, self._incarnation = meeting, meeting.incarnation
+        self.meeting, self._incarnation, self.joined = meeting, meeting.incarnation, time.monotonic()
 
     def on_takeover(self, give_way: Callable[[], str | None]) -> None:
         """Registers the bound method ``give_way``, to be called when a later trainer of this process wants the place.
