@@ -244,7 +244,7 @@ def test_streams_nest(library: Path, tmp_path: Path) -> None:
 def _fills(device: Device) -> None:
     device.set_delay(300)
     to = on_device(0.0)
-    ThreadStreams().copy(to, torch.arange(1000.0))
+    ThreadStreams([to.device]).copy(to, torch.arange(1000.0))
     assert torch.equal(to.cpu(), torch.arange(1000.0)), "the stream that trains doesn't wait for it"
 
 
