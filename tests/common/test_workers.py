@@ -90,6 +90,29 @@ def test_work_that_waits_sees_the_process_end() -> None:
     assert ended.returncode == 1 and ended.stdout == "seen\n"
 
 
+def test_the_end_of_a_process_that_was_interrupted_while_a_thread_started() -> None:
+    """The interrupt comes once the thread runs, as the starting one waits for it."""
+    ended = run(
+        "import sys, threading\n"
+        "from rekindle.common.workers import Workers\n"
+        "def interrupt(frame, event, arg):\n"
+        "    if frame.f_code is threading.Event.wait.__code__:\n"
+        "        raise KeyboardInterrupt\n"
+        "workers, go = Workers(3, 'w'), threading.Event()\n"
+        "workers.submit(go.wait)\n"
+        "sys.settrace(interrupt)\n"
+        "try:\n"
+        "    workers.submit(go.wait)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+        "sys.settrace(None)\n"
+        "workers.submit(go.wait)\n"
+        "go.set()\n"
+        "raise SystemExit(3)\n"
+    )
+    assert ended.returncode == 3 and ended.stdout == "interrupted\n", ended.stderr
+
+
 @pytest.mark.parametrize(("where", "done"), [("parent", "done\n"), ("child", "done\nparent\n")])
 def test_the_end_of_a_forked_child_waits_for_its_own_work_only(where: str, done: str) -> None:
     """The import and the parent's threads are before the fork."""

@@ -22,7 +22,7 @@ def job(root: Path, memory: Path) -> Iterator[JobDir]:
     def gone() -> bool:
         """An agent may have been on its way when its trainer died."""
         there = [pid for pid in (*job.trainers().values(), job.agent()) if pid not in (None, os.getpid())]
-        for pid in there:
+        for pid in filter(None, there):  # 0 is one that has its lock, and is about to write its number into it
             with suppress(ProcessLookupError):
                 kill(pid)
         return not there

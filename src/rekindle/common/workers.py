@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 __all__ = ["Workers", "ending"]
 
@@ -17,6 +17,7 @@ _LONGEST = 600.0
 """Seconds that the end of the process waits for work, such as the copy of a large state."""
 
 _Todo = SimpleQueue["tuple[Future[object], Callable[[], object]] | None"]
+_Idle = SimpleQueue[None]
 
 
 class Workers:
@@ -29,8 +30,8 @@ class Workers:
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
         self._todo: _Todo = SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        """Counts threads that have nothing to do."""
+        self._idle: _Idle = SimpleQueue()
+        """An entry for each thread that has nothing to do. An interrupt can't leave such a queue locked."""
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
         self._closed = False
@@ -47,7 +48,9 @@ class Workers:
             raise RuntimeError(f"{self._name}: no work is taken after the end")
         future: Future[object] = Future()
         self._todo.put((future, work))
-        if not self._idle.acquire(blocking=False):
+        try:
+            self._idle.get_nowait()
+        except Empty:
             with self._starting:
                 self._start()
         return future
@@ -59,13 +62,13 @@ class Workers:
         thread = threading.Thread(
             target=_work, args=(self._todo, self._idle), name=f"{self._name}-{number}", daemon=True
         )
+        self._threads.append(thread)  # first, for an interrupt may come when it runs already
         try:
             thread.start()
         except RuntimeError:  # the interpreter ends, and starts no more threads
+            self._threads.remove(thread)
             if not number:
                 raise
-        else:
-            self._threads.append(thread)
 
     def close(self, timeout: float | None = None) -> None:
         """Ends the threads once they have done everything. Waits for that, for at most ``timeout`` seconds."""
@@ -73,7 +76,8 @@ class Workers:
         _end(self._todo, self._threads)
         until = None if timeout is None else time.monotonic() + timeout
         for thread in self._threads:
-            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+            if thread.is_alive():  # else it may never have started
+                thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
     def finish(self) -> None:
         """Ends the threads at the end of the process. A forked child has none of its parent's."""
@@ -86,7 +90,7 @@ def ending() -> bool:
     return not threading.main_thread().is_alive()
 
 
-def _work(todo: _Todo, idle: threading.Semaphore) -> None:
+def _work(todo: _Todo, idle: _Idle) -> None:
     while (task := todo.get()) is not None:
         future, work = task
         try:
@@ -94,7 +98,7 @@ def _work(todo: _Todo, idle: threading.Semaphore) -> None:
         except BaseException as error:
             future.set_exception(error)
         del task, future, work  # while nothing is to do, nothing is kept alive
-        idle.release()
+        idle.put(None)
 
 
 def _end(todo: _Todo, threads: list[threading.Thread]) -> None:
