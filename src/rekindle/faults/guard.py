@@ -30,7 +30,7 @@ from rekindle.faults.notices import Notice, Notices, check_notices
 from rekindle.faults.peers import Peers
 from rekindle.faults.securing import StateSecurer
 from rekindle.faults.stacks import HangRecord, debugger_of, describe_stacks
-from rekindle.faults.torchelastic import SURVIVOR_EXIT, tell_launcher
+from rekindle.faults.torchelastic import SURVIVOR_EXIT, describe_raised, tell_launcher
 from rekindle.memory.fault import Fault
 from rekindle.memory.status import SECURING, STABLE, StatusPage
 from rekindle.save.gate import Gate
@@ -49,8 +49,6 @@ _FLUSH = 0.2
 """Seconds that the streams and log handlers get to write out what they hold, before the process ends."""
 _LONGEST_DEADLINE = 86400.0
 """Most seconds of a deadline: a wait for ever can't be had of a thread, and would keep the job from starting again."""
-_LINE, _LONGEST = 500, 16 << 10
-"""Characters of what was raised, and of its traceback, that others are told."""
 
 
 class Guard(ContextDecorator):
@@ -189,9 +187,7 @@ class Guard(ContextDecorator):
 
     def _raised(self, error: BaseException) -> None:
         """End by what the guarded part raised, or by another rank's fault if the agent says that was first."""
-        raised = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no message
-        what = f"rank {self._rank} raised {raised}".partition("\n")[0][:_LINE]
-        detail = "".join(traceback.format_exception(error))[-_LONGEST:]
+        what, detail = describe_raised(error, self._rank)
         cause = "loss" if isinstance(error, NonFiniteLossError) else "exception"
         fault = Fault(cause, self._rank, self._generation, self._gate.step, what, detail)
         self._gate.freeze(late=late_work_counts(fault))

@@ -32,6 +32,9 @@ _RANK = "rank-" + 5 * "[0-9]"
 RANK_LOCKS = f"{_RANK}.lock"
 """Matches the names of all ranks' locks."""
 
+RANK_PAGES = f"{_RANK}.status"
+"""Matches the names of all ranks' status pages."""
+
 RANK_SLOTS = f"{_RANK}-*.slot"
 """Matches the names of all ranks' free files."""
 
