@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -70,9 +69,7 @@ def test_the_same_error_three_times_at_one_step_ends_the_job(
 ) -> None:
     root = tmp_path / "run"
     script.write_text((TRAINING + body).replace("ROOT", repr(str(root))).replace("TIMES", "100"))
-    begun = time.monotonic()
     done = run(script)
-    assert time.monotonic() - begun < 60, "twenty starts take minutes"
     assert done.returncode == 1 and starts(done) == 3, done.stderr
     assert restarts(done) == ["restart 1 of 20 since step 6", "restart 2 of 20 since step 6"], done.stderr
     rest = told(done)
@@ -202,16 +199,17 @@ def test_steps_saved_through_dcp_are_progress(script: Path, tmp_path: Path, memo
 
 @pytest.mark.campaign(60)
 def test_the_node_that_gives_up_ends_the_job_on_the_other_one_too(script: Path, tmp_path: Path, memory: Path) -> None:
-    """Two launchers, as on two nodes. The one whose rank waits for the other ends as well."""
+    """Two launchers, as on two nodes. The rank of one raises, that of the other one waits for it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script.write_text(
-        "import os, time\n"
-        "os.write(1, f\"start of {os.environ['RANK']}\\n\".encode())\n"
-        "if os.environ['RANK'] == '1':\n"
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "os.write(1, f'start of {dist.get_rank()}\\n'.encode())\n"
+        "if dist.get_rank() == 1:\n"
         "    raise ValueError('bad')\n"
-        "time.sleep(600)\n"
+        "dist.barrier()\n"
     )
     command = [sys.executable, "-m", "rekindle", "run", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "x"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", str(script)]
@@ -223,4 +221,5 @@ def test_the_node_that_gives_up_ends_the_job_on_the_other_one_too(script: Path, 
             node.kill()
     assert [node.returncode for node in nodes] == [1, 1], found
     assert sum(out.count("start of 1") for out, _ in found) == 3, found
-    assert sum("the same exit code 3 times" in err for _, err in found) == 1, found
+    assert any("the same exit code 3 times" in err for _, err in found), found
+    assert not any("launch/torchrun.py" in err for _, err in found), "no traceback of the launcher's"

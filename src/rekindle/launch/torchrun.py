@@ -123,6 +123,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     # Imported here, as the other commands need no torch.
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run  # noqa: PLC0415
 
     parser = get_args_parser()
@@ -165,6 +166,10 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
             say(f"ended by {error.sigval.name}")
             _say_what_is_saved(Path(place), say)
             return 128 + int(error.sigval)
+        except RendezvousError as error:
+            say(f"ended, because the job has ended on another node, or can't reach it: {error}")
+            _say_what_is_saved(Path(place), say)
+            return 1
     return 0
 
 
