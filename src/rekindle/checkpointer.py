@@ -15,11 +15,11 @@ import torch
 
 from rekindle.agent.watchdog import silence_floor
 from rekindle.common.timeouts import check_timeout
-from rekindle.errors import BusyError, NotDurableError, UsageError
+from rekindle.errors import NotDurableError, UsageError
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import Hooks
 from rekindle.faults.notices import Notice
-from rekindle.faults.torchelastic import advise_against_restarts, introduce, warn_of_reused_store
+from rekindle.faults.torchelastic import introduce, tell_of_uncaught_errors, warn_of_reused_store
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.rebuild import rebuild
@@ -128,6 +128,7 @@ class Checkpointer:
         idle_timeout: float = Settings.idle_timeout,
         fallback_after: float = Settings.fallback_after,
     ) -> None:
+        tell_of_uncaught_errors()
         settings = Settings(
             snapshot_every=snapshot_every,
             snapshot_budget=snapshot_budget,
@@ -159,11 +160,7 @@ class Checkpointer:
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
         size = partial(agree_on_partition, self._group, self._capture, allow_missing=allow_missing)
-        try:
-            session.join(meet(self._group, session, size, settings.room, settings.agreed()))
-        except BusyError as error:
-            advise_against_restarts(str(error))
-            raise
+        session.join(meet(self._group, session, size, settings.room, settings.agreed()))
         try:
             if session.is_first_on_node:
                 introduce(session.job_dir, self.root)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from rekindle.errors import BusyError, MemoryStoreError, UsageError
+from rekindle.faults.torchelastic import introduce, tell_of_uncaught_errors
 from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.format.names import Root
 from rekindle.format.receipt import Receipt
@@ -113,6 +114,7 @@ class DcpSession:
     """
 
     def __init__(self, root: Root, settings: WriterSettings) -> None:
+        tell_of_uncaught_errors()
         self.root, self.settings = root, settings
         self.process_group = _process_group()
         self.finished: ShardId | None = None
@@ -225,6 +227,8 @@ class DcpSession:
         assert session.rank is not None
         meeting = start.meeting(session.rank)
         session.join(meeting)
+        if session.is_first_on_node:
+            introduce(session.job_dir, self.root)
         session.go_on_from(start.base, start.stored, chosen=start.chosen, back=start.back)
         if meeting.no_memory is not None:
             self._warn_of_direct_saves(meeting.no_memory)
