@@ -18,6 +18,7 @@ from rekindle.common.timeouts import check_timeout
 from rekindle.errors import BusyError, NotDurableError, UsageError
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import Hooks
+from rekindle.faults.imports import ImportRecord
 from rekindle.faults.notices import Notice
 from rekindle.faults.torchelastic import advise_against_restarts, introduce, warn_of_reused_store
 from rekindle.format.lineage import ShardId
@@ -173,6 +174,7 @@ class Checkpointer:
             session.leave()
             raise
         self._exit_report = ExitReport(self._saver, session)
+        self._imports = ImportRecord(write=session.is_first_on_node)
         session.on_takeover(self._give_way)
         warn_of_reused_store(self._group.rank)
 
@@ -247,6 +249,7 @@ class Checkpointer:
         else:
             self._saver.live.note(self._session.shard_id(n, persist=False))
             self._session.check_agent()
+        self._imports.note_step()
 
     def save(
         self,

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
 
     parser = get_args_parser()
     parser.prog, parser.usage = "rekindle run", "rekindle run [OPTIONS] SCRIPT [ARGUMENTS]... ('rekindle run --help')"
+    parser.add_argument("--no-warm", action="store_true")
     parser.print_help = lambda file=None: print(usage())  # type: ignore[method-assign]
     args = parser.parse_args(arguments)
     _check(args)
@@ -123,8 +124,9 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
             for name in _LOGGERS:
                 logging.getLogger(f"torch.distributed.{name}").addFilter(failures)
         try:
-            # record() writes the first error of all to that file, for schedulers that read it.
-            (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
+            with _warm_workers(args, Path(place), say):
+                # record() writes the first error of all to that file, for schedulers that read it.
+                (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             say(_first_words(failure.message) or f"rank {rank} {_ended(failure.exitcode)}{failures.why}")
@@ -138,6 +140,23 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
             _say_what_is_saved(Path(place), say)
             return 128 + int(error.sigval)
     return 0
+
+
+def _warm_workers(args: Any, place: Path, say: Callable[[str], object]) -> AbstractContextManager[None]:
+    """Returns the context in which restarted workers come from a warm process, where the ranks are Python's."""
+    if args.no_warm or args.no_python or args.run_path or sys.platform != "linux":
+        return nullcontext()
+    from rekindle.launch.warm import WarmWorkers, warm_workers  # noqa: PLC0415  # not on every platform
+
+    return warm_workers(WarmWorkers(place, _script_dir(args), say))
+
+
+def _script_dir(args: Any) -> Path:
+    """Returns the folder of the script, or that of the module's top package: what is in it is the user's own code."""
+    if not args.module:
+        return Path(args.training_script).resolve().parent
+    found = importlib.machinery.PathFinder.find_spec(args.training_script.partition(".")[0], [os.getcwd(), *sys.path])
+    return Path(found.origin).resolve().parent if found and found.origin else Path.cwd()
 
 
 def _check(args: Any) -> None:
