@@ -7,7 +7,6 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rekindle.faults.torchelastic import LAUNCH
 from rekindle.format.receipt import write_atomic
@@ -15,7 +14,7 @@ from rekindle.format.receipt import write_atomic
 __all__ = ["IMPORTS", "ImportRecord", "imported_files"]
 
 IMPORTS = "imports"
-"""File in the launcher's directory: modules with their files, and environment variables that the script has changed."""
+"""File in the launcher's directory: modules with their files, and the variables that the script has set."""
 
 _STEPS = 2
 """Steps after which a script has imported what it trains with: torch loads parts of itself at the first update."""
@@ -44,10 +43,9 @@ def imported_files() -> dict[str, str]:
     return {name: str(spec.origin) for name, spec in specs if spec is not None and spec.has_location and spec.origin}
 
 
-def _changed_environment() -> dict[str, Any]:
-    """Returns each variable that differs from what this process was started with, and its value; None if it is gone."""
+def _changed_environment() -> list[str]:
+    """Returns the variables that differ from those that this process was started with."""
     block = Path("/proc/self/environ").read_bytes()
     begun = dict(entry.split(b"=", 1) for entry in block.split(b"\0") if b"=" in entry)
     now = dict(os.environb)
-    differ = sorted(name for name in begun.keys() | now.keys() if begun.get(name) != now.get(name))
-    return {os.fsdecode(name): os.fsdecode(now[name]) if name in now else None for name in differ}
+    return sorted(os.fsdecode(name) for name in begun.keys() | now.keys() if begun.get(name) != now.get(name))

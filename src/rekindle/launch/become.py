@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,8 @@ __all__ = ["become_worker", "run_users_sitecustomize", "set_name"]
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _NO_FILE = 0xFFFFFFFF
+_FIXED_SEED = 67280421310721
+"""First seed of torch's generator in those versions that don't draw one at the import."""
 
 
 class _MemoryMap(ctypes.Structure):
@@ -52,6 +55,8 @@ def become_worker(environment: dict[str, str], streams: Iterable[int]) -> None:
     os.environ.update(environment)
     _show_environment()
     _reseed()
+    thread: Any = threading.main_thread()
+    thread._set_native_id()  # a fork leaves the old one there
 
 
 def set_name(name: str) -> None:
@@ -79,7 +84,13 @@ def _show_environment() -> None:
 
 
 def _reseed() -> None:
-    """Draw anew what modules have drawn at their import, as each worker does. Python's own generator sees to itself."""
+    """Draw anew what modules have drawn at their import: ranks with one seed would train on the same numbers.
+
+    Python's own generator does so at each fork.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.default_generator.initial_seed() != _FIXED_SEED:
+        torch.default_generator.seed()
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()

@@ -1,8 +1,8 @@
 """Loads what a script imports, ahead of it and out of its way, and knows when that would not be the same.
 
 A module may be loaded ahead if it is installed (the script's own code never runs early) and if its import leaves behind
-nothing but Python objects: it read no variable that differs from start to start, opened no file or device, and left no
-thread, for a thread is not in a forked process.
+nothing but Python objects: it read no variable that differs from start to start and set none, opened no file or device,
+and left no thread, for a thread is not in a forked process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any
 
 __all__ = ["Preload", "UnfitModuleError"]
 
-_READ_IN_C = (
-    *("CUBLAS_", "CUDA_", "GOMP_", "HIP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON"),
-    *("PYTORCH", "TORCH"),
-)
+_READ_IN_C = ("GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_")
 """Beginnings of variables that libraries read when they are loaded, which Python can't see."""
+_READ_LATER = ("TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that count only once a device or a compiler is used. Torch sets the last one itself, at each use."""
 
 
 class UnfitModuleError(Exception):
@@ -67,8 +66,6 @@ class Preload:
         self._read: set[str] = set()
         self._began = dict(os.environb)
         self._descriptors = _descriptors()
-        self.changes: dict[str, str | None] = {}
-        """Variables that imports have set, or removed where None: a worker gets them too."""
 
     def load(self, modules: dict[str, str], between: Callable[[], None]) -> None:
         """Import those of ``modules`` (files by name) that may be, and call ``between`` after each import.
@@ -117,7 +114,10 @@ class Preload:
             raise UnfitModuleError(package, "its import starts a thread")
         for name in sys.modules.keys() - loaded:
             self._note_file(package, name, expected.get(name))
-        self._note_changes()
+        now = dict(os.environb)
+        for name in sorted(self._began.keys() | now.keys()):
+            if self._began.get(name) != now.get(name) and not os.fsdecode(name).startswith(_READ_LATER):
+                raise UnfitModuleError(package, f"its import sets {os.fsdecode(name)}")
 
     def _note_file(self, package: str, name: str, expected: str | None) -> None:
         spec = getattr(sys.modules.get(name), "__spec__", None)
@@ -128,23 +128,19 @@ class Preload:
         with suppress(OSError):
             self._files[spec.origin] = _stamp(spec.origin)
 
-    def _note_changes(self) -> None:
-        now = dict(os.environb)
-        for name in self._began.keys() | now.keys():
-            if self._began.get(name) != now.get(name):
-                self.changes[os.fsdecode(name)] = os.fsdecode(now[name]) if name in now else None
-
     # -- would the script's own imports have done the same? -------------------------------------------------------
 
-    def explain_difference(self, variable: set[str], changed: dict[str, str | None]) -> str:
+    def explain_difference(self, variable: set[str], changed: set[str]) -> str:
         """Returns the reason why an import made now would not be the one that was made; empty if there is none.
 
         ``changed`` are the variables that the script has set itself in its last start.
         """
         if told := sorted(variable & self._read):
             return f"{told[0]} was read by an import and differs from start to start"
-        for name, value in sorted(changed.items()):
-            if (name in self._read or name.startswith(_READ_IN_C)) and self.changes.get(name, "") != value:
+        for name in sorted(changed):
+            if name.startswith(_READ_LATER):
+                continue
+            if name in self._read or name.startswith(_READ_IN_C):
                 return f"the script sets {name} itself: set it for 'rekindle run', so that it holds at the imports"
         for file, stamp in self._files.items():
             try:

@@ -96,7 +96,7 @@ class _Spare:
         self._streams = _Streams()
         self._preload = Preload(Path(orders.script_dir), set(orders.variable), set(orders.without))
         self._learnt = 0
-        self._changed: dict[str, str | None] = {}
+        self._changed: set[str] = set()
         self._background = _Background()
         self._worker = False
 
@@ -126,7 +126,7 @@ class _Spare:
         first = not self._learnt
         self._learnt = self._record_time()
         told = json.loads(Path(self._orders.record).read_bytes())
-        self._changed = told["changed"]
+        self._changed = set(told["changed"])
         try:
             with self._background:
                 self._preload.load(told["modules"], self._rest)
@@ -189,12 +189,9 @@ class _Spare:
                 os.close(stream)
             return
         self._socket.close()
-        changes = self._preload.changes.items()
-        environment |= {name: value for name, value in changes if value is not None}
-        gone = {name for name, value in changes if value is None}
         set_name(self._name)
         said = self._streams.end()
-        become_worker({name: value for name, value in environment.items() if name not in gone}, streams)
+        become_worker(environment, streams)
         for target, text in said.items():
             os.write(target, text)
         importlib.invalidate_caches()
