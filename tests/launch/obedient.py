@@ -16,9 +16,9 @@ with open("starts", "a") as file:
 if name := os.environ.get("SET_BY_SCRIPT"):
     os.environ[name] = "1"
 
-import torch
+import torch  # noqa: E402  # the variable is set before the import
 
-import rekindle
+import rekindle  # noqa: E402
 
 for name in sys.argv[2:]:
     importlib.import_module(name)

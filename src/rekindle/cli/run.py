@@ -36,8 +36,8 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
       rekindle run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d \\
           --rdzv-endpoint HOST:29400 --rdzv-id JOB train.py
 
-    This is torchrun, set up so that restarts work, and less talkative. All options are torchrun's, and so is what it
-    does with them. Those that are used most:
+    This is torchrun, set up so that restarts work, and less talkative. All options but one are torchrun's, and so is
+    what it does with them. Those that are used most:
 
     \b
       --nproc-per-node N    ranks on each node; 1 if unset
@@ -47,6 +47,9 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
       --max-restarts N      failures after which the job is given up; 20 if
                             unset (torchrun: 0)
       -m                    SCRIPT is a module's name
+      --no-warm             start ranks anew after a failure, rather than from a
+                            process that has loaded what they import; not
+                            torchrun's
 
     'python -m torch.distributed.run --help' lists all of them.
 
