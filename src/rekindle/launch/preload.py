@@ -97,7 +97,7 @@ class Preload:
         watching = environment._data = _ReadNames(plain)
         loaded = set(sys.modules)
         try:
-            with suppress(Exception):  # what fails here fails in the script too, and there it is said
+            with suppress(Exception, SystemExit):  # what fails here fails in the script too, and there it is said
                 yield
         finally:
             plain.clear()
@@ -115,9 +115,10 @@ class Preload:
         for name in sys.modules.keys() - loaded:
             self._note_file(package, name, expected.get(name))
         now = dict(os.environb)
-        for name in sorted(self._began.keys() | now.keys()):
-            if self._began.get(name) != now.get(name) and not os.fsdecode(name).startswith(_READ_LATER):
-                raise UnfitModuleError(package, f"its import sets {os.fsdecode(name)}")
+        changed = (key for key in self._began.keys() | now.keys() if self._began.get(key) != now.get(key))
+        for variable in sorted(map(os.fsdecode, changed)):
+            if not variable.startswith(_READ_LATER):
+                raise UnfitModuleError(package, f"its import sets {variable}")
 
     def _note_file(self, package: str, name: str, expected: str | None) -> None:
         spec = getattr(sys.modules.get(name), "__spec__", None)

@@ -72,8 +72,6 @@ def hold() -> bool:
         sys.path_importer_cache.pop(hook, None)
         _Spare(orders, hook).serve()
     except BaseException:  # the script must not run in a process that is no worker
-        if os.environ.get("REKINDLE_SPARE_DEBUG"):
-            sys.excepthook(*sys.exc_info())
         os._exit(1)
     return run_users_sitecustomize()
 

@@ -50,13 +50,15 @@ class WarmWorkers:
         self._socket: socket.socket | None = None
         self._given_up = False
         """True in a start whose workers are all cold."""
+        self._recorded = 0
+        """Time of the record when this start began; 0 without one."""
         self._last_warm: int | None = None
-        """Time of the record when the last start was made warm; None after a cold start."""
+        """That time, once a worker of this start is warm."""
 
     def start(self, rank: int, command: list[str], environment: dict[str, str], streams: list[int]) -> Any:
         """Returns a worker made by the spare, or None when this one has to be started cold.
 
-        Local rank 0 comes first in each start, and starts a spare when there is none.
+        Local rank 0 comes first in each start. Starts a spare when there is none.
         """
         if rank == 0:
             self._begin_start()
@@ -65,7 +67,9 @@ class WarmWorkers:
         if not self._given_up:
             worker = self._ask(command, environment, variable, streams)
             self._given_up = worker is None
-        if self._spare is None and rank == 0:
+        if worker is not None:
+            self._last_warm = self._recorded
+        if self._spare is None:
             self._start_spare(command, environment, variable)
         return worker
 
@@ -81,14 +85,12 @@ class WarmWorkers:
 
     def _begin_start(self) -> None:
         self._given_up, last, self._last_warm = False, self._last_warm, None
-        recorded = self._record_time()
-        if last is not None and last == recorded:
+        self._recorded = self._record_time()
+        if last == self._recorded:
             self._decline("the last warm start did not come as far as its second step")
-        elif recorded:
-            self._last_warm = recorded
 
     def _decline(self, reason: str) -> None:
-        self._given_up, self._last_warm = True, None
+        self._given_up = True
         self._say(f"started cold: {reason}")
 
     def _record_time(self) -> int:
@@ -101,7 +103,7 @@ class WarmWorkers:
     def _ask(
         self, command: list[str], environment: dict[str, str], variable: list[str], streams: list[int]
     ) -> AdoptedProcess | None:
-        if self._socket is None or not self._record_time():
+        if self._socket is None or not self._recorded:
             return None  # the first start, or no start that came as far as its second step
         if command != self._command:
             self._decline("the ranks of this node have different arguments")
