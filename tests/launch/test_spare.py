@@ -94,6 +94,33 @@ def test_a_killed_spare_is_replaced(tmp_path):
         assert len(run.cold) == 1
 
 
+def test_restarts_leave_nothing_behind(tmp_path):
+    with job(tmp_path) as run:
+        run.wait_for(WARM)
+        left = []
+        for start in range(1, 9):
+            run.order("SIGKILL")
+            run.stepped(start)
+            left.append((len(os.listdir(f"/proc/{run.process.pid}/fd")), len(children(run.process.pid))))
+        assert left == [left[0]] * len(left), "descriptors and children of the launcher after each restart"
+        assert left[0][1] == 2, "a worker and the spare"
+        assert not run.cold
+        run.order("end")
+        assert run.process.wait(60) == 0
+
+
+def children(pid: int) -> list[int]:
+    """Child processes, ended ones that nobody has waited for included."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _has_parent(path, pid)]
+
+
+def _has_parent(path: Path, pid: int) -> bool:
+    try:
+        return parent(int(path.name)) == pid
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "loading"])
 def test_a_spare_dies_with_its_launcher(tmp_path, asleep):
     with job(tmp_path) as run:
