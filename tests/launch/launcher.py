@@ -10,7 +10,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from rekindle.format.names import root_path
 from rekindle.launch.spare import ORDERS
+from rekindle.memory.job_dir import JobDir, memory_base
 
 __all__ = ["WARM", "Launcher"]
 
@@ -25,6 +27,7 @@ class Launcher:
     def __init__(self, directory: Path, *arguments: object, **environment: str) -> None:
         memory = directory / "memory"
         memory.mkdir(exist_ok=True)
+        self._job = JobDir.of(root_path(directory / "root"), memory_base(memory))
         self.lines: list[str] = []
         self._news = threading.Condition()
         self.process = subprocess.Popen(
@@ -48,6 +51,8 @@ class Launcher:
             self.process.send_signal(signal.SIGTERM)
         self.process.wait(_LIMIT)
         self._reader.join(_LIMIT)
+        if agent := self._job.agent():  # outlives a job that failed
+            os.kill(agent, signal.SIGKILL)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
