@@ -18,6 +18,7 @@ from rekindle.common.timeouts import check_timeout
 from rekindle.errors import NotDurableError, UsageError
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import Hooks
+from rekindle.faults.imports import ImportRecord
 from rekindle.faults.notices import Notice
 from rekindle.faults.torchelastic import introduce, tell_of_uncaught_errors, warn_of_reused_store
 from rekindle.format.lineage import ShardId
@@ -170,6 +171,7 @@ class Checkpointer:
             session.leave()
             raise
         self._exit_report = ExitReport(self._saver, session)
+        self._imports = ImportRecord(write=session.is_first_on_node)
         session.on_takeover(self._give_way)
         warn_of_reused_store(self._group.rank)
 
@@ -244,6 +246,7 @@ class Checkpointer:
         else:
             self._saver.live.note(self._session.shard_id(n, persist=False))
             self._session.check_agent()
+        self._imports.note_step()
 
     def save(
         self,

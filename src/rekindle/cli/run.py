@@ -54,6 +54,8 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
       --retry-refused       start again after errors that each start would
                             meet: a state that doesn't fit, usage
       -m                    SCRIPT is a module's name
+      --no-warm             start ranks anew after a failure, rather than from a
+                            process that has loaded what they import
 
     'python -m torch.distributed.run --help' lists all of torchrun's.
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
             for name in _LOGGERS:
                 logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
         try:
-            with deciding(course.decide):
+            with deciding(course.decide), _warm_workers(args, Path(place), say):
                 # record() writes the first error of all to that file, for schedulers that read it.
                 (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
         except ChildFailedError as error:
@@ -182,6 +182,7 @@ def _add_options(parser: ArgumentParser) -> None:
     ways = ("progress", "job")
     parser.add_argument("--count-restarts", "--count_restarts", action=env, choices=ways, default=ways[0])
     parser.add_argument("--retry-refused", "--retry_refused", action=check_env)
+    parser.add_argument("--no-warm", "--no_warm", action=check_env)
 
 
 def _count(text: str) -> int:
@@ -195,6 +196,23 @@ def _seconds(text: str) -> float:
         if 0 <= (seconds := float(text)) < math.inf:
             return seconds
     raise ArgumentTypeError(f"{text!r} is no number of seconds")
+
+
+def _warm_workers(args: Any, place: Path, say: Callable[[str], object]) -> AbstractContextManager[None]:
+    """Returns the context in which restarted workers come from a warm process, where the ranks are Python's."""
+    if args.no_warm or args.no_python or args.run_path or sys.platform != "linux":
+        return nullcontext()
+    from rekindle.launch.warm import WarmWorkers, warm_workers  # noqa: PLC0415  # not on every platform
+
+    return warm_workers(WarmWorkers(place, _script_dir(args), say))
+
+
+def _script_dir(args: Any) -> Path:
+    """Returns the folder of the script, or that of the module's top package: what is in it is the user's own code."""
+    if not args.module:
+        return Path(args.training_script).resolve().parent
+    found = importlib.machinery.PathFinder.find_spec(args.training_script.partition(".")[0], [os.getcwd(), *sys.path])
+    return Path(found.origin).resolve().parent if found and found.origin else Path.cwd()
 
 
 def _check(args: Any) -> None:

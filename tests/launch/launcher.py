@@ -1,0 +1,94 @@
+"""A launcher under test: ``rekindle run`` as a process, and what it says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from rekindle.format.names import root_path
+from rekindle.launch.spare import ORDERS
+from rekindle.memory.job_dir import JobDir, memory_base
+
+__all__ = ["WARM", "Launcher"]
+
+WARM = "restarts are warm from now on"
+"""What the spare says once it is ready."""
+_LIMIT = 120.0
+
+
+class Launcher:
+    """``rekindle run`` with these arguments, in ``directory``. Ends it, and looks for what it left, on leaving."""
+
+    def __init__(self, directory: Path, *arguments: object, **environment: str) -> None:
+        memory = directory / "memory"
+        memory.mkdir(exist_ok=True)
+        self._job = JobDir.of(root_path(directory / "root"), memory_base(memory))
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rekindle", "run", "--standalone", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=directory,
+            env={**os.environ, "REKINDLE_MEMORY": str(memory), "CUDA_VISIBLE_DEVICES": "", **environment},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.process.wait(_LIMIT)
+        self._reader.join(_LIMIT)
+        if agent := self._job.agent():  # outlives a job that failed
+            os.kill(agent, signal.SIGKILL)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, text: str) -> str:
+        """Returns the first line with ``text`` in it."""
+        with self._news:
+            found = self._news.wait_for(lambda: [line for line in self.lines if text in line], _LIMIT)
+        assert found, f"{text!r} did not come:\n{self.output}"
+        return found[0]
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until ``holds`` does, which is asked every now and then."""
+        done = threading.Event()
+        for _ in range(int(_LIMIT / 0.05)):
+            if holds():
+                return
+            done.wait(0.05)
+        raise AssertionError(f"it did not come to be:\n{self.output}")
+
+    def spares(self) -> list[int]:
+        """Returns the processes that wait to be workers of this launcher."""
+        wanted = f'"launcher": {self.process.pid},'.encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if ORDERS.encode() in (environ := (path / "environ").read_bytes()) and wanted in environ:
+                    found.append(int(path.name))
+            except OSError:
+                continue
+        return [pid for pid in found if (Path("/proc") / str(pid) / "comm").read_text() == "rekindle-spare\n"]

@@ -1,0 +1,244 @@
+"""Restarts from a spare: what they run, and how a start falls back to a cold one, with one line that says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launcher import WARM, Launcher
+
+SCRIPT = Path(__file__).with_name("obedient.py")
+
+
+class Job(Launcher):
+    """A launcher with the obedient script."""
+
+    def __init__(self, directory: Path, *arguments: str, options: tuple[str, ...] = (), **environment: str) -> None:
+        super().__init__(directory, *options, SCRIPT, "root", *arguments, **environment)
+        self.directory = directory
+
+    def order(self, what: str) -> None:
+        draft = self.directory / "draft"
+        draft.write_text(what)
+        draft.rename(self.directory / "order")
+
+    def stepped(self, start: int) -> None:
+        """Wait until a start of this number has trained."""
+        path = self.directory / "stepped"
+        self.wait_until(lambda: path.exists() and str(start) in path.read_text().split())
+
+    @property
+    def starts(self) -> list[int]:
+        """Processes that have run the script, in order."""
+        return [int(line) for line in (self.directory / "starts").read_text().split()]
+
+    @property
+    def cold(self) -> list[str]:
+        """Lines about cold starts."""
+        return [line for line in self.lines if "started cold" in line]
+
+
+@contextmanager
+def job(*arguments: object, **more: object) -> Iterator[Job]:
+    with Job(*arguments, **more) as running:  # type: ignore[arg-type]
+        yield running
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize(("order", "told"), [("SIGKILL", "was killed by SIGKILL"), ("7", "ended with exit code 7")])
+def test_a_warm_worker_ends_as_it_would_anyhow(tmp_path, order, told):
+    with job(tmp_path) as run:
+        run.wait_for(WARM)
+        assert len(run.starts) == 1, "the spare has run the script"
+        run.order("SIGKILL")
+        run.stepped(1)
+        assert parent(run.starts[1]) == run.process.pid
+        assert len(run.spares()) == 1
+        run.order(order)
+        run.wait_for(f"{told}: all ranks are started again, restart 2")
+        run.stepped(2)
+        run.order("end")
+        assert run.process.wait(60) == 0
+        assert not run.cold
+        assert len(run.starts) == 3
+        assert not run.spares()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_killed_spare_is_replaced(tmp_path):
+    with job(tmp_path) as run:
+        run.wait_for(WARM)
+        (spare,) = run.spares()
+        os.kill(spare, signal.SIGKILL)
+        run.order("SIGKILL")
+        run.wait_for("started cold: the spare process is gone")
+        run.stepped(1)
+        run.wait_until(lambda: sum(WARM in line for line in run.lines) == 2)
+        run.order("SIGKILL")
+        run.stepped(2)
+        assert len(run.cold) == 1
+
+
+def test_restarts_leave_nothing_behind(tmp_path):
+    with job(tmp_path) as run:
+        run.wait_for(WARM)
+        left = []
+        for start in range(1, 9):
+            run.order("SIGKILL")
+            run.stepped(start)
+            left.append((len(os.listdir(f"/proc/{run.process.pid}/fd")), len(children(run.process.pid))))
+        assert left == [left[0]] * len(left), "descriptors and children of the launcher after each restart"
+        assert left[0][1] == 2, "a worker and the spare"
+        assert not run.cold
+        run.order("end")
+        assert run.process.wait(60) == 0
+
+
+def children(pid: int) -> list[int]:
+    """Child processes, ended ones that nobody has waited for included."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _has_parent(path, pid)]
+
+
+def _has_parent(path: Path, pid: int) -> bool:
+    try:
+        return parent(int(path.name)) == pid
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "loading"])
+def test_a_spare_dies_with_its_launcher(tmp_path, asleep):
+    with job(tmp_path) as run:
+        if asleep:
+            run.wait_for(WARM)
+        run.wait_until(lambda: bool(run.spares()))
+        (spare,) = run.spares()
+        run.process.kill()
+        run.wait_until(lambda: is_gone(spare))
+        run.wait_until(lambda: (tmp_path / "starts").exists())
+        run.order("end")  # the worker lives on, as any does
+        run.wait_until(lambda: all(is_gone(pid) for pid in run.starts))
+
+
+def test_a_variable_that_the_script_sets_is_not_there_early_enough(tmp_path):
+    with job(tmp_path, SET_BY_SCRIPT="OMP_DYNAMIC") as run:
+        run.wait_for(WARM)
+        run.order("SIGKILL")
+        run.wait_for("started cold: the script sets OMP_DYNAMIC itself")
+        run.stepped(1)
+        run.order("end")
+        assert run.process.wait(60) == 0
+
+
+def test_a_start_after_a_warm_one_that_came_nowhere_is_cold(tmp_path):
+    (tmp_path / "fail-1").touch()
+    with job(tmp_path) as run:
+        run.wait_for(WARM)
+        run.order("SIGKILL")
+        run.wait_for("started cold: the last warm start did not come as far as its second step")
+        run.stepped(2)
+        run.order("SIGKILL")
+        run.stepped(3)
+        assert len(run.cold) == 1
+
+
+def test_no_warm_keeps_no_spare(tmp_path):
+    with job(tmp_path, options=("--no-warm",)) as run:
+        run.stepped(0)
+        assert not run.spares()
+        run.order("SIGKILL")
+        run.stepped(1)
+        run.order("end")
+        assert run.process.wait(60) == 0
+        assert WARM not in run.output
+        assert not run.cold
+
+
+# -- installed packages -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """Environment with a folder of installed packages, and that folder."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    folder = tmp_path / "base" / "lib" / version / "site-packages"
+    folder.mkdir(parents=True)
+    return {"PYTHONUSERBASE": str(tmp_path / "base"), "PYTHONPATH": str(folder)}, folder
+
+
+def test_a_changed_file_of_an_imported_package_makes_a_start_cold(tmp_path, installed):
+    environment, folder = installed
+    file = folder / "changing.py"
+    file.write_text("VALUE = 1\n")
+    with job(tmp_path, "changing", **environment) as run:
+        run.wait_for(WARM)
+        file.write_text("VALUE = 'changed'\n")
+        run.order("SIGKILL")
+        run.wait_for(f"started cold: {file} has changed")
+        run.stepped(1)
+        run.wait_until(lambda: sum(WARM in line for line in run.lines) == 2)  # a new one has loaded the new file
+        run.order("SIGKILL")
+        run.stepped(2)
+        assert len(run.cold) == 1
+
+
+UNFIT = {
+    "import os; RANK = os.environ.get('RANK')": "reads RANK",
+    "import os; ALL = dict(os.environ)": "reads the whole environment",
+    "import os; os.environ['SOME_SETTING'] = '1'": "sets SOME_SETTING",
+    "FILE = open(__file__)": "opens a file or device",
+    "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()": "starts a thread",
+}
+
+
+@pytest.mark.parametrize("code", UNFIT)
+def test_a_package_whose_import_leaves_more_than_objects_is_not_loaded_ahead(tmp_path, installed, code):
+    environment, folder = installed
+    (folder / "unfit.py").write_text(f"import os\nopen('imports', 'a').write(f'{{os.getpid()}}\\n')\n{code}\n")
+    with job(tmp_path, "unfit", **environment) as run:
+        assert f"without unfit: its import {UNFIT[code]}" in run.wait_for(WARM)
+        run.order("SIGKILL")
+        run.stepped(1)
+        assert not run.cold
+        assert str(run.starts[1]) in (tmp_path / "imports").read_text().split()
+
+
+def test_what_an_import_says_comes_from_the_worker(tmp_path, installed):
+    environment, folder = installed
+    (folder / "talking.py").write_text("import sys; print('said at the import', file=sys.stderr)\n")
+    with job(tmp_path, "talking", **environment) as run:
+        run.wait_for(WARM)
+        run.order("SIGKILL")
+        run.stepped(1)
+        assert sum("said at the import" in line for line in run.lines) == 2
+
+
+def test_a_warm_start_takes_less_than_the_import_of_torch(tmp_path):
+    """Seconds of processor time from the start of a worker to its third step."""
+    with job(tmp_path) as run:
+        run.stepped(0)
+        cold = processor_time(run.starts[0])
+        run.wait_for(WARM)
+        run.order("SIGKILL")
+        run.stepped(1)
+        assert processor_time(run.starts[1]) < cold / 2
+
+
+def processor_time(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
