@@ -246,7 +246,7 @@ class Checkpointer:
         else:
             self._saver.live.note(self._session.shard_id(n, persist=False))
             self._session.check_agent()
-        self._imports.note_step()
+        self._imports.note_step(n)
 
     def save(
         self,
@@ -272,6 +272,7 @@ class Checkpointer:
             self._check_step(n)
             self._begin()
             self._save(n, persist=True, pin=pin, wait=True)
+        self._imports.note_step(n)
         if wait is not None:
             self._saver.secure(timeout)
         stamp = self._saver.newest or self._base

@@ -41,7 +41,8 @@ def test_work_counts_where_no_collective_failed(wrap: int) -> None:
 
 def test_one_line_tells_what_was_raised_and_from_what() -> None:
     assert (
-        describe_raised(raised(1), 3)[0] == "rank 3 raised RuntimeError: the training step failed (from DistBackendError)"
+        describe_raised(raised(1), 3)[0]
+        == "rank 3 raised RuntimeError: the training step failed (from DistBackendError)"
     )
     assert describe_raised(raised(0), 0)[0] == "rank 0 raised DistBackendError: NCCL error: aborted"
     assert describe_raised(KeyboardInterrupt(), 0)[0] == "rank 0 raised KeyboardInterrupt"

@@ -14,11 +14,12 @@ from rekindle.format.names import root_path
 from rekindle.launch.spare import ORDERS
 from rekindle.memory.job_dir import JobDir, memory_base
 
-__all__ = ["WARM", "Launcher"]
+__all__ = ["WARM", "Job", "Launcher", "children", "parent"]
 
 WARM = "restarts are warm from now on"
 """What the spare says once it is ready."""
 _LIMIT = 120.0
+_OBEDIENT = Path(__file__).with_name("obedient.py")
 
 
 class Launcher:
@@ -27,7 +28,7 @@ class Launcher:
     def __init__(self, directory: Path, *arguments: object, **environment: str) -> None:
         memory = directory / "memory"
         memory.mkdir(exist_ok=True)
-        self._job = JobDir.of(root_path(directory / "root"), memory_base(memory))
+        self.job = JobDir.of(root_path(directory / "root"), memory_base(memory))
         self.lines: list[str] = []
         self._news = threading.Condition()
         self.process = subprocess.Popen(
@@ -50,8 +51,8 @@ class Launcher:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         self.process.wait(_LIMIT)
-        self._reader.join(_LIMIT)
-        if agent := self._job.agent():  # outlives a job that failed
+        self.read_out()
+        if agent := self.job.agent():  # outlives a job that failed
             os.kill(agent, signal.SIGKILL)
 
     def _read(self) -> None:
@@ -60,6 +61,10 @@ class Launcher:
             with self._news:
                 self.lines.append(line.rstrip("\n"))
                 self._news.notify_all()
+
+    def read_out(self) -> None:
+        """Wait for the last line of a launcher that ends."""
+        self._reader.join(_LIMIT)
 
     @property
     def output(self) -> str:
@@ -92,3 +97,59 @@ class Launcher:
             except OSError:
                 continue
         return [pid for pid in found if (Path("/proc") / str(pid) / "comm").read_text() == "rekindle-spare\n"]
+
+
+class Job(Launcher):
+    """A launcher with the obedient script, or another one that notes its starts."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        options: tuple[str, ...] = (),
+        script: Path = _OBEDIENT,
+        **environment: str,
+    ) -> None:
+        super().__init__(directory, *options, script, "root", *arguments, **environment)
+        self.directory = directory
+
+    def order(self, what: str) -> None:
+        draft = self.directory / "draft"
+        draft.write_text(what)
+        draft.rename(self.directory / "order")
+
+    def stepped(self, start: int) -> None:
+        """Wait until a start of this number has trained."""
+        path = self.directory / "stepped"
+        self.wait_until(lambda: path.exists() and str(start) in path.read_text().split())
+
+    @property
+    def starts(self) -> list[int]:
+        """Processes that have run the script, in order."""
+        return [int(line.split()[0]) for line in (self.directory / "starts").read_text().splitlines()]
+
+    @property
+    def times(self) -> list[float]:
+        """Monotonic times at which they began to."""
+        return [float(line.split()[1]) for line in (self.directory / "starts").read_text().splitlines()]
+
+    @property
+    def cold(self) -> list[str]:
+        """Lines about cold starts."""
+        return [line for line in self.lines if "started cold" in line]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children(pid: int) -> list[int]:
+    """Child processes, ended ones that nobody has waited for included."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _has_parent(path, pid)]
+
+
+def _has_parent(path: Path, pid: int) -> bool:
+    try:
+        return parent(int(path.name)) == pid
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,7 +1,8 @@
 """Trains until it is told how to end: obedient.py ROOT [IMPORT]...
 
-It does what the file ``order`` says, takes that away, and notes in ``starts`` the process of each start, when its code
-is run, and in ``stepped`` the number of each start that has come as far as its third step.
+It does what the file ``order`` says, takes that away, and notes in ``starts`` the process and the monotonic time of
+each start, when its code is run, and in ``stepped`` the number of each start that has come as far as its third step.
+The start whose number is in the name of a file ``fail-N`` fails at once; that of ``unlike-N`` has another model.
 """
 
 import importlib
@@ -12,7 +13,9 @@ from pathlib import Path
 
 COUNT = os.environ["TORCHELASTIC_RESTART_COUNT"]
 with open("starts", "a") as file:
-    file.write(f"{os.getpid()}\n")
+    file.write(f"{os.getpid()} {time.monotonic()}\n")
+if os.path.exists(f"fail-{COUNT}"):
+    sys.exit(9)
 if name := os.environ.get("SET_BY_SCRIPT"):
     os.environ[name] = "1"
 
@@ -34,9 +37,8 @@ def obey(order: str) -> None:
 
 
 def main() -> None:
-    if os.path.exists(f"fail-{COUNT}"):
-        sys.exit(9)
-    model = torch.nn.Linear(4, 4)
+    width = 5 if os.path.exists(f"unlike-{COUNT}") else 4
+    model = torch.nn.Linear(4, width)
     optimizer = torch.optim.AdamW(model.parameters())
     deadline = time.monotonic() + 300
     with rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}) as ckpt:

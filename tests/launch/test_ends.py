@@ -155,25 +155,36 @@ def test_an_error_that_the_script_catches_ends_nothing(script: Path, tmp_path: P
 
 
 FALLING = """
+import os, signal, sys, torch, rekindle
+start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+os.write(1, f"start {start}\\n".encode())
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt = rekindle.Checkpointer(ROOT, {"model": model, "optimizer": optimizer})
+first = ckpt.restore() + 1
 for step in range(first, first + 2):
-    if step == first + 1:
-        raise OSError("something")
-    if step > FAULTS:
+    if step > 2 * FAULTS:
         sys.exit(0)
-    ckpt.save(step, wait="memory")
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    ckpt.step(step)
+if start % 2:
+    raise OSError("something")
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("faults", [2, pytest.param(100, marks=pytest.mark.campaign(500))])
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("faults", [2, pytest.param(100, marks=pytest.mark.campaign(seconds=120))])
 def test_faults_with_progress_between_them_never_use_up_the_restarts(
     script: Path, tmp_path: Path, memory: Path, faults: int
 ) -> None:
-    text = (TRAINING + FALLING).replace("ROOT", repr(str(tmp_path / "run"))).replace("FAULTS", str(faults))
-    script.write_text(text)
+    """A SIGKILL and an error by turns, after two steps each."""
+    script.write_text(FALLING.replace("ROOT", repr(str(tmp_path / "run"))).replace("FAULTS", str(faults)))
     command = [sys.executable, "-m", "rekindle", "run", "--standalone", "--max-restarts", "1", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20 * faults)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0 and starts(done) == faults + 1, done.stderr
-    assert restarts(done) == [f"restart 1 of 1 since step {step + 1}" for step in range(faults)], done.stderr
+    assert restarts(done) == [f"restart 1 of 1 since step {2 * fault + 2}" for fault in range(faults)], done.stderr
     for start in range(faults + 1):
         assert f"start {start}\n" in done.stdout, "a script can tell its starts apart"
 
@@ -197,7 +208,7 @@ def test_steps_saved_through_dcp_are_progress(script: Path, tmp_path: Path, memo
     assert restarts(done) == [f"restart 1 of 20 since step {step}" for step in (1, 2)], done.stderr
 
 
-@pytest.mark.campaign(60)
+@pytest.mark.campaign(seconds=60)
 def test_the_node_that_gives_up_ends_the_job_on_the_other_one_too(script: Path, tmp_path: Path, memory: Path) -> None:
     """Two launchers, as on two nodes. The rank of one raises, that of the other one waits for it."""
     with socket.socket() as free:

@@ -11,37 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launcher import WARM, Launcher
+import rekindle
+from tests.launch.launcher import WARM, Job, parent
 
-SCRIPT = Path(__file__).with_name("obedient.py")
-
-
-class Job(Launcher):
-    """A launcher with the obedient script."""
-
-    def __init__(self, directory: Path, *arguments: str, options: tuple[str, ...] = (), **environment: str) -> None:
-        super().__init__(directory, *options, SCRIPT, "root", *arguments, **environment)
-        self.directory = directory
-
-    def order(self, what: str) -> None:
-        draft = self.directory / "draft"
-        draft.write_text(what)
-        draft.rename(self.directory / "order")
-
-    def stepped(self, start: int) -> None:
-        """Wait until a start of this number has trained."""
-        path = self.directory / "stepped"
-        self.wait_until(lambda: path.exists() and str(start) in path.read_text().split())
-
-    @property
-    def starts(self) -> list[int]:
-        """Processes that have run the script, in order."""
-        return [int(line) for line in (self.directory / "starts").read_text().split()]
-
-    @property
-    def cold(self) -> list[str]:
-        """Lines about cold starts."""
-        return [line for line in self.lines if "started cold" in line]
+SAVING = Path(__file__).with_name("saving.py")
 
 
 @contextmanager
@@ -76,49 +49,17 @@ def test_a_warm_worker_ends_as_it_would_anyhow(tmp_path, order, told):
         assert not run.spares()
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def test_a_killed_spare_is_replaced(tmp_path):
+def test_a_killed_spare_is_replaced_while_training_goes_on(tmp_path):
     with job(tmp_path) as run:
         run.wait_for(WARM)
         (spare,) = run.spares()
         os.kill(spare, signal.SIGKILL)
-        run.order("SIGKILL")
-        run.wait_for("started cold: the spare process is gone")
-        run.stepped(1)
+        run.wait_for("the spare process was killed by SIGKILL: restarts are cold until another one is ready")
         run.wait_until(lambda: sum(WARM in line for line in run.lines) == 2)
+        assert len(run.starts) == 1, "training has been disturbed"
         run.order("SIGKILL")
-        run.stepped(2)
-        assert len(run.cold) == 1
-
-
-def test_restarts_leave_nothing_behind(tmp_path):
-    with job(tmp_path) as run:
-        run.wait_for(WARM)
-        left = []
-        for start in range(1, 9):
-            run.order("SIGKILL")
-            run.stepped(start)
-            left.append((len(os.listdir(f"/proc/{run.process.pid}/fd")), len(children(run.process.pid))))
-        assert left == [left[0]] * len(left), "descriptors and children of the launcher after each restart"
-        assert left[0][1] == 2, "a worker and the spare"
+        run.stepped(1)
         assert not run.cold
-        run.order("end")
-        assert run.process.wait(60) == 0
-
-
-def children(pid: int) -> list[int]:
-    """Child processes, ended ones that nobody has waited for included."""
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _has_parent(path, pid)]
-
-
-def _has_parent(path: Path, pid: int) -> bool:
-    try:
-        return parent(int(path.name)) == pid
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "loading"])
@@ -157,6 +98,31 @@ def test_a_start_after_a_warm_one_that_came_nowhere_is_cold(tmp_path):
         assert len(run.cold) == 1
 
 
+def test_a_state_that_does_not_fit_a_warm_start_ends_the_job(tmp_path):
+    (tmp_path / "unlike-1").touch()
+    with job(tmp_path) as run:
+        run.wait_for(WARM)
+        run.order("SIGKILL")
+        assert run.process.wait(60) == rekindle.StateMismatchError.exit_code
+        run.read_out()
+        assert run.lines[-1].startswith("Error: ") and "the job is not started again" in run.lines[-1], run.output
+        assert len(run.starts) == 2 and not run.cold
+
+
+def test_a_warm_start_waits_as_long_as_a_cold_one(tmp_path):
+    """The pause between starts that make no progress: a warm start has cost the same error as a cold one."""
+    for start in (1, 2):
+        (tmp_path / f"fail-{start}").touch()
+    with job(tmp_path) as run:
+        run.wait_for(WARM)
+        run.order("SIGKILL")
+        run.wait_for("rank 0 ended with exit code 9: all ranks are started again, restart 2 of 20")
+        run.wait_for("rank 0 ended with exit code 9: all ranks are started again in 1 s, restart 3 of 20")
+        run.stepped(3)
+        assert run.times[3] - run.times[2] >= 1.0
+        assert len(run.cold) == 1 and "the last warm start did not come as far as its second step" in run.cold[0]
+
+
 def test_no_warm_keeps_no_spare(tmp_path):
     with job(tmp_path, options=("--no-warm",)) as run:
         run.stepped(0)
@@ -166,6 +132,17 @@ def test_no_warm_keeps_no_spare(tmp_path):
         run.order("end")
         assert run.process.wait(60) == 0
         assert WARM not in run.output
+        assert not run.cold
+
+
+@pytest.mark.parametrize("how", ["save", "dcp"])
+def test_a_script_that_saves_by_other_means_than_step_is_started_warm(tmp_path, how):
+    with job(tmp_path, how, script=SAVING) as run:
+        run.wait_for(WARM)
+        os.kill(run.starts[0], signal.SIGKILL)
+        run.stepped(1)
+        os.kill(run.starts[1], signal.SIGKILL)
+        run.stepped(2)
         assert not run.cold
 
 

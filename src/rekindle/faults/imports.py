@@ -21,20 +21,32 @@ _STEPS = 2
 
 
 class ImportRecord:
-    """Written once in a start, by one rank of the node, at its second step: some 5 ms for 2,000 modules."""
+    """Written once in a start, by one rank of the node: some 5 ms for 2,000 modules.
+
+    It is due at the second step, or at the first save of a script that tells of its saves only: those are far apart,
+    and there are updates between them.
+    """
 
     def __init__(self, *, write: bool) -> None:
         place = os.environ.get(LAUNCH)
         self._path = Path(place) / IMPORTS if place and write else None
-        self._steps = 0
+        self._steps: set[int] = set()
 
-    def note_step(self) -> None:
-        """Count a step. The last one that counts writes the record."""
-        self._steps += 1
-        if self._path is not None and self._steps == _STEPS:
-            with suppress(OSError):
-                changed = _changed_environment()
-                write_atomic(self._path, json.dumps({"modules": imported_files(), "changed": changed}).encode())
+    def note_step(self, n: int) -> None:
+        """Note that step ``n`` was made or saved. Writes the record once it is due."""
+        if self._path is not None:
+            self._steps.add(n)
+            if len(self._steps) == _STEPS:
+                self.write()
+
+    def write(self) -> None:
+        """Write the record, unless that was done."""
+        if self._path is None:
+            return
+        with suppress(OSError):
+            changed = _changed_environment()
+            write_atomic(self._path, json.dumps({"modules": imported_files(), "changed": changed}).encode())
+        self._path = None
 
 
 def imported_files() -> dict[str, str]:

@@ -44,6 +44,7 @@ _LATER = 2
 """Seconds by which the others' failures are dated later. torchrun takes the earliest for the cause; it counts in whole
 seconds, and dates a rank that left no file when it looks."""
 
+
 def tell_launcher(fault: Fault, rank: int) -> None:
     """Leave a file for torchrun, if that is the launcher: the fault, or the fault of another that ended this rank.
 

@@ -13,9 +13,10 @@ __all__ = ["deciding"]
 
 
 @contextmanager
-def deciding(decide: Callable[[Mapping[int, Any]], Decision]) -> Iterator[None]:
-    """Makes torchrun's agents ask ``decide`` after each failure. It is given torch's failures, by global rank.
+def deciding(decide: Callable[[Mapping[int, Any]], Decision], tend: Callable[[], object]) -> Iterator[None]:
+    """Makes torchrun's agents ask ``decide`` after each failure, and call ``tend`` whenever they look at the ranks.
 
+    ``decide`` is given torch's failures, by global rank. The agents look ten times a second (``--monitor-interval``).
     torchrun has no option for its agent's class, so the name by which its launcher knows it is replaced.
     """
     # Imported here, as the other commands need no torch.
@@ -26,6 +27,7 @@ def deciding(decide: Callable[[Mapping[int, Any]], Decision]) -> Iterator[None]:
     class Agent(LocalElasticAgent):
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             """Returns the state of the ranks. When they have failed, all of them have ended by now."""
+            tend()
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():
                 decision = decide(result.failures)

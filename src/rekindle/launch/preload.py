@@ -13,17 +13,22 @@ import site
 import sys
 import sysconfig
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Preload", "UnfitModuleError"]
+__all__ = ["Preload", "UnfitModuleError", "fork"]
 
 _READ_IN_C = ("GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_")
 """Beginnings of variables that libraries read when they are loaded, which Python can't see."""
 _READ_LATER = ("TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
 """Variables that count only once a device or a compiler is used. Torch sets the last one itself, at each use."""
+
+_ENDS_WITHIN = 1.0
+"""Seconds that a thread gets to end which was told to. On a busy machine the kernel lists it for a while."""
 
 
 class UnfitModuleError(Exception):
@@ -178,6 +183,13 @@ def _descriptors() -> set[tuple[int, str]]:
     return found
 
 
+def fork() -> int:
+    """Forks without Python's warning about threads. It comes from 3.12 on, even while OpenBLAS ends its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
 def _has_threads() -> bool:
     """True if there is a thread that a fork would leave behind.
 
@@ -188,8 +200,13 @@ def _has_threads() -> bool:
         return True
     if len(os.listdir("/proc/self/task")) == 1:
         return False
-    child = os.fork()
+    child = fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    return len(os.listdir("/proc/self/task")) > 1
+    until = time.monotonic() + _ENDS_WITHIN
+    while len(os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() > until:
+            return True
+        time.sleep(0.01)
+    return False

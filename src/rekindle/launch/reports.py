@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +21,8 @@ from rekindle.memory.paths import STATUS_PAGES, matching
 from rekindle.memory.status import read_status
 from rekindle.storage.listing import list_copies_within
 
-__all__ = ["describe_fault", "first_failure", "first_words", "newest_steps", "own_error", "reached_step"]
-__all__ += ["reported_roots", "take_refusal", "traceback_of"]
+__all__ = ["describe_exit", "describe_fault", "first_failure", "first_words", "newest_steps", "own_error"]
+__all__ += ["reached_step", "reported_roots", "take_refusal", "traceback_of"]
 
 _ANSWERS_WITHIN = 5.0
 """Seconds that storage gets to list what is saved."""
@@ -113,6 +114,18 @@ def first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:
 
     rank = min(failures, key=when)
     return rank, failures[rank]
+
+
+def describe_exit(code: Any) -> str:
+    """Describes the end of a process by its exit code, as subprocess gives it."""
+    if code == -signal.SIGTERM:
+        return "failed"  # torchrun told it to end while it was about to
+    if not isinstance(code, int) or code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 def first_words(message: Any) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rekindle.launch.become import become_worker, run_users_sitecustomize, set_name
-from rekindle.launch.preload import Preload, UnfitModuleError
+from rekindle.launch.preload import Preload, UnfitModuleError, fork
 
 __all__ = ["ORDERS", "Orders", "hold"]
 
@@ -102,12 +102,12 @@ class _Spare:
         """Learn and serve. Returns in a worker."""
         awaited = True  # a start of the script that will tell what it imports
         while not self._worker:
-            if self._has_request(_LOOK_EVERY if awaited else None):
-                self._answer()
-                awaited = True
-            elif self._record_time() > self._learnt:
+            if self._record_time() > self._learnt:  # first of all: a spare that replaces another one is wanted soon
                 self._learn()
                 awaited = False
+            elif self._has_request(_LOOK_EVERY if awaited else None):
+                self._answer()
+                awaited = True
 
     def _has_request(self, seconds: float | None) -> bool:
         return bool(select.select([self._socket], [], [], seconds)[0])
@@ -210,13 +210,16 @@ class _Spare:
 
         The process in between ends at once, and the kernel gives its child to the launcher, which has asked for that.
         """
-        between = os.fork()
+        between = fork()
         if between:
             os.waitpid(between, 0)
             return False
         between = os.getpid()
-        if os.fork():
-            os._exit(0)
+        if worker := fork():
+            try:
+                answer.send(json.dumps({"pid": worker}).encode())  # from here, so that it is waited for if it is killed
+            finally:
+                os._exit(0)
         try:
             until = time.monotonic() + _ADOPTED_WITHIN
             while os.getppid() == between and time.monotonic() < until:
@@ -224,7 +227,7 @@ class _Spare:
             if os.getppid() != self._orders.launcher:
                 os._exit(1)
             os.setsid()
-            answer.send(json.dumps({"pid": os.getpid()}).encode())
+            answer.send(b"r")
             if answer.recv(1) != b"g":
                 os._exit(1)  # the launcher has given up on this worker, or has gone
         except BaseException:

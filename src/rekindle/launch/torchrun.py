@@ -24,6 +24,7 @@ from rekindle.faults.torchelastic import LAUNCH, SURVIVOR_EXIT
 from rekindle.format.names import Root
 from rekindle.launch.elastic import deciding
 from rekindle.launch.reports import (
+    describe_exit,
     describe_fault,
     first_failure,
     first_words,
@@ -83,7 +84,9 @@ class _Course:
         self.why = describe_fault(self._place, self._since) if code in (-signal.SIGKILL, SURVIVOR_EXIT) else ""
         self.last = self._restarts.decide(self._describe(first))
         if self.last.restart:
-            self._say(f"{self._rank} {first.local_rank} {_ended(code)}{self.why}: all ranks are {self.last.words}")
+            self._say(
+                f"{self._rank} {first.local_rank} {describe_exit(code)}{self.why}: all ranks are {self.last.words}"
+            )
         self._begin(self.last.pause)
         return self.last
 
@@ -95,18 +98,6 @@ class _Course:
             seconds=time.monotonic() - self._begun,
             refused=take_refusal(self._place),
         )
-
-
-def _ended(code: Any) -> str:
-    """Describes the end of a process by its exit code, as subprocess gives it."""
-    if code == -signal.SIGTERM:
-        return "failed"  # torchrun told it to end while it was about to
-    if not isinstance(code, int) or code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], object]) -> int:
@@ -147,14 +138,14 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
             for name in _LOGGERS:
                 logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
         try:
-            with deciding(course.decide), _warm_workers(args, Path(place), say):
+            with _warm_workers(args, Path(place), say) as tend, deciding(course.decide, tend):
                 # record() writes the first error of all to that file, for schedulers that read it.
                 (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
         except ChildFailedError as error:
             if course.last.error is not None:
                 raise course.last.error from None
             rank, failure = first_failure(error.failures)
-            say(first_words(failure.message) or f"rank {rank} {_ended(failure.exitcode)}{course.why}")
+            say(first_words(failure.message) or f"rank {rank} {describe_exit(failure.exitcode)}{course.why}")
             if args.redirects != "0":
                 say(f"its output is in {Path(failure.error_file).parent}")
             say(course.last.words)
@@ -198,10 +189,13 @@ def _seconds(text: str) -> float:
     raise ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
-def _warm_workers(args: Any, place: Path, say: Callable[[str], object]) -> AbstractContextManager[None]:
-    """Returns the context in which restarted workers come from a warm process, where the ranks are Python's."""
+def _warm_workers(args: Any, place: Path, say: Callable[[str], object]) -> AbstractContextManager[Callable[[], object]]:
+    """Returns the context in which restarted workers come from a warm process, where the ranks are Python's.
+
+    Its value is to be called every now and then.
+    """
     if args.no_warm or args.no_python or args.run_path or sys.platform != "linux":
-        return nullcontext()
+        return nullcontext(lambda: None)
     from rekindle.launch.warm import WarmWorkers, warm_workers  # noqa: PLC0415  # not on every platform
 
     return warm_workers(WarmWorkers(place, _script_dir(args), say))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from rekindle.errors import BusyError, MemoryStoreError, UsageError
+from rekindle.faults.imports import ImportRecord
 from rekindle.faults.torchelastic import introduce, tell_of_uncaught_errors
 from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.format.names import Root
@@ -122,6 +123,7 @@ class DcpSession:
         self._session = Session(root, settings.memory)
         self._store = self._session.store
         self._copier = ShardWriter()
+        self._imports = ImportRecord(write=False)
         self._start: Start | None = None
         self._step = -1
         """Newest number that this rank knows to have been used."""
@@ -229,6 +231,7 @@ class DcpSession:
         session.join(meeting)
         if session.is_first_on_node:
             introduce(session.job_dir, self.root)
+            self._imports = ImportRecord(write=True)
         session.go_on_from(start.base, start.stored, chosen=start.chosen, back=start.back)
         if meeting.no_memory is not None:
             self._warn_of_direct_saves(meeting.no_memory)
@@ -257,14 +260,19 @@ class DcpSession:
         with self._lock:
             self._session.check_agent()
             self._newest = stamp
-            if self._session.slots is not None:
-                try:
-                    self._to_memory(self._session.slots, stamp, plan, values)
-                    return True
-                except MemoryStoreError as error:
-                    self._warn_of_direct_saves(error)
-            self._to_storage(stamp, plan, values)
-            return False
+            in_memory = self._secure(stamp, plan, values)
+            self._imports.write()
+            return in_memory
+
+    def _secure(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> bool:
+        if self._session.slots is not None:
+            try:
+                self._to_memory(self._session.slots, stamp, plan, values)
+                return True
+            except MemoryStoreError as error:
+                self._warn_of_direct_saves(error)
+        self._to_storage(stamp, plan, values)
+        return False
 
     @property
     def _job(self) -> JobDir | None:
