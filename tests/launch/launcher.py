@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rekindle.format.names import root_path
@@ -91,12 +92,12 @@ class Launcher:
         wanted = f'"launcher": {self.process.pid},'.encode()
         found = []
         for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if ORDERS.encode() in (environ := (path / "environ").read_bytes()) and wanted in environ:
+            with suppress(OSError):
+                told = (path / "environ").read_bytes()
+                asleep = (path / "comm").read_text() == "rekindle-spare\n"
+                if asleep and ORDERS.encode() in told and wanted in told:
                     found.append(int(path.name))
-            except OSError:
-                continue
-        return [pid for pid in found if (Path("/proc") / str(pid) / "comm").read_text() == "rekindle-spare\n"]
+        return found
 
 
 class Job(Launcher):

@@ -43,8 +43,9 @@ class ImportRecord:
         """Write the record, unless that was done."""
         if self._path is None:
             return
-        with suppress(OSError):
-            changed = _changed_environment()
+        with suppress(OSError, ValueError):
+            begun = _begun_environment()
+            changed = json.loads(self._path.read_bytes())["changed"] if begun is None else _changed_since(begun)
             write_atomic(self._path, json.dumps({"modules": imported_files(), "changed": changed}).encode())
         self._path = None
 
@@ -55,9 +56,17 @@ def imported_files() -> dict[str, str]:
     return {name: str(spec.origin) for name, spec in specs if spec is not None and spec.has_location and spec.origin}
 
 
-def _changed_environment() -> list[str]:
-    """Returns the variables that differ from those that this process was started with."""
+def _begun_environment() -> dict[bytes, bytes] | None:
+    """Returns the variables that this process was started with.
+
+    None in a warm worker whose kernel doesn't let it show them: it then shows those of the process that it is a copy
+    of, which is no rank. What the script sets, a cold start has recorded before.
+    """
     block = Path("/proc/self/environ").read_bytes()
     begun = dict(entry.split(b"=", 1) for entry in block.split(b"\0") if b"=" in entry)
+    return begun if b"RANK" in begun else None
+
+
+def _changed_since(begun: dict[bytes, bytes]) -> list[str]:
     now = dict(os.environb)
     return sorted(os.fsdecode(name) for name in begun.keys() | now.keys() if begun.get(name) != now.get(name))
