@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.faults.torchelastic import SURVIVOR_EXIT
 from rekindle.launch.spare import ORDERS
 from tests.launch.launcher import WARM, Launcher, children
 
@@ -19,6 +20,8 @@ SCRIPT = Path(__file__).with_name("endless.py")
 RANKS = 2
 KINDS = {"rank": 8, "all ranks": 3, "spare and rank": 2, "spare": 1, "agent and rank": 2, "launcher": 1}
 """Victims, and how often each kind is drawn."""
+ENDS = {True: "was killed by SIGKILL", False: f"ended with exit code {SURVIVOR_EXIT}"}
+"""Ends of a victim and of a survivor. A launcher without a processor for seconds may take the latter for the first."""
 GROWTH = 6 << 10
 """KiB by which the launcher's memory may grow over 200 restarts."""
 
@@ -36,7 +39,7 @@ class Struck(Launcher):
         self._may_be_cold = 0
         """Restarts before which the spare was killed, or a start that had made no step."""
         self._held: list[tuple[int, int]] = []
-        """Descriptors and KiB of the launcher, at each start that has trained."""
+        """Descriptors and KiB of the launcher, at each restart that has trained."""
 
     # -- looking --------------------------------------------------------------------------------------------------
 
@@ -95,8 +98,8 @@ class Struck(Launcher):
         assert self.process.poll() is None, f"{kind}:\n{self.output}"
         line = self.restarts()[self.start]
         if ripe and not kind.startswith("agent"):  # else a rank may fail of itself before
-            named = re.fullmatch(r"rekindle: rank (\d) was killed by SIGKILL: all ranks are started again, .*", line)
-            assert named and int(named[1]) in victims, f"{kind} {victims}: {line}\n{self.output}"
+            named = re.fullmatch(r"rekindle: rank (\d) (.*): all ranks are started again, .*", line)
+            assert named and named[2] == ENDS[int(named[1]) in victims], f"{kind} {victims}: {line}\n{self.output}"
         self.start += 1
         return True
 
@@ -127,7 +130,7 @@ class Struck(Launcher):
         self.wait_until(lambda: set(children(launcher)) == {*self.ranks().values(), *self.spares()})
         status = Path(f"/proc/{launcher}/status").read_text()
         memory = int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0])
-        if self.spares():
+        if self.start and self.spares():
             self._held.append((len(os.listdir(f"/proc/{launcher}/fd")), memory))
 
     def judge(self) -> None:
