@@ -150,7 +150,13 @@ def kill(pid: int) -> None:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("restarts", [5, pytest.param(200, marks=pytest.mark.campaign(seconds=400))])
+@pytest.mark.parametrize(
+    "restarts",
+    [
+        pytest.param(5, marks=pytest.mark.campaign(seconds=25)),
+        pytest.param(200, marks=pytest.mark.campaign(seconds=400)),
+    ],
+)
 def test_restarts_under_random_kills_leave_nothing_behind(restarts: int, tmp_path: Path) -> None:
     """``REKINDLE_TEST_SEED`` for the same kills as before."""
     seed = int(os.environ.get("REKINDLE_TEST_SEED", time.time_ns() % 1_000_000))

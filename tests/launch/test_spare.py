@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rekindle
-from tests.launch.launcher import WARM, Job, parent
+from tests.launch.launcher import WARM, Job, children, parent
 
 SAVING = Path(__file__).with_name("saving.py")
 
@@ -60,6 +60,22 @@ def test_a_killed_spare_is_replaced_while_training_goes_on(tmp_path):
         run.order("SIGKILL")
         run.stepped(1)
         assert not run.cold
+
+
+def test_restarts_leave_nothing_behind(tmp_path):
+    """The same under random kills, many times: ``test_kills.py``."""
+    with job(tmp_path) as run:
+        run.wait_for(WARM)
+        left = []
+        for start in range(1, 9):
+            run.order("SIGKILL")
+            run.stepped(start)
+            left.append((len(os.listdir(f"/proc/{run.process.pid}/fd")), len(children(run.process.pid))))
+        assert left == [left[0]] * len(left), "descriptors and children of the launcher after each restart"
+        assert left[0][1] == 2, "a worker and the spare"
+        assert not run.cold
+        run.order("end")
+        assert run.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "loading"])
