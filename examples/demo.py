@@ -29,10 +29,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.numpy import load_file
 
+from rekindle.cli.goodput import add_up
+from rekindle.cli.incidents import make_incident_tables, summarize
 from rekindle.format.names import receipt_name, root_path, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.storage.incidents import load_incidents
 from rekindle.storage.listing import list_values
+from rekindle.storage.open import open_store
 
 EXAMPLE = Path(__file__).with_name("train_gpt.py")
 RANKS, STEPS = 2, 90
@@ -294,6 +298,13 @@ def demonstrate(directory: Path, console: Console, runs: list[Run]) -> bool:
     checks["the job promised that: no step is lost that has returned"] = len(broken.of("promised")) == 1 + len(faults)
     checks |= compare(unbroken.root, broken.root)
     checks["all memory is given back"] = all([run.gone() for run in runs])
+    records, _ = load_incidents(open_store(broken.root))
+    incidents = [record for record in records if record.is_fault]
+    console.print(
+        "The job's own record, by 'rekindle incidents'", *make_incident_tables(incidents), summarize(add_up(records))
+    )
+    lost = [incident.lost for incident in incidents]
+    checks["each fault has a record that outlives the job"] = lost == [fault.lost for fault in faults]
     for text, holds in checks.items():
         console.print("[green]ok    [/]" if holds else "[bold red]FAILED[/]", text, highlight=False)
     return all(checks.values())

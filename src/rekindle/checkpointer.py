@@ -38,6 +38,7 @@ from rekindle.save.steps import check_loss, check_step
 from rekindle.save.updates import Updates
 from rekindle.session.group import this_group
 from rekindle.session.inventory import describe_fresh_start
+from rekindle.session.recovery import RecoveryClock
 from rekindle.session.rendezvous import meet
 from rekindle.session.session import GIVE_WAY, Session
 from rekindle.settings import Overlap, Settings
@@ -163,6 +164,7 @@ class Checkpointer:
         size = partial(agree_on_partition, self._group, self._capture, allow_missing=allow_missing)
         session.join(meet(self._group, session, size, settings.room, settings.agreed()))
         try:
+            self._clock = RecoveryClock(session)
             if session.is_first_on_node:
                 introduce(session.job_dir, self.root)
             self._saver = start_saver(self._group, session, self._capture, self._fence, settings, self.metrics)
@@ -221,6 +223,7 @@ class Checkpointer:
             self._base = ShardId(at, self._group.rank, self._group.world, done.checkpoint.incarnation)
         self._saver.restored = self._saver.reached = at
         self._updates.begin()
+        self._clock.restored(at, place)
         self.metrics.restored_step, self.metrics.restored_from, self.metrics.restore_seconds = at, place, seconds
         return at
 
@@ -247,6 +250,7 @@ class Checkpointer:
             self._saver.live.note(self._session.shard_id(n, persist=False))
             self._session.check_agent()
         self._imports.note_step(n)
+        self._clock.stepped(n)
 
     def save(
         self,
@@ -273,6 +277,7 @@ class Checkpointer:
             self._begin()
             self._save(n, persist=True, pin=pin, wait=True)
         self._imports.note_step(n)
+        self._clock.stepped(n)
         if wait is not None:
             self._saver.secure(timeout)
         stamp = self._saver.newest or self._base
@@ -413,6 +418,7 @@ class Checkpointer:
                 log.info("closed: step %d is durable; %s", newest.step, self.metrics.summary())
             durable = newest if not kept or (kept == STORAGE and self._saver.memory is not None) else None
             self._ended = True
+            self._clock.ended(newest.step if newest is not None else -1)
         finally:
             self._let_go(durable)
 

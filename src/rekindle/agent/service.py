@@ -24,6 +24,7 @@ from rekindle.agent.monitor import RankMonitor
 from rekindle.common.os_errors import explain
 from rekindle.common.priority import lower_priority
 from rekindle.errors import FormatError, RekindleError
+from rekindle.memory.incidents import open_incident
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
@@ -57,6 +58,8 @@ class Agent:
         self._alone_since = time.monotonic()
         self._idle = False
         """True once the last trainer has ended and the dead ranks' snapshots have been rebuilt."""
+        self._told = False
+        """True once the record of the newest start's end is written, should a fault have ended it."""
         self._written: dict[str, Any] = {}
         # The event loop keeps its priority: it must answer, and notice faults, while training has all cores busy.
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=lower_priority)
@@ -152,6 +155,11 @@ class Agent:
         if alone and not self._idle:
             rebuild_dead_ranks(self.job)
         self._idle = alone
+        if not alone:
+            self._told = False
+        elif not self._told and self.monitor.has_seen_all:  # a lock is free a moment before the death is noticed
+            open_incident(self.job)
+            self._told = True
         busy = self.drainer.tick()
         self._write_status()
         return busy
@@ -171,9 +179,12 @@ class Agent:
             if info is None:
                 return alone > _NO_JOB or not self.job.path.exists()
             empty = next(self.job.snapshots.shard_ids(), None) is None
-            if not (empty or self.stopping or alone > info.idle_timeout) or self.monitor.reporting:
+            if not (empty or self.stopping or alone > info.idle_timeout) or self.monitor.reporting or not self._told:
                 return False
-            return self.drainer.pending() is None and self.job.remove()
+            if self.drainer.pending() is not None:
+                return False
+            self.drainer.records.carry(last=True)
+            return self.job.remove()
         except (OSError, RekindleError) as error:
             self.drainer.progress.error = explain(error)
             return False

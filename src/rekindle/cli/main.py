@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from rich.console import Group
 from rich.filesize import decimal
 from rich.progress import Progress
 from rich.table import Table
 
 from rekindle.agent.service import run as run_agent
 from rekindle.cli.drill import FAULTS, drill
+from rekindle.cli.incidents import incidents_command, make_incident_tables
 from rekindle.cli.keep import pin_command, prune_command, unpin_command
 from rekindle.cli.operations import stop
 from rekindle.cli.run import run_command
@@ -107,6 +109,7 @@ for _command in (pin_command, unpin_command, prune_command):
     main.add_command(_command)
 main.add_command(export_command)
 main.add_command(import_command)
+main.add_command(incidents_command)
 main.add_command(run_command)
 main.add_command(status_command)
 
@@ -253,6 +256,8 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
     elif report.again is not None:
         more = "" if fault == "agent" else ", and the step under way"
         click.echo(f"lost: {report.lost} of {report.step} completed steps{more}")
+        if report.incident is not None:
+            show(Group("", *make_incident_tables([report.incident])))
     if report.again is None:
         raise RekindleError(f"no new step within {timeout:.0f} s: is there a launcher that starts the ranks again?")
 

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from rekindle.common.process_start import mark_warm
+
 __all__ = ["become_worker", "run_users_sitecustomize", "set_name"]
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
@@ -51,6 +53,7 @@ def become_worker(environment: dict[str, str], streams: Iterable[int]) -> None:
     for target, given in enumerate(streams):
         os.dup2(given, target)
         os.close(given)
+    mark_warm()
     os.environ.clear()  # so that the order is a cold start's too
     os.environ.update(environment)
     _show_environment()

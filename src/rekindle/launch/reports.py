@@ -22,7 +22,7 @@ from rekindle.memory.status import read_status
 from rekindle.storage.listing import list_copies_within
 
 __all__ = ["describe_exit", "describe_fault", "first_failure", "first_words", "newest_steps", "own_error"]
-__all__ += ["reached_step", "reported_roots", "take_refusal", "traceback_of"]
+__all__ += ["reached_step", "reported_jobs", "reported_roots", "take_refusal", "traceback_of"]
 
 _ANSWERS_WITHIN = 5.0
 """Seconds that storage gets to list what is saved."""
@@ -36,14 +36,15 @@ def reported_roots(place: Path) -> list[tuple[Root, Path]]:
     return [(canonical_root(root), memory_base(memory)) for root, memory in found]
 
 
-def _jobs(place: Path) -> list[tuple[Root, JobDir]]:
-    return [(root, JobDir.of(root, base)) for root, base in reported_roots(place)]
+def reported_jobs(place: Path) -> list[JobDir]:
+    """Returns the directory in memory of each job whose root the ranks of this node have reported."""
+    return [JobDir.of(root, base) for root, base in reported_roots(place)]
 
 
 def describe_fault(place: Path, since: float) -> str:
     """Describes, in brackets, the hang or want of memory that ended a rank; empty for no such fault."""
     faults = []
-    for _, job in _jobs(place):
+    for job in reported_jobs(place):
         with suppress(OSError, ValueError, KeyError, TypeError):
             faults.append(Fault.from_json(loads(job.paths.fault.read_bytes())))
     told = [fault for fault in faults if fault.at >= since and fault.cause in ("hang", "oom")]
@@ -76,7 +77,7 @@ def _newest_on_storage(root: Root, base: Path) -> int:
 
 def reached_step(place: Path, since: float) -> int | None:
     """Returns the newest step that a rank inside of ``guard()`` has completed since that monotonic time, or None."""
-    return max((step for _, job in _jobs(place) for step in _completed(job, since)), default=None)
+    return max((step for job in reported_jobs(place) for step in _completed(job, since)), default=None)
 
 
 def _completed(job: JobDir, since: float) -> list[int]:

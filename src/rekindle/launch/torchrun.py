@@ -23,6 +23,7 @@ from rekindle.faults import nccl
 from rekindle.faults.torchelastic import LAUNCH, SURVIVOR_EXIT
 from rekindle.format.names import Root
 from rekindle.launch.elastic import deciding
+from rekindle.launch.end_notes import note_end
 from rekindle.launch.reports import (
     describe_exit,
     describe_fault,
@@ -79,8 +80,9 @@ class _Course:
 
     def decide(self, failures: Mapping[int, Any]) -> Decision:
         """Decides what follows a failure of the ranks. Says so if they are started again."""
-        _, first = first_failure(failures)
+        rank, first = first_failure(failures)
         code = first.exitcode
+        note_end(self._place, self._begun, rank, code)
         self.why = describe_fault(self._place, self._since) if code in (-signal.SIGKILL, SURVIVOR_EXIT) else ""
         self.last = self._restarts.decide(self._describe(first))
         if self.last.restart:

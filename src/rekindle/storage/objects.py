@@ -331,15 +331,16 @@ class ObjectStore(Store):
     def write_extra(self, name: str, data: bytes) -> None:
         self.bucket.put(name, data)
 
-    def has(self, name: str) -> bool:
-        try:
-            self.bucket.head(name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def take_away(self, name: str) -> None:
         self.bucket.delete([name])
+
+    def extras(self, directory: str) -> list[str]:
+        names = (found.name for found in self.bucket.walk(directory))
+        return sorted(name for name in names if name.count("/") == directory.count("/") + 1)
+
+    def read_extra(self, name: str, most: int) -> bytes:
+        size = min(most, self.bucket.head(name).size)  # services refuse a range that begins at an object's end
+        return b"".join(self.bucket.stream(name, 0, size)) if size else b""
 
     def check_writable(self) -> None:
         name = f".rekindle-{secrets.token_hex(8)}"
