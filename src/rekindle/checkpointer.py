@@ -39,7 +39,7 @@ from rekindle.session.group import this_group
 from rekindle.session.inventory import describe_fresh_start
 from rekindle.session.rendezvous import meet
 from rekindle.session.session import GIVE_WAY, Session
-from rekindle.settings import Overlap, Settings
+from rekindle.settings import Overlap, Settings, plain_bool
 from rekindle.storage.catalog import STORAGE, Checkpoint, list_checkpoints
 from rekindle.storage.pins import unpin_step
 from rekindle.storage.roots import root_to_train
@@ -335,7 +335,7 @@ class Checkpointer:
         return Guard(
             *(self._saver, self._session, self._group),
             fence=fence,
-            floor=silence_floor(watchdog),
+            floor=silence_floor(plain_bool(watchdog)),
             deadline=gasp_deadline,
             notices=notices,
             hooks=Hooks(on_stop, on_clean, on_gasp, on_exit),
