@@ -386,8 +386,11 @@ class Saver:
 
     # -- around the trainer's work ------------------------------------------------------------------------------
 
-    def wait_before_update(self) -> None:
-        """Wait until the newest save has what an update will change. For the thread that updates."""
+    def wait_before_update(self, *, together: bool = True) -> None:
+        """Wait until the newest save has what an update will change. For the thread that updates.
+
+        ``together``: all ranks make this update, and may wait for each other before it.
+        """
         if self.forked:
             return
         self._skipped = None  # not every write to a tensor is one that torch counts
@@ -396,7 +399,7 @@ class Saver:
             began = time.perf_counter()
             pending.wait_before_update()
             self._metrics.waited(time.perf_counter() - began)
-        making = self._gate.updating(self._newest_in_memory())
+        making = self._gate.updating(self._newest_in_memory(), together=together)
         if making is not None:
             self.live.begin_update(making)
 
