@@ -402,6 +402,8 @@ class Saver:
         making = self._gate.updating(self._newest_in_memory(), together=together)
         if making is not None:
             self.live.begin_update(making)
+        elif isinstance(self._gate, Gate):
+            self.live.update_again()
 
     @contextmanager
     def stepping(self, n: int) -> Iterator[None]:
