@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.agent import http
+from rekindle.agent.listener import listen
 
 
 def test_a_client_that_reads_no_answer_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +24,7 @@ def test_a_client_that_reads_no_answer_is_let_go(tmp_path: Path, monkeypatch: py
             line.sendall(b"x" * (3 << 20))
 
     async def serve() -> None:
-        runner = await http.serve(path, dict, lambda: None, lambda rank, message: False)
+        runner = await http.serve(listen(path), dict, lambda: None, lambda rank, message: False)
         with pytest.raises(ConnectionError):
             await asyncio.to_thread(send)
         await runner.cleanup()
