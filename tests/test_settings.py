@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rekindle
@@ -36,6 +37,11 @@ def test_a_checkpointer_takes_every_option_and_has_its_default() -> None:
         ("persist_seconds", -1.0, "persist_seconds is -1.0: must be a number of seconds, 0 or more than 0"),
         ("idle_timeout", 0.0, "idle_timeout is 0.0: must be a number of seconds, more than 0"),
         ("fallback_after", float("inf"), "fallback_after is inf: must be a number of seconds"),
+        (
+            "fallback_after",
+            1e300,
+            "must be a number of seconds, more than 0 and at most 86400",
+        ),
         pytest.param("persist_seconds", 10**400, ": must be a number of seconds, 0 or more than 0", id="no float"),
         pytest.param("idle_timeout", 10**400, ": must be a number of seconds, more than 0", id="no float either"),
         ("drain_limit", "fast", "'fast' is not a rate"),
@@ -62,6 +68,13 @@ def test_what_makes_sense_is_kept_as_it_was_given() -> None:
     assert (settings.drain_rate, settings.retention, settings.memory_headroom) == (5_000_000, (3, None), 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.keep = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("option", ["rng", "allow_pickle", "allow_missing", "strict", "overlap"])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_bool_of_numpy_is_one(option: str, value: bool) -> None:
+    given: dict[str, Any] = {option: np.bool_(value)}
+    assert getattr(Settings(**given), option) is value
 
 
 def test_ranks_compare_what_each_decides_by_alone() -> None:

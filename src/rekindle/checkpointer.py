@@ -41,7 +41,7 @@ from rekindle.session.inventory import describe_fresh_start
 from rekindle.session.recovery import RecoveryClock
 from rekindle.session.rendezvous import meet
 from rekindle.session.session import GIVE_WAY, Session
-from rekindle.settings import Overlap, Settings
+from rekindle.settings import Overlap, Settings, plain_bool
 from rekindle.storage.catalog import STORAGE, Checkpoint, list_checkpoints
 from rekindle.storage.pins import unpin_step
 from rekindle.storage.roots import root_to_train
@@ -298,9 +298,12 @@ class Checkpointer:
 
         Waits until the newest snapshot has what the update will change. From its first use on, what such an optimizer
         owns is copied behind the training's back too, so every update must then be wrapped.
+
+        Ranks need not call it alike, except inside of ``guard(fence=True)`` where no optimizer in ``state`` announces
+        its updates by torch's hooks: there it waits for all ranks.
         """
         self._fence.by_hand()
-        self._saver.wait_before_update()
+        self._saver.wait_before_update(together=not self._fence.hooked)
         yield
 
     def guard(
@@ -322,7 +325,8 @@ class Checkpointer:
             number of seconds takes the place of the 60; "fast" leaves the steps alone to tell, for jobs that declare
             their pauses; False switches it off. The most patient rank of a node speaks for all of its ranks.
         fence
-            Wait for all ranks before each update, so that all begin it or none: for jobs that take no snapshots.
+            Wait for all ranks before each update, so that all begin it or none: for jobs that take no snapshots. Where
+            optimizers have torch's step hooks these wait, else ``updating()`` does.
         gasp_deadline
             Seconds after a fault at which the process ends, come what may. torchrun gives 30 s.
         notices
@@ -341,7 +345,7 @@ class Checkpointer:
         return Guard(
             *(self._saver, self._session, self._group),
             fence=fence,
-            floor=silence_floor(watchdog),
+            floor=silence_floor(plain_bool(watchdog)),
             deadline=gasp_deadline,
             notices=notices,
             hooks=Hooks(on_stop, on_clean, on_gasp, on_exit),

@@ -9,13 +9,18 @@ from typing import Any, Literal
 
 from rekindle.errors import UsageError
 from rekindle.memory.room import Room
+from rekindle.state.codec import is_numpy
 from rekindle.storage.throttle import parse_rate
 
-__all__ = ["Overlap", "Settings", "check_bool", "check_seconds"]
+__all__ = ["Overlap", "Settings", "check_bool", "check_seconds", "plain_bool"]
 
 Overlap = bool | Literal["auto", "verify"]
 """When a save copies what stays as it is until the next update: behind ``step()`` (True, and "verify", which looks for
 writers that come too late), inside of it (False), or as the snapshot's size decides ("auto")."""
+
+
+_LONGEST_FALLBACK = 86400.0
+"""Most seconds of ``fallback_after``: threads wait for parts of it, and can't wait for ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,8 @@ class Settings:
         if self.snapshot_every != "auto":
             _check_count("snapshot_every", self.snapshot_every)
         for name in ("rng", "allow_pickle", "allow_missing", "strict"):
-            check_bool(name, getattr(self, name))
+            object.__setattr__(self, name, check_bool(name, getattr(self, name)))  # a frozen class lets nobody else
+        object.__setattr__(self, "overlap", plain_bool(self.overlap))
         if self.memory is not None:
             _check_path("memory", self.memory)
         for name in ("persist_every", "keep", "keep_every", "memory_limit", "memory_headroom"):
@@ -57,7 +63,7 @@ class Settings:
             raise UsageError(
                 f"snapshot_budget is {self.snapshot_budget!r}: must be a share of training time, such as 0.01"
             )
-        check_seconds("fallback_after", self.fallback_after)
+        check_seconds("fallback_after", self.fallback_after, most=_LONGEST_FALLBACK)
         check_seconds("idle_timeout", self.idle_timeout)
         check_seconds("persist_seconds", self.persist_seconds, zero=True)
         parse_rate(self.drain_limit)  # raises UsageError too
@@ -91,10 +97,17 @@ def _check_count(name: str, value: object, least: int = 1) -> None:
         )
 
 
-def check_bool(name: str, value: object) -> None:
-    """Raise UsageError unless ``value`` is True or False: texts such as "no" would count as True."""
-    if not isinstance(value, bool):
+def check_bool(name: str, value: object) -> bool:
+    """Returns ``value`` if it is True or False, else raises UsageError: texts such as "no" would count as True."""
+    plain = plain_bool(value)
+    if not isinstance(plain, bool):
         raise UsageError(f"{name} is {value!r}: must be a bool, True or False")
+    return plain
+
+
+def plain_bool(value: Any) -> Any:
+    """Returns NumPy's True and False, which comparisons of its numbers give, as Python's; other values unchanged."""
+    return bool(value) if is_numpy(value) and value.dtype.kind == "b" and value.shape == () else value
 
 
 def _check_path(name: str, value: object) -> None:

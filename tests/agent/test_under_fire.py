@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -64,9 +65,12 @@ def connected(path: Path) -> socket.socket:
 
 
 def say(path: Path, data: bytes) -> None:
-    """Send something, and go."""
+    """Send something, and go: an answer is not read, and ends the sending."""
     with suppress(OSError), connected(path) as line:
-        line.sendall(data)
+        line.setblocking(False)
+        left = memoryview(data)
+        while left and not select.select([line], [line], [], 60.0)[0]:
+            left = left[line.send(left) :]
 
 
 def answers(job: JobDir) -> bool:

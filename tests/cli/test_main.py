@@ -279,7 +279,7 @@ def test_run_ends_with_the_first_fault_and_what_is_saved(tmp_path: Path, memory:
     assert first == "rekindle: rank 1 raised RuntimeError: a bad batch", done.stderr
     assert tries == "rekindle: the job is not started again: --max-restarts is 0", done.stderr
     for rank in (0, 1):
-        assert f"rekindle: rank {rank}'s part of step 0 secured, 0." in done.stderr, done.stderr
+        assert f"rekindle: rank {rank}'s part of step 0 secured in memory, 0." in done.stderr, done.stderr
     assert saved.startswith(f"rekindle: {root}: step 0 is the newest saved"), "the state that had been made was secured"
     assert sum(line.endswith("RuntimeError: a bad batch") for line in done.stderr.splitlines()) == 3, done.stderr
     for noise in ("in torchrun", "launch/torchrun.py", "closing signal", "OMP_NUM_THREADS", "====", "error file"):

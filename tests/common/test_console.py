@@ -68,7 +68,7 @@ ckpt.step(4)
     told = done.stderr
     assert done.returncode == -2, told
     first, last = told.splitlines()[0], told.splitlines()[-1]
-    assert first.startswith("rekindle: step 2 secured, 0."), told
+    assert first.startswith("rekindle: step 2 secured in memory, 0."), told
     assert last.startswith("rekindle: ended without close(): step 3 is "), told
     assert "on storage" in last or last.endswith("the agent carries it to storage"), told
     assert told.count("ended without close()") == 1, told

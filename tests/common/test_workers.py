@@ -113,6 +113,25 @@ def test_the_end_of_a_process_that_was_interrupted_while_a_thread_started() -> N
     assert ended.returncode == 3 and ended.stdout == "interrupted\n", ended.stderr
 
 
+def test_work_goes_on_after_an_interrupt_before_a_thread_started() -> None:
+    ended = run(
+        "import sys, threading\n"
+        "from rekindle.common.workers import Workers\n"
+        "def interrupt(frame, event, arg):\n"
+        "    if frame.f_code is threading.Thread.start.__code__:\n"
+        "        raise KeyboardInterrupt\n"
+        "workers = Workers(1, 'w')\n"
+        "sys.settrace(interrupt)\n"
+        "try:\n"
+        "    workers.submit(lambda: None)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+        "sys.settrace(None)\n"
+        "print(workers.submit(lambda: 'done').result(60), flush=True)\n"
+    )
+    assert ended.returncode == 0 and ended.stdout == "interrupted\ndone\n", ended.stderr
+
+
 @pytest.mark.parametrize(("where", "done"), [("parent", "done\n"), ("child", "done\nparent\n")])
 def test_the_end_of_a_forked_child_waits_for_its_own_work_only(where: str, done: str) -> None:
     """The import and the parent's threads are before the fork."""

@@ -244,6 +244,7 @@ def test_streams_nest(library: Path, tmp_path: Path) -> None:
 def _fills(device: Device) -> None:
     device.set_delay(300)
     to = on_device(0.0)
+    synchronize([to])  # as before a restore: the copy goes by another stream than the filling with zeros
     ThreadStreams([to.device]).copy(to, torch.arange(1000.0))
     assert torch.equal(to.cpu(), torch.arange(1000.0)), "the stream that trains doesn't wait for it"
 

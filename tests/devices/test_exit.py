@@ -41,6 +41,7 @@ from rekindle.save import plan
 from tests.devices.fake import KIND, FakeBackend
 from tests.devices.training import Training
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have their background jobs ignore it
 os.sched_getaffinity = lambda pid: set(range(8))
 plan.DEVICE_BATCH = 1
 device = FakeBackend()

@@ -62,6 +62,9 @@ class Queue:
     def update(self, step: int) -> None:
         self.clock.begin_update(step)
 
+    def again(self) -> None:
+        self.clock.update_again()
+
     def end(self, step: int) -> None:
         self.clock.end_step(step, {DEVICE: self.record(DEVICE)})
 
@@ -170,6 +173,34 @@ def test_a_step_of_several_updates_counts_only_if_the_last_was_over(queue: Queue
     queue.clock.freeze(late=False)
     queue.reach(3)
     assert not queue.clock.counts(10) and queue.clock.standing() is None and queue.clock.lost()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("reached", "counts"), [(2, False), (3, True)])
+def test_a_step_of_two_optimizers_counts_once_the_second_has_begun(
+    queue: Queue, reached: int, counts: bool, late: bool
+) -> None:
+    """A collective for the second one's gradients stands behind the first one's update."""
+    queue.update(1)
+    queue.again()
+    queue.end(1)
+    queue.reach(reached)
+    queue.clock.freeze(late=late)
+    queue.reach(4)
+    assert queue.clock.counts(1) == (counts or late) == (queue.clock.standing() == 1)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_update_that_is_announced_after_the_notice_is_not_one_that_had_begun(queue: Queue, late: bool) -> None:
+    queue.update(1)
+    queue.reach(2)
+    queue.clock.freeze(late=late)
+    queue.again()
+    queue.end(1)
+    queue.reach(4)
+    assert queue.clock.counts(1) == late == (queue.clock.standing() == 1)
+    queue.clock.freeze(late=False)
+    assert not queue.clock.counts(1) and queue.clock.counts(0)
 
 
 @pytest.mark.parametrize("reached", [1, 2, 3])

@@ -264,6 +264,29 @@ def test_an_abort_by_somebody_else_is_refused(
         job.check(2)
 
 
+def test_a_collective_before_a_second_optimizer_had_not_been_passed(
+    device: FakeBackend, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a generator, after its discriminator's update had begun: its gradients are what an abort has left."""
+    monkeypatch.setattr("rekindle.faults.late_work.aborts_by_itself", lambda: True)
+    job = Job(device, root, memory, snapshot_every=2)
+    with job.guarded() as guard:
+        for _ in range(2):
+            job.step()
+        job.ckpt._saver.conclude()
+        job.training.update()
+        held = device.stick()
+        job.training.update()
+        job.end()
+        wait_until(lambda: job.ckpt._saver.live.clock.standing() is None)
+        gasp = job.fault(guard)
+        wait_until(lambda: job.ckpt._saver.live.clock.frozen)
+        held.set()
+        gasp.join(_LONG)
+        assert job.in_memory() == [2]
+        job.check(2)
+
+
 @pytest.mark.parametrize(
     ("backends", "handled", "aborts"),
     [

@@ -132,7 +132,7 @@ def test_an_interrupt_before_the_step_is_told_names_the_step_that_the_next_start
     codes, notes, log = play(_interrupted_between_update_and_step)
     assert codes == [1], log
     assert "was past step 3, between the beginning of an update and its ckpt.step()" in log
-    assert "step 3 secured, " in log
+    assert "step 3 secured in memory, " in log
     assert notes[-1] == ["rank 0 raised KeyboardInterrupt"]
 
 
@@ -407,7 +407,7 @@ def _stuck_hook(trainer: Trainer) -> None:
 def test_the_deadline_holds_for_the_one_who_raises(play: Play) -> None:
     began = time.monotonic()
     codes, _, log = play(_stuck_hook)
-    assert codes == [1] and re.search(r"step 5 secured, [01]\.", log)
+    assert codes == [1] and re.search(r"step 5 secured in memory, [01]\.", log)
     assert time.monotonic() - began < 50, "the hook takes a minute"
 
 

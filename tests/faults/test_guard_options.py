@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,8 @@ def test_an_option_that_makes_no_sense_is_refused_by_name_at_once(
     [
         {"gasp_deadline": 1},
         {"gasp_deadline": 86400.0, "fence": True},
+        {"fence": np.True_, "watchdog": np.False_},
+        {"watchdog": np.bool_(True)},
         {"notices": ()},
         {"notices": {signal.SIGTERM, "go", Path("now"), bool}},
         {"notices": [int(signal.SIGRTMIN) + 1]},
@@ -59,5 +62,5 @@ def test_an_option_that_makes_no_sense_is_refused_by_name_at_once(
     ],
 )
 def test_an_option_that_makes_sense_is_taken(ckpt: rekindle.Checkpointer, given: dict[str, Any]) -> None:
-    with ckpt.guard(watchdog=False, **given):
+    with ckpt.guard(**{"watchdog": False} | given):
         pass

@@ -19,14 +19,20 @@ __all__ = ["play"]
 TELL = "import json, os; print('told', json.dumps({n: os.environ.get(n) for n in %r}))\n" % (SETTINGS,)  # noqa: UP031
 
 
-def _launched(tmp_path: Path, **environment: str) -> dict[str, Any]:
-    """Returns what a rank has, under the real launcher, of the settings."""
+def _run(tmp_path: Path, environment: dict[str, str], *interpreter: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script under the real launcher, which is started with the arguments ``interpreter``."""
     script = tmp_path / "worker.py"
     script.write_text(TELL)
     rest = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    command = [sys.executable, "-m", "rekindle", "run", str(script)]
+    command = [sys.executable, *interpreter, "run", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=rest | environment)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def _launched(tmp_path: Path, **environment: str) -> dict[str, Any]:
+    """Returns what a rank has, under the real launcher, of the settings."""
+    done = _run(tmp_path, environment, "-m", "rekindle")
     line = next(line for line in done.stdout.splitlines() if "told " in line)
     found: dict[str, Any] = json.loads(line.partition("told ")[2])
     return found
@@ -39,6 +45,21 @@ def test_ranks_are_not_ended_by_torch_while_they_secure_their_state(tmp_path: Pa
 
 def test_a_setting_of_the_users_stays(tmp_path: Path) -> None:
     assert _launched(tmp_path, TORCH_NCCL_ASYNC_ERROR_HANDLING="3") == {SETTINGS[0]: "3", SETTINGS[1]: "0"}
+
+
+@pytest.mark.parametrize(
+    ("nccl", "environment", "told"),
+    [(True, {}, 1), (True, {SETTINGS[1]: "1"}, 1), (True, {SETTINGS[0]: "3"}, 0), (False, {}, 0)],
+)
+def test_the_launcher_says_once_that_nobody_ends_a_hang_outside_of_guard(
+    nccl: bool, environment: dict[str, str], told: int, tmp_path: Path
+) -> None:
+    """A build of torch that says whether it has NCCL: none for the CPU has it."""
+    code = (
+        f"import torch.distributed as dist, rekindle.__main__ as r; dist.is_nccl_available = lambda: {nccl}; r.main()"
+    )
+    said = _run(tmp_path, environment, "-c", code).stderr
+    assert said.count("outside of guard() nobody ends a job that hangs in a collective") == told, said
 
 
 def _guarded(trainer: Trainer) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.agent.http import send_request, serve
+from rekindle.agent.listener import listen
 from rekindle.agent.monitor import RankMonitor
 from rekindle.errors import RekindleError
 from rekindle.memory.fault import Fault
@@ -65,7 +66,7 @@ async def _http(case: Case, path: Path) -> None:
     loop = asyncio.get_running_loop()
     failed: list[Any] = []
     loop.set_exception_handler(lambda _, context: failed.append(context))
-    runner = await serve(path, lambda: {"pid": 1}, lambda: None, tell)
+    runner = await serve(listen(path), lambda: {"pid": 1}, lambda: None, tell)
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
         writer.write(base64.b64decode(case["bytes"]))

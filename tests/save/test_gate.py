@@ -130,3 +130,13 @@ def test_before_an_update_is_called_once_however_many_optimizers_there_are(tmp_p
     gate.stable(4, 3)
     gate.updating(3)
     assert told == [4, 5]
+
+
+def test_an_update_of_one_rank_alone_is_waited_for_by_nobody_and_leaves_that_to_the_next(tmp_path: Path) -> None:
+    told: list[int] = []
+    gate = Gate(StatusPage(tmp_path / "page", 1), 3, before_update=told.append)
+    assert gate.updating(3, together=False) == 4 and not told and gate.phase == UPDATING
+    assert gate.updating(3) is None and told == [4]
+    gate.updating(3, together=False)
+    gate.updating(3)
+    assert told == [4]

@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rekindle
-from rekindle.save.schedule import DirectSaveLimit
+from rekindle.save.metrics import Metrics
+from rekindle.save.schedule import DirectSaveLimit, Schedule
+from rekindle.settings import Settings
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import Run, restored, train
 
+NO_EFFECT = "persist_seconds=10 has no effect"
 NOWHERE = "/proc/none"
 """No memory store can be had there."""
 
@@ -120,3 +123,26 @@ def test_two_ranks_without_memory_bring_the_last_step_to_storage_together(root: 
     assert there[-1] == 7 and len(there) < 7, there
     again = Run(root, Path(NOWHERE), steps=8, world=2, options={"persist_seconds": 30.0})
     assert train(again) == [0, 0] and [restored(again, rank)[-1] for rank in range(2)] == [7, 7]
+
+
+@pytest.mark.parametrize("place", [None, NOWHERE])
+def test_seconds_beside_a_number_of_steps_are_said_to_be_ignored(
+    place: str | None, root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"values": rekindle.Values(x=0)}
+    rekindle.Checkpointer(root, state, persist_seconds=10, persist_every=5, memory=place).close()
+    assert f"{NO_EFFECT} beside persist_every" in caplog.text and "a multiple of 5" in caplog.text
+    caplog.clear()
+    for options in ({"persist_seconds": 10}, {"persist_every": 5}):
+        rekindle.Checkpointer(root, state, memory=place, **options).close()  # type: ignore[arg-type]
+    assert "has no effect" not in caplog.text
+
+
+@pytest.mark.parametrize(("nodes", "told"), [(1, False), (2, True)])
+def test_seconds_on_several_nodes_are_said_to_be_ignored(
+    nodes: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    Schedule(Settings(persist_seconds=10), nodes, nodes, Metrics()).warn_of_ignored_seconds()
+    assert (f"{NO_EFFECT} on several nodes" in caplog.text and "multiple of 100" in caplog.text) is told
+    Schedule(Settings(), nodes, nodes, Metrics()).warn_of_ignored_seconds()
+    assert caplog.text.count("has no effect") == told

@@ -21,7 +21,7 @@ from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from tests.conftest import commit, make_shard
 from tests.faults.harness import wait_for
-from tests.stored import steps_on
+from tests.stored import job_in, save, steps_on
 
 FIRST = Incarnation(1, "a" * 16)
 
@@ -144,6 +144,48 @@ def test_people_pin_unpin_and_prune(root: Path, memory: Path) -> None:
     assert steps_on(root) == [2, 5]
     shutil.rmtree(root)
     ask("prune", code=3)
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "left", "told"),
+    [
+        (10, None, [*range(3, 13)], "keep=10\n"),
+        (None, 4, [4, 8, 11, 12], "keep_every=4\n"),
+        (1, 6, [6, 12], "keep=1 and keep_every=6\n"),
+        (None, None, [1, 5, 9, 11, 12], "the default, by which the newest two"),
+    ],
+)
+def test_prune_keeps_what_the_job_keeps(
+    keep: int | None, keep_every: int | None, left: list[int], told: str, root: Path, tmp_path: Path
+) -> None:
+    job = job_in(tmp_path / "memory", root)
+    job.write_job(JobInfo(str(root), [0], 1, keep, keep_every, 900.0))
+    for step in range(1, 13):
+        save(root, step)
+    result = CliRunner().invoke(main, ["prune", str(root), "--memory", str(tmp_path / "memory"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert steps_on(root) == json.loads(result.stdout)["left"] == left
+    assert told in result.stderr and "The job's own settings decide" in result.stderr
+
+
+def test_prune_tells_that_it_does_not_know_the_job(root: Path, memory: Path) -> None:
+    for step in range(1, 13):
+        save(root, step)
+    result = CliRunner().invoke(main, ["prune", str(root), "--dry-run"])
+    assert "has no settings of a job" in result.stderr and "the default decides" in result.stderr
+    job_in(memory, root).paths.job.write_text("damaged")
+    assert "has no settings of a job" in CliRunner().invoke(main, ["prune", str(root), "--dry-run"]).stderr
+    job_in(memory, root)
+    assert not CliRunner().invoke(main, ["prune", str(root), "--keep", "3", "--dry-run"]).stderr
+    assert len(steps_on(root)) == 12
+
+
+def test_prune_believes_no_job_of_somebody_else(root: Path, memory: Path) -> None:
+    job = job_in(memory, root)
+    save(root, 1)
+    job.path.parent.chmod(0o777)
+    result = CliRunner().invoke(main, ["prune", str(root)])
+    assert result.exit_code == rekindle.MemoryStoreError.exit_code and "is open to others" in result.stderr
 
 
 def test_a_restore_that_loads_nothing_costs_no_checkpoint(root: Path, memory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ _LONGEST = 1 << 20
 
 
 async def serve(
-    socket: Path,
+    listener: socket.socket,
     status: Callable[[], dict[str, Any]],
     stop: Callable[[], None],
     send_to_rank: Callable[[int, dict[str, Any]], bool],
 ) -> web.AppRunner:
     """Answers ``GET /status``, ``POST /stop`` and ``POST /drill`` until the runner is cleaned up.
 
+    ``listener`` is closed with it.
     ``send_to_rank`` sends a message to a rank, and returns False when it isn't connected.
     """
 
@@ -66,19 +68,28 @@ async def serve(
 
     def accept() -> asyncio.BaseProtocol:
         for oldest in server.connections[:-_CONNECTIONS]:
-            oldest.force_close()
+            _end(oldest)
         handler = server()
-        loop.call_later(_CONNECTION_LASTS, handler.force_close)  # aiohttp waits for the rest of a request for ever
+        loop.call_later(_CONNECTION_LASTS, _end, handler)  # aiohttp waits for the rest of a request for ever
         return handler
 
-    socket.unlink(missing_ok=True)
-    with socket_address(socket) as name:
-        listeners.append(await loop.create_unix_server(accept, name))
+    listeners.append(await loop.create_unix_server(accept, sock=listener))
     return runner
 
 
-def send_request(socket: Path, method: str, path: str, timeout: float = 5.0) -> dict[str, Any]:
-    """Sends one request to an agent and returns its answer. Raises AgentError without one in ``timeout`` seconds."""
+def _end(handler: web.RequestHandler) -> None:
+    """Ends a connection now. ``force_close`` alone waits, for ever, until the client has read what was sent to it."""
+    transport = handler.transport
+    handler.force_close()
+    if transport is not None:
+        transport.abort()
+
+
+def send_request(agent: Path, method: str, path: str, timeout: float = 5.0) -> dict[str, Any]:
+    """Sends a request to the agent that listens at a path. Returns its answer.
+
+    Raises AgentError without one in ``timeout`` seconds.
+    """
 
     async def exchange(name: str) -> dict[str, Any]:
         limit = aiohttp.ClientTimeout(total=timeout)
@@ -91,11 +102,11 @@ def send_request(socket: Path, method: str, path: str, timeout: float = 5.0) -> 
                 text += piece
             answer = loads(text) if response.ok and len(text) < _LONGEST else None
             if not isinstance(answer, dict):
-                raise AgentError(f"agent at {socket} does not answer {path}: {response.status} {text[:200]!r}")
+                raise AgentError(f"agent at {agent} does not answer {path}: {response.status} {text[:200]!r}")
             return answer
 
     try:
-        with socket_address(socket) as name:
+        with socket_address(agent) as name:
             return asyncio.run(exchange(name))
     except (OSError, ValueError, aiohttp.ClientError, asyncio.TimeoutError) as error:
-        raise AgentError(f"agent at {socket} does not answer: {str(error) or type(error).__name__}") from error
+        raise AgentError(f"agent at {agent} does not answer: {str(error) or type(error).__name__}") from error

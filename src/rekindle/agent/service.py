@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rekindle.agent.drain import TICK, Drainer
-from rekindle.agent.http import serve
+from rekindle.agent.listener import answer_requests, listen
 from rekindle.agent.monitor import RankMonitor
 from rekindle.common.os_errors import explain
 from rekindle.common.priority import lower_priority
@@ -136,8 +136,9 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._quit)
-        runner = await serve(self.job.paths.agent_socket, self.status, self._stop, self.monitor.send_to)
-        tasks = [loop.create_task(self.monitor.serve()), loop.create_task(self._keep_writing_status())]
+        listener = listen(self.job.paths.agent_socket)
+        answering = loop.create_task(answer_requests(listener, self.status, self._stop, self.monitor.send_to))
+        tasks = [answering, loop.create_task(self.monitor.serve()), loop.create_task(self._keep_writing_status())]
         log.info("agent %d serves %s", os.getpid(), self.job.path)
         try:
             while not self.quitting and self.lock.held():  # without the lock the job has another agent, or none
@@ -148,12 +149,17 @@ class Agent:
         finally:
             for task in tasks:
                 task.cancel()
-            await runner.cleanup()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering  # the last answer, such as that to "stop", is on its way
 
     def _work(self) -> bool:
         alone = not self.job.trainers()
         if alone and not self._idle:
-            rebuild_dead_ranks(self.job)
+            try:
+                rebuild_dead_ranks(self.job)
+            except OSError as error:  # no open files are left, for one: the next round tries again
+                self.drainer.progress.error = explain(error)
+                return False
         self._idle = alone
         if not alone:
             self._told = False

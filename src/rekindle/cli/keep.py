@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 
-from rekindle.cli.terminal import ANSWERS_WITHIN, JSON_OPTION, ROOT_ARGUMENT, print_json
+from rekindle.cli.terminal import ANSWERS_WITHIN, JSON_OPTION, MEMORY_OPTION, ROOT_ARGUMENT, print_json
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import NotFoundError
 from rekindle.format.names import Root
+from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.storage.listing import job_info
 from rekindle.storage.open import open_store
 from rekindle.storage.pins import pin_step, unpin_step
 from rekindle.storage.roots import describe_root
@@ -21,6 +24,7 @@ _REMOVING = 3600.0
 """Seconds that storage gets to remove checkpoints, of which there may be many and large ones."""
 _AT_LEAST_1 = click.IntRange(min=1)
 _STEP = click.argument("step", type=click.IntRange(min=0))
+_DEFAULT = "the newest two and some of all ages stay, eight at most"
 
 
 @click.command("pin", short_help="Keep a step on storage, whatever is pruned.")
@@ -56,14 +60,20 @@ def _show_pin(step: int, as_json: bool, *, pinned: bool) -> None:
 @click.option("--keep-every", type=_AT_LEAST_1, help="Steps that are a multiple of this stay.")
 @click.option("--dry-run", is_flag=True, help="Only list the steps that would be removed.")
 @JSON_OPTION
-def prune_command(root: Root, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
+@MEMORY_OPTION
+def prune_command(
+    root: Root, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool, memory: Path | None
+) -> None:
     """Remove checkpoints of ROOT from storage that are neither pinned nor to be kept.
 
-    With neither --keep nor --keep-every the newest two stay, and some of all ages: eight at most. The job itself prunes
-    by its own settings, after each checkpoint that reaches storage.
+    With neither --keep nor --keep-every the job's own settings decide, by which it prunes itself after each checkpoint
+    that reaches storage. This node's memory has them from the job's start until close() or 'rekindle stop'. Otherwise
+    the newest two stay, and some of all ages: eight at most. A line on stderr tells which.
     """
     store = open_store(root)
     _on_storage(root, lambda: _refuse_empty(store))
+    if keep is None and keep_every is None:
+        keep, keep_every = _settings_of_job(root, memory)
     if dry_run:
         surplus = with_timeout(ANSWERS_WITHIN, root, lambda: store.surplus(keep, keep_every))
         gone = [entry.stamp.step for entry in surplus]
@@ -77,6 +87,24 @@ def prune_command(root: Root, keep: int | None, keep_every: int | None, dry_run:
         click.echo(f"{'would remove' if dry_run else 'removed'}: {_listed(gone)}; left: {_listed(left)}")
     else:
         click.echo(f"nothing to remove; left: {_listed(left)}")
+
+
+def _settings_of_job(root: Root, memory: Path | None) -> tuple[int | None, int | None]:
+    """Returns the job's ``keep`` and ``keep_every``, and prints what decides; None twice where they aren't known."""
+    job = JobDir.of(root, memory_base(memory))
+    job.check()  # a directory that somebody else made must not tell what is removed
+    info = job_info(job)
+    if info is None:
+        click.echo(
+            f"This node's memory has no settings of a job at {root}, so the default decides: {_DEFAULT}. --keep and "
+            "--keep-every choose otherwise",
+            err=True,
+        )
+        return None, None
+    given = [f"{name}={value}" for name, value in (("keep", info.keep), ("keep_every", info.keep_every)) if value]
+    what = " and ".join(given) or f"the default, by which {_DEFAULT}"
+    click.echo(f"The job's own settings decide, as memory on this node has them: {what}", err=True)
+    return info.keep, info.keep_every
 
 
 def _refuse_empty(store: Store) -> None:

@@ -36,7 +36,7 @@ class Workers:
         self._starting = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
-        weakref.finalize(self, _end, self._todo, self._threads).atexit = False
+        weakref.finalize(self, self._todo.put, None).atexit = False
         _open.add(self)
 
     def submit(self, work: Callable[[], object]) -> Future[object]:
@@ -56,13 +56,14 @@ class Workers:
         return future
 
     def _start(self) -> None:
+        self._threads = [thread for thread in self._threads if thread.ident is not None]  # one may not have started
         number = len(self._threads)
         if number == self._count:
             return
         thread = threading.Thread(
             target=_work, args=(self._todo, self._idle), name=f"{self._name}-{number}", daemon=True
         )
-        self._threads.append(thread)  # first, for an interrupt may come when it runs already
+        self._threads.append(thread)  # first, for an interrupt may come before it runs, or after
         try:
             thread.start()
         except RuntimeError:  # the interpreter ends, and starts no more threads
@@ -73,7 +74,7 @@ class Workers:
     def close(self, timeout: float | None = None) -> None:
         """Ends the threads once they have done everything. Waits for that, for at most ``timeout`` seconds."""
         self._closed = True
-        _end(self._todo, self._threads)
+        self._todo.put(None)
         until = None if timeout is None else time.monotonic() + timeout
         for thread in self._threads:
             if thread.is_alive():  # else it may never have started
@@ -99,11 +100,7 @@ def _work(todo: _Todo, idle: _Idle) -> None:
             future.set_exception(error)
         del task, future, work  # while nothing is to do, nothing is kept alive
         idle.put(None)
-
-
-def _end(todo: _Todo, threads: list[threading.Thread]) -> None:
-    for _ in threads:
-        todo.put(None)
+    todo.put(None)  # the next thread ends too, however many there are
 
 
 _open: weakref.WeakSet[Workers] = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +30,9 @@ STUCK = 600.0
 _CHECK = 1.0
 """Seconds after which a thread that waits for a device looks whether the process is ending."""
 _GRACE = 5.0
-"""Seconds that a device gets at the process's end: most end a copy in far less, and one that is stuck never does."""
+"""Seconds that devices get at the process's end: most end a copy in far less, and one that is stuck never does."""
+_grace_until = math.inf
+"""End of that time, once a wait has seen the process end: one for all waits, as each that fails may lead to another."""
 
 
 class Event:
@@ -83,12 +86,13 @@ def await_device(look: Callable[[float], T | None], failure: str) -> T:
 
     Raises RekindleError of ``failure`` when a device that is stuck, or the process's end, lets it find nothing.
     """
+    global _grace_until
     until = time.monotonic() + STUCK
     while (found := look(_CHECK)) is None:
         now = time.monotonic()
         if ending():
-            until = min(until, now + _GRACE)
-        if now > until:
+            _grace_until = min(_grace_until, now + _GRACE)
+        if now > min(until, _grace_until):
             raise RekindleError(f"{failure} within {STUCK:.0f} s, or by the process's end")
     return found
 

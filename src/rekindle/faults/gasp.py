@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rekindle.errors import RekindleError
@@ -22,6 +23,7 @@ from rekindle.memory.fault import Fault
 from rekindle.memory.status import DONE, FAILED, SECURED, SECURING, STABLE, STEPPING, TRAINING, Status
 from rekindle.save.gate import Gate
 from rekindle.save.progress import StateMoved
+from rekindle.storage.catalog import MEMORY
 
 __all__ = ["Gasp"]
 
@@ -53,8 +55,8 @@ class Gasp:
     deadline: float
     """Seconds after the fault at which the process ends, come what may."""
     hooks: HookCalls
-    secured: list[int] = field(default_factory=list)
-    """Steps that this rank has secured, oldest first."""
+    secured: dict[int, str] = field(default_factory=dict)
+    """Steps that this rank has secured, oldest first, and the place of each: MEMORY or STORAGE."""
 
     def run(self, fault: Fault) -> None:
         """Secure what there is. Doesn't raise."""
@@ -67,15 +69,35 @@ class Gasp:
             if not self.secured:
                 self._keep_newest_save(end)
             if fault.cause == "notice" and self.secured:  # the node may be about to go
-                self._wait_for_storage(self.secured[-1], end)
+                self._wait_for_storage(max(self.secured), end)
         except Exception as error:
             log.error("rank %d: %s: %s", self.rank, type(error).__name__, error)
         took = time.monotonic() - fault.noticed
-        if self.secured:
-            part = "" if self.alone else f"rank {self.rank}'s part of "
-            log.warning("%sstep %s secured, %.3f s after the fault", part, " and ".join(map(str, self.secured)), took)
-        else:
+        for step, place in self.secured.items():
+            self._tell_secured(step, place, took)
+        if not self.secured:
             log.warning("rank %d has secured nothing %.3f s after the fault: %s", self.rank, took, self._what_is_left())
+
+    def _tell_secured(self, step: int, place: str, took: float) -> None:
+        """Log where the step is; on storage, to which nobody can add a dead rank's part, also whether all of it is."""
+        part = "" if self.alone else f"rank {self.rank}'s part of "
+        if place == MEMORY:
+            log.warning("%sstep %d secured in memory, %.3f s after the fault", part, step, took)
+        elif self.alone or self._is_durable(step):
+            log.warning("step %d secured on storage, %.3f s after the fault", step, took)
+        else:
+            log.warning(
+                "%sstep %d secured on storage, %.3f s after the fault, but the step is not complete there: the next "
+                "start goes on from it only if all other ranks write their parts too, which a killed one doesn't, else "
+                "from the newest complete checkpoint",
+                *(part, step, took),
+            )
+
+    def _is_durable(self, step: int) -> bool:
+        """True if storage has all of the step; False also when it can't be asked."""
+        with suppress(OSError, RekindleError):
+            return self.securer.is_durable(step)
+        return False
 
     def _what_is_left(self) -> str:
         """Returns words on where the next start goes on from without this rank's part of the current step."""
@@ -92,7 +114,7 @@ class Gasp:
     def _secure_newest(self, end: float, cause: str) -> None:
         if self.gate.phase == DONE:
             if self.gate.snapshot >= self.gate.step:
-                self._note_secured(self.gate.snapshot)  # when the guarded part ended
+                self._note_secured(self.gate.snapshot, MEMORY)  # when the guarded part ended
             return
         planned, patience = cause == "notice", _CATCH_UP if cause == "hang" else _UPDATE  # a hang has waited already
         step = self._secure_next(-1, patience, cause, end)
@@ -137,7 +159,7 @@ class Gasp:
         """Wait for the snapshot that is on its way: it is of a step before."""
         step = self.securer.secure_newest_save(min(_UPDATE, end - time.monotonic()))
         if step is not None:
-            self._note_secured(step)
+            self._note_secured(step, MEMORY)
 
     def _secure_step(self, step: int, cause: str, end: float) -> bool:
         """Secure this rank's part while all ranks live and are at one step, and all that it holds once they aren't.
@@ -148,15 +170,16 @@ class Gasp:
             log.warning("rank %d is not secured: on_clean says that step %d's state can't be read", self.rank, step)
             return False
         whole = cause not in SURVIVED or self._peers_differ(step)
-        self.securer.secure(step, whole=whole)
+        place = self.securer.secure(step, whole=whole)
         until = min(end, time.monotonic() + _TOGETHER)
         while not whole and not self.securer.is_shared_by_all(step):
             if self._peers_differ(step) or time.monotonic() > until:
-                self.securer.secure(step, whole=True)
+                # On storage a dead rank's part can't be made from what others hold: there more would be in vain.
+                place = self.securer.secure(step, whole=True) if place == MEMORY else place
                 break
             time.sleep(_POLL)
         self.hooks.gasp(step)
-        self._note_secured(step)
+        self._note_secured(step, place)
         return True
 
     def _peers_differ(self, step: int) -> bool:
@@ -165,8 +188,8 @@ class Gasp:
         gone = self.peers.all().keys() - live.keys()
         return bool(gone and gone - self.peers.holding(step)) or any(_is_past(page, step) for page in live.values())
 
-    def _note_secured(self, step: int) -> None:
-        self.secured.append(step)
+    def _note_secured(self, step: int, place: str) -> None:
+        self.secured[step] = place
         self.gate.stage(SECURING, step)
 
     def _is_overtaken(self, step: int, planned: bool) -> bool:

@@ -69,7 +69,7 @@ class Guard(ContextDecorator):
 
         Raises UsageError for an option that makes no sense: at a fault it would be too late to notice.
         """
-        check_bool("fence", fence)
+        fence = check_bool("fence", fence)
         check_seconds("gasp_deadline", deadline, most=_LONGEST_DEADLINE)
         check_notices(notices)
         self._saver, self._session, self._group, self._job = saver, session, group, session.job

@@ -34,10 +34,12 @@ _OFF = ("0", "n", "no", "f", "false")
 """Values, in lower case, that torch takes for no."""
 
 
-def set_defaults(environ: MutableMapping[str, str]) -> None:
-    """Switches off what the user has not set."""
+def set_defaults(environ: MutableMapping[str, str]) -> bool:
+    """Switches off what the user has not set. Returns True if NCCL's own error handling is off by that."""
+    handled = SETTINGS[0] not in environ
     for name in SETTINGS:
         environ.setdefault(name, "0")
+    return handled
 
 
 def uses_nccl() -> bool:

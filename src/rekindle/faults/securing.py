@@ -23,12 +23,12 @@ class StateSecurer:
     def __init__(self, saver: Saver, session: Session) -> None:
         self._saver, self._session = saver, session
 
-    def secure(self, step: int, *, whole: bool) -> None:
+    def secure(self, step: int, *, whole: bool) -> str:
         """Bring the state, which is that of ``step``, into memory, or to storage where there is no memory.
 
-        With ``whole`` all that this rank holds, else its part of what several ranks hold.
+        With ``whole`` all that this rank holds, else its part of what several ranks hold. Returns MEMORY or STORAGE.
         """
-        self._saver.gasp(self._session.shard_id(step), whole=whole)
+        return self._saver.gasp(self._session.shard_id(step), whole=whole)
 
     def secure_newest_save(self, timeout: float) -> int | None:
         """Wait for what is on its way into memory, when the state itself can't be read any more. Returns its step.
@@ -42,9 +42,10 @@ class StateSecurer:
         """Save the step at which guarded training has ended well, all of it where other ranks don't save their parts.
 
         A rank that has ended has nothing left that tells of its last step, and could not help others that fail in it.
+        Without memory the step goes to storage or, while that is to be left in peace, is put aside for ``close()``.
         """
         saver = self._saver
-        if saver.memory is None or step <= saver.restored:
+        if step <= saver.restored:
             return
         with saver.stepping(step):
             saver.conclude()
@@ -52,7 +53,7 @@ class StateSecurer:
                 saver.save(self._session.shard_id(step, persist=False), wait=True)
                 saver.conclude()
             until = time.monotonic() + _OTHERS
-            while not self.is_shared_by_all(step):
+            while saver.memory is not None and not self.is_shared_by_all(step):
                 if time.monotonic() > until:
                     saver.gasp(self._session.shard_id(step, persist=False), whole=True)
                     return

@@ -47,6 +47,11 @@ _ANSWERS_WITHIN = 10.0
 _REBUILT_WITHIN = 2.0
 """Seconds that the agent gets to rebuild the snapshots of dead ranks, so that the newest step is known."""
 
+_NOBODY_ENDS_A_HANG = (
+    f"{nccl.SETTINGS[0]}=0 is set, so that NCCL ends no rank before ckpt.guard() has secured its state: outside of "
+    f"guard() nobody ends a job that hangs in a collective. For a script without guard() set {nccl.SETTINGS[0]}=3, "
+    "which is torch's own value"
+)
 _QUIET = (
     "failed (exitcode:",
     "Sending process %s closing",
@@ -111,9 +116,10 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     """
     # Without this, restarted ranks find the addresses of dead ones in torchrun's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    nccl.set_defaults(os.environ)
+    switched_off = nccl.set_defaults(os.environ)
     os.environ.setdefault("PET_MAX_RESTARTS", str(MAX_RESTARTS))  # torchrun's own default is not to restart at all
     # Imported here, as the other commands need no torch.
+    from torch.distributed import is_nccl_available  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
@@ -132,6 +138,8 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
         pause=args.restart_pause,
         retry_refused=args.retry_refused,
     )
+    if switched_off and is_nccl_available():  # whether the script has a guard() is not to be seen from here
+        say(_NOBODY_ENDS_A_HANG)
     with tempfile.TemporaryDirectory(prefix="rekindle-launch-") as place:
         os.environ[LAUNCH] = place
         one_node = parse_min_max_nnodes(args.nnodes)[1] == 1

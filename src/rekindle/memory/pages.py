@@ -52,7 +52,7 @@ class Pages(mmap.mmap):
     _locked: int
 
     def __del__(self) -> None:
-        self._locks.clear()  # while the memory is still mapped
+        getattr(self, "_locks", []).clear()  # while the memory is still mapped; an interrupted __new__ leaves none
 
     @property
     def page_locked(self) -> bool:

@@ -17,6 +17,10 @@ __all__ = ["Known", "Snapshots"]
 Known = tuple[tuple[int, int], ShardId]
 """Inode and modification time of a receipt, and its shard id. A receipt is replaced, never written over."""
 
+_LOOKS = 20
+"""Most looks at a job whose snapshots all vanished before they were read: if it saves every few milliseconds, a process
+that gets little time on a busy machine reads too late."""
+
 
 class Snapshots:
     """Finds and removes one job's snapshots. Safe to use from any thread or process."""
@@ -30,20 +34,14 @@ class Snapshots:
         ``known`` is a cache that the caller keeps. With it, a receipt that has not changed since is not read again,
         which takes 2 microseconds instead of 30.
         """
-        for directory in self.step_dirs():
-            try:
-                entries = list(os.scandir(directory))
-            except OSError:
-                continue
-            for entry in entries:
-                match = parse_shard_name(entry.name)
-                if match and match[2] == "json":
-                    try:
-                        stamp = _shard_id(entry, known)
-                    except (OSError, FormatError):
-                        continue
-                    if match[:2] == (stamp.rank, stamp.world):
-                        yield stamp, directory / entry.name
+        found: list[tuple[ShardId, Path]] = []
+        for _ in range(_LOOKS):
+            vanished = False
+            for directory in self.step_dirs():
+                vanished |= _add_shards(found, directory, known)
+            if found or not vanished:
+                break
+        yield from found
 
     def step_dirs(self) -> list[Path]:
         """Returns the directories that may hold snapshots."""
@@ -85,6 +83,26 @@ class Snapshots:
                 directory.rmdir()
             except OSError:
                 continue
+
+
+def _add_shards(found: list[tuple[ShardId, Path]], directory: Path, known: dict[str, Known] | None) -> bool:
+    """Adds the committed snapshots in ``directory``. Returns True if something vanished meanwhile."""
+    try:
+        entries = list(os.scandir(directory))
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    vanished = False
+    for entry in entries:
+        match = parse_shard_name(entry.name)
+        if match and match[2] == "json":
+            try:
+                stamp = _shard_id(entry, known)
+            except (OSError, FormatError) as error:
+                vanished |= isinstance(error, FileNotFoundError)
+                continue
+            if match[:2] == (stamp.rank, stamp.world):
+                found.append((stamp, directory / entry.name))
+    return vanished
 
 
 def _shard_id(entry: os.DirEntry[str], known: dict[str, Known] | None) -> ShardId:

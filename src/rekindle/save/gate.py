@@ -48,6 +48,8 @@ class Gate:
         """Newest step whose update may begin."""
         self._changed = threading.Condition()
         self._seized = self._dead = False
+        self._met = False
+        """True once ``before_update`` was called since the newest step."""
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._since: float | None = None
         """Time at which the current step began; None if its length is not to be learned from."""
@@ -70,14 +72,16 @@ class Gate:
 
     # -- for the thread that trains -----------------------------------------------------------------------------
 
-    def updating(self, snapshot: int) -> int | None:
+    def updating(self, snapshot: int, *, together: bool = True) -> int | None:
         """Note that an update is about to begin. Waits while the state is seized.
 
-        Returns the step that it makes, to the first of several optimizers; None to the others.
+        ``together``: all ranks make it, so the first one since a step calls ``before_update``. Returns the step that it
+        makes, to the first of several optimizers; None to the others.
         """
         making = self._step + 1 if self._phase == STABLE else None
-        if making is not None:
-            self._before_update(making)
+        if together and not self._met:
+            self._before_update(self._step + 1)
+            self._met = True
         if self.order:
             self._inject(self.order)
         self._enter(UPDATING, snapshot, making or 0)
@@ -102,7 +106,7 @@ class Gate:
                 self._recent.append(now - self._since)
                 page.longest, page.pause = max(self._recent), max(page.pause, self._recent[-1])
             self._since = now
-            self._phase, self._step, page.snapshot = STABLE, step, snapshot
+            self._phase, self._step, page.snapshot, self._met = STABLE, step, snapshot, False
             self._show_host()
             self._changed.notify_all()
 
@@ -238,7 +242,7 @@ class NoGate:
     def show_again(self) -> None:
         pass
 
-    def updating(self, snapshot: int) -> int | None:
+    def updating(self, snapshot: int, *, together: bool = True) -> int | None:
         return None
 
     def stepping(self, snapshot: int) -> None:

@@ -133,6 +133,11 @@ class Live:
             self._local.end_newest()
             self.clock.begin_update(step)
 
+    def update_again(self) -> None:
+        """Note, inside of ``guard()``, that one more update begins before the step's end."""
+        if self._local is not None and self.clock.in_use:
+            self.clock.update_again()
+
     def plan(self, stamp: ShardId, *, whole: bool) -> CopyPlan:
         """Returns the plan to copy all that this rank holds, or only its part, as it was at ``stamp``.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -59,26 +59,30 @@ class _Mark:
     """Step that the first update since the step before makes. Others followed it if ``step`` is a later one."""
     begins: Mapping[torch.device, Event] = field(default_factory=dict)
     """Before the first update since the step before."""
+    others: Mapping[torch.device, Event] = field(default_factory=dict)
+    """Before the newest of those that followed it; empty if none has."""
     ends: Mapping[torch.device, Event] = field(default_factory=dict)
 
-    def _begins(self) -> list[bool]:
-        known = self.begins or self.ends  # an update may go unannounced
-        return [event.reached() for event in known.values()]
-
     def begun(self) -> bool:
-        """Returns True if any device has begun the update."""
-        return any(self._begins())
+        """Returns True if any device has begun the first update."""
+        known = self.begins or self.ends  # an update may go unannounced
+        return any([event.reached() for event in known.values()])
 
     def begun_on_all(self) -> bool:
-        """Returns True if all devices have begun the update."""
-        return bool(begins := self._begins()) and all(begins)
+        """Returns True if all devices have begun the newest update."""
+        known = self.others or self.begins or self.ends
+        return bool(known) and all([event.reached() for event in known.values()])
 
     def ended(self) -> bool:
         """Returns True if all devices have come to the step's end."""
         return bool(self.ends) and all([event.reached() for event in self.ends.values()])
 
     def decided(self) -> bool:
-        """Returns True if no collective stands before the step's end any more, for any device."""
+        """Returns True if no collective stands before the step's end any more, for any device.
+
+        That is so once the last update has begun. If the step's number tells of more updates than one, some may have
+        gone unannounced.
+        """
         return self.ended() or (self.made == self.step and self.begun_on_all())
 
 
@@ -115,6 +119,24 @@ class DeviceClock:
         if self._devices:
             self._mark(step, begins={device: record(device) for device in self._devices})
 
+    def update_again(self) -> None:
+        """Queue the event that tells of one more update before the step's end, as of a second optimizer.
+
+        Its gradients may come from a collective that stands behind the updates before. So if a fault has been noticed,
+        the step no longer counts as one whose last update had begun.
+        """
+        if not self._devices:
+            return
+        others = {device: record(device) for device in self._devices}
+        with self._lock:
+            newest = self._marks[-1] if self._marks else None
+            if newest is None or newest.ends:
+                return
+            self._marks[-1] = replace(newest, others=others)
+            if self.frozen:
+                self._seen = min(self._seen, newest.step - 1)
+                self._limit = self._limit if math.isinf(self._limit) else min(self._limit, self._seen)
+
     def end_step(self, step: int, events: Mapping[torch.device, Event]) -> None:
         """Note the events that tell of the end of ``step``, one for each device. None: the state is on the host."""
         self._devices = list(events)
@@ -144,19 +166,18 @@ class DeviceClock:
         Else only an update does that had begun on all devices, with gradients that were complete. Any other may only
         begin because a communicator is aborted: what is queued behind a collective goes on as if that had succeeded.
         """
-        if not self.frozen:
-            self._seen = self._newest(_Mark.decided)
-            self.frozen = True
-        if not late:
-            self._limit = min(self._limit, self._seen)
+        self.enter()
+        with self._lock:  # the thread that trains may be about to tell of one more update
+            if not self.frozen:
+                self._seen = _newest(_Mark.decided, self._marks)
+                self.frozen = True
+            if not late:
+                self._limit = min(self._limit, self._seen)
 
     def distrust(self) -> None:
         """Let nothing count that a device reaches from now on: somebody is about to abort what it does."""
-        self._limit = min(self._limit, self._newest(_Mark.ended))
-
-    def _newest(self, reached: Callable[[_Mark], bool]) -> int:
         self.enter()
-        return max((mark.step for mark in self._after(-1) if _surely(reached, mark)), default=-1)
+        self._limit = min(self._limit, _newest(_Mark.ended, self._after(-1)))
 
     def standing(self) -> int | None:
         """Returns the step whose state the devices hold; None while an update is under way.
@@ -198,6 +219,11 @@ class DeviceClock:
     def enter(self) -> None:
         """Make the devices the calling thread's, which is about to ask them. The one that trains has chosen its own."""
         self._entrance.enter(self._devices)
+
+
+def _newest(reached: Callable[[_Mark], bool], marks: Iterable[_Mark]) -> int:
+    """Returns the newest step that has surely been reached; -1 if none has."""
+    return max((mark.step for mark in marks if _surely(reached, mark)), default=-1)
 
 
 def _surely(reached: Callable[[_Mark], bool], mark: _Mark) -> bool:

@@ -267,8 +267,8 @@ class Saver:
         except Exception as error:
             self._report_failure(stamp.step, error)
 
-    def gasp(self, stamp: ShardId, *, whole: bool) -> None:
-        """Secure the state, which is that of ``stamp``: in memory or, where there is no room, on storage.
+    def gasp(self, stamp: ShardId, *, whole: bool) -> str:
+        """Secure the state, which is that of ``stamp``. Returns the place: MEMORY or, where there is no room, STORAGE.
 
         With ``whole`` all that this rank holds, where another rank doesn't secure its part. For any thread, while
         nothing changes the state. Raises OSError or RekindleError when that can't be done.
@@ -277,11 +277,12 @@ class Saver:
             try:
                 self.memory.gasp(stamp, whole=whole)
                 self.newest = stamp
-                return
+                return MEMORY
             except OSError as error:
                 log.warning("step %d goes straight to storage: %s", stamp.step, error)
         self.direct.gasp(stamp, whole=whole)
         self.newest = stamp
+        return STORAGE
 
     # -- the end of a save --------------------------------------------------------------------------------------
 
@@ -385,8 +386,11 @@ class Saver:
 
     # -- around the trainer's work ------------------------------------------------------------------------------
 
-    def wait_before_update(self) -> None:
-        """Wait until the newest save has what an update will change. For the thread that updates."""
+    def wait_before_update(self, *, together: bool = True) -> None:
+        """Wait until the newest save has what an update will change. For the thread that updates.
+
+        ``together``: all ranks make this update, and may wait for each other before it.
+        """
         if self.forked:
             return
         self._skipped = None  # not every write to a tensor is one that torch counts
@@ -395,9 +399,11 @@ class Saver:
             began = time.perf_counter()
             pending.wait_before_update()
             self._metrics.waited(time.perf_counter() - began)
-        making = self._gate.updating(self._newest_in_memory())
+        making = self._gate.updating(self._newest_in_memory(), together=together)
         if making is not None:
             self.live.begin_update(making)
+        elif isinstance(self._gate, Gate):
+            self.live.update_again()
 
     @contextmanager
     def stepping(self, n: int) -> Iterator[None]:
@@ -434,7 +440,9 @@ class Saver:
 
     def _newest_in_memory(self) -> int:
         """Returns this rank's newest step in memory; -1 if there is none."""
-        pending = self.memory.pending if self.memory is not None else None
+        if self.memory is None:
+            return -1
+        pending = self.memory.pending
         if pending is not None and pending.committed:
             return pending.stamp.step
         return self._before.step if self._before is not None else -1

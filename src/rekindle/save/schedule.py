@@ -26,6 +26,7 @@ class Schedule:
     def __init__(self, settings: Settings, nodes: int, world: int, metrics: Metrics) -> None:
         """A collective where ``snapshot_every`` is "auto"."""
         every, seconds = settings.persist_every, settings.persist_seconds
+        self._told_every, self._told_seconds = every, seconds
         self.persist_every = _SEVERAL_NODES_EVERY if every is None and nodes > 1 else every
         """Multiples of this go to storage; None where time decides."""
         self.pause = None if self.persist_every is not None or seconds == 0 else seconds
@@ -76,6 +77,18 @@ class Schedule:
                 "memory",
                 *(self.pause, self.pause, self.pause / 10),
             )
+
+    def warn_of_ignored_seconds(self) -> None:
+        """Warn of a ``persist_seconds`` that was given, and decides nothing. The default can't be told from none."""
+        if self.persist_every is None or self._told_seconds == Settings.persist_seconds:
+            return
+        why = "beside persist_every, which decides alone"
+        if self._told_every is None:
+            why = "on several nodes, which have to send the same steps without asking each other: set persist_every"
+        log.warning(
+            "persist_seconds=%g has no effect %s. Storage gets every step that is a multiple of %d",
+            *(self._told_seconds, why, self.persist_every),
+        )
 
     def warn_of_direct_saves(self, why: str) -> None:
         """Warn of the price of having no memory store. ``why`` there is none begins the message."""

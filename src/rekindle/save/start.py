@@ -36,6 +36,8 @@ def start_saver(
     overlap, in_step = agree_on_overlap(group, capture, settings)
     meeting = session.agreed
     schedule = Schedule(settings, meeting.nodes, group.world, metrics)
+    if group.rank == 0:
+        schedule.warn_of_ignored_seconds()
     if meeting.no_memory is None:
         _open_memory(session, capture, settings, schedule, metrics)
     elif settings.strict:

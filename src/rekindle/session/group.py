@@ -117,6 +117,7 @@ def _gloo_timeout() -> timedelta | None:
 def this_group(timeout: timedelta = timedelta(minutes=5)) -> SingleProcess | ProcessGroup:
     """Returns the process group, or the single process. Raises UsageError if a launcher made several ranks without
     one."""
+    env_count("LOCAL_WORLD_SIZE")  # used later, but refused here, before this rank has its place in the job
     if dist.is_available() and dist.is_initialized():
         return ProcessGroup(timeout)
     world = env_count("WORLD_SIZE")
