@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rekindle.launch.restarts import Decision
+from rekindle.launch.waits import wait_for_ends
 
 __all__ = ["deciding"]
 
@@ -20,14 +21,19 @@ def deciding(decide: Callable[[Mapping[int, Any]], Decision], tend: Callable[[],
     torchrun has no option for its agent's class, so the name by which its launcher knows it is replaced.
     """
     # Imported here, as the other commands need no torch.
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup  # noqa: PLC0415
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec  # noqa: PLC0415
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: PLC0415
     from torch.distributed.launcher import api  # noqa: PLC0415
 
     class Agent(LocalElasticAgent):
+        def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
+            self._look_every, spec.monitor_interval = spec.monitor_interval, 0.0  # waited for below, not slept
+            super().__init__(spec, *args, **options)
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             """Returns the state of the ranks. When they have failed, all of them have ended by now."""
             tend()
+            wait_for_ends([worker.id for worker in worker_group.workers], self._look_every)
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():
                 decision = decide(result.failures)

@@ -37,6 +37,7 @@ from rekindle.launch.reports import (
     traceback_of,
 )
 from rekindle.launch.restarts import MAX_RESTARTS, Decision, Failure, Limits, Restarts
+from rekindle.launch.waits import short_delays
 from rekindle.storage.catalog import MEMORY
 from rekindle.storage.listing import ListedCopy, list_copies_within
 
@@ -142,13 +143,13 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
         say(_NOBODY_ENDS_A_HANG)
     with tempfile.TemporaryDirectory(prefix="rekindle-launch-") as place:
         os.environ[LAUNCH] = place
-        one_node = parse_min_max_nnodes(args.nnodes)[1] == 1
-        course = _Course(limits, one_node=one_node, place=Path(place), say=say)
+        nodes = parse_min_max_nnodes(args.nnodes)[1]
+        course = _Course(limits, one_node=nodes == 1, place=Path(place), say=say)
         if "LOGLEVEL" not in os.environ:  # torchrun's own setting: a user who sets it wants to read its log
             for name in _LOGGERS:
                 logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
         try:
-            with _warm_workers(args, Path(place), say) as tend, deciding(course.decide, tend):
+            with short_delays(nodes), _warm_workers(args, Path(place), say) as tend, deciding(course.decide, tend):
                 # record() writes the first error of all to that file, for schedulers that read it.
                 (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
         except ChildFailedError as error:
