@@ -8,6 +8,7 @@ rests. Then it sleeps until the launcher asks for a worker, and forks.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -97,6 +98,8 @@ class _Spare:
         self._changed: set[str] = set()
         self._background = _Background()
         self._worker = False
+        self._compared: tuple[str | None, str | None] | None = None
+        """The start for which the files on disk were found to be those that were loaded: 15 ms for 2,000."""
 
     def serve(self) -> None:
         """Learn and serve. Returns in a worker."""
@@ -128,6 +131,7 @@ class _Spare:
         try:
             with self._background:
                 self._preload.load(told["modules"], self._rest)
+                _freeze()
         except UnfitModuleError as unfit:
             self._begin_anew(*unfit.args)
         except _BecameWorker:
@@ -203,7 +207,12 @@ class _Spare:
         for name in sorted(now.keys() | began.keys()):
             if now.get(name) != began.get(name):
                 return f"{name} has changed since the spare was started"
-        return self._preload.explain_difference(variable, self._changed)
+        start = environment.get("MASTER_PORT"), environment.get("TORCHELASTIC_RESTART_COUNT")
+        if start == self._compared:  # for another rank of the same start
+            return ""
+        reason = self._preload.explain_difference(variable, self._changed)
+        self._compared = None if reason else start
+        return reason
 
     def _fork(self, answer: socket.socket) -> bool:
         """Forks a worker whose parent is the launcher. Returns True in the worker, once the launcher has taken it.
@@ -233,6 +242,16 @@ class _Spare:
         except BaseException:
             os._exit(1)
         return True
+
+
+def _freeze() -> None:
+    """Put all objects that there are out of the garbage collector's reach, in this process and in its workers.
+
+    Each collection of a worker, and each search of its objects, would otherwise write to all of them, and so copy the
+    memory that it shares with this process.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class _BecameWorker(BaseException):
