@@ -1,10 +1,12 @@
 """Trains until it is told how to end: obedient.py ROOT [IMPORT]...
 
-It does what the file ``order`` says, takes that away, and notes in ``starts`` the process and the monotonic time of
-each start, when its code is run, and in ``stepped`` the number of each start that has come as far as its third step.
-The start whose number is in the name of a file ``fail-N`` fails at once; that of ``unlike-N`` has another model.
+It does what the file ``order`` says, and takes that away. It notes in ``starts`` the process and the monotonic time of
+each start, when its code is run; in ``objects`` how many objects the garbage collector looks at then; in ``stepped``
+the number of each start that has come as far as its third step. The start whose number is in the name of a file
+``fail-N`` fails at once; that of ``unlike-N`` has another model.
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -14,6 +16,8 @@ from pathlib import Path
 COUNT = os.environ["TORCHELASTIC_RESTART_COUNT"]
 with open("starts", "a") as file:
     file.write(f"{os.getpid()} {time.monotonic()}\n")
+with open("objects", "a") as file:
+    file.write(f"{len(gc.get_objects())}\n")
 if os.path.exists(f"fail-{COUNT}"):
     sys.exit(9)
 if name := os.environ.get("SET_BY_SCRIPT"):

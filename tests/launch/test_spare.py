@@ -47,6 +47,8 @@ def test_a_warm_worker_ends_as_it_would_anyhow(tmp_path, order, told):
         assert not run.cold
         assert len(run.starts) == 3
         assert not run.spares()
+    cold, *warm = map(int, (tmp_path / "objects").read_text().split())
+    assert max(warm) < cold, "collections of a worker write to the memory that it shares with the spare"
 
 
 def test_a_killed_spare_is_replaced_while_training_goes_on(tmp_path):

@@ -7,13 +7,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rekindle.launch.waits import short_delays, wait_for_ends
 
-LONG = 100.0
+LONG = 150.0
 """Seconds that no wait here may take."""
+
+
+def test_the_launcher_notices_an_end_long_before_it_would_look(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(7)")
+    options = [f"--monitor-interval={10 * LONG}", "--max-restarts=0", "--no-warm"]
+    command = [sys.executable, "-m", "rekindle", "run", "--standalone", *options, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+    assert done.returncode == 1 and "ended with exit code 7" in done.stderr, done.stderr
 
 
 @pytest.fixture
