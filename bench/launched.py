@@ -46,7 +46,7 @@ LAUNCHERS: dict[str, tuple[tuple[str, ...], str]] = {
 PARTS = ("noticed", "processes gone", "processes started", "imported", "group formed", "restored", "first step")
 """Moments after a fault, in the order in which they come."""
 
-_NOTICED = re.compile(r"fault: rank|are started again|failed \(exitcode|\[ *\d+\] .*failed|exitcode: -9")
+_NOTICED = re.compile(r"fault: rank|are started again|failed \(exitcode")
 """Line by which a launcher, or a survivor that was told of the fault, shows that it knows."""
 _READY, _COLD = "restarts are warm from now on", "started cold"
 
