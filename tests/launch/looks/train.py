@@ -65,7 +65,7 @@ def look_at_interpreter():
     yield "environ", sorted(os.environ.items()), type(os.environ._data).__name__
     yield "env", subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
     yield "logging", logging.root.handlers, logging.root.level, logging.lastResort
-    yield "gc", gc.get_threshold(), gc.isenabled(), gc.get_freeze_count()
+    yield "gc", gc.get_threshold(), gc.isenabled()
     yield "faulthandler", faulthandler.is_enabled()
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         yield "stream", stream.name, stream.encoding, stream.errors, stream.isatty(), stream.fileno()
