@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import rekindle
 from rekindle.faults.torchelastic import LAUNCH, introduce, tell_launcher
@@ -96,6 +100,22 @@ def test_an_exit_code_stands_for_an_error_that_nobody_has_told_of() -> None:
     assert own_error(failed(75)) == (None, False), "which asks for another try"
     by_record = {"message": "ValueError: bad\nmore", "extraInfo": {"py_callstack": "stack", "timestamp": "1"}}
     assert own_error(failed(1, by_record)) == ("ValueError: bad", True)
+
+
+def test_a_rank_whose_disk_is_full_leaves_no_file_rather_than_a_torn_one(tmp_path: Path) -> None:
+    """torchrun itself ends at a file that it can't read."""
+    path = tmp_path / "error.json"
+    code = (
+        "import resource\n"
+        "from rekindle.faults.torchelastic import tell_launcher\n"
+        "from rekindle.memory.fault import Fault\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "tell_launcher(Fault('exception', 0, 1, 6, 'what', 'a traceback' * 100), 0)\n"
+    )
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=100)
+    assert ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path)).exitcode == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_refusal_is_taken_once(tmp_path: Path) -> None:

@@ -60,10 +60,13 @@ def tell_launcher(fault: Fault, rank: int) -> None:
 
 
 def _leave(path: str, message: str, stack: str, at: float, cause: str) -> None:
-    """Write the file as torch does. ``at`` and ``cause`` are read by ``rekindle run`` alone."""
+    """Write the file as torch does, or nothing: torchrun ends the job at a file that is torn.
+
+    ``at`` and ``cause`` are read by ``rekindle run`` alone.
+    """
     extra: dict[str, Any] = {"py_callstack": stack, "timestamp": str(int(at)), "at": at, "cause": cause}
-    with suppress(OSError), open(path, "w") as file:
-        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    with suppress(OSError):
+        write_atomic(Path(path), json.dumps({"message": {"message": message, "extraInfo": extra}}).encode())
 
 
 def introduce(job: JobDir, root: Root) -> None:
