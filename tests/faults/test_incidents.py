@@ -83,6 +83,20 @@ for step in range(first, 10):
 ckpt.close()
 """
 
+THROUGH_DCP = """
+import os, signal, torch, torch.distributed.checkpoint as dcp
+from rekindle.integrations.dcp import RekindleReader, RekindleWriter
+start, state = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), {"x": torch.zeros(2)}
+if start:
+    dcp.load(state, storage_reader=RekindleReader(ROOT))
+writer = RekindleWriter(ROOT)
+for step in (1, 2) if start == 0 else (3, 4):
+    dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+if start == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+writer.close()
+"""
+
 NEVER_BACK = """
 with ckpt.guard() as guard:
     assert guard.connected(60)
@@ -131,6 +145,16 @@ def test_an_unguarded_job_is_recorded_by_its_launcher(root: Path, memory: Path) 
     assert (incident.cause, incident.rank, incident.what) == ("signal", 0, "rank 0 was killed by SIGKILL")
     assert (incident.step, incident.restored_step, incident.lost) == (-1, 4, None) and end.step == 9
     assert in_order(incident.moments, "noticed", "gone", "started", "formed", "restored", "first_step")
+
+
+def test_a_job_that_saves_through_dcp_alone_is_timed_up_to_its_first_save(root: Path, memory: Path) -> None:
+    launch(THROUGH_DCP, root)
+    incident, end = recorded(root)
+    assert (incident.cause, incident.rank, incident.what) == ("signal", 0, "rank 0 was killed by SIGKILL")
+    assert (incident.step, incident.restored_step, incident.lost) == (-1, 2, None) and incident.starts == 1
+    assert in_order(incident.moments, "noticed", "gone", "started", "formed", "first_step")
+    assert "restored" not in incident.moments and incident.outage is not None
+    assert (end.cause, end.began_at, end.step) == ("end", 2, 4)
 
 
 def test_a_job_that_does_not_come_back_leaves_a_record_too(root: Path, memory: Path, job: JobDir) -> None:

@@ -75,14 +75,18 @@ class RecoveryClock:
     def restored(self, step: int, place: str) -> None:
         """Note that the state is that of ``step``, out of the store ``place``; empty when it begins anew."""
         now = time.monotonic()
-        self._try(lambda job: self._restored(job, now, step, place))
+        self._try(lambda job: self._went_on(job, now, step, place))
 
-    def _restored(self, job: JobDir, now: float, step: int, place: str) -> None:
+    def went_on_from(self, step: int) -> None:
+        """Note that the state is that of ``step``, which others have restored before the ranks met: nobody timed it."""
+        self._try(lambda job: self._went_on(job, None, step, ""))
+
+    def _went_on(self, job: JobDir, restored: float | None, step: int, place: str) -> None:
         assert self._record is not None
-        self._record = replace(self._record, restored=now, step=step)
+        self._record = replace(self._record, restored=restored, step=step)
         write_start(job, self._record)
         if self._incident is not None:
-            moments = {**self._incident.moments, RESTORED: now}
+            moments = self._incident.moments | ({} if restored is None else {RESTORED: restored})
             self._incident = replace(self._incident, moments=moments, restored_step=step, place=place)
             write_incident(job, self._incident)
 

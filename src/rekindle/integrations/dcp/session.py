@@ -31,6 +31,7 @@ from rekindle.save.copy import ShardWriter
 from rekindle.save.plan import CopyPlan
 from rekindle.session.group import this_group
 from rekindle.session.inventory import take_inventory
+from rekindle.session.recovery import RecoveryClock
 from rekindle.session.residence import residence_of
 from rekindle.session.root_check import warn_of_capability
 from rekindle.session.session import Session
@@ -124,6 +125,7 @@ class DcpSession:
         self._store = self._session.store
         self._copier = ShardWriter()
         self._imports = ImportRecord(write=False)
+        self._clock: RecoveryClock | None = None
         self._start: Start | None = None
         self._step = -1
         """Newest number that this rank knows to have been used."""
@@ -229,10 +231,12 @@ class DcpSession:
         assert session.rank is not None
         meeting = start.meeting(session.rank)
         session.join(meeting)
+        self._clock = self._clock or RecoveryClock(session)
         if session.is_first_on_node:
             introduce(session.job_dir, self.root)
             self._imports = ImportRecord(write=True)
         session.go_on_from(start.base, start.stored, chosen=start.chosen, back=start.back)
+        self._clock.went_on_from(0 if start.base is None else start.base.step)
         if meeting.no_memory is not None:
             self._warn_of_direct_saves(meeting.no_memory)
         elif session.slots is None:
@@ -262,6 +266,8 @@ class DcpSession:
             self._newest = stamp
             in_memory = self._secure(stamp, plan, values)
             self._imports.write()
+            if self._clock is not None:
+                self._clock.stepped(stamp.step)
             return in_memory
 
     def _secure(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> bool:
@@ -357,6 +363,8 @@ class DcpSession:
                 if self._newest is not None and not self._unfinished(self._newest):
                     self.wait_durable(self._newest, timeout)
                     durable = self._newest
+                    if self._clock is not None:
+                        self._clock.ended(durable.step)
         finally:
             self.leave(durable)
 
