@@ -139,12 +139,14 @@ class Incident:
             host, cause, what, place = check_texts([value[name] for name in ("host", "cause", "what", "place")])
             if type(value["warm"]) not in (bool, type(None)) or type(value["moments"]) is not dict:
                 raise ValueError("a field is malformed")
+            if (at := check_seconds(value["at"])) < 0:  # calendars don't go back as far as they go on
+                raise ValueError("it is of before 1970")
             known = {name: check_seconds(at) for name, at in value["moments"].items() if name in (FAULT, *MOMENTS)}
             return Incident(
                 start=check_id(value["start"]),
                 generation=check_integer(value["generation"]),
                 host=host,
-                at=check_seconds(value["at"]),
+                at=at,
                 cause=cause,
                 what=what,
                 rank=check_integer(value["rank"], -1),
