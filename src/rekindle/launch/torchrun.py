@@ -98,6 +98,19 @@ class _Course:
         self._begin(self.last.pause)
         return self.last
 
+    def report_end(self, failures: Mapping[int, Any], *, redirected: bool) -> None:
+        """Says what has ended the job, and what is saved. Raises an error that each further start would meet."""
+        if self.last.error is not None:
+            raise self.last.error from None
+        rank, failure = first_failure(failures)
+        self._say(first_words(failure.message) or f"rank {rank} {describe_exit(failure.exitcode)}{self.why}")
+        if redirected:
+            self._say(f"its output is in {Path(failure.error_file).parent}")
+        self._say(self.last.words)
+        _say_what_is_saved(self._place, self._say)
+        if self.last.repeated:
+            sys.stderr.write(traceback_of(failure))
+
     def _describe(self, first: Any) -> Failure:
         return Failure(
             *own_error(first),
@@ -132,19 +145,12 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     _add_options(parser)
     args = parser.parse_args(arguments)
     _check(args)
-    limits = Limits(
-        restarts=args.max_restarts,
-        since_progress=args.count_restarts == "progress",
-        same=args.same_error_limit,
-        pause=args.restart_pause,
-        retry_refused=args.retry_refused,
-    )
     if switched_off and is_nccl_available():  # whether the script has a guard() is not to be seen from here
         say(_NOBODY_ENDS_A_HANG)
     with tempfile.TemporaryDirectory(prefix="rekindle-launch-") as place:
         os.environ[LAUNCH] = place
         nodes = parse_min_max_nnodes(args.nnodes)[1]
-        course = _Course(limits, one_node=nodes == 1, place=Path(place), say=say)
+        course = _Course(_limits(args), one_node=nodes == 1, place=Path(place), say=say)
         if "LOGLEVEL" not in os.environ:  # torchrun's own setting: a user who sets it wants to read its log
             for name in _LOGGERS:
                 logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
@@ -153,16 +159,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
                 # record() writes the first error of all to that file, for schedulers that read it.
                 (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
         except ChildFailedError as error:
-            if course.last.error is not None:
-                raise course.last.error from None
-            rank, failure = first_failure(error.failures)
-            say(first_words(failure.message) or f"rank {rank} {describe_exit(failure.exitcode)}{course.why}")
-            if args.redirects != "0":
-                say(f"its output is in {Path(failure.error_file).parent}")
-            say(course.last.words)
-            _say_what_is_saved(Path(place), say)
-            if course.last.repeated:
-                sys.stderr.write(traceback_of(failure))
+            course.report_end(error.failures, redirected=args.redirects != "0")
             return 1
         except SignalException as error:
             say(f"ended by {error.sigval.name}")
@@ -185,6 +182,16 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--count-restarts", "--count_restarts", action=env, choices=ways, default=ways[0])
     parser.add_argument("--retry-refused", "--retry_refused", action=check_env)
     parser.add_argument("--no-warm", "--no_warm", action=check_env)
+
+
+def _limits(args: Any) -> Limits:
+    return Limits(
+        restarts=args.max_restarts,
+        since_progress=args.count_restarts == "progress",
+        same=args.same_error_limit,
+        pause=args.restart_pause,
+        retry_refused=args.retry_refused,
+    )
 
 
 def _count(text: str) -> int:
