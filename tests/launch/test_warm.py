@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from rekindle.faults.imports import IMPORTS
 from rekindle.launch import warm
+from rekindle.launch.adopted import AdoptedProcess
 from rekindle.launch.warm import WarmWorkers, warm_workers
 
 COMMAND = [sys.executable, "-u", "-c", "raise SystemExit('the script itself has run')"]
@@ -88,6 +91,94 @@ def test_a_spare_that_can_not_be_started_costs_a_line(
         assert len(os.listdir("/proc/self/fd")) == before
     assert len(said) == 1 and said[0].startswith("the spare process can't be started: Resource temporarily unavailable")
     next_spare(workers)
+
+
+def test_a_spare_that_ends_by_itself_is_told_of_and_left_to_the_next_restart(
+    workers: WarmWorkers, said: list[str], tmp_path: Path
+) -> None:
+    begin(workers)
+    (tmp_path / IMPORTS).write_text("no record")
+    os.waitid(os.P_PID, next_spare(workers), os.WEXITED | os.WNOWAIT)
+    workers.tend()
+    workers.tend()
+    assert workers._spare is None
+    assert said == ["the spare process ended with exit code 1: the next restart is cold"]
+
+
+def test_a_process_that_a_spare_was_making_ends_with_it(workers: WarmWorkers) -> None:
+    code = "import os, time; print(os.fork(), flush=True); time.sleep(100)"
+    with warm._adopting():
+        spare = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert spare.stdout is not None
+        made = max(int(spare.stdout.readline()) for _ in range(2))
+        spare.stdout.close()
+        spare.kill()
+        os.waitid(os.P_PID, spare.pid, os.WEXITED | os.WNOWAIT)
+    assert warm._is_own_child(made)
+    workers._spare = spare  # type: ignore[assignment]
+    workers.close()
+    assert not warm._is_own_child(made) and not Path(f"/proc/{made}").exists()
+
+
+class Stuck:
+    """A spare that waits in the kernel for a file, where no signal reaches it."""
+
+    pid = 1 << 30
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> None:
+        assert timeout is not None, "nobody would ever return from this"
+        raise subprocess.TimeoutExpired([], timeout)
+
+
+def test_a_spare_that_can_not_be_killed_is_not_waited_for(workers: WarmWorkers) -> None:
+    workers._spare = Stuck()  # type: ignore[assignment]
+    workers.close()
+    assert workers._spare is None
+
+
+def test_a_worker_is_made_by_a_python_that_was_built_for_old_systems(
+    workers: WarmWorkers, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of conda are: they have neither of these."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    monkeypatch.setattr(warm, "_ANSWERS_WITHIN", 100.0)
+    (tmp_path / IMPORTS).write_text(json.dumps({"modules": {}, "changed": []}))
+    begin(workers)
+    next_spare(workers)
+    worker = workers.start(0, COMMAND, dict(os.environ), [0, 1, 2])
+    assert worker is not None and not said, said
+    assert worker.wait(100) == 1 and worker.returncode == 1, "the script's own exit code"
+
+
+def test_a_spare_keeps_what_imports_say_where_python_has_no_memfd(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; del os.memfd_create\n"
+        "from rekindle.launch.spare import _Streams\n"
+        "streams = _Streams(Path(sys.argv[1]))\n"
+        "os.write(1, b'said')\n"
+        "said = streams.end()\n"
+        "os._exit(said != {1: b'said'} or os.listdir(sys.argv[1]) != [])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout == "", done.stderr
+
+
+def test_an_adopted_process_that_does_not_end_is_waited_for_as_long_as_that() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    adopted = AdoptedProcess(child.pid, [])
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            adopted.wait(0.05)
+    finally:
+        child.kill()
+    assert adopted.wait(100) == -signal.SIGKILL
+    child.communicate()
 
 
 def test_another_interpreter_has_no_spare(workers: WarmWorkers, said: list[str]) -> None:

@@ -92,7 +92,7 @@ class _Spare:
         else:
             os.environ["PYTHONPATH"] = orders.python_path
         self._environment = dict(os.environ)
-        self._streams = _Streams()
+        self._streams = _Streams(Path(orders.record).parent)
         self._preload = Preload(Path(orders.script_dir), set(orders.variable), set(orders.without))
         self._learnt = 0
         self._changed: set[str] = set()
@@ -176,8 +176,8 @@ class _Spare:
         if not message:
             os._exit(0)  # the launcher has gone
         line, request, *streams = descriptors
-        with open(request, "rb") as file:
-            wanted = json.loads(os.pread(request, os.fstat(file.fileno()).st_size, 0))
+        wanted = json.loads(_read_all(request))
+        os.close(request)
         environment: dict[str, str] = wanted["environment"]
         with socket.socket(fileno=line) as answer:
             if reason := self._refusal(environment, set(wanted["variable"])):
@@ -261,9 +261,9 @@ class _BecameWorker(BaseException):
 class _Streams:
     """Standard output and error of a spare: kept, so that a worker says what imports said, as in a cold start."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Path) -> None:
         self._own = {target: os.dup(target) for target in (1, 2)}
-        self._kept = {target: os.memfd_create("rekindle-said") for target in (1, 2)}
+        self._kept = {target: _open_unnamed(place) for target in (1, 2)}
         for target, kept in self._kept.items():
             os.dup2(kept, target)
 
@@ -278,10 +278,23 @@ class _Streams:
 
     def end(self) -> dict[int, bytes]:
         """Returns what imports have written to each stream, and closes all but the streams."""
-        said = {target: os.pread(kept, os.fstat(kept).st_size, 0) for target, kept in self._kept.items()}
+        said = {target: _read_all(kept) for target, kept in self._kept.items()}
         for descriptor in (*self._own.values(), *self._kept.values()):
             os.close(descriptor)
         return {target: text for target, text in said.items() if text}
+
+
+def _open_unnamed(directory: Path) -> int:
+    """Opens a new file without a name. Without ``tempfile``, which would keep the spare's TMPDIR for the worker."""
+    path = directory / f"said-{os.getpid()}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    path.unlink()
+    return descriptor
+
+
+def _read_all(descriptor: int) -> bytes:
+    """Returns a file from its beginning, whatever its position, which other processes share."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 class _Background:

@@ -10,9 +10,11 @@ import ctypes
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +34,8 @@ _HOOK = Path(__file__).parent / "hold"
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _ANSWERS_WITHIN = 10.0
 """Seconds that the spare gets for a worker. It takes about 30 ms; an import in its way may take a second or two."""
+_ENDS_WITHIN = 5.0
+"""Seconds that a killed spare gets to end. It takes milliseconds, unless it waits in the kernel for a file."""
 _REPLACED_WITHIN = 6.0
 """Seconds within which a spare that is killed time and again is replaced three times: after 1 s, then 2 s, then 3 s."""
 
@@ -97,6 +101,7 @@ class WarmWorkers:
                 self._count_death(f"the spare process {describe_exit(code)}")
             else:
                 self._wanted = None
+                self.say(f"the spare process {describe_exit(code)}: the next restart is cold")
         if self._spare is None and self._wanted is not None and self._deaths.due():
             try:
                 self._spare, self._socket = self._spawn(*self._wanted)
@@ -118,8 +123,7 @@ class WarmWorkers:
             self._socket.close()
             self._socket = None
         if self._spare is not None:
-            self._spare.kill()
-            self._spare.wait()
+            _end(self._spare)
             self._spare = None
 
     def _begin_start(self) -> None:
@@ -163,7 +167,7 @@ class WarmWorkers:
         assert self._socket is not None and self._spare is not None
         _wake(self._spare.pid)
         line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with line, other, open(os.memfd_create("rekindle-request"), "wb") as request:
+        with line, other, tempfile.TemporaryFile() as request:
             # A message is too small for some environments.
             request.write(json.dumps({"environment": environment, "variable": variable}).encode())
             request.flush()
@@ -227,13 +231,14 @@ def warm_workers(workers: WarmWorkers) -> Iterator[Callable[[], object]]:
         before = api.get_subprocess_handler
     except (ImportError, AttributeError):
         workers.say(f"restarts are cold: torch {torch.__version__} starts its workers in a way that is not known here")
-        yield workers.tend
-        return
-    api.get_subprocess_handler = handler
+        handler = before = None
+    if handler is not None:
+        api.get_subprocess_handler = handler
     try:
         yield workers.tend
     finally:
-        api.get_subprocess_handler = before
+        if handler is not None:
+            api.get_subprocess_handler = before
         workers.close()
 
 
@@ -268,6 +273,19 @@ def _adopting() -> Iterator[None]:
         yield
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _end(spare: subprocess.Popen[bytes]) -> None:
+    """Kills a spare, and with it a process that was about to be a worker, which may be this process's child by now."""
+    with suppress(ProcessLookupError):
+        os.killpg(spare.pid, signal.SIGKILL)
+    until = time.monotonic() + _ENDS_WITHIN
+    with suppress(subprocess.TimeoutExpired):
+        spare.wait(_ENDS_WITHIN)
+    with suppress(ChildProcessError):  # raised once none is left
+        while time.monotonic() < until:
+            if not os.waitpid(-spare.pid, os.WNOHANG)[0]:
+                time.sleep(0.005)
 
 
 def _is_own_child(pid: int) -> bool:
