@@ -39,6 +39,9 @@ log = logging.getLogger("rekindle.agent")
 
 _TICK = 0.01
 """Seconds between two checks of all ranks. A check takes 10 microseconds per rank."""
+_ENDS_SOON = 60.0
+"""Seconds after a fault in which each check looks for the end of the last process, at the locks of all ranks. One may
+live on: a notebook's, or that of a script which has caught the error."""
 _SLEPT = 0.5
 """Seconds by which a check may be late. If it is later, the whole node has stood still, not a rank."""
 _STUCK_AFTER = 1.0
@@ -161,7 +164,7 @@ class RankMonitor:
         self._checked_at = time.monotonic()
         try:
             while True:
-                await asyncio.sleep(_TICK if self.ranks or self._end_awaited else 10 * _TICK)
+                await asyncio.sleep(self._pause())
                 try:
                     self._check_ranks()
                 except Exception:
@@ -169,6 +172,10 @@ class RankMonitor:
                     await asyncio.sleep(1.0)
         finally:
             self._server.close()
+
+    def _pause(self) -> float:
+        soon = self.fault is not None and self._end_awaited and time.monotonic() - self.fault.noticed < _ENDS_SOON
+        return _TICK if self.ranks or soon else 10 * _TICK
 
     @property
     def reporting(self) -> bool:
