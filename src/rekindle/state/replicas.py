@@ -103,13 +103,13 @@ def _wrappers() -> list[DistributedDataParallel]:
 
     Types are compared by identity: to ask each for its bases takes longer, and some can't be asked for a hash.
     """
-    objects = gc.get_objects()
+    objects: list[Any] = gc.get_objects()
     return [thing for kind in _kinds(DistributedDataParallel) for thing in objects if type(thing) is kind]
 
 
-def _kinds(kind: type) -> list[type]:
+def _kinds(kind: type[Any]) -> list[Any]:
     """Returns a type and all that are derived from it."""
-    return [kind, *(derived for own in kind.__subclasses__() for derived in _kinds(own))]
+    return [kind, *(derived for own in type.__subclasses__(kind) for derived in _kinds(own))]
 
 
 def _keeps_alike(hook: tuple[Any, Any]) -> bool:
