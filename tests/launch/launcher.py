@@ -71,6 +71,11 @@ class Launcher:
     def output(self) -> str:
         return "\n".join(self.lines)
 
+    @property
+    def restarts(self) -> list[str]:
+        """Lines about restarts."""
+        return [line for line in self.lines if "all ranks are started again" in line]
+
     def wait_for(self, text: str) -> str:
         """Returns the first line with ``text`` in it."""
         with self._news:

@@ -65,9 +65,6 @@ class Struck(Launcher):
                     found.add(int(path.name))
         return found - {self.process.pid, *self.spares()}
 
-    def restarts(self) -> list[str]:
-        return [line for line in self.lines if "all ranks are started again" in line]
-
     def has_trained(self) -> bool:
         return (self.directory / "stepped").read_text().split().count(str(self.start)) == RANKS
 
@@ -94,9 +91,9 @@ class Struck(Launcher):
         victims = sorted(ranks) if kind == "all ranks" else self._chance.sample(sorted(ranks), min(1, len(ranks)))
         for rank in victims:
             kill(ranks[rank])
-        self.wait_until(lambda: len(self.restarts()) > self.start or self.process.poll() is not None)
+        self.wait_until(lambda: len(self.restarts) > self.start or self.process.poll() is not None)
         assert self.process.poll() is None, f"{kind}:\n{self.output}"
-        line = self.restarts()[self.start]
+        line = self.restarts[self.start]
         if ripe and not kind.startswith("agent"):  # else a rank may fail of itself before
             named = re.fullmatch(r"rekindle: rank (\d) (.*): all ranks are started again, .*", line)
             assert named and named[2] == ENDS[int(named[1]) in victims], f"{kind} {victims}: {line}\n{self.output}"

@@ -123,6 +123,7 @@ def look_at_torch():
 
 
 def look_at_children():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once the other rank has ended: this may take longer
     os.environ["LOOKING"] = str(os.getpid())
     for method in ("spawn", "fork", "forkserver"):
         context = multiprocessing.get_context(method)
