@@ -129,6 +129,14 @@ class Job(Launcher):
         path = self.directory / "stepped"
         self.wait_until(lambda: path.exists() and str(start) in path.read_text().split())
 
+    def make_steps(self, count: int) -> None:
+        """Wait until the job has trained so many steps more."""
+        first = self._newest()
+        self.wait_until(lambda: self._newest() >= first + count)
+
+    def _newest(self) -> int:
+        return max((stamp.step for stamp, _ in self.job.snapshots.shard_ids()), default=0)
+
     @property
     def starts(self) -> list[int]:
         """Processes that have run the script, in order."""

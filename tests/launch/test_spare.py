@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import rekindle
+from rekindle.launch.spare import _may_leave_idle
 from tests.launch.launcher import WARM, Job, children, parent
 
 SAVING = Path(__file__).with_name("saving.py")
@@ -63,6 +64,26 @@ def test_a_killed_spare_is_replaced_while_training_goes_on(tmp_path):
         run.order("SIGKILL")
         run.stepped(1)
         assert not run.cold
+
+
+def test_a_spare_loads_at_idle_priority_and_sleeps_while_training_runs(tmp_path):
+    with job(tmp_path) as run:
+        run.wait_until(lambda: bool(run.spares()))
+        (spare,) = run.spares()
+        if _may_leave_idle():  # else it rests between imports
+            run.wait_until(lambda: os.sched_getscheduler(spare) == os.SCHED_IDLE or WARM in run.output)
+            assert WARM not in run.output
+        run.wait_for(WARM)
+        assert os.sched_getscheduler(spare) == os.SCHED_OTHER
+        run.make_steps(20)  # by then it has gone to sleep
+        woken = times_woken(spare)
+        run.make_steps(50)
+        assert times_woken(spare) == woken
+
+
+def times_woken(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 def test_restarts_leave_nothing_behind(tmp_path):
