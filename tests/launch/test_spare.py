@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import rekindle
+from rekindle.faults.torchelastic import LAUNCH
 from rekindle.launch.spare import _may_leave_idle
 from tests.launch.launcher import WARM, Job, children, parent
 
@@ -161,6 +163,21 @@ def test_a_warm_start_waits_as_long_as_a_cold_one(tmp_path):
         run.stepped(3)
         assert run.times[3] - run.times[2] >= 1.0
         assert len(run.cold) == 1 and "the last warm start did not come as far as its second step" in run.cold[0]
+
+
+def test_the_directory_of_a_launcher_is_locked_against_those_who_tidy_up(tmp_path):
+    with job(tmp_path, options=("--no-warm",)) as run:
+        run.stepped(0)
+        told = (Path("/proc") / str(run.starts[0]) / "environ").read_bytes().split(b"\0")
+        (place,) = (Path(os.fsdecode(one.partition(b"=")[2])) for one in told if one.startswith(f"{LAUNCH}=".encode()))
+        directory = os.open(place, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        run.order("end")
+        assert run.process.wait(60) == 0
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(directory)
+        assert not place.exists()
 
 
 def test_no_warm_keeps_no_spare(tmp_path):

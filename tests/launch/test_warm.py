@@ -51,6 +51,14 @@ def next_spare(workers: WarmWorkers, after: int = 0) -> int:
     raise AssertionError("no spare is started")
 
 
+def learn(workers: WarmWorkers, place: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Has a spare that will make workers, once it has come up. Returns its process id."""
+    monkeypatch.setattr(warm, "_ANSWERS_WITHIN", 100.0)
+    (place / IMPORTS).write_text(json.dumps({"modules": {}, "changed": []}))
+    begin(workers)
+    return next_spare(workers)
+
+
 def kill(workers: WarmWorkers) -> int:
     spare = next_spare(workers)
     os.kill(spare, signal.SIGKILL)
@@ -147,13 +155,42 @@ def test_a_worker_is_made_by_a_python_that_was_built_for_old_systems(
     """Those of conda are: they have neither of these."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.delattr(os, "pidfd_open", raising=False)
-    monkeypatch.setattr(warm, "_ANSWERS_WITHIN", 100.0)
-    (tmp_path / IMPORTS).write_text(json.dumps({"modules": {}, "changed": []}))
-    begin(workers)
-    next_spare(workers)
+    learn(workers, tmp_path, monkeypatch)
     worker = workers.start(0, COMMAND, dict(os.environ), [0, 1, 2])
     assert worker is not None and not said, said
     assert worker.wait(100) == 1 and worker.returncode == 1, "the script's own exit code"
+
+
+def test_another_environment_than_the_spares_makes_a_start_cold(
+    workers: WarmWorkers, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = learn(workers, tmp_path, monkeypatch)
+    monkeypatch.setenv("SOME_SETTING", "1")
+    begin(workers)
+    assert said == ["started cold: SOME_SETTING has changed since the spare was started"]
+    assert next_spare(workers, after=spare), "one with the new environment"
+
+
+def test_a_rank_with_other_arguments_is_started_cold(
+    workers: WarmWorkers, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn(workers, tmp_path, monkeypatch)
+    first = workers.start(0, COMMAND, dict(os.environ), [0, 1, 2])
+    assert first is not None and first.wait(100) == 1
+    assert workers.start(1, [*COMMAND, "more"], dict(os.environ), [0, 1, 2]) is None
+    assert said == ["started cold: the ranks of this node have different arguments"]
+
+
+def test_a_spare_that_does_not_answer_is_ended_and_the_start_is_cold(
+    workers: WarmWorkers, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = learn(workers, tmp_path, monkeypatch)
+    monkeypatch.setattr(warm, "_ANSWERS_WITHIN", 0.5)
+    os.kill(spare, signal.SIGSTOP)
+    begin(workers)
+    assert len(said) == 1 and said[0].startswith("started cold: the spare process did not answer within"), said
+    assert not Path(f"/proc/{spare}").exists()
+    next_spare(workers, after=spare)
 
 
 def test_a_spare_keeps_what_imports_say_where_python_has_no_memfd(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.machinery
 import logging
 import math
@@ -12,8 +13,8 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     _check(args)
     if switched_off and is_nccl_available():  # whether the script has a guard() is not to be seen from here
         say(_NOBODY_ENDS_A_HANG)
-    with tempfile.TemporaryDirectory(prefix="rekindle-launch-") as place:
+    with _own_directory() as place:
         os.environ[LAUNCH] = place
         nodes = parse_min_max_nnodes(args.nnodes)[1]
         course = _Course(_limits(args), one_node=nodes == 1, place=Path(place), say=say)
@@ -170,6 +171,22 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
             _say_what_is_saved(Path(place), say)
             return 1
     return 0
+
+
+@contextmanager
+def _own_directory() -> Iterator[str]:
+    """Gives a temporary directory for what the ranks tell. It is locked, so that it stays in a job of weeks.
+
+    systemd-tmpfiles removes from /tmp what is ten days old, unless somebody has locked the directory that it is in.
+    """
+    with tempfile.TemporaryDirectory(prefix="rekindle-launch-") as place:
+        lock = os.open(place, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield place
+        finally:
+            os.close(lock)
 
 
 def _add_options(parser: ArgumentParser) -> None:
