@@ -24,7 +24,7 @@ from rekindle.agent.monitor import RankMonitor
 from rekindle.common.os_errors import explain
 from rekindle.common.priority import lower_priority
 from rekindle.errors import FormatError, RekindleError
-from rekindle.memory.incidents import open_incident
+from rekindle.memory.incidents import open_incident, read_start
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
@@ -163,7 +163,9 @@ class Agent:
         self._idle = alone
         if not alone:
             self._told = False
-        elif not self._told and self.monitor.has_seen_all:  # a lock is free a moment before the death is noticed
+        elif not self._told and (self.monitor.has_seen_all or read_start(self.job) is None):
+            # A lock is free a moment before the death is noticed. After a good end there is none to be noticed: a rank
+            # that calls close() inside of guard() stays connected, and waits for this agent.
             open_incident(self.job)
             self._told = True
         busy = self.drainer.tick()
