@@ -100,7 +100,7 @@ def test_bytes_that_a_failed_attempt_leaves_behind_land_in_no_snapshot(
         live, write = job.ckpt._saver.live, job.ckpt._saver.live.write
 
         def fail_first(stamp: ShardId, plan: CopyPlan, buffer: mmap.mmap) -> bytes:
-            written.append(memoryview(buffer)[: plan.layout.file_bytes])  # the mapping is longer than its file
+            written.append(memoryview(buffer)[: plan.layout.file_bytes])  # the mapping may be longer than the file
             if len(written) == 1:
                 raise RekindleError("a batch could not be copied")
             return write(stamp, plan, buffer)
