@@ -18,10 +18,10 @@ from rekindle.memory.pages import PageLock, Pages
 __all__ = ["Slot"]
 
 _GROWTH = 8
-"""Part of a mapping, one in so many, that lies beyond the file at first: a state that grows a little, or grows and
+"""Divisor: the part of a file's size by which its mapping is longer at first. A state that grows a little, or grows and
 shrinks, is given what it lacks, and the rest needn't be mapped anew. Costs addresses, no memory."""
-_PIECE = 16 << 20
-"""Bytes that a file is cut by in one go, three milliseconds: who wants the slot waits no longer."""
+_PIECE = 4 << 20
+"""Bytes that a file is cut by in one go, a millisecond: whoever wants the slot waits no longer."""
 
 
 @dataclass(eq=False)
