@@ -114,7 +114,7 @@ def test_a_spare_that_ends_by_itself_is_told_of_and_left_to_the_next_restart(
 
 
 def test_a_process_that_a_spare_was_making_ends_with_it(workers: WarmWorkers) -> None:
-    code = "import os, time; print(os.fork(), flush=True); time.sleep(100)"
+    code = "import os, time; os.write(1, b'%d\\n' % os.fork()); time.sleep(100)"
     with warm._adopting():
         spare = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
