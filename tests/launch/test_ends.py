@@ -61,8 +61,10 @@ def restarts(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("body", "where"),
-    [(GUARDED, "at step 7"), (PLAIN, "after step 6, the newest saved")],
-    ids=["guarded", "plain"],
+    [
+        pytest.param(GUARDED, "at step 7", id="guarded"),
+        pytest.param(PLAIN, "after step 6, the newest saved", id="plain", marks=pytest.mark.campaign(seconds=20)),
+    ],
 )
 def test_the_same_error_three_times_at_one_step_ends_the_job(
     script: Path, tmp_path: Path, memory: Path, body: str, where: str
@@ -105,6 +107,7 @@ def test_a_script_that_never_gets_to_a_checkpointer_ends_after_three_starts(scri
     ], done.stderr
 
 
+@pytest.mark.campaign(seconds=10)
 def test_the_number_of_like_errors_is_an_option(script: Path, memory: Path) -> None:
     script.write_text("import os, sys\nos.write(1, b'start\\n')\nsys.exit(3)\n")
     assert starts(run(script, "--same-error-limit", "1")) == 1
@@ -140,6 +143,7 @@ def test_a_usage_error_ends_the_job_at_once(script: Path, tmp_path: Path, memory
     assert done.stderr.splitlines()[-1].startswith("Error: root 'ftp://host/run': only paths"), done.stderr
 
 
+@pytest.mark.campaign(seconds=12)
 def test_an_error_that_the_script_catches_ends_nothing(script: Path, tmp_path: Path, memory: Path) -> None:
     """What ends the first start is another one, which deserves another try."""
     script.write_text(
@@ -201,6 +205,7 @@ if step < 3:
 """
 
 
+@pytest.mark.campaign(seconds=18)
 def test_steps_saved_through_dcp_are_progress(script: Path, tmp_path: Path, memory: Path) -> None:
     script.write_text(DCP.replace("ROOT", repr(str(tmp_path / "run"))))
     done = run(script)

@@ -14,7 +14,7 @@ import pytest
 
 from rekindle.faults.torchelastic import SURVIVOR_EXIT
 from rekindle.launch.spare import ORDERS
-from tests.launch.launcher import WARM, Launcher, children
+from tests.launch.launcher import WARM, Launcher, children, descriptors
 
 SCRIPT = Path(__file__).with_name("endless.py")
 RANKS = 2
@@ -128,15 +128,15 @@ class Struck(Launcher):
         status = Path(f"/proc/{launcher}/status").read_text()
         memory = int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0])
         if self.start and self.spares():
-            self._held.append((len(os.listdir(f"/proc/{launcher}/fd")), memory))
+            self._held.append((descriptors(launcher), memory))
 
     def judge(self) -> None:
         cold = [line for line in self.lines if "started cold" in line]
         assert len(cold) <= self._may_be_cold, "\n".join(cold)
         if not self._held:
             return
-        descriptors = [held for held, _ in self._held]
-        assert max(descriptors) <= descriptors[0], f"descriptors of the launcher: {descriptors}"
+        held = [count for count, _ in self._held]
+        assert max(held) <= held[0], f"descriptors of the launcher: {held}"
         settled = self._held[len(self._held) // 10][1]
         assert self._held[-1][1] - settled < GROWTH, f"KiB of the launcher: {[kib for _, kib in self._held]}"
 

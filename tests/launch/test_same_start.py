@@ -44,7 +44,11 @@ def look(directory: Path, command: list[object], *, warm: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "command", [[LOOKS / "train.py"], ["-m", "tests.launch.looks.train"]], ids=["script", "module"]
+    "command",
+    [
+        pytest.param([LOOKS / "train.py"], id="script"),
+        pytest.param(["-m", "tests.launch.looks.train"], id="module", marks=pytest.mark.campaign(seconds=45)),
+    ],
 )
 def test_a_script_sees_the_same_in_a_warm_start_as_in_a_cold_one(tmp_path, command):
     cold = look(tmp_path / "cold", command, warm=False)

@@ -15,7 +15,7 @@ import pytest
 import rekindle
 from rekindle.faults.torchelastic import LAUNCH
 from rekindle.launch.spare import _may_leave_idle
-from tests.launch.launcher import WARM, Job, children, parent
+from tests.launch.launcher import WARM, Job, children, descriptors, parent
 
 SAVING = Path(__file__).with_name("saving.py")
 
@@ -33,7 +33,13 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize(("order", "told"), [("SIGKILL", "was killed by SIGKILL"), ("7", "ended with exit code 7")])
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [
+        ("SIGKILL", "was killed by SIGKILL"),
+        pytest.param("7", "ended with exit code 7", marks=pytest.mark.campaign(seconds=20)),
+    ],
+)
 def test_a_warm_worker_ends_as_it_would_anyhow(tmp_path, order, told):
     with job(tmp_path) as run:
         run.wait_for(WARM)
@@ -96,7 +102,7 @@ def test_restarts_leave_nothing_behind(tmp_path):
         for start in range(1, 9):
             run.order("SIGKILL")
             run.stepped(start)
-            left.append((len(os.listdir(f"/proc/{run.process.pid}/fd")), len(children(run.process.pid))))
+            left.append((descriptors(run.process.pid), len(children(run.process.pid))))
         assert left == [left[0]] * len(left), "descriptors and children of the launcher after each restart"
         assert left[0][1] == 2, "a worker and the spare"
         assert not run.cold
@@ -104,7 +110,9 @@ def test_restarts_leave_nothing_behind(tmp_path):
         assert run.process.wait(60) == 0
 
 
-@pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "loading"])
+@pytest.mark.parametrize(
+    "asleep", [True, pytest.param(False, marks=pytest.mark.campaign(seconds=15))], ids=["asleep", "loading"]
+)
 def test_a_spare_dies_with_its_launcher(tmp_path, asleep):
     with job(tmp_path) as run:
         if asleep:
@@ -118,6 +126,7 @@ def test_a_spare_dies_with_its_launcher(tmp_path, asleep):
         run.wait_until(lambda: all(is_gone(pid) for pid in run.starts))
 
 
+@pytest.mark.campaign(seconds=20)
 def test_a_variable_that_the_script_sets_is_not_there_early_enough(tmp_path):
     with job(tmp_path, SET_BY_SCRIPT="OMP_DYNAMIC") as run:
         run.wait_for(WARM)
@@ -128,6 +137,7 @@ def test_a_variable_that_the_script_sets_is_not_there_early_enough(tmp_path):
         assert run.process.wait(60) == 0
 
 
+@pytest.mark.campaign(seconds=25)
 def test_a_start_after_a_warm_one_that_came_nowhere_is_cold(tmp_path):
     (tmp_path / "fail-1").touch()
     with job(tmp_path) as run:
@@ -151,6 +161,7 @@ def test_a_state_that_does_not_fit_a_warm_start_ends_the_job(tmp_path):
         assert len(run.starts) == 2 and not run.cold
 
 
+@pytest.mark.campaign(seconds=20)
 def test_a_warm_start_waits_as_long_as_a_cold_one(tmp_path):
     """The pause between starts that make no progress: a warm start has cost the same error as a cold one."""
     for start in (1, 2):
@@ -192,7 +203,7 @@ def test_no_warm_keeps_no_spare(tmp_path):
         assert not run.cold
 
 
-@pytest.mark.parametrize("how", ["save", "dcp"])
+@pytest.mark.parametrize("how", ["save", pytest.param("dcp", marks=pytest.mark.campaign(seconds=25))])
 def test_a_script_that_saves_by_other_means_than_step_is_started_warm(tmp_path, how):
     with job(tmp_path, how, script=SAVING) as run:
         run.wait_for(WARM)
@@ -240,7 +251,12 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("code", UNFIT)
+_FIRST, *_OTHERS = UNFIT
+
+
+@pytest.mark.parametrize(
+    "code", [_FIRST, *(pytest.param(code, marks=pytest.mark.campaign(seconds=20)) for code in _OTHERS)]
+)
 def test_a_package_whose_import_leaves_more_than_objects_is_not_loaded_ahead(tmp_path, installed, code):
     environment, folder = installed
     (folder / "unfit.py").write_text(f"import os\nopen('imports', 'a').write(f'{{os.getpid()}}\\n')\n{code}\n")
@@ -252,6 +268,7 @@ def test_a_package_whose_import_leaves_more_than_objects_is_not_loaded_ahead(tmp
         assert str(run.starts[1]) in (tmp_path / "imports").read_text().split()
 
 
+@pytest.mark.campaign(seconds=15)
 def test_what_an_import_says_comes_from_the_worker(tmp_path, installed):
     environment, folder = installed
     (folder / "talking.py").write_text("import sys; print('said at the import', file=sys.stderr)\n")
@@ -262,6 +279,7 @@ def test_what_an_import_says_comes_from_the_worker(tmp_path, installed):
         assert sum("said at the import" in line for line in run.lines) == 2
 
 
+@pytest.mark.campaign(seconds=15)
 def test_a_warm_start_takes_less_than_the_import_of_torch(tmp_path):
     """Seconds of processor time from the start of a worker to its third step."""
     with job(tmp_path) as run:
