@@ -127,7 +127,7 @@ def commit(slots: Slots, receipt: Receipt, data: bytes) -> None:
     """A save of a shard made by hand into memory."""
     slot = slots.acquire(receipt.stamp.step, receipt.stamp.incarnation, len(data))
     assert slot.map is not None
-    slot.map[:] = data
+    slot.map[: len(data)] = data
     slots.commit(slot, receipt.stamp, receipt.raw)
 
 

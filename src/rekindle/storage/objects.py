@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from rekindle.common.failpoints import reach
-from rekindle.errors import CorruptError, FormatError
+from rekindle.errors import FormatError
 from rekindle.format.files import Files
 from rekindle.format.lineage import ShardId, drop_superseded
 from rekindle.format.names import MANIFEST, PINNED, parse_shard_name, receipt_name, shard_name, step_dir
@@ -81,9 +81,7 @@ class _Objects(Files):
     def shard(self, rank: int, world: int) -> OpenShard:
         name = shard_name(rank, world)
         receipt = Receipt.decode(self.read(receipt_name(rank, world)), self.named(receipt_name(rank, world)))
-        size = self.size(name)
-        if size != receipt.file_bytes:
-            raise CorruptError(f"{self.named(name)}: has {size:,} bytes, should have {receipt.file_bytes:,}")
+        receipt.check_size(self.size(name), self.named(name))
         stream = partial(self.bucket.stream, self._key(name))
         return OpenShard(receipt, -1, self.named(name), in_memory=False, stream=stream)
 
