@@ -443,7 +443,8 @@ class Checkpointer:
             self._closed = self._exit_report.given = True
             self._fence.close()
             self._saver.close()
-            self._session.leave(durable)
+            with self._saver.pause("waiting for the agent"):
+                self._session.leave(durable)
 
     def __enter__(self) -> Checkpointer:
         return self
