@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,7 +79,9 @@ def test_a_process_that_drains_in_an_agents_place_is_let_live(
     job = JobDir.of(root, memory_base(memory))
     ckpt.save(1, wait="durable", timeout=30)
     # Until the agent is taken to stay: another one would be started in its place.
-    wait_for(lambda: all(thread.name != "rekindle-keep" for thread in threading.enumerate()))
+    keeper = ckpt._session.keeper
+    assert keeper is not None
+    wait_for(lambda: keeper._thread is None or not keeper._thread.is_alive())
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(job.paths.agent_lock)], stdout=subprocess.PIPE) as other:
         agent = job.agent()
         assert agent
