@@ -554,7 +554,7 @@ def test_the_thread_makes_way_for_training(job: JobDir, monkeypatch: pytest.Monk
     slots, before = alone(job), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     slots.reserve(LARGE, count=1)
     assert slots.wait_made(SECONDS)
-    assert seen and set(seen) == {max(10, before)}
+    assert seen and set(seen) == {max(15, before)}
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
     slots.close()
 

@@ -99,7 +99,7 @@ def test_a_first_save_does_not_wait_for_a_thread_that_gets_no_core(
     wait: str, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It makes what is left itself."""
-    monkeypatch.setattr("rekindle.memory.maker.lower_priority", lambda: time.sleep(0.5))
+    monkeypatch.setattr("rekindle.memory.maker.lower_priority", lambda _: time.sleep(0.5))
     job = Job(root)
     with torch.no_grad():
         job.model.weight.fill_(1)

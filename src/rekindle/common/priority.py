@@ -14,9 +14,9 @@ _NICENESS = 10
 thread's I/O priority from it, unless that is set."""
 
 
-def lower_priority() -> None:
+def lower_priority(niceness: int = _NICENESS) -> None:
     """Lowers the priority of this thread and of those that it starts. Never fails; has an effect on Linux only."""
     if hasattr(os, "setpriority") and sys.platform.startswith("linux"):  # elsewhere it would slow the whole process
         with suppress(OSError):
             thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+            os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -17,6 +17,10 @@ from rekindle.memory.slot import Slot
 
 __all__ = ["SlotMaker"]
 
+_NICENESS = 15
+"""Niceness of the thread: a thirtieth of a core that training keeps busy, where a drain's takes a tenth. Training waits
+at each of its operations for the slowest of its threads, which is the one that shares its core."""
+
 
 @dataclass(eq=False)
 class _Job:
@@ -96,7 +100,7 @@ class SlotMaker:
             self._do(job)
 
     def _run(self) -> None:
-        lower_priority()
+        lower_priority(_NICENESS)
         run_near(self._numa_node)
         while True:
             with self._lock:
