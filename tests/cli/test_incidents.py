@@ -14,7 +14,7 @@ import rekindle
 from rekindle.cli.goodput import add_up
 from rekindle.cli.main import main
 from rekindle.memory.incidents import incident_files, write_incident
-from rekindle.storage.incidents import store_incident
+from rekindle.storage.incidents import load_incidents, store_incident
 from rekindle.storage.posix import PosixStore
 from tests.memory.test_incident import ID, some
 from tests.stored import job_in, save
@@ -70,6 +70,17 @@ def test_the_table_and_the_json_show_memory_and_storage(memory: Path, root: Path
     assert [one["lost"] for one in found["incidents"]] == [2, 2] and found["stretches"] == []
     assert found["incidents"][1]["parts"]["first_step"] == 7 and found["incidents"][1]["start"] == ID
     assert found["totals"]["goodput"] == pytest.approx(50 / 120)
+
+
+def test_starts_of_one_generation_are_listed_in_their_order(memory: Path, root: Path) -> None:
+    save(root, 1)
+    stored, late = some(start="2" * 16), some(start="1" * 16, at=1.7e9 + 2)  # a start that saved nothing, and the next
+    store_incident(PosixStore(root), late)
+    store_incident(PosixStore(root), stored)
+    assert load_incidents(PosixStore(root)) == ([stored, late], [])
+    write_incident(job_in(memory, root), some(start="0" * 16, at=1.7e9 + 1))
+    listed = json.loads(run(root, "--json").stdout)["incidents"]
+    assert [one["start"][0] for one in listed] == ["2", "0", "1"]
 
 
 def test_damaged_lines_are_skipped_with_a_word(memory: Path, root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,14 @@ def test_a_restart_that_saves_the_step_that_is_being_drained_is_no_other_job(
 ) -> None:
     before = Run(root, memory, steps=1000, width=WIDTH, options={**SLOW, "snapshot_every": 8}, pause=0.1)
     _kill_while_draining(before, job, 2)
-    ckpt = rekindle.Checkpointer(root, build(WIDTH), memory=memory)
+    ckpt = rekindle.Checkpointer(root, build(WIDTH), memory=memory, **SLOW)  # or the drain may be faster than this test
     try:
         assert ckpt.restore() == 8
+        ckpt.save(8, wait="memory")
+        assert not list(root.glob("step-*/checkpoint.json")), "the drain was too fast for this test"
+        info = job.read_job()
+        assert info is not None
+        job.write_job(replace(info, drain_limit=None))
         ckpt.save(8, wait="durable", timeout=90)
         assert "another start" not in job.notes.drain_error()
         newest = ckpt.latest()

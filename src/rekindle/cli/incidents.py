@@ -113,7 +113,7 @@ def _collect(root: Root, base: Path) -> tuple[list[Incident], list[str], OSError
     except OSError as error:
         trouble = error
     merged = {record.name: record for record in [*stored, *records]}  # memory is ahead of storage
-    return [merged[name] for name in sorted(merged)], problems, trouble
+    return sorted(merged.values(), key=lambda one: one.order), problems, trouble
 
 
 def find_incidents(job: JobDir) -> tuple[list[Incident], list[str]]:

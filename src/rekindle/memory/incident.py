@@ -47,7 +47,8 @@ class Incident:
     generation: int
     host: str
     at: float
-    """Time of the notice by the wall clock, for people. Nothing is computed from it."""
+    """Time of the notice by the wall clock, for people. It orders records of one generation; no duration is computed
+    from it."""
     cause: str
     """As in ``Fault``; ``unknown`` if nobody noticed; or ``ENDED`` or ``RUNNING``."""
     what: str
@@ -114,6 +115,11 @@ class Incident:
         """Name of the record's file. A start ends once on each host; names sort by the order of starts."""
         host = re.sub(r"[^A-Za-z0-9_.-]", "_", self.host)[:_NAME]
         return f"{self.generation:010d}-{self.start}-{host}.jsonl"
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Sort key, oldest start first. A start that saved nothing has the generation of the next one."""
+        return self.generation, self.at, self.name
 
     def encode(self) -> bytes:
         """Returns the record as one line of JSON."""

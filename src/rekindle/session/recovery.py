@@ -68,6 +68,8 @@ class RecoveryClock:
             known = {FORMED: session.joined} | ({} if started is None else {STARTED: started})
             starts = _starts_between(before.count, count)
             moments = {**incident.moments, **known}
+            if started is not None and NOTICED in moments:  # a launcher may be faster than an agent without a processor
+                moments[NOTICED] = min(moments[NOTICED], started)
             self._incident = replace(incident, moments=moments, warm=was_warm(), starts=starts)
             write_incident(job, self._incident)
         write_start(job, self._record)  # last: what it replaces is part of what was just written down

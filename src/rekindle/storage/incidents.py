@@ -40,7 +40,8 @@ def load_incidents(store: Store) -> tuple[list[Incident], list[str]]:
     names = _names(store)[-_MOST:]
     with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="rekindle-ask") as pool:
         found = list(pool.map(partial(_load, store), names))
-    return [one for one in found if isinstance(one, Incident)], [one for one in found if isinstance(one, str)]
+    records = sorted((one for one in found if isinstance(one, Incident)), key=lambda one: one.order)
+    return records, [one for one in found if isinstance(one, str)]
 
 
 def _load(store: Store, name: str) -> Incident | str:
