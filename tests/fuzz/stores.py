@@ -222,7 +222,7 @@ def _job_seed() -> Path:
     fault = {"cause": "hang", "rank": 1, "generation": 1, "step": 5, "what": "rank 1 hangs", "detail": ""}
     job.paths.fault.write_text(json.dumps({**fault, "noticed": 1.5, "at": 2.5}))
     write_start(job, StartRecord(FIRST.id, 1, clock_id(), 1.25, 1.0, 1.3, 2, ("run", 0)))
-    note_gone(job, 1.75)
+    note_gone(job, 1.75, 1.75)
     ended = describe_end(job)
     assert ended is not None
     write_incident(job, replace(ended, start="b" * 16, host="node"))

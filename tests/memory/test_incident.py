@@ -132,7 +132,7 @@ def test_the_end_of_a_start_is_told_by_what_it_left(job: JobDir) -> None:
     leave_page(job, 0, step=10, stage=SECURED)
     leave_page(job, 1, step=9)
     fault = notice(job)
-    note_gone(job, fault.noticed + 0.5)
+    note_gone(job, fault.noticed + 0.5, fault.noticed)
     found = describe_end(job)
     assert found is not None
     assert (found.cause, found.rank, found.step, found.began_at, found.start) == ("signal", 1, 9, 3, ID)
@@ -140,6 +140,19 @@ def test_the_end_of_a_start_is_told_by_what_it_left(job: JobDir) -> None:
     assert "secured" in found.moments and "fault" not in found.moments  # nobody knows when it died
     assert record.started is not None and record.restored is not None
     assert found.seconds == fault.noticed - record.started and found.trained == fault.noticed - record.restored
+
+
+def test_an_agent_that_is_late_changes_nothing_of_what_the_launcher_saw(job: JobDir) -> None:
+    begin(job)
+    leave_page(job, 0, step=9)
+    gone = time.monotonic()
+    note_gone(job, gone, gone)
+    fault = notice(job, noticed=gone + 0.5)
+    found = describe_end(job)
+    assert found is not None and found.moments == {"noticed": gone, "gone": gone}
+    incidents.write_start(job, StartRecord("1" * 16, 3, clock_id(), gone + 0.6, gone + 0.1))
+    note_gone(job, gone + 1, fault.noticed)
+    assert incidents.read_gone(job, ID) == gone and incidents.read_gone(job, "1" * 16) is None
 
 
 def test_a_hang_began_with_the_last_progress(job: JobDir) -> None:

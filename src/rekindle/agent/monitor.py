@@ -264,9 +264,9 @@ class RankMonitor:
         states = [(rank, rank.process.look()) for rank in self.ranks.values()]
         for rank, state in sorted((end for end in states if end[1].over), key=_first_cause):
             self._handle_end(rank, state.status, now)
-        if self._end_awaited and not self.job.trainers():
+        if self.fault is not None and self._end_awaited and not self.job.trainers():
             self._end_awaited = False
-            note_gone(self.job, time.monotonic())
+            note_gone(self.job, time.monotonic(), self.fault.noticed)
         dying = [rank for rank in self.ranks.values() if self._is_dying(rank)]
         if dying and self.fault is not None:
             self._end_dying_ranks(now, self.fault, dying)

@@ -33,6 +33,6 @@ def note_end(place: Path, begun: float, rank: int, code: int) -> None:
             fault = Fault("signal" if code < 0 else "exit", rank, record.generation, -1, what, noticed=now)
             with suppress(OSError):
                 write_atomic(job.paths.fault, json.dumps(fault.to_json()).encode())
-        if read_gone(job, record.start, record.formed) is None:
-            note_gone(job, now)
+        if read_gone(job, record.start) is None:
+            note_gone(job, now, now)
         open_incident(job)

@@ -94,20 +94,24 @@ def write_start(job: JobDir, record: StartRecord) -> None:
 # -- what has ended a start -----------------------------------------------------------------------------------------
 
 
-def note_gone(job: JobDir, at: float) -> None:
-    """Notes when the last process of the start had ended, as the agent or the launcher saw it. Never raises."""
+def note_gone(job: JobDir, at: float, noticed: float) -> None:
+    """Notes when the last process of a start had ended, as the agent or the launcher saw it. Never raises.
+
+    ``noticed`` is when its fault was: for an agent that got no processor the next start may have come meanwhile, and
+    nothing is noted.
+    """
     record = read_start(job)
-    if record is not None:
+    if record is not None and record.formed <= noticed:
         with suppress(OSError):
             write_atomic(job.paths.gone, json.dumps([record.start, at]).encode())
 
 
-def read_gone(job: JobDir, start: str, since: float) -> float | None:
-    """Returns when the last process of this start had ended; None if nobody saw that after ``since``."""
+def read_gone(job: JobDir, start: str) -> float | None:
+    """Returns when the last process of this start had ended; None if nobody saw that."""
     with suppress(OSError, ValueError, TypeError):
         noted, at = loads(read_file(job.paths.gone))
-        if noted == start and check_seconds(at) >= since:
-            return float(at)
+        if noted == start:
+            return check_seconds(at)
     return None
 
 
@@ -137,8 +141,9 @@ def _from_notice(job: JobDir, record: StartRecord, fault: Fault, pages: dict[int
     # A rank notices at once what it raises or is told. A death is noticed within some milliseconds, nobody knows when.
     began = fault.noticed if fault.cause in _NOTICED_AT_ONCE else fault.began
     secured = [page.progress / 1e9 for page in pages.values() if page.stage == STAGES.index(SECURED)]
-    moments = {FAULT: began, NOTICED: fault.noticed, SECURED: max(secured, default=None)}
-    moments[GONE] = read_gone(job, record.start, fault.noticed)
+    gone = read_gone(job, record.start)
+    noticed = fault.noticed if gone is None else min(fault.noticed, gone)  # by the launcher, the agent came later
+    moments = {FAULT: began, NOTICED: noticed, SECURED: max(secured, default=None), GONE: gone}
     step = min((page.step for page in pages.values()), default=-1)
     ended = fault.noticed if began is None else min(began, fault.noticed)
     found = _incident(record, at=fault.at, cause=fault.cause, what=fault.what, rank=fault.rank, step=step, ended=ended)

@@ -103,7 +103,7 @@ class RecoveryClock:
         assert self._incident is not None
         moments = {**self._incident.moments, FIRST_STEP: now}
         if GONE not in moments:  # an agent that got no processor has seen it late
-            gone = read_gone(job, self._incident.start, moments.get(NOTICED, 0.0))
+            gone = read_gone(job, self._incident.start)
             moments |= {} if gone is None else {GONE: gone}
         write_incident(job, replace(self._incident, moments=moments))
 
