@@ -55,7 +55,7 @@ def draw_recovery(bars: dict[str, dict[str, float]], directory: Path) -> list[Pa
         axes.grid(axis="x", alpha=0.3)
         axes.axvline(1, color=_FLOOR, linewidth=1, linestyle="--")
         axes.set_xlabel("seconds since the SIGKILL, medians of each part; dashed: the goal")
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, ncols=2, loc="upper right")
     return made
 
 
