@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rekindle.agent import records
 from rekindle.agent.drain import Drainer
 from rekindle.agent.http import send_request
 from rekindle.agent.records import RecordCarrier
@@ -52,6 +55,20 @@ def test_a_record_that_is_not_complete_is_carried_at_the_end(job: JobDir, root: 
     assert load_incidents(PosixStore(root)) == ([], [])
     carrier.carry(last=True)
     assert load_incidents(PosixStore(root)) == ([open_one], [])
+
+
+def test_a_clock_that_is_set_back_delays_no_record(job: JobDir, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_LOOK", 0.0)
+    save(root, 1)
+    open_one = some(moments={"noticed": 1.0})
+    write_incident(job, open_one)
+    (file,) = incident_files(job)
+    later = time.time() + 3600
+    for path in (file, file.parent):
+        os.utime(path, (later, later))
+    carrier = RecordCarrier(job)
+    assert carrier.carry() and load_incidents(PosixStore(root)) == ([open_one], [])
+    assert not carrier.wanting(), "nor is it looked for time and again"
 
 
 def test_the_drain_carries_records_when_it_has_nothing_else_to_do(job: JobDir, root: Path) -> None:

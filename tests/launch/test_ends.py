@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -42,9 +44,11 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "worker.py"
 
 
+COMMAND = [sys.executable, "-m", "rekindle", "run", "--standalone"]
+
+
 def run(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rekindle", "run", "--standalone", *options, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return subprocess.run([*COMMAND, *options, str(script)], capture_output=True, text=True, timeout=200)
 
 
 def starts(done: subprocess.CompletedProcess[str]) -> int:
@@ -156,6 +160,73 @@ def test_an_error_that_the_script_catches_ends_nothing(script: Path, tmp_path: P
     )
     done = run(script)
     assert done.returncode == 0 and starts(done) == 2, done.stderr
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.campaign(seconds=10))])
+def test_a_launcher_whose_lines_nobody_gets_goes_on(script: Path, memory: Path, full: bool) -> None:
+    """Such as ``rekindle run train.py 2>&1 | tee log`` once tee has been killed, or when the disk of a log is full."""
+    script.write_text("import os, sys\nos.write(1, b'start\\n')\nsys.exit(3)\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    if full:
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
+    command = [*COMMAND, "--max-restarts", "2", "--restart-pause", "0", str(script)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, text=True, timeout=200)
+    os.close(writer)
+    assert starts(done) == 3, "the job is started again all the same"
+    assert done.returncode == 1, "and has not ended well"
+
+
+def test_a_hangup_that_is_ignored_ends_nothing(script: Path, memory: Path) -> None:
+    """nohup ignores it, and torchrun alone would take it for an order to end."""
+    script.write_text("import os, signal\nos.write(1, b'start\\n')\nos.kill(os.getppid(), signal.SIGHUP)\n")
+    done = subprocess.run(["nohup", *COMMAND, str(script)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and starts(done) == 1, done.stderr
+
+
+def test_the_end_of_a_rank_is_seen_where_the_launchers_parent_ignores_the_ends_of_its_own(
+    script: Path, memory: Path
+) -> None:
+    """The kernel keeps no exit codes then, and what starts a process takes their absence for success."""
+    script.write_text("raise SystemExit(3)\n")
+    command = ["sh", "-c", "trap '' CHLD; exec \"$@\"", "sh", *COMMAND, "--max-restarts", "0", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1 and "rank 0 ended with exit code 3" in done.stderr, done.stderr
+
+
+def test_a_second_signal_ends_the_launcher_at_once(script: Path, memory: Path) -> None:
+    """It comes while the launcher waits for storage, which hangs, to tell what is saved."""
+    script.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(300)\n")
+    hanging = (
+        "import sys, time\n"
+        "import rekindle.launch.torchrun as torchrun\n"
+        "def hang(*_):\n"
+        "    print('asking', flush=True)\n"
+        "    time.sleep(300)\n"
+        "torchrun._say_what_is_saved = hang\n"
+        "from rekindle.cli.main import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", hanging, "run", "--standalone", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == "asking\n"
+        launcher.send_signal(signal.SIGINT)
+        _, told = launcher.communicate(timeout=100)
+    assert launcher.returncode == 130, told
+    assert told.splitlines()[-1] == "rekindle: ended by SIGINT", "and no traceback of the launcher's"
+
+
+def test_a_standard_stream_that_is_closed_is_the_null_device_for_all_ranks(script: Path, memory: Path) -> None:
+    """Otherwise a file of the launcher's gets its number."""
+    script.write_text(
+        "import os, sys\n"
+        "os.write(1, f'start with {os.readlink(\"/proc/self/fd/0\")}\\n'.encode())\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+    )
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stdout == "start with /dev/null\n" * 2, done
 
 
 FALLING = """

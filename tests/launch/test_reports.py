@@ -120,5 +120,11 @@ def test_a_rank_whose_disk_is_full_leaves_no_file_rather_than_a_torn_one(tmp_pat
 
 def test_a_refusal_is_taken_once(tmp_path: Path) -> None:
     (tmp_path / "refused").write_text(json.dumps(["StateMismatchError", "other shapes"]))
-    assert isinstance(take_refusal(tmp_path), rekindle.StateMismatchError)
-    assert take_refusal(tmp_path) is None
+    assert isinstance(take_refusal(tmp_path, {0: failed(-15), 1: failed(1)}), rekindle.StateMismatchError)
+    assert take_refusal(tmp_path, {0: failed(1)}) is None
+
+
+def test_the_refusal_of_a_program_that_a_rank_has_run_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "refused").write_text(json.dumps(["BusyError", "another process trains it"]))
+    assert take_refusal(tmp_path, {0: failed(-9), 1: failed(75)}) is None
+    assert list(tmp_path.iterdir()) == [], "nor does it end a later start"

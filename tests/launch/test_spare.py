@@ -242,12 +242,14 @@ def test_a_changed_file_of_an_imported_package_makes_a_start_cold(tmp_path, inst
         assert len(run.cold) == 1
 
 
+_WHILE_ITS_PARENT = "while kill -0 $PPID 2>/dev/null; do sleep 0.1; done"
 UNFIT = {
     "import os; RANK = os.environ.get('RANK')": "reads RANK",
     "import os; ALL = dict(os.environ)": "reads the whole environment",
     "import os; os.environ['SOME_SETTING'] = '1'": "sets SOME_SETTING",
     "FILE = open(__file__)": "opens a file or device",
     "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()": "starts a thread",
+    f"import subprocess; subprocess.Popen(['sh', '-c', {_WHILE_ITS_PARENT!r}])": "starts a process",
 }
 
 

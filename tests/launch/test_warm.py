@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import rekindle
 from rekindle.faults.imports import IMPORTS
 from rekindle.launch import warm
 from rekindle.launch.adopted import AdoptedProcess
@@ -51,11 +52,11 @@ def next_spare(workers: WarmWorkers, after: int = 0) -> int:
     raise AssertionError("no spare is started")
 
 
-def learn(workers: WarmWorkers, place: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def learn(workers: WarmWorkers, place: Path, monkeypatch: pytest.MonkeyPatch, command: list[str] = COMMAND) -> int:
     """Has a spare that will make workers, once it has come up. Returns its process id."""
     monkeypatch.setattr(warm, "_ANSWERS_WITHIN", 100.0)
     (place / IMPORTS).write_text(json.dumps({"modules": {}, "changed": []}))
-    begin(workers)
+    begin(workers, command)
     return next_spare(workers)
 
 
@@ -169,6 +170,57 @@ def test_another_environment_than_the_spares_makes_a_start_cold(
     begin(workers)
     assert said == ["started cold: SOME_SETTING has changed since the spare was started"]
     assert next_spare(workers, after=spare), "one with the new environment"
+
+
+def test_a_launcher_that_has_a_rank_itself_gives_it_to_no_import(
+    workers: WarmWorkers, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubeflow sets RANK in each pod. It is that of one rank, and must not be read by an import for all of them."""
+    monkeypatch.setenv("RANK", "0")
+    assert workers.start(0, COMMAND, dict(os.environ), [0, 1, 2]) is None
+    assert workers.start(1, COMMAND, {**os.environ, "RANK": "1"}, [0, 1, 2]) is None
+    spare = learn(workers, tmp_path, monkeypatch)
+    told = Path(f"/proc/{spare}/environ").read_bytes().split(b"\0")
+    assert not any(entry.startswith(b"RANK=") for entry in told)
+    for rank in (0, 1):
+        worker = workers.start(rank, COMMAND, {**os.environ, "RANK": str(rank)}, [0, 1, 2])
+        assert worker is not None and worker.wait(100) == 1 and not said, said
+
+
+def test_a_worker_has_the_launchers_scheduling(
+    workers: WarmWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-u", "-c", "import os; raise SystemExit(100 + os.sched_getscheduler(0))"]
+    before = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        learn(workers, tmp_path, monkeypatch, command)
+        worker = workers.start(0, command, dict(os.environ), [0, 1, 2])
+        assert worker is not None and worker.wait(100) == 100 + os.SCHED_BATCH
+    finally:
+        os.sched_setscheduler(0, before, os.sched_param(0))
+
+
+def test_a_folder_that_a_pth_file_puts_first_stays_in_the_path(
+    workers: WarmWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of setuptools does for packages in development."""
+    real, environment, eggs = Path(sys.executable).resolve(), tmp_path / "venv", tmp_path / "eggs"
+    packages = environment / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    for folder in (environment / "bin", packages, eggs):
+        folder.mkdir(parents=True)
+    (environment / "pyvenv.cfg").write_text(f"home = {real.parent}\n")
+    python = environment / "bin" / "python"
+    python.symlink_to(real)
+    source = Path(rekindle.__file__).parents[1]
+    (packages / "eggs.pth").write_text(f"{source}\nimport sys; sys.path.insert(0, {str(eggs)!r})\n")
+    (eggs / "laid.py").write_text("CODE = 7\n")
+    told = "import laid, sys; raise SystemExit(laid.CODE + sum(path.endswith('/hold') for path in sys.path))"
+    command = [str(python), "-u", "-c", told]
+    monkeypatch.setattr(sys, "executable", str(python))
+    learn(workers, tmp_path, monkeypatch, command)
+    worker = workers.start(0, command, dict(os.environ), [0, 1, 2])
+    assert worker is not None and worker.wait(100) == 7
 
 
 def test_a_rank_with_other_arguments_is_started_cold(

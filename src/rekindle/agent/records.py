@@ -66,7 +66,7 @@ class RecordCarrier:
             self._refused, self._look_at = True, time.monotonic() + _AGAIN
             return False
         # The kernel's times are some milliseconds coarse: a change as young as that may have been followed by another.
-        if settled and time.time() - changed / 1e9 > _LOOK:
+        if settled and _since(changed / 1e9) > _LOOK:
             self._seen = changed
         return settled
 
@@ -112,5 +112,10 @@ class RecordCarrier:
 
 def _age(path: Path) -> float:
     with suppress(OSError):
-        return time.time() - path.stat().st_mtime
+        return _since(path.stat().st_mtime)
     return 0.0
+
+
+def _since(at: float) -> float:
+    """Returns the seconds since a file's time. One in the future is of a clock that was wrong: it counts as past."""
+    return abs(time.time() - at)

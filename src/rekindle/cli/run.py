@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 import click
 from click.shell_completion import CompletionItem
@@ -72,4 +73,10 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     is nothing to run or a usage error ended a rank, 5 when the state doesn't fit, 7 when another process trains the
     root (nothing is started again then), 128 and the number of the signal that told it to go (130 for Ctrl-C).
     """
-    sys.exit(launch(list(arguments), ctx.get_help, lambda line: click.echo(f"rekindle: {line}", err=True)))
+    sys.exit(launch(list(arguments), ctx.get_help, _say))
+
+
+def _say(line: str) -> None:
+    """Writes a line for people. One that can't be written, as its reader has gone or a disk is full, ends no job."""
+    with suppress(OSError):
+        click.echo(f"rekindle: {line}", err=True)

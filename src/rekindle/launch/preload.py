@@ -2,13 +2,14 @@
 
 A module may be loaded ahead if it is installed (the script's own code never runs early) and if its import leaves behind
 nothing but Python objects: it read no variable that differs from start to start and set none, opened no file or device,
-and left no thread, for a thread is not in a forked process.
+started no process, and left no thread, for a thread is not in a forked process.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import site
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 __all__ = ["Preload", "UnfitModuleError", "fork"]
@@ -31,8 +33,13 @@ _ENDS_WITHIN = 1.0
 """Seconds that a thread gets to end which was told to. On a busy machine the kernel lists it for a while."""
 
 
+_SEARCHES = {"networkx": b"NETWORKX_"}
+"""Packages that search the whole environment for variables of their own, and keep no others. Torch's compiler needs
+this one."""
+
+
 class UnfitModuleError(Exception):
-    """A package that can't be loaded ahead, ``args[0]``, and the reason."""
+    """A part of a package that can't be loaded ahead, ``args[0]``, and the reason."""
 
 
 class _ReadNames(dict[bytes, bytes]):
@@ -44,7 +51,8 @@ class _ReadNames(dict[bytes, bytes]):
         self.all_read = False
 
     def __getitem__(self, name: bytes) -> bytes:
-        self.names.add(name)
+        if name.startswith(_SEARCHES.get(_reader(), b"")):
+            self.names.add(name)
         return super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
@@ -53,8 +61,16 @@ class _ReadNames(dict[bytes, bytes]):
         return super().__contains__(name)
 
     def __iter__(self) -> Iterator[bytes]:
-        self.all_read = True
+        self.all_read |= _reader() not in _SEARCHES
         return super().__iter__()
+
+
+def _reader() -> str:
+    """Returns the package whose code reads the environment now."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in ("os", "collections.abc", "_collections_abc"):
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 class Preload:
@@ -81,12 +97,12 @@ class Preload:
             if name in self._tried or not self._is_installed(name, file):
                 continue
             self._tried.add(name)
-            with self._watched(name.partition(".")[0], modules):
+            with self._watched(_part(name), modules):
                 importlib.import_module(name)
             between()
 
     def _is_installed(self, name: str, file: str) -> bool:
-        if name.partition(".")[0] in self._without:
+        if name.partition(".")[0] in self._without or _part(name) in self._without:
             return False
         # The innermost folder decides: a virtual environment may lie in the script's folder, or the script in it.
         for folder in Path(file).parents:
@@ -108,6 +124,8 @@ class Preload:
             plain.clear()
             plain.update(dict.items(watching))
             environment._data = plain
+        if _end_children():
+            raise UnfitModuleError(package, "its import starts a process")
         self._read |= {os.fsdecode(name) for name in watching.names}
         told = sorted(self._variable & self._read)
         if watching.all_read or told:
@@ -162,6 +180,11 @@ class Preload:
         return len(self._files)
 
 
+def _part(name: str) -> str:
+    """Returns the part of a package that is left out with a module: torch.utils, say, and not all of torch."""
+    return ".".join(name.split(".")[:2])
+
+
 def _installed_roots() -> set[Path]:
     """Returns the folders of installed packages, of the standard library and of Rekindle."""
     paths = sysconfig.get_paths()
@@ -181,6 +204,20 @@ def _descriptors() -> set[tuple[int, str]]:
         with suppress(OSError):  # the listing's own
             found.add((int(number), os.readlink(f"/proc/self/fd/{number}")))
     return found
+
+
+def _end_children() -> bool:
+    """Ends the processes that an import has started: they would not be a worker's own. True if there were any."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # a microsecond; to search takes milliseconds
+    except ChildProcessError:
+        return False
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended; this process's own child stays until it is waited for
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+                os.waitpid(int(path.parent.name), 0)
+    return True
 
 
 def fork() -> int:

@@ -26,6 +26,8 @@ __all__ += ["reached_step", "reported_jobs", "reported_roots", "take_refusal", "
 
 _ANSWERS_WITHIN = 5.0
 """Seconds that storage gets to list what is saved."""
+_UNCAUGHT = 1
+"""Exit code of Python after an uncaught error."""
 _OWN_ERRORS = ("exception", "loss")
 """Causes of a failure that may be an error of the script's own."""
 
@@ -91,13 +93,19 @@ def _completed(job: JobDir, since: float) -> list[int]:
     return found
 
 
-def take_refusal(place: Path) -> RekindleError | None:
-    """Returns the error with which a rank has ended, if each further start would meet it, and forgets it."""
+def take_refusal(place: Path, failures: Mapping[int, Any]) -> RekindleError | None:
+    """Returns the error with which a rank has ended, if each further start would meet it, and forgets it.
+
+    A program that a rank has run, to evaluate say, leaves its error in the same place. It counts for nothing if no rank
+    has ended as Python does after an uncaught error.
+    """
     path = place / REFUSED
     try:
         name, why = json.loads(path.read_text())
         path.unlink()
     except FileNotFoundError:
+        return None
+    if all(failure.exitcode != _UNCAUGHT for failure in failures.values()):
         return None
     kind: type[RekindleError] = getattr(rekindle.errors, name)
     return kind(why)

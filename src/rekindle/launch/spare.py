@@ -65,11 +65,14 @@ class Orders:
         return json.dumps(asdict(self))
 
 
-def hold() -> bool:
-    """Hold this process until it is a worker. Returns True if the user's own sitecustomize has run in it."""
+def hold(hook: str) -> bool:
+    """Hold this process until it is a worker. Returns True if the user's own sitecustomize has run in it.
+
+    ``hook`` is the folder in ``sys.path`` by which this process came here.
+    """
     try:
         orders = Orders(**json.loads(os.environ.pop(ORDERS)))
-        hook = sys.path.pop(0)
+        sys.path.remove(hook)  # not always the first one: a .pth file may have put another folder before it
         sys.path_importer_cache.pop(hook, None)
         _Spare(orders, hook).serve()
     except BaseException:  # the script must not run in a process that is no worker
@@ -160,8 +163,8 @@ class _Spare:
         os.execv(sys.executable, sys.orig_argv)
 
     def _announce(self) -> None:
-        with open("/proc/self/smaps_rollup") as file:
-            held = sum(int(line.split()[1]) for line in file if line.startswith("Anonymous:")) >> 10
+        with open("/proc/self/status") as file:
+            held = sum(int(line.split()[1]) for line in file if line.startswith("RssAnon:")) >> 10
         left_out = "".join(f"; without {name}: {why}" for name, why in sorted(self._orders.without.items()))
         self._streams.say(
             f"rekindle: restarts are warm from now on: process {os.getpid()} holds {self._preload.count} modules in "
@@ -305,6 +308,7 @@ class _Background:
 
     def __init__(self) -> None:
         self._idle = _may_leave_idle()
+        self._own = os.sched_getscheduler(0), os.sched_getparam(0)
         self._used = 0.0
 
     def __enter__(self) -> None:
@@ -320,7 +324,7 @@ class _Background:
 
     def leave(self) -> None:
         if self._idle:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+            os.sched_setscheduler(0, *self._own)
 
     def rest(self) -> float:
         """Returns the seconds to rest now."""

@@ -91,7 +91,7 @@ class _Course:
         code = first.exitcode
         note_end(self._place, self._begun, rank, code)
         self.why = describe_fault(self._place, self._since) if code in (-signal.SIGKILL, SURVIVOR_EXIT) else ""
-        self.last = self._restarts.decide(self._describe(first))
+        self.last = self._restarts.decide(self._describe(first, failures))
         if self.last.restart:
             self._say(
                 f"{self._rank} {first.local_rank} {describe_exit(code)}{self.why}: all ranks are {self.last.words}"
@@ -110,15 +110,16 @@ class _Course:
         self._say(self.last.words)
         _say_what_is_saved(self._place, self._say)
         if self.last.repeated:
-            sys.stderr.write(traceback_of(failure))
+            with suppress(OSError):  # nobody reads it, or a disk is full
+                print(traceback_of(failure), end="", file=sys.stderr)
 
-    def _describe(self, first: Any) -> Failure:
+    def _describe(self, first: Any, failures: Mapping[int, Any]) -> Failure:
         return Failure(
             *own_error(first),
             steps=newest_steps(self._place, self._begun),
             reached=reached_step(self._place, self._begun),
             seconds=time.monotonic() - self._begun,
-            refused=take_refusal(self._place),
+            refused=take_refusal(self._place, failures),
         )
 
 
@@ -136,9 +137,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     # Imported here, as the other commands need no torch.
     from torch.distributed import is_nccl_available  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
-    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
-    from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run  # noqa: PLC0415
+    from torch.distributed.run import get_args_parser  # noqa: PLC0415
 
     parser = get_args_parser()
     parser.prog, parser.usage = "rekindle run", "rekindle run [OPTIONS] SCRIPT [ARGUMENTS]... ('rekindle run --help')"
@@ -146,31 +145,68 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     _add_options(parser)
     args = parser.parse_args(arguments)
     _check(args)
+    _open_standard_streams()
+    # Some programs leave it ignored for those that they start: the kernel then keeps no exit code of a rank, and each
+    # would seem to have ended well.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _leave_hangup_ignored(args)
     if switched_off and is_nccl_available():  # whether the script has a guard() is not to be seen from here
         say(_NOBODY_ENDS_A_HANG)
-    with _own_directory() as place:
-        os.environ[LAUNCH] = place
-        nodes = parse_min_max_nnodes(args.nnodes)[1]
-        course = _Course(_limits(args), one_node=nodes == 1, place=Path(place), say=say)
-        if "LOGLEVEL" not in os.environ:  # torchrun's own setting: a user who sets it wants to read its log
-            for name in _LOGGERS:
-                logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
-        try:
-            with short_delays(nodes), _warm_workers(args, Path(place), say) as tend, deciding(course.decide, tend):
-                # record() writes the first error of all to that file, for schedulers that read it.
-                (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
-        except ChildFailedError as error:
-            course.report_end(error.failures, redirected=args.redirects != "0")
-            return 1
-        except SignalException as error:
-            say(f"ended by {error.sigval.name}")
-            _say_what_is_saved(Path(place), say)
-            return 128 + int(error.sigval)
-        except RendezvousError as error:
-            say(f"ended, because the job has ended on another node, or can't reach it: {error}")
-            _say_what_is_saved(Path(place), say)
-            return 1
+    try:
+        with _own_directory() as place:
+            os.environ[LAUNCH] = place
+            return _train(args, Path(place), say)
+    except SignalException as error:  # a second one, while the answer to the first was on its way
+        return 128 + int(error.sigval)
+
+
+def _train(args: Any, place: Path, say: Callable[[str], object]) -> int:
+    """Starts the ranks until they have ended well, or the job is given up. Returns the exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
+    from torch.distributed.run import parse_min_max_nnodes, run  # noqa: PLC0415
+
+    nodes = parse_min_max_nnodes(args.nnodes)[1]
+    course = _Course(_limits(args), one_node=nodes == 1, place=place, say=say)
+    if "LOGLEVEL" not in os.environ:  # torchrun's own setting: a user who sets it wants to read its log
+        for name in _LOGGERS:
+            logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
+    try:
+        with short_delays(nodes), _warm_workers(args, place, say) as tend, deciding(course.decide, tend):
+            # record() writes the first error of all to that file, for schedulers that read it.
+            (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
+    except ChildFailedError as error:
+        course.report_end(error.failures, redirected=args.redirects != "0")
+        return 1
+    except SignalException as error:
+        say(f"ended by {error.sigval.name}")
+        _say_what_is_saved(place, say)
+        return 128 + int(error.sigval)
+    except RendezvousError as error:
+        say(f"ended, because the job has ended on another node, or can't reach it: {error}")
+        _say_what_is_saved(place, say)
+        return 1
     return 0
+
+
+def _open_standard_streams() -> None:
+    """Opens the null device in place of each standard stream that is closed.
+
+    The next file to be opened would get its number, and would be a rank's standard input, say.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+
+
+def _leave_hangup_ignored(args: Any) -> None:
+    """Takes SIGHUP from torchrun where it is ignored, as nohup does: the job would end with its terminal."""
+    handled = getattr(args, "signals_to_handle", "")  # an option that older versions of torch don't have
+    if handled and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        args.signals_to_handle = ",".join(name for name in handled.split(",") if name.strip() != "SIGHUP")
 
 
 @contextmanager

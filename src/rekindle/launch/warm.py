@@ -55,9 +55,11 @@ class WarmWorkers:
     def __init__(self, place: Path, script_dir: Path, say: Callable[[str], object]) -> None:
         """``place`` is the launcher's directory; ``say`` is given one line for each cold start that has a reason."""
         self._record, self._script_dir, self.say = place / IMPORTS, script_dir, say
-        self._wanted: tuple[list[str], dict[str, str], list[str]] | None = None
-        """Command, environment and the variables that differ from start to start, of the spare that there is or ought
-        to be; None if there should be none."""
+        self._wanted: tuple[list[str], dict[str, str]] | None = None
+        """Command and environment of the spare that there is or ought to be; None if there should be none."""
+        self._variable: set[str] = set()
+        """Environment variables that differ from rank to rank or from start to start. Of all ranks: where this
+        process has a RANK itself, as some schedulers set it, one of its ranks has the same."""
         self._deaths = Backoff(_REPLACED_WITHIN)
         """Spares that were killed, or could not be started, since the last warm worker."""
         self._spare: subprocess.Popen[bytes] | None = None
@@ -76,17 +78,17 @@ class WarmWorkers:
         """
         if rank == 0:
             self._begin_start()
-        variable = sorted(name for name in environment if os.environ.get(name) != environment[name])
+        self._variable |= {name for name in environment if os.environ.get(name) != environment[name]}
         worker = None
         if not self._given_up:
-            worker = self._ask(command, environment, variable, streams)
+            worker = self._ask(command, environment, streams)
             self._given_up = worker is None
         if worker is not None:
             self._last_warm = self._recorded
             self._deaths.succeed()
         if rank == 0 and self._spare is None:
             same = command[0] == sys.executable  # and not another interpreter, or a program in front such as numactl
-            self._wanted = (command, environment, variable) if same else None
+            self._wanted = (command, environment) if same else None
         return worker
 
     def tend(self) -> None:
@@ -143,9 +145,7 @@ class WarmWorkers:
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
-    def _ask(
-        self, command: list[str], environment: dict[str, str], variable: list[str], streams: list[int]
-    ) -> AdoptedProcess | None:
+    def _ask(self, command: list[str], environment: dict[str, str], streams: list[int]) -> AdoptedProcess | None:
         if self._wanted is None or self._socket is None or not self._recorded:
             return None  # the first start, no start that came as far as its second step, or no spare, as was said
         if command != self._wanted[0]:
@@ -153,7 +153,7 @@ class WarmWorkers:
             return None
         try:
             with _adopting():
-                worker, reason = self._request(environment, variable, streams)
+                worker, reason = self._request(environment, streams)
         except OSError as error:
             worker, reason = None, explain(error)
         if worker is None:
@@ -162,14 +162,14 @@ class WarmWorkers:
             return None
         return AdoptedProcess(worker, command)
 
-    def _request(self, environment: dict[str, str], variable: list[str], streams: list[int]) -> tuple[int | None, str]:
+    def _request(self, environment: dict[str, str], streams: list[int]) -> tuple[int | None, str]:
         """Returns the process id of a new worker, which is this process's child, or None and the reason."""
         assert self._socket is not None and self._spare is not None
         _wake(self._spare.pid)
         line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with line, other, tempfile.TemporaryFile() as request:
             # A message is too small for some environments.
-            request.write(json.dumps({"environment": environment, "variable": variable}).encode())
+            request.write(json.dumps({"environment": environment, "variable": sorted(self._variable)}).encode())
             request.flush()
             with suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._socket, [b"w"], [other.fileno(), request.fileno(), *streams])
@@ -188,19 +188,17 @@ class WarmWorkers:
 
     # -- the spare ------------------------------------------------------------------------------------------------
 
-    def _spawn(
-        self, command: list[str], environment: dict[str, str], variable: list[str]
-    ) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _spawn(self, command: list[str], environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Starts a spare. Returns it, and the socket over which it is asked for workers."""
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        plain = {name: value for name, value in environment.items() if name not in variable}
+        plain = {name: value for name, value in environment.items() if name not in self._variable}
         orders = Orders(
             socket=its.fileno(),
             launcher=os.getpid(),
             record=str(self._record),
             script_dir=str(self._script_dir),
             python_path=plain.get("PYTHONPATH"),
-            variable=variable,
+            variable=sorted(self._variable),
             without={},
         )
         path = os.pathsep.join(filter(None, [str(_HOOK), orders.python_path]))
@@ -308,4 +306,4 @@ def _receive(line: socket.socket, until: float) -> bytes:
 def _wake(pid: int) -> None:
     """Take a spare out of idle priority, in which it would load on while a busy machine leaves it no processor."""
     with suppress(OSError):  # it has ended, or may not be helped: then it doesn't load at idle priority either
-        os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+        os.sched_setscheduler(pid, os.sched_getscheduler(0), os.sched_getparam(0))

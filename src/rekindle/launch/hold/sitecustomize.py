@@ -13,6 +13,7 @@ else:
         from rekindle.launch.spare import hold
     except BaseException:
         os._exit(1)  # without this the script would run
-    if not hold():  # returns in a worker, and nowhere else: True if the user's own sitecustomize has run
+    # It returns in a worker, and nowhere else: True if the user's own sitecustomize has run.
+    if not hold(os.path.dirname(__file__)):
         # Python takes this for "there is no such module" and forgets the attempt.
         raise ImportError("no site-wide settings", name="sitecustomize")
