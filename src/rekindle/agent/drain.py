@@ -85,7 +85,7 @@ class Drainer:
         self._limit_at = 0.0
         self._unread: str | None = None
         """Reason why the job's description can't be read; None when it can."""
-        self._budget = Budget()
+        self.budget = Budget()
         """One for all ranks of the node, whose shards are carried one after the other."""
 
     def hurry(self, *, on: bool = True) -> None:
@@ -93,7 +93,7 @@ class Drainer:
 
         With False the limit counts again. For any thread, at any moment.
         """
-        self._budget.lift(on=on)
+        self.budget.lift(on=on)
 
     def tick(self) -> bool:
         """Drains the newest snapshot that should be on storage and isn't. True when one became durable.
@@ -116,7 +116,7 @@ class Drainer:
             info = self._read_job()
             if info is None:
                 return False
-            self._budget.limit = info.drain_limit
+            self.budget.limit = info.drain_limit
             # A new one each time: all that it has to know from one drain to the next is noted in memory.
             committer = Committer(open_store(info.root), self.job)
             self._ask_again(info, committer)
@@ -267,7 +267,7 @@ class Drainer:
             self.progress.total = sum(shard.receipt.file_bytes for shard in opened)
             for shard in opened:
                 with shard.map() as source:
-                    committer.write(shard.receipt, source, self._count, self._budget)
+                    committer.write(shard.receipt, source, self._count, self.budget)
 
     def _count(self, nbytes: int) -> None:
         self.progress.done += nbytes
@@ -276,7 +276,7 @@ class Drainer:
             self._limit_at = now + _LIMIT_EVERY
             with contextlib.suppress(OSError, CorruptError):  # the limit stays as it was
                 info = self.job.read_job()
-                self._budget.limit = info.drain_limit if info is not None else self._budget.limit
+                self.budget.limit = info.drain_limit if info is not None else self.budget.limit
 
     def _ask_again(self, info: JobInfo, committer: Committer) -> None:
         """Publishes what the other nodes have finished meanwhile; forgets what they have given up."""

@@ -23,6 +23,7 @@ from rekindle.errors import NotFoundError, RekindleError, UsageError
 from rekindle.faults import nccl
 from rekindle.faults.torchelastic import LAUNCH, SURVIVOR_EXIT
 from rekindle.format.names import Root
+from rekindle.launch.compile_cache import keep_compile_cache
 from rekindle.launch.elastic import deciding
 from rekindle.launch.end_notes import note_end
 from rekindle.launch.reports import (
@@ -62,6 +63,7 @@ _QUIET = (
     "\n****",
 )
 """Beginnings of torchrun's messages at each failure and start, in place of which Rekindle writes its own."""
+_Decide = Callable[[Mapping[int, Any]], Decision]
 _LOGGERS = ("run", "elastic.agent.server.api", "elastic.multiprocessing.api")
 
 
@@ -156,7 +158,12 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
             for name in _LOGGERS:
                 logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
         try:
-            with short_delays(nodes), _warm_workers(args, Path(place), say) as tend, deciding(course.decide, tend):
+            with (
+                short_delays(nodes),
+                keep_compile_cache(args.compile_cache, Path(place), say) as mend,
+                _warm_workers(args, Path(place), say) as tend,
+                deciding(_after(mend, course.decide), tend),
+            ):
                 # record() writes the first error of all to that file, for schedulers that read it.
                 (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
         except ChildFailedError as error:
@@ -189,6 +196,16 @@ def _own_directory() -> Iterator[str]:
             os.close(lock)
 
 
+def _after(mend: Callable[[], object], decide: _Decide) -> _Decide:
+    """Returns ``decide`` with ``mend`` before it: all ranks of the node have ended then, and none has been started."""
+
+    def decide_after(failures: Mapping[int, Any]) -> Decision:
+        mend()
+        return decide(failures)
+
+    return decide_after
+
+
 def _add_options(parser: ArgumentParser) -> None:
     """Adds what torchrun has no option for. As with torchrun's own, PET_NAME in the environment sets a default."""
     from torch.distributed.argparse_util import check_env, env  # noqa: PLC0415
@@ -198,6 +215,7 @@ def _add_options(parser: ArgumentParser) -> None:
     ways = ("progress", "job")
     parser.add_argument("--count-restarts", "--count_restarts", action=env, choices=ways, default=ways[0])
     parser.add_argument("--retry-refused", "--retry_refused", action=check_env)
+    parser.add_argument("--compile-cache", "--compile_cache", action=env, metavar="ROOT")
     parser.add_argument("--no-warm", "--no_warm", action=check_env)
 
 
