@@ -133,7 +133,7 @@ def test_a_drain_limit_holds_over_all_ranks_of_the_node(job, root, snapshot):
             super().take(nbytes)
             taken.append((clock[0], taken[-1][1] + nbytes))
 
-    drainer.budget = Simulated(now=lambda: clock[0], wait=lambda seconds: clock.append(clock.pop() + seconds))
+    drainer._budget = Simulated(now=lambda: clock[0], wait=lambda seconds: clock.append(clock.pop() + seconds))
     assert drainer.tick()
     seconds = clock[0] - 1000.0
     assert taken[-1][1] >= 60 * MB and 0.85 * 20 < 60 / seconds < 1.15 * 20, f"{60 / seconds:.1f} MB/s"
@@ -145,7 +145,7 @@ def test_a_drain_limit_holds_over_all_ranks_of_the_node(job, root, snapshot):
 def test_without_a_limit_the_drain_waits_for_nothing(job, root, snapshot):
     snapshot(30 * MB, ranks=2)
     drainer, waits = Drainer(job), []
-    drainer.budget = Budget(wait=waits.append)
+    drainer._budget = Budget(wait=waits.append)
     assert drainer.tick() and not any(waits)
     assert_sound(root)
 
@@ -156,7 +156,7 @@ def test_a_limit_that_the_job_comes_back_with_holds_for_the_next_drain(job, root
     assert drainer.tick()
     snapshot(2 * MB, drain_limit=1 * MB, step=2)
     clock = [1000.0]
-    drainer.budget = Budget(now=lambda: clock[0], wait=lambda seconds: clock.append(clock.pop() + seconds))
+    drainer._budget = Budget(now=lambda: clock[0], wait=lambda seconds: clock.append(clock.pop() + seconds))
     assert drainer.tick()
     assert 1.5 < clock[0] - 1000.0 < 2.5
     assert [copy.step for copy in find_copies(None, PosixStore(root))] == [2, 1]
@@ -173,7 +173,7 @@ def test_a_limit_that_the_job_comes_back_with_reaches_the_drain_in_hand(job, roo
         if clock[0] > 1005 and info.drain_limit == 1 * MB:
             job.write_job(replace(info, drain_limit=100 * MB))
 
-    drainer.budget = Budget(now=lambda: clock[0], wait=wait)
+    drainer._budget = Budget(now=lambda: clock[0], wait=wait)
     assert drainer.tick()
     assert 5 < clock[0] - 1000.0 < 7, "not 20"
     assert_sound(root)

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from rekindle.errors import FormatError, VersionError
-from rekindle.format.compile_index import MAX_ENTRY, Entry, decode_index, digest, encode_index
+from rekindle.format.compile_index import MAX_ENTRY, MAX_INDEX, Entry, decode_index, digest, encode_index
+from rekindle.storage.packs import PACK_ENTRIES
 
 ENTRIES = [Entry("inductor/ab/kernel.so", 3, digest(b"abc")), Entry("triton/x/k.json", 0, digest(b""))]
 
@@ -28,6 +29,12 @@ def test_an_index_that_differs_from_its_name_is_damaged():
     for torn in (data[:-1], b"", data + b" ", data.replace(b"kernel", b"colonel")):
         with pytest.raises(FormatError, match="is damaged"):
             decode_index(name, torn)
+
+
+def test_the_largest_index_that_is_written_is_read():
+    longest = "inductor/" + "a" * 1010
+    entries = [Entry(f"{longest}{number:04}", 1 << 20, digest(b"")) for number in range(PACK_ENTRIES)]
+    assert len(encode_index(entries)[1]) <= MAX_INDEX
 
 
 def test_a_newer_version_is_refused_by_name():

@@ -32,7 +32,7 @@ VARIABLES = {
     "JAX_COMPILATION_CACHE_DIR": "jax",
     "MS_COMPILER_CACHE_PATH": "mindspore",
 }
-ENTRIES = [("inductor/a", b"first"), ("triton/b/c", b"second")]
+ENTRIES = {"inductor/a": b"first", "triton/b/c": b"second"}
 is_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
 has_compiler = pytest.mark.skipif(
     not shutil.which("g++") and not shutil.which("clang++"), reason="torch.compile on the CPU needs a C++ compiler"
@@ -92,7 +92,7 @@ def test_a_fresh_node_has_what_storage_has(load, root):
     Packs(root, toolchain_name()).write(ENTRIES)
     found = load()
     assert found.entries == 2
-    assert held(found.directory) == dict(ENTRIES)
+    assert held(found.directory) == ENTRIES
     assert [(level, "2 entries (0.0 MB) came from storage" in text) for level, text in found.lines] == [("INFO", True)]
     assert {name: os.environ[name] for name in VARIABLES} == {
         name: str(found.directory / folder) for name, folder in VARIABLES.items()
@@ -107,7 +107,7 @@ def test_a_restart_on_the_same_node_fetches_what_is_new_only(load, root):
     load()
     assert load()[:2] == (0, [])
     (load().directory / "inductor" / "a").write_bytes(b"this node's own")
-    store.write([("inductor/d", b"third")])
+    store.write({"inductor/d": b"third"})
     again = load()
     assert again.entries == 1
     assert held(again.directory) == {"inductor/a": b"this node's own", "triton/b/c": b"second", "inductor/d": b"third"}
@@ -120,21 +120,39 @@ def test_a_first_start_has_nothing_and_says_nothing(load):
 
 
 def test_ranks_of_a_node_fetch_once(root, memory):
-    Packs(root, toolchain_name()).write([(f"inductor/{n}", bytes(1000)) for n in range(50)])
-    code = f"import rekindle, sys; sys.stdin.read(); print(rekindle.CompileCache({str(root)!r}).load())"
+    Packs(root, toolchain_name()).write({f"inductor/{n}": bytes(1000) for n in range(50)})
+    code = "import rekindle, sys; sys.stdin.readline(); "
+    code += f"print(rekindle.CompileCache({str(root)!r}).load(), flush=True); sys.stdin.read()"
     ranks = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)
     ]
-    assert sorted(int(rank.communicate()[0]) for rank in ranks) == [0, 0, 0, 50]
+    for rank in ranks:
+        rank.stdin.write(b"\n")
+        rank.stdin.flush()
+    assert sorted(int(rank.stdout.readline()) for rank in ranks) == [0, 0, 0, 50]
+    for rank in ranks:
+        rank.communicate(timeout=60)
+    assert not CompileDir.of(root, memory_base()).path.exists(), "the last one removes it"
 
 
 def test_the_newest_of_several_versions_counts(load, root):
     store = Packs(root, toolchain_name())
-    store.write([("cuda/index", b"old")])
+    store.write({"cuda/index": b"old"})
     for path in (root / "compile").rglob("*.*"):
         os.utime(path, (1, 1))
-    store.write([("cuda/index", b"new")])
+    store.write({"cuda/index": b"new"})
     assert held(load().directory) == {"cuda/index": b"new"}
+
+
+def test_an_older_version_stands_in_for_a_damaged_one(load, root):
+    store = Packs(root, toolchain_name())
+    store.write({"cuda/index": b"old"})
+    for path in (root / "compile").rglob("*.*"):
+        os.utime(path, (1, 1))
+    store.write({"cuda/index": b"new"})
+    (newest,) = (path for path in (root / "compile").rglob("*.pack") if path.read_bytes() == b"new")
+    newest.write_bytes(b"NEW")
+    assert held(load().directory) == {"cuda/index": b"old"}
 
 
 # -- what it says of what it doesn't ---------------------------------------------------------------------------------
@@ -148,7 +166,7 @@ def the_line(found: Loaded) -> str:
 
 def test_a_corrupt_entry_is_left_out_in_one_line(load, root):
     store = Packs(root, toolchain_name())
-    store.write([("inductor/a", b"first"), ("inductor/b", b"second")])
+    store.write({"inductor/a": b"first", "inductor/b": b"second"})
     (pack,) = (root / "compile").rglob("*.pack")
     pack.write_bytes(b"X" + pack.read_bytes()[1:])
     found = load()
@@ -236,14 +254,14 @@ def test_entries_without_room_in_memory_are_left_out_in_one_line(load, root, mon
     monkeypatch.setattr(CompileDir, "room", lambda self: 3)
     found = load()
     assert found.entries == 0
-    assert "have no room in memory" in the_line(found)
+    assert "memory has no room for more" in the_line(found)
 
 
 def test_a_variable_of_the_users_own_stays(load, monkeypatch):
     load()
     os.environ["TRITON_CACHE_DIR"] = "/elsewhere"
-    fetched = compile_cache._set_variables(Path("/somewhere"))
-    assert "TRITON_CACHE_DIR" in fetched and os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
+    (line,) = compile_cache._set_variables(Path("/somewhere"))
+    assert "TRITON_CACHE_DIR is set already" in line and os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
 
 
 def test_what_is_no_root_is_an_error():

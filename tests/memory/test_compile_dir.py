@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -64,21 +63,53 @@ def test_a_directory_that_is_not_ours_alone_is_refused(directory, tmp_path, harm
     else:
         shutil.rmtree(place)
         elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir(mode=0o700)
+        (elsewhere / "inductor").mkdir(parents=True)
+        elsewhere.chmod(0o700)
+        (elsewhere / "inductor" / "torn.so").touch()
         place.symlink_to(elsewhere) if harm == "link" else place.touch()
     with pytest.raises(MemoryStoreError, match=str(place)):
         directory.use(CHAIN)
+    assert harm in ("open", "foreign") or (tmp_path / "elsewhere" / "inductor" / "torn.so").exists()
     if not below:
-        assert directory.toolchains() == []
+        assert directory.toolchain() is None
+
+
+def is_removed(directory: CompileDir) -> bool:
+    CompileDir.remove_abandoned(memory_base())
+    return not directory.path.exists()
 
 
 def test_it_stays_while_somebody_uses_it(directory):
     first, second = directory.use(CHAIN), directory.use(CHAIN)
     os.close(first)
-    assert not directory.remove_unless_used()
+    assert not is_removed(directory)
     os.close(second)
-    assert directory.remove_unless_used()
-    assert not directory.path.exists()
+    assert is_removed(directory)
+
+
+def test_it_stays_while_its_job_has_memory(directory, root):
+    os.close(directory.use(CHAIN))
+    job = JobDir.of(root, memory_base())
+    job.create()
+    assert not is_removed(directory)
+    assert job.remove()
+    assert is_removed(directory)
+
+
+def test_a_strangers_memory_store_is_left_alone(directory):
+    os.close(directory.use(CHAIN))
+    memory_base().chmod(0o777)
+    with pytest.raises(MemoryStoreError, match="is open to others"):
+        CompileDir.remove_abandoned(memory_base())
+    assert directory.path.exists()
+
+
+def test_a_link_is_left_alone(directory, tmp_path):
+    os.close(directory.use(CHAIN))
+    (memory_base() / "other.compile").symlink_to(tmp_path)
+    (tmp_path / "file").touch()
+    assert is_removed(directory)
+    assert (tmp_path / "file").exists()
 
 
 @pytest.mark.parametrize("how", ["root", "stale"])
@@ -99,13 +130,24 @@ def test_a_user_that_dies_lets_go(directory):
     code += f"CompileDir(Path({str(directory.path)!r})).use({CHAIN!r}); print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
         user.stdout.readline()
-        assert not directory.remove_unless_used()
+        assert not is_removed(directory)
         user.kill()
         user.wait()
-    assert directory.remove_unless_used()
+    assert is_removed(directory)
 
 
-def test_what_may_be_of_use_elsewhere(directory, tmp_path):
+def test_another_toolchains_files_go_with_its_last_user(directory):
+    first = directory.use(CHAIN)
+    put(directory, "inductor/a")
+    second = directory.use("torch-2")
+    assert directory.toolchain() == CHAIN
+    os.close(first)
+    os.close(second)
+    os.close(directory.use("torch-2"))
+    assert directory.toolchain() == "torch-2"
+
+
+def test_what_may_be_of_use_elsewhere(directory):
     os.close(directory.use(CHAIN))
     put(directory, "inductor/ab/kernel.py")
     put(directory, "triton/hash/kernel.cubin")
@@ -127,17 +169,6 @@ def test_a_file_that_changes_is_not_read(directory):
     assert directory.read(CHAIN, "inductor/a", stamp) is None
     path.unlink()
     assert directory.read(CHAIN, "inductor/a", stamp) is None
-
-
-def test_a_lock_of_inductor_tells_that_a_compiler_writes(directory):
-    os.close(directory.use(CHAIN))
-    assert not directory.is_compiling(CHAIN)
-    lock = put(directory, "inductor/locks/key.lock")
-    assert not directory.is_compiling(CHAIN)
-    with open(lock) as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert directory.is_compiling(CHAIN)
-    assert not directory.is_compiling(CHAIN)
 
 
 def test_a_library_in_pieces_is_removed_by_the_first_user(directory, library):

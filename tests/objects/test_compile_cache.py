@@ -17,7 +17,7 @@ from rekindle.storage import packs
 from rekindle.storage.packs import Packs
 from tests.objects.servers import Server
 
-ENTRIES = [("inductor/a", b"first"), ("triton/b/c", b"")]
+ENTRIES = {"inductor/a": b"first", "triton/b/c": b""}
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def contents(store: Packs) -> dict[str, bytes | None]:
 def test_what_was_carried_is_there_on_a_fresh_node(url, memory):
     assert Packs(url, toolchain_name()).list() == []
     Packs(url, toolchain_name()).write(ENTRIES)
-    Packs(url, "torch-1").write([("inductor/other", b"x")])
+    Packs(url, "torch-1").write({"inductor/other": b"x"})
     cache = rekindle.CompileCache(url)
     assert cache.load() == 2
     directory = CompileDir.of(url, memory_base())
@@ -69,13 +69,13 @@ def test_a_pack_without_an_index_and_a_damaged_one_are_not_read(url, server, buc
     client.delete_object(Bucket=bucket, Key=index)
     assert Packs(url, "torch-1").list() == []
     client.put_object(Bucket=bucket, Key=index, Body=whole)
-    assert contents(Packs(url, "torch-1")) == dict(ENTRIES)
+    assert contents(Packs(url, "torch-1")) == ENTRIES
 
 
 def test_the_oldest_go_when_there_is_too_much(url, monkeypatch):
     store = Packs(url, "torch-1")
     for number in range(3):
-        store.write([(f"inductor/{number}", bytes(1000))])
+        store.write({f"inductor/{number}": bytes(1000)})
         time.sleep(1.1)  # the service's clock may count whole seconds
     monkeypatch.setattr(packs, "_MOST_PACKS", 2)
     store.make_room()

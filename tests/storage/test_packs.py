@@ -39,8 +39,8 @@ def age(root: Path, seconds: float) -> None:
 def test_what_was_written_is_read(root):
     store = Packs(root, CHAIN)
     assert store.list() == []
-    store.write([("inductor/a", b"first"), ("triton/b/c", b"")])
-    store.write([("inductor/d", b"second")])
+    store.write({"inductor/a": b"first", "triton/b/c": b""})
+    store.write({"inductor/d": b"second"})
     assert contents(Packs(root, CHAIN)) == {"inductor/a": b"first", "triton/b/c": b"", "inductor/d": b"second"}
     assert (root / "compile").stat().st_mode & 0o777 == 0o700
     assert Packs(root, "torch-2").list() == []
@@ -48,15 +48,15 @@ def test_what_was_written_is_read(root):
 
 def test_the_newest_pack_comes_first(root):
     store = Packs(root, CHAIN)
-    store.write([("inductor/a", b"old")])
+    store.write({"inductor/a": b"old"})
     age(root, 10)
-    store.write([("inductor/a", b"new")])
+    store.write({"inductor/a": b"new"})
     assert [next(data for _, data in store.read(pack)) for pack in store.list()] == [b"new", b"old"]
 
 
 def test_a_root_that_is_not_there_is_not_made(tmp_path):
     with pytest.raises(FileNotFoundError):
-        Packs(tmp_path / "unmounted", CHAIN).write([("inductor/a", b"x")])
+        Packs(tmp_path / "unmounted", CHAIN).write({"inductor/a": b"x"})
     assert not (tmp_path / "unmounted").exists()
 
 
@@ -77,13 +77,13 @@ def dying(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 disk.{after} = dying
-Packs(Path({str(root)!r}), {CHAIN!r}).write([("inductor/a", b"x" * 100_000)])
+Packs(Path({str(root)!r}), {CHAIN!r}).write({{"inductor/a": b"x" * 100_000}})
 """
         done = subprocess.run([sys.executable, "-c", code], check=False)
         found = contents(Packs(root, CHAIN))
         assert found in ({}, {"inductor/a": b"x" * 100_000})
         assert found or done.returncode == -signal.SIGKILL
-        Packs(root, CHAIN).write([("inductor/a", b"x" * 100_000)])
+        Packs(root, CHAIN).write({"inductor/a": b"x" * 100_000})
         assert contents(Packs(root, CHAIN)) == {"inductor/a": b"x" * 100_000}
         shutil.rmtree(root / "compile")
 
@@ -91,12 +91,15 @@ Packs(Path({str(root)!r}), {CHAIN!r}).write([("inductor/a", b"x" * 100_000)])
 def test_two_writers_at_once_do_each_other_no_harm(root):
     code = "import sys; from pathlib import Path; from rekindle.storage.packs import Packs\n"
     code += "store = Packs(Path(sys.argv[1]), sys.argv[2]); sys.stdin.read()\n"
-    code += "for n in range(20):\n    store.write([(f'inductor/{n}', bytes([n]) * 1000)]); store.make_room()\n"
+    code += "for n in range(20):\n    store.write({f'inductor/{n}': bytes([n]) * 1000}); store.make_room()\n"
     writers = [
         subprocess.Popen([sys.executable, "-c", code, root, CHAIN], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(3)
     ]
-    assert [writer.communicate()[1] for writer in writers] == [b""] * 3
+    for writer in writers:
+        writer.stdin.close()
+    assert [writer.stderr.read() for writer in writers] == [b""] * 3
+    assert [writer.wait() for writer in writers] == [0] * 3
     assert contents(Packs(root, CHAIN)) == {f"inductor/{n}": bytes([n]) * 1000 for n in range(20)}
     assert not [path for path in (root / "compile").rglob(".*")]
 
@@ -104,7 +107,7 @@ def test_two_writers_at_once_do_each_other_no_harm(root):
 @pytest.mark.parametrize("harm", ["flip", "cut", "grow", "empty"])
 def test_damage_is_noticed(root, harm):
     store = Packs(root, CHAIN)
-    store.write([("inductor/a", b"first"), ("inductor/b", b"second")])
+    store.write({"inductor/a": b"first", "inductor/b": b"second"})
     for ending, sound in ((".pack", {"inductor/b": b"second"}), (".json", {})):
         (path,) = (root / "compile" / CHAIN).glob(f"*{ending}")
         whole = path.read_bytes()
@@ -121,10 +124,10 @@ def test_damage_is_noticed(root, harm):
 @pytest.mark.parametrize("place", ["compile", f"compile/{CHAIN}"])
 @pytest.mark.parametrize("harm", ["open", pytest.param("foreign", marks=is_root)])
 def test_a_folder_that_is_not_ours_alone_is_refused(root, place, harm):
-    Packs(root, CHAIN).write([("inductor/a", b"x")])
+    Packs(root, CHAIN).write({"inductor/a": b"x"})
     os.chown(root / place, 4321, -1) if harm == "foreign" else (root / place).chmod(0o770)
     why = "belongs to user 4321" if harm == "foreign" else "is open to others"
-    for use in (Packs.list, lambda store: store.write([("inductor/b", b"x")])):
+    for use in (Packs.list, lambda store: store.write({"inductor/b": b"x"})):
         with pytest.raises(PermissionError, match=why):
             use(Packs(root, CHAIN))
 
@@ -132,7 +135,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused(root, place, harm):
 @pytest.mark.parametrize("harm", ["open", pytest.param("foreign", marks=is_root), "link"])
 def test_a_file_that_is_not_ours_alone_is_refused(root, tmp_path, harm):
     store = Packs(root, CHAIN)
-    store.write([("inductor/a", b"x")])
+    store.write({"inductor/a": b"x"})
     (path,) = (root / "compile" / CHAIN).glob("*.pack")
     if harm == "link":
         path.rename(tmp_path / "elsewhere")
@@ -146,7 +149,7 @@ def test_a_file_that_is_not_ours_alone_is_refused(root, tmp_path, harm):
 
 def test_a_link_in_place_of_the_folder_is_refused(root, tmp_path):
     store = Packs(root, CHAIN)
-    store.write([("inductor/a", b"x")])
+    store.write({"inductor/a": b"x"})
     (root / "compile").rename(tmp_path / "elsewhere")
     (root / "compile").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError):
@@ -155,7 +158,7 @@ def test_a_link_in_place_of_the_folder_is_refused(root, tmp_path):
 
 def test_the_oldest_go_when_there_is_too_much(root, monkeypatch):
     for number in range(4):
-        Packs(root, f"torch-{number % 2}").write([(f"inductor/{number}", bytes(1000))])
+        Packs(root, f"torch-{number % 2}").write({f"inductor/{number}": bytes(1000)})
         age(root, 10)
     monkeypatch.setattr(packs, "MAX_BYTES", 2500)  # indexes count too
     Packs(root, CHAIN).make_room()
@@ -166,25 +169,26 @@ def test_the_oldest_go_when_there_is_too_much(root, monkeypatch):
     assert list(contents(Packs(root, "torch-1"))) == ["inductor/3"]
 
 
-def test_what_dead_writers_left_is_removed_once_it_is_old(root):
+def test_what_dead_writers_left_goes_with_the_oldest(root, monkeypatch):
     store = Packs(root, CHAIN)
-    store.write([("inductor/a", b"x")])
+    store.write({"inductor/a": b"x"})
     folder = root / "compile" / CHAIN
     (folder / "0123.pack").write_bytes(b"x")
     (folder / ".0123.json.abcd.tmp").write_bytes(b"x")
+    age(root, 10)
+    store.write({"inductor/b": b"x"})
     store.make_room()
-    assert len(list(folder.iterdir())) == 4, "their writers may be at it"
-    age(root, 2 * packs._UNFINISHED)
-    store.write([("inductor/b", b"x")])
+    assert len(list(folder.iterdir())) == 6, "their writers may be at it"
+    monkeypatch.setattr(packs, "_MOST_PACKS", 1)
     store.make_room()
-    assert len(list(folder.iterdir())) == 4
-    assert len(contents(store)) == 2
+    assert len(list(folder.iterdir())) == 2
+    assert list(contents(store)) == ["inductor/b"]
 
 
 def test_a_full_disk_leaves_nothing_behind(small_tmpfs):
     place = small_tmpfs(1 << 20)
     with pytest.raises(OSError, match="No space left"):
-        Packs(place, CHAIN).write([("inductor/a", bytes(2 << 20))])
+        Packs(place, CHAIN).write({"inductor/a": bytes(2 << 20)})
     assert not [path for path in place.rglob("*") if path.is_file()]
-    Packs(place, CHAIN).write([("inductor/a", b"x")])
+    Packs(place, CHAIN).write({"inductor/a": b"x"})
     assert contents(Packs(place, CHAIN)) == {"inductor/a": b"x"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rekindle.agent.backlog import Backlog, local_ranks
+from rekindle.agent.compile_carrier import CompileCarrier
 from rekindle.agent.records import RecordCarrier
 from rekindle.agent.unfinished import Unfinished
 from rekindle.common.os_errors import describe_error, explain
@@ -77,7 +78,8 @@ class Drainer:
         """``tell`` is called before a checkpoint is made in a root that was deleted, of which ``progress`` tells."""
         self.job, self._tell = job, tell
         self.progress = DrainProgress()
-        self.records = RecordCarrier(job)
+        self._records = RecordCarrier(job)
+        self._compile_caches = CompileCarrier(job)
         self._backlog = Backlog(job)
         self._unfinished = Unfinished()
         self._retry_at = 0.0
@@ -85,7 +87,7 @@ class Drainer:
         self._limit_at = 0.0
         self._unread: str | None = None
         """Reason why the job's description can't be read; None when it can."""
-        self.budget = Budget()
+        self._budget = Budget()
         """One for all ranks of the node, whose shards are carried one after the other."""
 
     def hurry(self, *, on: bool = True) -> None:
@@ -93,19 +95,40 @@ class Drainer:
 
         With False the limit counts again. For any thread, at any moment.
         """
-        self.budget.lift(on=on)
+        self._budget.lift(on=on)
 
     def tick(self) -> bool:
         """Drains the newest snapshot that should be on storage and isn't. True when one became durable.
 
-        Records of incidents are carried when there is no snapshot to drain.
+        Records of incidents and compile caches are carried when there is no snapshot to drain.
         """
         done = self._drain_newest()
-        if not done and self.records.wanting():
-            self.progress.moved = time.monotonic()
-            self.records.carry()
-            self.progress.moved = None
+        if not done:
+            if self._records.wanting():
+                with self._asking():
+                    self._records.carry()
+            with self._asking():
+                self._compile_caches.tick()
         return done
+
+    def finish(self) -> bool:
+        """Carries all records and, for a bounded time, compile caches: the memory is about to be given back.
+
+        Returns True if storage has all records.
+        """
+        with self._asking():
+            settled = self._records.carry(last=True)
+            self._compile_caches.finish()
+        return settled
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Has storage that hangs noticed, as it is in a drain."""
+        self.progress.moved = time.monotonic()
+        try:
+            yield
+        finally:
+            self.progress.moved = None
 
     def _drain_newest(self) -> bool:
         if time.monotonic() < self._retry_at:
@@ -116,7 +139,7 @@ class Drainer:
             info = self._read_job()
             if info is None:
                 return False
-            self.budget.limit = info.drain_limit
+            self._budget.limit = info.drain_limit
             # A new one each time: all that it has to know from one drain to the next is noted in memory.
             committer = Committer(open_store(info.root), self.job)
             self._ask_again(info, committer)
@@ -267,7 +290,7 @@ class Drainer:
             self.progress.total = sum(shard.receipt.file_bytes for shard in opened)
             for shard in opened:
                 with shard.map() as source:
-                    committer.write(shard.receipt, source, self._count, self.budget)
+                    committer.write(shard.receipt, source, self._count, self._budget)
 
     def _count(self, nbytes: int) -> None:
         self.progress.done += nbytes
@@ -276,7 +299,7 @@ class Drainer:
             self._limit_at = now + _LIMIT_EVERY
             with contextlib.suppress(OSError, CorruptError):  # the limit stays as it was
                 info = self.job.read_job()
-                self.budget.limit = info.drain_limit if info is not None else self.budget.limit
+                self._budget.limit = info.drain_limit if info is not None else self._budget.limit
 
     def _ask_again(self, info: JobInfo, committer: Committer) -> None:
         """Publishes what the other nodes have finished meanwhile; forgets what they have given up."""

@@ -14,19 +14,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
-from rekindle.agent.compile_carrier import CompileCarrier
 from rekindle.agent.drain import TICK, Drainer
 from rekindle.agent.listener import answer_requests, listen
 from rekindle.agent.monitor import RankMonitor
 from rekindle.common.os_errors import explain
 from rekindle.common.priority import lower_priority
 from rekindle.errors import FormatError, RekindleError
+from rekindle.memory.compile_dir import CompileDir
 from rekindle.memory.incidents import open_incident
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
@@ -53,7 +51,6 @@ class Agent:
         self.job = job
         self.lock = lock
         self.drainer = Drainer(job, self._write_status)
-        self.compile_caches = CompileCarrier(job, self.drainer.budget)
         self.monitor = RankMonitor(job, self._urgent)
         self.stopping = False
         """True once the agent is to end, and to give the memory back, as soon as everything is durable."""
@@ -170,17 +167,9 @@ class Agent:
         elif not self._told and self.monitor.has_seen_all:  # a lock is free a moment before the death is noticed
             open_incident(self.job)
             self._told = True
-        busy = self.drainer.tick() or self._carry(self.compile_caches.tick)
+        busy = self.drainer.tick()
         self._write_status()
         return busy
-
-    def _carry(self, carry: Callable[[], bool]) -> bool:
-        """Returns the result of ``carry``. Meanwhile storage that hangs is noticed as it is in a drain."""
-        self.drainer.progress.moved = time.monotonic()
-        try:
-            return carry()
-        finally:
-            self.drainer.progress.moved = None
 
     def _done(self) -> bool:
         """Returns True if the agent is to end now. Gives the job's memory back first, once storage has all of it."""
@@ -201,9 +190,11 @@ class Agent:
                 return False
             if self.drainer.pending() is not None:
                 return False
-            self.drainer.records.carry(last=True)
-            self._carry(partial(self.compile_caches.finish, info))
-            return self.job.remove()
+            self.drainer.finish()
+            if not self.job.remove():
+                return False
+            CompileDir.remove_abandoned(self.job.path.parent)
+            return True
         except (OSError, RekindleError) as error:
             self.drainer.progress.error = explain(error)
             return False
@@ -240,8 +231,6 @@ def run(job: JobDir) -> int:
         log.info("this agent ends, as another one serves %s", job.path)
         return 0
     _trim()
-    agent = Agent(job, lock)
-    asyncio.run(agent.run())
-    agent.compile_caches.leave()
+    asyncio.run(Agent(job, lock).run())
     log.info("agent %d ends", os.getpid())
     return 0

@@ -274,10 +274,10 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
     if (root is None) == (not stale):
         raise click.UsageError("give either ROOT or --stale")
     base = memory_base(memory)
+    CompileDir.remove_abandoned(base)
     if root is not None:
         wanted = [job for job in jobs_in_memory(base) if job.path == JobDir.of(root, base).path]
         if not wanted:
-            _remove_compile_caches(root, base)
             click.echo(f"{root}: has ended, and its step {ended_job(root, base)['durable_step']} is on storage")
     else:
         wanted = [job for job in jobs_in_memory(base) if not job.trainers() and job.agent() is None]
@@ -291,20 +291,13 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
                 click.echo(f"{job.path}: ended, {decimal(held)} given back")
             except RekindleError as error:
                 failures.append(error)
-    _remove_compile_caches(root, base)
+    CompileDir.remove_abandoned(base)
     for extra in failures[:-1]:
         click.echo(f"Error: {extra}", err=True)
     if failures:
         raise failures[-1]
     if stale and not wanted:
         click.echo("nothing is stale")
-
-
-def _remove_compile_caches(root: Root | None, base: Path) -> None:
-    """Removes the compile caches of a root, or of all, that a killed launcher and agent have left in memory."""
-    for caches in CompileDir.abandoned(base):
-        if root is None or caches.path == CompileDir.of(root, base).path:
-            caches.remove_unless_used()
 
 
 @main.command("agent", short_help="Serve a job's memory on this node, in the foreground.")

@@ -26,7 +26,7 @@ MAX_BYTES = 2 << 30
 """Most bytes of compile caches: on storage at any time, in memory at a start."""
 MAX_ENTRY = 64 << 20
 """Most bytes of an entry. Kernels have kilobytes, libraries of them some megabytes."""
-MAX_INDEX = 4 << 20
+MAX_INDEX = 16 << 20
 """Most bytes of an index."""
 
 _KIND, _VERSION = "rekindle-compile-cache", "1.0"

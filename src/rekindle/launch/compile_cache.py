@@ -6,22 +6,22 @@ of this is asked for by name. Whatever goes wrong costs compilation and one line
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from rekindle.common.os_errors import describe_error, explain
 from rekindle.common.timeouts import check_timeout, with_timeout
 from rekindle.errors import RekindleError
-from rekindle.format.names import Root, canonical_root
+from rekindle.format.names import canonical_root
 from rekindle.launch.reports import reported_roots
 from rekindle.launch.toolchain import toolchain_name
 from rekindle.memory.compile_dir import CompileDir
-from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.job_dir import memory_base
 from rekindle.memory.lock import Lock
 from rekindle.storage.packs import Pack, Packs
 
@@ -50,6 +50,8 @@ class CompileCache:
     def __init__(self, root: str | os.PathLike[str], *, memory: str | os.PathLike[str] | None = None) -> None:
         """``root`` and ``memory`` are those of the job's ``Checkpointer``. Raises UsageError for what is no root."""
         self._root, self._base = canonical_root(root), memory_base(memory)
+        self._directory = CompileDir.of(self._root, self._base)
+        self._toolchain = ""
         self._used: int | None = None
         """Descriptor that keeps the directory from removal, until the process ends."""
 
@@ -60,37 +62,38 @@ class CompileCache:
         entries that storage had and this node had not. It waits ``timeout`` seconds for storage. Whatever fails is
         logged in one line, and compiled anew.
         """
+        if self._used is None:
+            atexit.register(self._release)
         return self._load(check_timeout(timeout), log.info, log.warning)
 
     def _load(self, timeout: float, tell: Callable[[str], object], warn: Callable[[str], object]) -> int:
         fetched = _Fetched()
         try:
-            toolchain, directory = toolchain_name(), CompileDir.of(self._root, self._base)
             if self._used is None:
-                self._used = directory.use(toolchain)
-            fetched.elsewhere = _set_variables(directory.path / toolchain)
-            packs = Packs(self._root, toolchain)
-            with_timeout(timeout, packs.where, lambda: _fetch(packs, directory, toolchain, fetched))
-        except (OSError, RekindleError) as error:
-            fetched.problem = explain(error) if isinstance(error, OSError) else str(error)
+                self._toolchain = toolchain_name()
+                self._used = self._directory.use(self._toolchain)
+            fetched.troubles += _set_variables(self._directory.path / self._toolchain)
+            packs = Packs(self._root, self._toolchain)
+            with_timeout(timeout, packs.where, lambda: _fetch(packs, self._directory, fetched))
         except Exception as error:  # a cache is never worth a start
-            fetched.problem = f"{type(error).__name__}: {describe_error(error)}"
-        trouble, line = fetched.describe(self._root)
-        if line:
-            (warn if trouble else tell)(line)
+            known = isinstance(error, OSError | RekindleError)
+            fetched.troubles.append(explain(error) if known else f"{type(error).__name__}: {describe_error(error)}")
+        if line := fetched.describe():
+            (warn if fetched.troubles else tell)(f"compile cache of {self._root}: {line}")
         return fetched.entries
 
     def _release(self) -> None:
-        """Lets go of the directory, and removes it if nobody is left who would."""
+        """Lets go of the directory, which is removed unless somebody still needs it."""
         if self._used is not None:
             os.close(self._used)
             self._used = None
-            if not JobDir.of(self._root, self._base).path.exists():
-                CompileDir.of(self._root, self._base).remove_unless_used()
+            with suppress(OSError):
+                CompileDir.remove_abandoned(self._base)
 
     def _remove_torn(self) -> None:
-        with suppress(OSError):
-            CompileDir.of(self._root, self._base).remove_torn()
+        if self._used is not None:
+            with suppress(OSError):
+                self._directory.remove_torn(self._toolchain)
 
 
 @contextmanager
@@ -107,9 +110,7 @@ def keep_compile_cache(root: str | None, place: Path, say: Callable[[str], objec
     try:
         yield cache._remove_torn
         if cache._used is not None and (cache._root, cache._base) not in reported_roots(place):
-            say(
-                f"the compile cache of {cache._root} was not carried there: no rank of this node has saved to this root"
-            )
+            say(f"the compile cache of {cache._root} stays on this node: no rank here has saved to this root")
     finally:
         cache._release()
 
@@ -120,38 +121,18 @@ class _Fetched:
 
     entries: int = 0
     nbytes: int = 0
-    damaged: int = 0
-    too_large: int = 0
-    """Bytes for which memory has no room."""
-    others: list[str] = field(default_factory=list)
-    """Toolchains that have entries, where this one has none."""
-    elsewhere: list[str] = field(default_factory=list)
-    """Variables that lead to other places already."""
-    problem: str = ""
+    troubles: list[str] = field(default_factory=list)
+    """Reasons why something is compiled anew."""
 
-    def describe(self, root: Root) -> tuple[bool, str]:
-        """Returns True if something is wrong, and the line that tells of it; an empty one where nothing came."""
-        parts = []
-        if self.elsewhere:
-            parts.append(f"{', '.join(self.elsewhere)} is set already, so what is kept there is not carried")
-        if self.damaged:
-            parts.append(f"{self.damaged} damaged entries or packs are left out and removed")
-        if self.too_large:
-            parts.append(f"{self.too_large / 1e6:.1f} MB have no room in memory")
-        if self.others:
-            more = ", ..." if len(self.others) > _SHOWN else ""
-            parts.append(f"all there is was compiled by others ({', '.join(self.others[:_SHOWN])}{more})")
-        if self.problem:
-            parts.append(self.problem)
-        trouble = bool(parts)
-        if self.entries:
-            parts.insert(0, f"{self.entries} entries ({self.nbytes / 1e6:.1f} MB) came from storage")
-        words = "; ".join(parts) + (": kernels without an entry are compiled anew" if trouble else "")
-        return trouble, f"compile cache of {root}: {words}" if parts else ""
+    def describe(self) -> str:
+        """Returns the line that tells of it; an empty one where nothing came and nothing went wrong."""
+        came = [f"{self.entries} entries ({self.nbytes / 1e6:.1f} MB) came from storage"] if self.entries else []
+        anew = ": kernels without an entry are compiled anew" if self.troubles else ""
+        return "; ".join(came + self.troubles) + anew
 
 
 def _set_variables(directory: Path) -> list[str]:
-    """Leads the compilers to ``directory``. Returns the variables that lead elsewhere already, which stay."""
+    """Leads the compilers to ``directory``. Says which variables lead elsewhere already, and stay."""
     wanted = {
         "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),
         "TRITON_CACHE_DIR": str(directory / "triton"),
@@ -160,25 +141,30 @@ def _set_variables(directory: Path) -> list[str]:
         "MS_COMPILER_CACHE_ENABLE": "1",
         "MS_COMPILER_CACHE_PATH": str(directory / "mindspore"),
     }
-    return [name for name, value in wanted.items() if os.environ.setdefault(name, value) != value]
+    others = [name for name, value in wanted.items() if os.environ.setdefault(name, value) != value]
+    return [f"{', '.join(others)} is set already, so what is kept there is not carried"] if others else []
 
 
-def _fetch(packs: Packs, directory: CompileDir, toolchain: str, fetched: _Fetched) -> None:
+def _fetch(packs: Packs, directory: CompileDir, fetched: _Fetched) -> None:
     """Brings the entries that this node lacks. Ranks of one node do so one after the other."""
     lock = Lock(directory.path / ".fetch")
     lock.acquire(_FETCH_WITHIN)
     try:
-        found, have = packs.list(), set(directory.files(toolchain))
-        fetched.damaged = len(packs.damaged)
-        if not found and not have:
-            fetched.others = packs.others
-        for pack in found:
-            wanted = {entry.path for entry in pack.entries} - have
-            nbytes = sum(entry.size for entry in pack.entries if entry.path in wanted)
-            if nbytes > directory.room():
-                fetched.too_large += nbytes
-            elif wanted:
-                have |= set(_unpack(packs, pack, wanted, partial(directory.put, toolchain), fetched))
+        found, have = packs.list(), set(directory.files(packs.toolchain))
+        if packs.others and not found and not have:
+            more = ", ..." if len(packs.others) > _SHOWN else ""
+            fetched.troubles.append(f"all there is was compiled by others ({', '.join(packs.others[:_SHOWN])}{more})")
+        room, damaged = directory.room(), len(packs.damaged)
+        for pack in found:  # the newest first, which counts where several have an entry
+            nbytes = {entry.path: entry.size for entry in pack.entries if entry.path not in have}
+            room -= sum(nbytes.values())
+            if room < 0:
+                fetched.troubles.append("memory has no room for more")
+                break
+            if nbytes:
+                damaged += _unpack(packs, pack, directory, have, fetched)
+        if damaged:
+            fetched.troubles.append(f"{damaged} damaged entries or packs are left out and removed")
         for name in packs.damaged:
             with suppress(OSError):  # it is met again, and left out again
                 packs.remove(name)
@@ -186,19 +172,17 @@ def _fetch(packs: Packs, directory: CompileDir, toolchain: str, fetched: _Fetche
         lock.release()
 
 
-def _unpack(
-    packs: Packs, pack: Pack, wanted: set[str], put: Callable[[str, bytes], object], fetched: _Fetched
-) -> Iterator[str]:
-    """Puts the wanted entries of a pack in place, and yields their paths. Notes a pack that is damaged."""
+def _unpack(packs: Packs, pack: Pack, directory: CompileDir, have: set[str], fetched: _Fetched) -> int:
+    """Puts those entries of a pack in place that the node doesn't ``have``. Returns the number that is damaged."""
     damaged = 0
     for entry, data in packs.read(pack):
         if data is None:
             damaged += 1
-        elif entry.path in wanted:
-            put(entry.path, data)
+        elif entry.path not in have:
+            directory.put(packs.toolchain, entry.path, data)
+            have.add(entry.path)
             fetched.entries += 1
             fetched.nbytes += len(data)
-            yield entry.path
     if damaged:
         packs.damaged.append(pack.name)
-        fetched.damaged += damaged
+    return damaged

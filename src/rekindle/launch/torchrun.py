@@ -15,6 +15,7 @@ import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,6 @@ _QUIET = (
     "\n****",
 )
 """Beginnings of torchrun's messages at each failure and start, in place of which Rekindle writes its own."""
-_Decide = Callable[[Mapping[int, Any]], Decision]
 _LOGGERS = ("run", "elastic.agent.server.api", "elastic.multiprocessing.api")
 
 
@@ -87,8 +87,12 @@ class _Course:
     def _begin(self, later: float = 0.0) -> None:
         self._since, self._begun = time.time() + later, time.monotonic() + later
 
-    def decide(self, failures: Mapping[int, Any]) -> Decision:
-        """Decides what follows a failure of the ranks. Says so if they are started again."""
+    def decide(self, mend: Callable[[], object], failures: Mapping[int, Any]) -> Decision:
+        """Decides what follows a failure of the ranks. Says so if they are started again.
+
+        Calls ``mend`` first: all ranks of the node have ended, and none has been started again.
+        """
+        mend()
         rank, first = first_failure(failures)
         code = first.exitcode
         note_end(self._place, self._begun, rank, code)
@@ -162,7 +166,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
                 short_delays(nodes),
                 keep_compile_cache(args.compile_cache, Path(place), say) as mend,
                 _warm_workers(args, Path(place), say) as tend,
-                deciding(_after(mend, course.decide), tend),
+                deciding(partial(course.decide, mend), tend),
             ):
                 # record() writes the first error of all to that file, for schedulers that read it.
                 (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
@@ -194,16 +198,6 @@ def _own_directory() -> Iterator[str]:
             yield place
         finally:
             os.close(lock)
-
-
-def _after(mend: Callable[[], object], decide: _Decide) -> _Decide:
-    """Returns ``decide`` with ``mend`` before it: all ranks of the node have ended then, and none has been started."""
-
-    def decide_after(failures: Mapping[int, Any]) -> Decision:
-        mend()
-        return decide(failures)
-
-    return decide_after
 
 
 def _add_options(parser: ArgumentParser) -> None:

@@ -54,7 +54,7 @@ class Object:
     size: int
     etag: str | None
     version: str | None
-    changed: float = 0.0
+    changed: float
     """Time of the last change by the service's clock, in seconds since 1970."""
 
 

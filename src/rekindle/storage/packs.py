@@ -7,7 +7,7 @@ that dies leaves nothing that could be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rekindle.errors import FormatError, VersionError
@@ -23,18 +23,16 @@ from rekindle.format.compile_index import (
     encode_index,
 )
 from rekindle.format.names import Root
-from rekindle.storage.private import PrivateFiles, StoredFile, open_private
+from rekindle.storage.private import StoredFile, open_private
 
-__all__ = ["PACK_BYTES", "Pack", "Packs"]
+__all__ = ["PACK_BYTES", "PACK_ENTRIES", "Pack", "Packs"]
 
 PACK_BYTES = 8 << 20
 """Bytes of files after which a pack ends. The agent holds as many in memory, and a drain waits for no more."""
-
-_MOST_PACKS = 2000
-"""Most packs of a root: each costs a start a request or two."""
-_UNFINISHED = 3600.0
-"""Seconds for which a pack without an index is left alone: its writer may still be at it."""
-_FOLDER = "compile"
+PACK_ENTRIES = 8192
+"""Files after which a pack ends: its index stays below ``MAX_INDEX`` with paths of any length."""
+_MOST_PACKS = 500
+"""Most packs of a root. A start reads the index of each, which takes an object store 10 s at 20 ms for a request."""
 
 
 @dataclass(frozen=True)
@@ -47,32 +45,30 @@ class Pack:
 
 
 class Packs:
-    """The packs of one root for one toolchain. Every method raises OSError, as ``PrivateFiles`` does."""
+    """The packs of one root for one toolchain. Its methods raise OSError and FormatError, as ``PrivateFiles`` does."""
 
     def __init__(self, root: Root, toolchain: str) -> None:
-        self._files: PrivateFiles = open_private(root, _FOLDER)
-        self._toolchain = toolchain
+        self._files = open_private(root, "compile")
+        self.where, self.toolchain = self._files.where, toolchain
         self._read: dict[str, Pack | None] = {}
         """Packs by name; None for an index that is damaged, or of a newer version."""
         self.damaged: list[str] = []
         """Packs whose index is damaged."""
         self.others: list[str] = []
         """Other toolchains that have packs there, as of the last ``list``."""
-        self.where = self._files.where
 
     def list(self) -> list[Pack]:
         """Lists the packs, newest first. Reads each index once; a damaged one is left out."""
-        stored = self._files.list()
-        self.others = sorted({_split(file.name)[0] for file in stored} - {self._toolchain})
-        indexes = [file for file in stored if _split(file.name)[0] == self._toolchain and file.name.endswith(INDEX)]
-        sizes = {file.name: file.size for file in stored}
+        stored = {file.name: file for file in self._files.list()}
+        self.others = sorted({name.partition("/")[0] for name in stored} - {self.toolchain})
+        indexes = [name for name in stored if name.startswith(f"{self.toolchain}/") and name.endswith(INDEX)]
         found = []
-        for file in sorted(indexes, key=lambda file: file.changed, reverse=True)[:_MOST_PACKS]:
-            name = _split(file.name)[1]
+        for index in sorted(indexes, key=lambda name: stored[name].changed, reverse=True)[:_MOST_PACKS]:
+            name = index.removeprefix(f"{self.toolchain}/").removesuffix(INDEX)
             if name not in self._read:
                 self._read[name] = self._read_index(name)
-            pack = self._read[name]
-            if pack is not None and sizes.get(self._name(name, PACK)) == pack.nbytes <= PACK_BYTES + MAX_ENTRY:
+            pack, file = self._read[name], stored.get(self._name(name, PACK))
+            if pack is not None and file is not None and file.size == pack.nbytes <= PACK_BYTES + MAX_ENTRY:
                 found.append(pack)
         return found
 
@@ -88,55 +84,36 @@ class Packs:
 
     def read(self, pack: Pack) -> Iterator[tuple[Entry, bytes | None]]:
         """Yields each entry with its bytes, or with None where they differ from its digest."""
-        data = memoryview(self._files.read(self._name(pack.name, PACK), pack.nbytes))
+        data = self._files.read(self._name(pack.name, PACK), pack.nbytes)
         at = 0
         for entry in pack.entries:
-            part = bytes(data[at : at + entry.size])
+            part = data[at : at + entry.size]
             at += entry.size
             yield entry, part if digest(part) == entry.digest else None
 
-    def write(self, files: Iterable[tuple[str, bytes]]) -> None:
-        """Writes one pack of these files."""
-        given = list(files)
-        name, index = encode_index(Entry(path, len(data), digest(data)) for path, data in given)
-        self._files.write(self._name(name, PACK), b"".join(data for _, data in given))
+    def write(self, files: Mapping[str, bytes]) -> None:
+        """Writes one pack of these files, by their paths."""
+        name, index = encode_index(Entry(path, len(data), digest(data)) for path, data in files.items())
+        self._files.write(self._name(name, PACK), b"".join(files.values()))
         self._files.write(self._name(name, INDEX), index)
 
     def remove(self, name: str) -> None:
         """Removes a pack, its index first."""
-        self._remove(self._toolchain, name)
+        for ending in (INDEX, PACK):
+            self._files.remove(self._name(name, ending))
 
     def make_room(self) -> None:
-        """Removes the oldest packs of any toolchain while there are too many, and what writers that died have left."""
-        stored = self._files.list()
-        newest = max((file.changed for file in stored), default=0.0)
-        packs: dict[tuple[str, str], list[StoredFile]] = {}
-        for file in stored:
-            packs.setdefault(_split(file.name), []).append(file)
-        whole = []
-        for key, files in packs.items():
-            index = next((file for file in files if file.name.endswith(INDEX)), None)
-            if index is not None:
-                whole.append((index.changed, key, sum(file.size for file in files)))
-            elif max(file.changed for file in files) < newest - _UNFINISHED:
-                for file in files:
-                    self._files.remove(file.name)
-        held, count = sum(nbytes for _, _, nbytes in whole), len(whole)
-        for _, (toolchain, name), nbytes in sorted(whole):
+        """Removes the oldest packs, of any toolchain, while there are too many; what dead writers have left, too."""
+        packs: dict[str, list[StoredFile]] = {}
+        for file in self._files.list():  # by name: an index comes before its pack
+            packs.setdefault(file.name.removesuffix(INDEX).removesuffix(PACK), []).append(file)
+        held, count = sum(file.size for files in packs.values() for file in files), len(packs)
+        for files in sorted(packs.values(), key=lambda files: max(file.changed for file in files)):
             if held <= MAX_BYTES and count <= _MOST_PACKS:
                 break
-            self._remove(toolchain, name)
-            held, count = held - nbytes, count - 1
-
-    def _remove(self, toolchain: str, name: str) -> None:
-        for ending in (INDEX, PACK):
-            self._files.remove(f"{toolchain}/{name}{ending}")
+            for file in files:
+                self._files.remove(file.name)
+            held, count = held - sum(file.size for file in files), count - 1
 
     def _name(self, name: str, ending: str) -> str:
-        return f"{self._toolchain}/{name}{ending}"
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Returns toolchain and pack of a stored file. An unfinished file has a name of its own."""
-    toolchain, _, file = name.partition("/")
-    return toolchain, file.removesuffix(INDEX).removesuffix(PACK)
+        return f"{self.toolchain}/{name}{ending}"

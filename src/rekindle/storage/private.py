@@ -1,7 +1,7 @@
 """Keeps files of a root that only this user may have written, because their contents are going to be run.
 
-They lie in one folder of the root, two levels deep. In a directory, the owners and modes of folders and files are
-checked at each look. An object store has no owners: who may write to the bucket is up to its policy.
+They lie in one folder of the root, two levels deep. In a directory, owners and modes are checked at each look and each
+read. An object store has no owners: who may write to the bucket is up to its policy.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import os
 import secrets
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rekindle.format.names import Root
+from rekindle.format.receipt import open_file
 from rekindle.storage import disk
+from rekindle.storage.posix import synced_file, write_all
 
 if TYPE_CHECKING:
     from rekindle.storage.bucket import Bucket
@@ -39,7 +40,8 @@ class StoredFile:
 class PrivateFiles(ABC):
     """Files in one folder of a root, each written once, as a whole.
 
-    All methods raise OSError when storage fails. PermissionError means that somebody else may have written there.
+    All methods raise OSError when storage fails, FormatError for a link. PermissionError means that somebody else may
+    have written there.
     """
 
     where: str
@@ -47,7 +49,7 @@ class PrivateFiles(ABC):
 
     @abstractmethod
     def list(self) -> list[StoredFile]:
-        """Lists all files; none where the folder is missing."""
+        """Lists all files by name; none where the folder is missing."""
 
     @abstractmethod
     def read(self, name: str, most: int) -> bytes:
@@ -55,10 +57,7 @@ class PrivateFiles(ABC):
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file, durable on return. It appears as a whole, over an older one if there is one.
-
-        Makes folders, but not the root.
-        """
+        """Writes a file, durable on return, over an older one if there is one. Makes folders, but not the root."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -83,78 +82,54 @@ class _InDirectory(PrivateFiles):
 
     def list(self) -> list[StoredFile]:
         found = []
-        with suppress(FileNotFoundError), _folder(self._path) as top:
-            for folder in sorted(os.listdir(top)):
-                with suppress(NotADirectoryError), _folder(self._path / folder, top) as fd:
-                    for name in sorted(os.listdir(fd)):
-                        with suppress(FileNotFoundError):  # somebody has just removed it
-                            info = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                            if stat.S_ISREG(info.st_mode):
-                                found.append(StoredFile(f"{folder}/{name}", info.st_size, info.st_mtime))
+        with suppress(FileNotFoundError):
+            _check(self._path, os.lstat(self._path))
+            for folder in sorted(self._path.iterdir()):
+                if stat.S_ISDIR((info := os.lstat(folder)).st_mode):
+                    _check(folder, info)
+                    found += _list_folder(folder)
         return found
 
     def read(self, name: str, most: int) -> bytes:
-        # By descriptors: whoever may write to the root could put another folder in the place of one that was checked.
-        folder, _, file = name.partition("/")
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with (
-            _folder(self._path) as top,
-            _folder(self._path / folder, top) as fd,
-            open(os.open(file, flags, dir_fd=fd), "rb") as opened,
-        ):
-            _check(os.fstat(opened.fileno()), self._path / name, 0o022)
-            return opened.read(most)
+        with open(open_file(self._path / name), "rb") as file:
+            # Of the file itself: whoever may write to the root could put another folder in the place of a checked one.
+            _check(self._path / name, os.fstat(file.fileno()))
+            return file.read(most)
 
     def write(self, name: str, data: bytes) -> None:
         path = self._path / name
         for folder in (self._path, path.parent):
             disk.mkdir(folder, 0o700)
             disk.sync(folder.parent)
-            with _folder(folder):
-                pass
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        fd = disk.create(temporary)
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[disk.write(fd, rest) :]
-            disk.fsync(fd)
-            disk.rename(temporary, path)
-        except BaseException:
-            disk.unlink(temporary)
-            raise
-        finally:
-            os.close(fd)
+            _check(folder, os.lstat(folder))
+        with synced_file(path, path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")) as fd:
+            write_all(fd, data)
         disk.sync(path.parent)
 
     def remove(self, name: str) -> None:
         disk.unlink(self._path / name)
 
 
-@contextmanager
-def _folder(path: Path, parent: int | None = None) -> Iterator[int]:
-    """Gives a descriptor of a folder that is this user's alone. Raises PermissionError for another one."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(path if parent is None else path.name, flags, dir_fd=parent)
-    try:
-        _check(os.fstat(fd), path, 0o077)
-        yield fd
-    finally:
-        os.close(fd)
+def _list_folder(folder: Path) -> list[StoredFile]:
+    found = []
+    for name in sorted(os.listdir(folder)):
+        with suppress(FileNotFoundError):  # somebody has just removed it
+            info = os.lstat(folder / name)
+            if stat.S_ISREG(info.st_mode):
+                found.append(StoredFile(f"{folder.name}/{name}", info.st_size, info.st_mtime))
+    return found
 
 
-def _check(info: os.stat_result, path: Path, forbidden: int) -> None:
-    """Raises PermissionError for what is another user's, or gives others a right that is ``forbidden``."""
+def _check(path: Path, info: os.stat_result) -> None:
+    """Raises PermissionError for another user's, for a folder that others may enter, and a file that they may write."""
     # Without an error number: what is usually advised for it, more rights, would be wrong here.
     if info.st_uid != os.getuid():
         raise PermissionError(
             f"{path}: belongs to user {info.st_uid}, not to us ({os.getuid()}), and what it holds would be run"
         )
-    if info.st_mode & forbidden:
-        mode = info.st_mode & 0o777
-        raise PermissionError(
-            f"{path}: is open to others (mode {mode:o}), and what it holds would be run: chmod 700 it"
-        )
+    if info.st_mode & (0o022 if stat.S_ISREG(info.st_mode) else 0o077):
+        how = "is a link" if stat.S_ISLNK(info.st_mode) else f"is open to others (mode {info.st_mode & 0o777:o})"
+        raise PermissionError(f"{path}: {how}, and what it holds would be run: remove it, or chmod go= it")
 
 
 class _InBucket(PrivateFiles):
@@ -162,17 +137,15 @@ class _InBucket(PrivateFiles):
         self._bucket, self.where = bucket, bucket.url
 
     def list(self) -> list[StoredFile]:
-        return [
-            StoredFile(found.name, found.size, found.changed)
-            for found in self._bucket.walk()
-            if found.name.count("/") == 1
-        ]
+        found = [StoredFile(each.name, each.size, each.changed) for each in self._bucket.walk()]
+        return [each for each in found if each.name.count("/") == 1]
 
     def read(self, name: str, most: int) -> bytes:
-        return self._bucket.get(name)[0][:most] if most else b""
+        size = min(most, self._bucket.head(name).size)  # services refuse a range that begins at an object's end
+        return b"".join(self._bucket.stream(name, 0, size)) if size else b""
 
     def write(self, name: str, data: bytes) -> None:
-        self._bucket.put(name, data)
+        self._bucket.upload(name, iter([memoryview(data)]), len(data), memoryview(data))
 
     def remove(self, name: str) -> None:
         self._bucket.delete([name])
