@@ -257,11 +257,22 @@ def test_entries_without_room_in_memory_are_left_out_in_one_line(load, root, mon
     assert "memory has no room for more" in the_line(found)
 
 
-def test_a_variable_of_the_users_own_stays(load, monkeypatch):
-    load()
+def test_a_variable_of_the_users_own_stays_and_is_named():
     os.environ["TRITON_CACHE_DIR"] = "/elsewhere"
     (line,) = compile_cache._set_variables(Path("/somewhere"))
-    assert "TRITON_CACHE_DIR is set already" in line and os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
+    assert line == "what is kept elsewhere, by TRITON_CACHE_DIR, is not carried"
+    assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere/inductor"
+
+
+def test_a_variable_that_torch_has_set_itself_does_not_count(monkeypatch, tmp_path):
+    """Torch's launcher does so before a script is run."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert compile_cache._set_variables(Path("/somewhere")) == []
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere/inductor"
 
 
 def test_what_is_no_root_is_an_error():

@@ -141,8 +141,21 @@ def _set_variables(directory: Path) -> list[str]:
         "MS_COMPILER_CACHE_ENABLE": "1",
         "MS_COMPILER_CACHE_PATH": str(directory / "mindspore"),
     }
+    if _is_torchs_own(os.environ.get("TORCHINDUCTOR_CACHE_DIR")):
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     others = [name for name, value in wanted.items() if os.environ.setdefault(name, value) != value]
-    return [f"{', '.join(others)} is set already, so what is kept there is not carried"] if others else []
+    return [f"what is kept elsewhere, by {' and '.join(others)}, is not carried"] if others else []
+
+
+def _is_torchs_own(directory: str | None) -> bool:
+    """True if torch has set its variable itself, as it does in the launcher's process, for ranks to inherit."""
+    if directory is None:
+        return False
+    with suppress(ImportError):
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
+
+        return directory == os.path.abspath(default_cache_dir())
+    return False
 
 
 def _fetch(packs: Packs, directory: CompileDir, fetched: _Fetched) -> None:
