@@ -267,9 +267,9 @@ def test_a_variable_of_the_users_own_stays_and_is_named():
 
 def test_a_variable_that_torch_has_set_itself_does_not_count(monkeypatch, tmp_path):
     """Torch's launcher does so before a script is run."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"]
     assert compile_cache._set_variables(Path("/somewhere")) == []
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere/inductor"
@@ -278,6 +278,22 @@ def test_a_variable_that_torch_has_set_itself_does_not_count(monkeypatch, tmp_pa
 def test_what_is_no_root_is_an_error():
     with pytest.raises(rekindle.UsageError):
         rekindle.CompileCache("ftp://host/run")
+
+
+@pytest.mark.parametrize("last_start", [True, False])
+def test_a_warm_worker_has_its_modules_in_the_order_of_a_cold_start(last_start):
+    """Torch's keys of compiled code depend on it."""
+    told = ["wave", "multiprocessing", "multiprocessing.reduction", "json"] if last_start else ["wave", "json"]
+    code = f"""
+import multiprocessing, wave, json, sys
+from rekindle.launch.become import order_modules
+before = set(sys.modules)
+order_modules({told})
+assert set(sys.modules) == before and sys.modules["__mp_main__"] is sys.modules["__main__"]
+print(*(name for name in sys.modules if name in ("wave", "json", "__mp_main__")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == (["wave", "__mp_main__", "json"] if last_start else ["wave", "json", "__mp_main__"])
 
 
 # -- the real thing --------------------------------------------------------------------------------------------------
