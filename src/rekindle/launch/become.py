@@ -17,8 +17,6 @@ __all__ = ["become_worker", "order_modules", "run_users_sitecustomize", "set_nam
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _NO_FILE = 0xFFFFFFFF
-_MAKES_ALIAS = "multiprocessing.reduction"
-"""Last module that ``multiprocessing`` imports before it makes ``__mp_main__``, a second name of ``__main__``."""
 _FIXED_SEED = 67280421310721
 """First seed of torch's generator in those versions that don't draw one at the import."""
 
@@ -65,17 +63,14 @@ def become_worker(environment: dict[str, str], streams: Iterable[int]) -> None:
 
 
 def order_modules(imported: Iterable[str]) -> None:
-    """Put the modules into the order of their imports in a cold start.
+    """Put the modules into the order of their imports in a cold start, and this process's own after them.
 
     A pickle names the first module that has the object. Torch's keys of compiled code are hashes of pickles: in another
     order, none of them is found in a compile cache. 0.3 ms for 2,000 modules.
     """
-    alias = sys.modules.pop("__mp_main__", None)
-    for name in [*imported, ""]:
+    for name in dict.fromkeys([*imported, *sys.modules]):
         if name in sys.modules:
             sys.modules[name] = sys.modules.pop(name)
-        if alias is not None and name in (_MAKES_ALIAS, ""):
-            sys.modules["__mp_main__"], alias = alias, None
 
 
 def set_name(name: str) -> None:
