@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("root", help="directory for the checkpoints")
     parser.add_argument("--steps", type=int, default=200, help="optimizer updates in all (default: %(default)s)")
     parser.add_argument("--width", type=int, default=128, help="features, a multiple of 32 (default: %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     args = parser.parse_args()
 
     rank = int(os.environ.get("RANK", 0))
@@ -66,6 +67,8 @@ def main() -> None:
     torch.manual_seed(rank)  # dropout and data differ from rank to rank; DDP gives all of them the weights of rank 0
     model = GPT(args.width).to(device)
     train = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+    if args.compile:
+        train = torch.compile(train)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=50)  # warm-up
 

@@ -26,6 +26,7 @@ from rekindle.errors import (
 
 if TYPE_CHECKING:
     from rekindle.checkpointer import Checkpoint, Checkpointer, Metrics
+    from rekindle.launch.compile_cache import CompileCache
     from rekindle.memory.fault import Fault
     from rekindle.state.replicas import ReplicaGroup, replica_groups
     from rekindle.state.values import Values
@@ -35,6 +36,7 @@ __all__ = [
     "BusyError",
     "Checkpoint",
     "Checkpointer",
+    "CompileCache",
     "CorruptError",
     "Fault",
     "FormatError",
@@ -60,6 +62,7 @@ _show_warnings()
 _LAZY = {
     "Checkpoint": "rekindle.checkpointer",
     "Checkpointer": "rekindle.checkpointer",
+    "CompileCache": "rekindle.launch.compile_cache",
     "Fault": "rekindle.memory.fault",
     "Metrics": "rekindle.checkpointer",
     "ReplicaGroup": "rekindle.state.replicas",

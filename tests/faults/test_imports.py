@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import rekindle.faults.imports
 from rekindle.faults.imports import IMPORTS
 from rekindle.faults.torchelastic import LAUNCH
 
@@ -41,7 +42,10 @@ def test_one_step_is_not_enough_though_it_is_saved_too(tmp_path: Path, steps: li
 def test_the_second_step_tells_modules_and_variables(tmp_path: Path) -> None:
     found = record_of(tmp_path, [5, 6], RANK="0")
     assert found is not None and found["changed"] == ["SET_BY_SCRIPT"]
-    assert "rekindle.faults.imports" in found["modules"]
+    modules = found["modules"]
+    assert modules["rekindle.faults.imports"] == rekindle.faults.imports.__file__
+    assert modules["itertools"] == ""
+    assert list(modules).index("rekindle.common.os_errors") < list(modules).index("rekindle.faults.imports")
 
 
 def test_where_the_kernel_shows_another_environment_the_variables_of_a_cold_start_stay(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rekindle.agent.backlog import Backlog, local_ranks
+from rekindle.agent.compile_carrier import CompileCarrier
 from rekindle.agent.records import RecordCarrier
 from rekindle.agent.unfinished import Unfinished
 from rekindle.common.os_errors import describe_error, explain
@@ -77,7 +78,8 @@ class Drainer:
         """``tell`` is called before a checkpoint is made in a root that was deleted, of which ``progress`` tells."""
         self.job, self._tell = job, tell
         self.progress = DrainProgress()
-        self.records = RecordCarrier(job)
+        self._records = RecordCarrier(job)
+        self._compile_caches = CompileCarrier(job)
         self._backlog = Backlog(job)
         self._unfinished = Unfinished()
         self._retry_at = 0.0
@@ -98,14 +100,35 @@ class Drainer:
     def tick(self) -> bool:
         """Drains the newest snapshot that should be on storage and isn't. True when one became durable.
 
-        Records of incidents are carried when there is no snapshot to drain.
+        Records of incidents and compile caches are carried when there is no snapshot to drain.
         """
         done = self._drain_newest()
-        if not done and self.records.wanting():
-            self.progress.moved = time.monotonic()
-            self.records.carry()
-            self.progress.moved = None
+        if not done:
+            if self._records.wanting():
+                with self._asking():
+                    self._records.carry()
+            with self._asking():
+                self._compile_caches.tick()
         return done
+
+    def finish(self) -> bool:
+        """Carries all records and, for a bounded time, compile caches: the memory is about to be given back.
+
+        Returns True if storage has all records.
+        """
+        with self._asking():
+            settled = self._records.carry(last=True)
+            self._compile_caches.finish()
+        return settled
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Has storage that hangs noticed, as it is in a drain."""
+        self.progress.moved = time.monotonic()
+        try:
+            yield
+        finally:
+            self.progress.moved = None
 
     def _drain_newest(self) -> bool:
         if time.monotonic() < self._retry_at:

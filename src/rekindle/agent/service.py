@@ -24,6 +24,7 @@ from rekindle.agent.monitor import RankMonitor
 from rekindle.common.os_errors import explain
 from rekindle.common.priority import lower_priority
 from rekindle.errors import FormatError, RekindleError
+from rekindle.memory.compile_dir import CompileDir
 from rekindle.memory.incidents import open_incident, read_start
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
@@ -191,8 +192,11 @@ class Agent:
                 return False
             if self.drainer.pending() is not None:
                 return False
-            self.drainer.records.carry(last=True)
-            return self.job.remove()
+            self.drainer.finish()
+            if not self.job.remove():
+                return False
+            CompileDir.remove_abandoned(self.job.path.parent)
+            return True
         except (OSError, RekindleError) as error:
             self.drainer.progress.error = explain(error)
             return False

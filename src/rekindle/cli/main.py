@@ -47,6 +47,7 @@ from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import CorruptError, RekindleError, UsageError
 from rekindle.format.names import Root
+from rekindle.memory.compile_dir import CompileDir
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.listing import (
     ListedCopy,
@@ -273,6 +274,7 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
     if (root is None) == (not stale):
         raise click.UsageError("give either ROOT or --stale")
     base = memory_base(memory)
+    CompileDir.remove_abandoned(base)
     if root is not None:
         wanted = [job for job in jobs_in_memory(base) if job.path == JobDir.of(root, base).path]
         if not wanted:
@@ -289,6 +291,7 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
                 click.echo(f"{job.path}: ended, {decimal(held)} given back")
             except RekindleError as error:
                 failures.append(error)
+    CompileDir.remove_abandoned(base)
     for extra in failures[:-1]:
         click.echo(f"Error: {extra}", err=True)
     if failures:

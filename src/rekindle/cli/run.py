@@ -54,6 +54,8 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
                             longest pause before a restart; 60 if unset
       --retry-refused       start again after errors that each start would
                             meet: a state that doesn't fit, usage
+      --compile-cache ROOT  keep what is compiled in memory, and with the
+                            checkpoints in ROOT: restarts compile nothing
       -m                    SCRIPT is a module's name
       --no-warm             start ranks anew after a failure, rather than from a
                             process that has loaded what they import

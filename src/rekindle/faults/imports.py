@@ -51,9 +51,9 @@ class ImportRecord:
 
 
 def imported_files() -> dict[str, str]:
-    """Returns the file of each module that was found by its name, in the order of their imports."""
+    """Returns the file of each module, in the order of their imports; an empty name where it has none."""
     specs = ((name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items()))
-    return {name: str(spec.origin) for name, spec in specs if spec is not None and spec.has_location and spec.origin}
+    return {name: str(spec.origin or "") if spec is not None and spec.has_location else "" for name, spec in specs}
 
 
 def _begun_environment() -> dict[bytes, bytes] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rekindle.common.process_start import mark_warm
 
-__all__ = ["become_worker", "run_users_sitecustomize", "set_name"]
+__all__ = ["become_worker", "order_modules", "run_users_sitecustomize", "set_name"]
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _NO_FILE = 0xFFFFFFFF
@@ -60,6 +60,17 @@ def become_worker(environment: dict[str, str], streams: Iterable[int]) -> None:
     _reseed()
     thread: Any = threading.main_thread()
     thread._set_native_id()  # a fork leaves the old one there
+
+
+def order_modules(imported: Iterable[str]) -> None:
+    """Put the modules into the order of their imports in a cold start, and this process's own after them.
+
+    A pickle names the first module that has the object. Torch's keys of compiled code are hashes of pickles: in another
+    order, none of them is found in a compile cache. 0.3 ms for 2,000 modules.
+    """
+    for name in dict.fromkeys([*imported, *sys.modules]):
+        if name in sys.modules:
+            sys.modules[name] = sys.modules.pop(name)
 
 
 def set_name(name: str) -> None:

@@ -147,7 +147,7 @@ class Preload:
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if spec is None or not spec.has_location or not spec.origin:
             return
-        if expected is not None and expected != spec.origin:
+        if expected and expected != spec.origin:
             raise UnfitModuleError(package, f"it loads {spec.origin} where the script loads {expected}")
         with suppress(OSError):
             self._files[spec.origin] = _stamp(spec.origin)

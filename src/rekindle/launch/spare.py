@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from rekindle.launch.become import become_worker, run_users_sitecustomize, set_name
+from rekindle.launch.become import become_worker, order_modules, run_users_sitecustomize, set_name
 from rekindle.launch.preload import Preload, UnfitModuleError, fork
 
 __all__ = ["ORDERS", "Orders", "hold"]
@@ -99,6 +99,8 @@ class _Spare:
         self._preload = Preload(Path(orders.script_dir), set(orders.variable), set(orders.without))
         self._learnt = 0
         self._changed: set[str] = set()
+        self._imported: list[str] = []
+        """Modules of the script's last start, in the order of their imports."""
         self._background = _Background()
         self._worker = False
         self._compared: tuple[str | None, str | None] | None = None
@@ -131,6 +133,7 @@ class _Spare:
         self._learnt = self._record_time()
         told = json.loads(Path(self._orders.record).read_bytes())
         self._changed = set(told["changed"])
+        self._imported = list(told["modules"])
         try:
             with self._background:
                 self._preload.load(told["modules"], self._rest)
@@ -197,6 +200,7 @@ class _Spare:
         set_name(self._name)
         said = self._streams.end()
         become_worker(environment, streams)
+        order_modules(self._imported)
         for target, text in said.items():
             os.write(target, text)
         importlib.invalidate_caches()

@@ -15,6 +15,7 @@ import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rekindle.errors import NotFoundError, RekindleError, UsageError
 from rekindle.faults import nccl
 from rekindle.faults.torchelastic import LAUNCH, SURVIVOR_EXIT
 from rekindle.format.names import Root
+from rekindle.launch.compile_cache import keep_compile_cache
 from rekindle.launch.elastic import deciding
 from rekindle.launch.end_notes import note_end
 from rekindle.launch.reports import (
@@ -85,8 +87,12 @@ class _Course:
     def _begin(self, later: float = 0.0) -> None:
         self._since, self._begun = time.time() + later, time.monotonic() + later
 
-    def decide(self, failures: Mapping[int, Any]) -> Decision:
-        """Decides what follows a failure of the ranks. Says so if they are started again."""
+    def decide(self, mend: Callable[[], object], failures: Mapping[int, Any]) -> Decision:
+        """Decides what follows a failure of the ranks. Says so if they are started again.
+
+        Calls ``mend`` first: all ranks of the node have ended, and none has been started again.
+        """
+        mend()
         rank, first = first_failure(failures)
         code = first.exitcode
         note_end(self._place, self._begun, rank, code)
@@ -173,7 +179,12 @@ def _train(args: Any, place: Path, say: Callable[[str], object]) -> int:
         for name in _LOGGERS:
             logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
     try:
-        with short_delays(nodes), _warm_workers(args, place, say) as tend, deciding(course.decide, tend):
+        with (
+            short_delays(nodes),
+            keep_compile_cache(args.compile_cache, place, say) as mend,
+            _warm_workers(args, place, say) as tend,
+            deciding(partial(course.decide, mend), tend),
+        ):
             # record() writes the first error of all to that file, for schedulers that read it.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
     except ChildFailedError as error:
@@ -234,6 +245,7 @@ def _add_options(parser: ArgumentParser) -> None:
     ways = ("progress", "job")
     parser.add_argument("--count-restarts", "--count_restarts", action=env, choices=ways, default=ways[0])
     parser.add_argument("--retry-refused", "--retry_refused", action=check_env)
+    parser.add_argument("--compile-cache", "--compile_cache", action=env, metavar="ROOT")
     parser.add_argument("--no-warm", "--no_warm", action=check_env)
 
 

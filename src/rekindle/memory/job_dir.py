@@ -27,7 +27,7 @@ from rekindle.memory.notes import Notes
 from rekindle.memory.paths import RANK_LOCKS, JobPaths, matching, rank_of
 from rekindle.memory.snapshots import Snapshots
 
-__all__ = ["JobDir", "memory_base"]
+__all__ = ["JobDir", "make_private", "memory_base"]
 
 _LOCK_SECONDS = 10.0
 """Bound on the wait for the lock of all jobs. It is held for milliseconds, and freed by the kernel at a death."""
@@ -44,11 +44,11 @@ def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
     return Path(os.path.expanduser(chosen)).absolute() / f"rekindle-{os.getuid()}"
 
 
-def _private(path: Path) -> None:
+def make_private(path: Path) -> None:
     """Makes the directory ``path``, or checks that it is this user's and that nobody else can enter it.
 
     Anybody may create names in /dev/shm; a directory that somebody else made there first could be read or changed by
-    them, so it is refused rather than repaired.
+    them, so it is refused rather than repaired. Raises MemoryStoreError.
     """
     try:
         os.mkdir(path, 0o700)
@@ -92,12 +92,12 @@ class JobDir:
         except OSError as error:
             raise MemoryStoreError(f"memory store {self.path.parent.parent}: {describe_error(error)}") from error
         for path in (self.path.parent, self.path, self.paths.slots):
-            _private(path)
+            make_private(path)
 
     def check(self) -> None:
         """Raises MemoryStoreError unless the existing directory is this user's alone. Called before it is trusted."""
         if self.path.parent.exists():
-            _private(self.path.parent)
+            make_private(self.path.parent)
 
     # -- who is there -------------------------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ class Object:
     size: int
     etag: str | None
     version: str | None
+    changed: float
+    """Time of the last change by the service's clock, in seconds since 1970."""
 
 
 class Bucket:
@@ -194,7 +196,7 @@ class Bucket:
 
 
 def _object(meta: Any) -> Object:
-    return Object(meta["path"], meta["size"], meta["e_tag"], meta["version"])
+    return Object(meta["path"], meta["size"], meta["e_tag"], meta["version"], meta["last_modified"].timestamp())
 
 
 def _sentence(error: BaseException) -> str:

@@ -100,9 +100,9 @@ def unlink(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def mkdir(path: Path) -> None:
-    """Makes a directory. One that is there already is no error."""
-    path.mkdir(exist_ok=True)
+def mkdir(path: Path, mode: int = 0o777) -> None:
+    """Makes a directory, with ``mode`` as far as the umask allows. One that is there already is no error."""
+    path.mkdir(mode, exist_ok=True)
 
 
 def rmdir(path: Path) -> None:

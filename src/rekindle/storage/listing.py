@@ -227,7 +227,8 @@ def jobs_in_memory(base: Path) -> list[JobDir]:
     """Lists every job that has memory on this node."""
     if not base.is_dir():
         return []
-    found = [JobDir(path) for path in sorted(base.iterdir()) if path.is_dir()]
+    # A job's name has no dot in it; its compile caches lie beside it.
+    found = [JobDir(path) for path in sorted(base.iterdir()) if path.is_dir() and "." not in path.name]
     for job in found:
         job.check()
     return found

@@ -31,7 +31,7 @@ from rekindle.storage.retention import MOST_BY_DEFAULT
 from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
 
-__all__ = ["PosixStore"]
+__all__ = ["PosixStore", "synced_file", "write_all"]
 
 log = logging.getLogger("rekindle")
 
@@ -156,14 +156,14 @@ class PosixStore(Store):
         disk.sync(self.root)
         reach("drain.started", stamp.step)
         path = directory / shard_name(stamp.rank, stamp.world)
-        with _synced_file(path) as fd, UncachedFile(fd, receipt.file_bytes) as file:
+        with synced_file(path) as fd, UncachedFile(fd, receipt.file_bytes) as file:
             copy_shard(receipt, source, file, progress, budget or Budget())
             reach("drain.written", stamp.step)
             file.sync()
         reach("drain.shard", stamp.step)
         disk.sync(directory)  # else a power cut could leave the receipt and not the shard
-        with _synced_file(directory / receipt_name(stamp.rank, stamp.world)) as fd:
-            _write_all(fd, receipt.raw)
+        with synced_file(directory / receipt_name(stamp.rank, stamp.world)) as fd:
+            write_all(fd, receipt.raw)
         disk.sync(directory)
         reach("drain.receipt", stamp.step)
 
@@ -186,8 +186,8 @@ class PosixStore(Store):
             # Outside of the directory, which another publisher may rename under us, and each publisher its own: a rank
             # that found no room in memory and its node's agent may be two of them.
             temporary = self.root / f".{directory.name}.{stamp.rank}.{os.getpid()}.tmp"
-            with _synced_file(directory / MANIFEST, temporary) as fd:
-                _write_all(fd, document)
+            with synced_file(directory / MANIFEST, temporary) as fd:
+                write_all(fd, document)
             disk.sync(directory)
         except FileNotFoundError:
             return self._sync_published(stamp)
@@ -349,7 +349,7 @@ class PosixStore(Store):
         disk.make_path(path.parent)
         fd = disk.create(path)
         try:
-            _write_all(fd, data)
+            write_all(fd, data)
         finally:
             os.close(fd)
 
@@ -382,7 +382,7 @@ class PosixStore(Store):
 
 
 @contextmanager
-def _synced_file(path: Path, temporary: Path | None = None) -> Iterator[int]:
+def synced_file(path: Path, temporary: Path | None = None) -> Iterator[int]:
     """Opens a new file that gets its name once it is complete and synced. After an error nothing is left of it.
 
     The temporary name is the same each time, so the next writer overwrites what a killed one left.
@@ -419,7 +419,8 @@ def _has_pin(directory: Path) -> bool:
     return True
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
+    """Writes all of ``data`` where the last write ended."""
     view = memoryview(data)
     while view:
         view = view[disk.write(fd, view) :]
