@@ -44,13 +44,13 @@ CASES = (
 class Job:
     """One ``rekindle run`` of the example, and the time of each line that matters."""
 
-    def __init__(self, directory: Path, *options: str, compiled: bool = True, cached: bool = True) -> None:
+    def __init__(self, directory: Path, *, compiled: bool = True, cached: bool = True) -> None:
         self._root = directory / "root"
         self._memory = directory / "memory"
         self._memory.mkdir(exist_ok=True)
         self.job = JobDir.of(root_path(self._root), memory_base(self._memory))
         cache = [f"--compile-cache={self._root}"] if cached else []
-        script = [str(_EXAMPLE), str(self._root), "--steps=1000000", *(["--compile"] if compiled else []), *options]
+        script = [str(_EXAMPLE), str(self._root), "--steps=1000000", *(["--compile"] if compiled else [])]
         # Else torch caches in the directory of temporary files, from one case to the next.
         elsewhere = {} if cached else {"TORCHINDUCTOR_CACHE_DIR": str(directory / "unshared")}
         self._lines: list[tuple[float, str]] = []
@@ -90,8 +90,11 @@ class Job:
     def kill_rank(self) -> None:
         os.kill(self.job.trainers()[0], signal.SIGKILL)
 
-    def end(self) -> None:
-        """End the job, and what is left of it in memory."""
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the job, and what is left of it in memory: its agent carries what has been compiled."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(_LIMIT)
@@ -103,25 +106,18 @@ class Job:
 def _measure(directory: Path) -> dict[str, float]:
     """One round: seconds of the first step in each case."""
     found: dict[str, float] = {}
-    plain = Job(directory / "plain", compiled=False)
-    found[CASES[0]] = plain.first_step()
-    plain.end()
+    with Job(directory / "plain", compiled=False) as job:
+        found[CASES[0]] = job.first_step()
     here = directory / "cached"
-    job = Job(here)
-    try:
+    with Job(here) as job:
         found[CASES[1]] = job.first_step()
         job.kill_rank()
         found[CASES[2]] = job.first_step(1)
-    finally:
-        job.end()  # and the agent carries what has been compiled
     if not list((here / "root").glob("compile/*/*.json")):
         raise SystemExit("nothing was carried to storage")
     for case, cached in ((CASES[3], True), (CASES[4], False)):
-        job = Job(here, cached=cached)
-        try:
+        with Job(here, cached=cached) as job:
             found[case] = job.first_step()
-        finally:
-            job.end()
     return found
 
 

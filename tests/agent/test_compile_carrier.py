@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from dataclasses import replace
@@ -20,6 +21,7 @@ from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.session.agent_keeper import spawn
 from rekindle.storage.packs import Packs
+from rekindle.storage.private import _InDirectory
 from tests.conftest import commit, make_shard
 from tests.faults.harness import wait_for
 
@@ -166,7 +168,7 @@ def test_the_drain_s_limit_of_bytes_per_second_holds_between_packs(carrier, dire
     for _ in range(3):
         carrier.tick()
     assert packs(root) == 1, "the next one in ten seconds"
-    carrier.finish()
+    carrier.finish(math.inf)
     assert packs(root) == 2, "the node may go"
 
 
@@ -218,7 +220,9 @@ def test_storage_that_refuses_is_left_alone_for_a_while(carrier, directory, root
 def test_the_end_of_a_job_carries_what_has_not_settled(carrier, directory, root):
     for name in "ab":
         put(directory, f"inductor/{name}", bytes(9 * MB), age=0.0)
-    carrier.finish()
+    carrier.finish(time.monotonic())
+    assert not carried(root), "whoever ends the job has waited long enough"
+    carrier.finish(math.inf)
     assert sorted(carried(root)) == ["inductor/a", "inductor/b"]
 
 
@@ -241,6 +245,26 @@ def test_the_drain_carries_when_it_has_nothing_else_to_do(job, directory, root, 
     assert carried(root) == {"inductor/a": b"x"}
     assert asked != [None], "storage that hangs is noticed"
     assert drainer.progress.moved is None
+
+
+def test_storage_that_answers_slowly_is_not_taken_for_one_that_hangs(job, directory, root, monkeypatch):
+    for number in range(3):
+        Packs(root, CHAIN).write({f"inductor/other{number}": b"x"})
+    monkeypatch.setattr(compile_carrier, "_LOOK_EVERY", 0.0)
+    drainer = Drainer(job)
+    put(directory, "inductor/a", b"x")
+    waited_since = []
+    for name in ("list", "read", "write"):
+        plain = getattr(_InDirectory, name)
+
+        def slow(self, *arguments, plain=plain):
+            waited_since.append(drainer.progress.moved)
+            return plain(self, *arguments)
+
+        monkeypatch.setattr(_InDirectory, name, slow)
+    drainer.tick()
+    assert len(waited_since) == 7, "a list, three indexes, a pack and its index, a list"
+    assert len(set(waited_since)) == 7
 
 
 def test_an_agent_carries_behind_its_drain_and_takes_memory_along(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Callable
 
 from rekindle.common.os_errors import explain
 from rekindle.errors import RekindleError
@@ -32,8 +33,9 @@ _FINISH_WITHIN = 10.0
 class CompileCarrier:
     """Carries one job's entries. All that its successor would need is in files. For one thread at a time."""
 
-    def __init__(self, job: JobDir) -> None:
-        self._job, self._directory = job, CompileDir.beside(job)
+    def __init__(self, job: JobDir, answered: Callable[[], object] = lambda: None) -> None:
+        """``answered`` is called after each answer of storage: one that is slow is not taken for one that hangs."""
+        self._job, self._directory, self._answered = job, CompileDir.beside(job), answered
         self._packs: Packs | None = None
         self._known: dict[str, FileStamp] = {}
         """Files, as they were then, that storage has or that can't be read."""
@@ -48,9 +50,9 @@ class CompileCarrier:
             self._look_at = now + _LOOK_EVERY
             self._try_to_carry(_SETTLES)
 
-    def finish(self) -> None:
-        """Carries the rest, for a bounded time. Never raises."""
-        until = time.monotonic() + _FINISH_WITHIN
+    def finish(self, deadline: float) -> None:
+        """Carries the rest, for a bounded time, and until ``deadline`` at most. Never raises."""
+        until = min(time.monotonic() + _FINISH_WITHIN, deadline)
         while time.monotonic() < until and self._try_to_carry(0.0):
             pass
 
@@ -74,7 +76,7 @@ class CompileCarrier:
         if toolchain is None or info is None or self._job.notes.durable() is None:
             return False  # the last: nothing of the job has reached the root, which may not be mounted
         if self._packs is None or self._packs.toolchain != toolchain:
-            self._packs, self._known = Packs(info.root, toolchain), {}
+            self._packs, self._known = Packs(info.root, toolchain, self._answered), {}
         files = self._read_new(self._packs, settles)
         if not files:
             return False

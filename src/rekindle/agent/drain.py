@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -78,8 +79,8 @@ class Drainer:
         """``tell`` is called before a checkpoint is made in a root that was deleted, of which ``progress`` tells."""
         self.job, self._tell = job, tell
         self.progress = DrainProgress()
-        self._records = RecordCarrier(job)
-        self._compile_caches = CompileCarrier(job)
+        self.records = RecordCarrier(job)
+        self._compile_caches = CompileCarrier(job, self._note_answer)
         self._backlog = Backlog(job)
         self._unfinished = Unfinished()
         self._retry_at = 0.0
@@ -104,37 +105,39 @@ class Drainer:
         """
         done = self._drain_newest()
         if not done:
-            if self._records.wanting():
-                with self._asking():
-                    self._records.carry()
             with self._asking():
+                if self.records.wanting():
+                    self.records.carry()
                 self._compile_caches.tick()
         return done
 
-    def finish(self) -> bool:
+    def finish(self, deadline: float = math.inf) -> bool:
         """Carries all records and, for a bounded time, compile caches: the memory is about to be given back.
 
-        Returns True if storage has all records.
+        No compile cache is carried after ``deadline``. Returns True if storage has all records.
         """
         with self._asking():
-            settled = self._records.carry(last=True)
-            self._compile_caches.finish()
+            settled = self.records.carry(last=True)
+            self._compile_caches.finish(deadline)
         return settled
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
         """Has storage that hangs noticed, as it is in a drain."""
-        self.progress.moved = time.monotonic()
+        self._note_answer()
         try:
             yield
         finally:
             self.progress.moved = None
 
+    def _note_answer(self) -> None:
+        self.progress.moved = time.monotonic()
+
     def _drain_newest(self) -> bool:
         if time.monotonic() < self._retry_at:
             return False
         info = copy = None
-        self.progress.moved = time.monotonic()
+        self._note_answer()
         try:
             info = self._read_job()
             if info is None:

@@ -216,7 +216,7 @@ def _end_here(job: JobDir, deadline: float, progress: Callable[[dict[str, Any]],
             if not busy:
                 time.sleep(TICK)
         if not discard:
-            _in_time(deadline, job, drainer, drainer.finish, progress)
+            _in_time(deadline, job, drainer, lambda: drainer.finish(deadline), progress)
         if not job.remove():
             raise BusyError(f"{job.path}: a trainer has started again, so its memory stays")
     finally:

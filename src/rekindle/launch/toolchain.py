@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import re
 import runpy
@@ -44,7 +43,7 @@ def describe_toolchain() -> dict[str, str]:
         **{name: _version(name) for name in _PACKAGES},
         "python": f"{sys.implementation.cache_tag} {sys.version}",
         "machine": platform.machine(),
-        "libc": _libc(),
+        "libc": " ".join(platform.libc_ver()),
         # Inductor compiles with -march=native: its library ends a process on a processor that lacks an instruction.
         "processor": hashlib.sha256(_processor().encode()).hexdigest(),
         "gpus": ", ".join(_gpus()),
@@ -66,12 +65,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _libc() -> str:
-    with suppress(OSError, ValueError, AttributeError):
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    return ""
 
 
 def _processor() -> str:

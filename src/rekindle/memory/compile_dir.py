@@ -26,7 +26,7 @@ from pathlib import Path
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import FormatError, MemoryStoreError
 from rekindle.format.compile_index import CACHES, MAX_BYTES, MAX_ENTRY, is_entry_path
-from rekindle.format.names import Root, job_name
+from rekindle.format.names import Root
 from rekindle.format.receipt import open_file, write_atomic
 from rekindle.memory.job_dir import JobDir, make_private
 
@@ -69,7 +69,7 @@ class CompileDir:
     @staticmethod
     def of(root: Root, base: Path) -> CompileDir:
         """Returns the directory, in the memory store ``base``, of the job that saves to ``root``."""
-        return CompileDir(base / f"{job_name(root)}{_SUFFIX}")
+        return CompileDir.beside(JobDir.of(root, base))
 
     @staticmethod
     def beside(job: JobDir) -> CompileDir:

@@ -7,7 +7,7 @@ that dies leaves nothing that could be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rekindle.errors import FormatError, VersionError
@@ -47,8 +47,9 @@ class Pack:
 class Packs:
     """The packs of one root for one toolchain. Its methods raise OSError and FormatError, as ``PrivateFiles`` does."""
 
-    def __init__(self, root: Root, toolchain: str) -> None:
-        self._files = open_private(root, "compile")
+    def __init__(self, root: Root, toolchain: str, answered: Callable[[], object] = lambda: None) -> None:
+        """``answered`` is called each time that storage has listed, read or written something."""
+        self._files, self._answered = open_private(root, "compile"), answered
         self.where, self.toolchain = self._files.where, toolchain
         self._read: dict[str, Pack | None] = {}
         """Packs by name; None for an index that is damaged, or of a newer version."""
@@ -60,6 +61,7 @@ class Packs:
     def list(self) -> list[Pack]:
         """Lists the packs, newest first. Reads each index once; a damaged one is left out."""
         stored = {file.name: file for file in self._files.list()}
+        self._answered()
         self.others = sorted({name.partition("/")[0] for name in stored} - {self.toolchain})
         indexes = [name for name in stored if name.startswith(f"{self.toolchain}/") and name.endswith(INDEX)]
         found = []
@@ -67,6 +69,7 @@ class Packs:
             name = index.removeprefix(f"{self.toolchain}/").removesuffix(INDEX)
             if name not in self._read:
                 self._read[name] = self._read_index(name)
+                self._answered()
             pack, file = self._read[name], stored.get(self._name(name, PACK))
             if pack is not None and file is not None and file.size == pack.nbytes <= PACK_BYTES + MAX_ENTRY:
                 found.append(pack)
@@ -94,8 +97,9 @@ class Packs:
     def write(self, files: Mapping[str, bytes]) -> None:
         """Writes one pack of these files, by their paths."""
         name, index = encode_index(Entry(path, len(data), digest(data)) for path, data in files.items())
-        self._files.write(self._name(name, PACK), b"".join(files.values()))
-        self._files.write(self._name(name, INDEX), index)
+        for ending, data in ((PACK, b"".join(files.values())), (INDEX, index)):
+            self._files.write(self._name(name, ending), data)
+            self._answered()
 
     def remove(self, name: str) -> None:
         """Removes a pack, its index first."""
