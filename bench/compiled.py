@@ -106,18 +106,23 @@ class Job:
 def _measure(directory: Path) -> dict[str, float]:
     """One round: seconds of the first step in each case."""
     found: dict[str, float] = {}
+
+    def note(case: str, seconds: float) -> None:
+        found[case] = seconds
+        click.echo(f"{case}: {seconds:.2f} s", err=True)  # the next one may take minutes
+
     with Job(directory / "plain", compiled=False) as job:
-        found[CASES[0]] = job.first_step()
+        note(CASES[0], job.first_step())
     here = directory / "cached"
     with Job(here) as job:
-        found[CASES[1]] = job.first_step()
+        note(CASES[1], job.first_step())
         job.kill_rank()
-        found[CASES[2]] = job.first_step(1)
+        note(CASES[2], job.first_step(1))
     if not list((here / "root").glob("compile/*/*.json")):
         raise SystemExit("nothing was carried to storage")
     for case, cached in ((CASES[3], True), (CASES[4], False)):
         with Job(here, cached=cached) as job:
-            found[case] = job.first_step()
+            note(case, job.first_step())
     return found
 
 
