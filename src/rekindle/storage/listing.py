@@ -19,6 +19,7 @@ from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.format.lineage import Incarnation, superseded_by
 from rekindle.format.names import Root, receipt_name
 from rekindle.format.receipt import Receipt
+from rekindle.memory.files_dir import FILES
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_from
@@ -225,7 +226,7 @@ def jobs_in_memory(base: Path) -> list[JobDir]:
     """Lists every job that has memory on this node."""
     if not base.is_dir():
         return []
-    found = [JobDir(path) for path in sorted(base.iterdir()) if path.is_dir()]
+    found = [JobDir(path) for path in sorted(base.iterdir()) if path.is_dir() and path.name != FILES]
     for job in found:
         job.check()
     return found
