@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.agent.drain import TICK, Drainer
+from rekindle.agent.serving import Drains
 from rekindle.common.backoff import EARLY_TRIES, delays
 from rekindle.common.os_errors import describe_error
 from rekindle.common.priority import lower_priority
@@ -47,28 +48,39 @@ class AgentKeeper:
     """Keeps this job's memory drained: by an agent or, while none can run, by a thread of this process."""
 
     def __init__(
-        self, job: JobDir, info: JobInfo, within: float = 10.0, changed: Callable[[bool], object] = lambda there: None
+        self,
+        job: JobDir,
+        info: JobInfo,
+        within: float = 10.0,
+        changed: Callable[[bool], object] = lambda there: None,
+        drainer: Drains | None = None,
     ) -> None:
         """``info`` is what an agent needs to know. If none starts ``within`` seconds, this process drains instead.
 
         ``changed`` is called, in another thread, with False when this process begins to drain and with True when an
-        agent does so again.
+        agent does so again. ``drainer`` is what drains here; by default one of snapshots.
         """
         self.job, self._root = job, info.root
         self._within, self._changed = within, changed
         self._process: subprocess.Popen[bytes] | None = None
+        self._spawned = 0.0
         self._looked = -_LOOK_EVERY
         self._thread: threading.Thread | None = None
         self._logged_error: str | None = None
         self._recreated_at: int | None = None
         self._sign, self._silent = 0, 0.0
         self._stop = threading.Event()
-        self._drainer = Drainer(job)
+        self._drainer: Drains = drainer or Drainer(job)
         self._status: dict[str, Any] = {}
         try:
             job.write_job(info)
         except OSError as error:
             raise MemoryStoreError(f"{job.paths.job}: {describe_error(error)}") from error
+
+    def begin(self) -> None:
+        """Starts an agent before it returns, if there is none: should this process die, its session lives on."""
+        if self.job.agent() is None:
+            self._start()
 
     def check(self) -> None:
         """Looks after the agent, at most twice a second. Never waits for it."""
@@ -159,7 +171,9 @@ class AgentKeeper:
         """Starts an agent. Returns what to look at if it doesn't stay."""
         try:
             self.job.mend_job()
-            self._process = spawn(self.job)
+            now = time.monotonic()
+            if self._process is None or self._process.poll() is not None or now > self._spawned + _START_WITHIN:
+                self._process, self._spawned = spawn(self.job), now
         except (OSError, RekindleError) as error:
             return str(error)
         return f"it did not stay, see {self.job.paths.agent_log}"
