@@ -38,6 +38,7 @@ ROOMS = {
     "save": Room(7),
     "restore": Room(7),
     "faults": Room(8),
+    "files": Room(8, torch="in functions"),
     "transfer": Room(8),
     "integrations": Room(9),
     "checkpointer": Room(9),

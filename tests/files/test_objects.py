@@ -1,0 +1,83 @@
+"""Files in an object store: whole or not there, with a server that refuses for a while."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.agent.file_drain import FileDrainer
+from rekindle.memory.files_dir import FilesDir
+from tests.files.test_bad_input import flip
+from tests.files.test_save_and_load import assert_same, forget, state
+from tests.objects.proxy import Proxy
+from tests.objects.servers import Server
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def url(s3: Server, bucket: str) -> str:
+    return f"s3://{bucket}/files/{time.monotonic_ns()}"
+
+
+def test_a_state_comes_back_from_memory_and_from_the_bucket(
+    drainer: FileDrainer,
+    store: FilesDir,
+    url: str,
+    s3: Server,
+    bucket: str,
+) -> None:
+    saved = state()
+    rekindle.save(saved, f"{url}/x.pt")
+    assert_same(rekindle.load(f"{url}/x.pt"), saved)
+    assert drainer.tick()
+    body = s3.client().get_object(Bucket=bucket, Key=f"{url.partition(bucket + '/')[2]}/x.pt")["Body"].read()
+    assert_same(torch.load(io.BytesIO(body), weights_only=True), saved)
+    flip(store)
+    assert_same(rekindle.load(f"{url}/x.pt"), saved)
+    forget(store)
+    assert_same(rekindle.load(f"{url}/x.pt"), saved)
+    rekindle.files.preload(f"{url}/x.pt")
+    assert [file.state for file in rekindle.files.status()] == ["both"]
+    assert_same(rekindle.load(f"{url}/x.pt"), saved)
+
+
+def test_the_newest_wins_in_a_bucket(drainer: FileDrainer, store: FilesDir, url: str) -> None:
+    rekindle.save(b"older", f"{url}/x")
+    assert drainer.tick()
+    rekindle.save(b"newer", f"{url}/x")
+    assert rekindle.load(f"{url}/x") == b"newer"
+    assert drainer.tick()
+    rekindle.files.configure(limit=10)
+    large = bytes(range(256)) * 100_000
+    assert rekindle.save(large, f"{url}/x") == "storage"
+    assert rekindle.load(f"{url}/x", raw=True) == large
+    with pytest.raises(rekindle.NotFoundError):
+        rekindle.load(f"{url}/y")
+
+
+@pytest.fixture
+def proxy(s3: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    with Proxy(s3.endpoint) as between:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.endpoint)
+        yield between
+
+
+@pytest.mark.campaign(30)
+def test_a_server_that_is_busy_for_a_while(drainer: FileDrainer, url: str, proxy: Proxy, root: Path) -> None:
+    proxy.mood = "busy"
+    rekindle.save(b"data", f"{url}/x")
+    assert not drainer.tick() and f"{url}/x: " in (drainer.progress.error or "")
+    assert rekindle.load(f"{url}/x") == b"data"
+    with pytest.raises(rekindle.NotDurableError):
+        rekindle.flush(timeout=0.1)
+    proxy.mood = "well"
+    while not drainer.tick():
+        time.sleep(0.05)
+    rekindle.flush(f"{url}/x", timeout=0.1)
