@@ -69,15 +69,15 @@ def _turn(kind: str, nbytes: int, saves: int, disk: Path, memory: Path) -> Turn:
         if "tmpfs" in kind and number:
             (place / f"{number - 1}.pt").unlink()
         time.sleep(_PAUSE)
-    began = time.perf_counter()
-    found = load(str(place / f"{saves - 1}.pt"), weights_only=True)
-    loaded = time.perf_counter() - began
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
     durable = None
     if kind.startswith("rekindle"):
         began = time.perf_counter()
         rekindle.flush(timeout=600)
         durable = time.perf_counter() - began
+    began = time.perf_counter()
+    found = load(str(place / f"{saves - 1}.pt"), weights_only=True)
+    loaded = time.perf_counter() - began
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
     return {"kind": kind, "copy": copy, "first": seconds[0], "next": seconds[1:], "load": loaded, "flush": durable}
 
 

@@ -53,7 +53,7 @@ class Client:
         self._keeper = AgentKeeper(self.store, info, drainer=FileDrainer(self.store))
         self._ended = threading.Event()
         self._saved: dict[str, str] = {}
-        """Names of the memory stores that this process saved into, by key of the file."""
+        """Names of the memory stores that this process saved into, by key of the file, until it is known to arrive."""
         threading.Thread(target=self._watch, name="rekindle-files-watch", daemon=True).start()
 
     def _rejoin(self) -> None:
@@ -131,17 +131,16 @@ class Client:
     def check_memory(self, target: str | None) -> None:
         """Raises NotDurableError if memory was removed since this process saved a file, or that of ``target``.
 
-        Nobody knows then if it had arrived. Each is told of once.
+        Nobody knows then if it had arrived. To be called when memory has nothing that storage lacks: each file is told
+        of once, lost or not.
         """
         here = self.store.id()
         wanted = list(self._saved) if target is None else [key_of(target)]
-        lost = [key for key in wanted if self._saved.get(key, here) != here]
-        for key in lost:
-            del self._saved[key]
+        lost = sum(self._saved.pop(key, here) != here for key in wanted)
         if lost:
             raise NotDurableError(
-                f"memory store {self.store.path}: was removed, and {len(lost)} file(s) of this process with it that "
-                "may not have been on storage: save them again"
+                f"memory store {self.store.path}: was removed, and {lost} file(s) of this process with it that may not "
+                "have been on storage: save them again"
             )
 
     def place(self, target: str) -> Place:
