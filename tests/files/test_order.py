@@ -12,6 +12,7 @@ import pytest
 
 import rekindle
 from rekindle.agent.file_drain import FileDrainer
+from rekindle.memory import kept
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import key_of
 from rekindle.storage.path_place import PathPlace
@@ -47,6 +48,38 @@ def test_one_that_is_saved_during_an_upload_follows_it(
     rekindle.save(b"first", path)
     assert drainer.tick() and drainer.tick() and not drainer.tick()
     assert seen == [b"first", b"newer"] and rekindle.load(path) == b"newer"
+
+
+def test_a_preload_never_takes_the_place_of_a_save(
+    drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = root / "x", PathPlace.read
+    root.mkdir()
+    path.write_bytes(b"stored")
+
+    def meanwhile(self: PathPlace, start: int, stop: int) -> Iterator[memoryview]:
+        rekindle.save(b"newer", path)
+        return real(self, start, stop)
+
+    monkeypatch.setattr(PathPlace, "read", meanwhile)
+    rekindle.files.preload(path)
+    assert rekindle.load(path) == b"newer" and list(store.paths.slots.iterdir()) == []
+    assert drainer.tick() and path.read_bytes() == b"newer"
+
+
+def test_a_file_can_be_read_as_soon_as_it_is_seen(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a load would take the older file at the path for the newest."""
+    real, seen = kept.write_atomic, []
+
+    def look(path: Path, data: bytes) -> None:
+        real(path, data)
+        seen.append(rekindle.load(root / "x"))
+
+    monkeypatch.setattr(kept, "write_atomic", look)
+    rekindle.save(b"data", root / "x")
+    assert seen == [b"data"]
 
 
 def test_a_reader_keeps_what_it_has_opened(drainer: FileDrainer, store: FilesDir, root: Path) -> None:

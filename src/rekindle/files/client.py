@@ -62,6 +62,7 @@ class Client:
             if not (self._lock.held() and self.store.kept_path.is_dir()):
                 self._lock.release()
                 self._lock = self.store.join()
+                self._pool.close()
                 self._pool = Pool(self.store, self._lock, self.settings.limit)
                 self.store.write_job_again()
 
@@ -83,7 +84,7 @@ class Client:
         self._keeper.begin()
 
     def keep(self, target: str, contents: Contents, trace: list[int] | None, stored: Identity | None) -> None:
-        """Puts a file into memory. ``stored`` is what storage shows of one that it has.
+        """Puts a file into memory. ``stored`` is what storage shows of one that it has: it never supersedes a save.
 
         Raises MemoryStoreError, and the errors of the contents' segments. Either leaves nothing of it.
         """
@@ -95,11 +96,14 @@ class Client:
             sums = self._filler.fill(contents, slot)
             receipt = FileReceipt(target, contents.kind, contents.nbytes, sums, time.time(), trace)
             with self._memory_errors():
-                pool.commit(slot, receipt, stored)
+                committed = pool.commit(slot, receipt, stored)
         except BaseException:
             pool.give_back(slot)
             raise
-        pool.prepare(contents.nbytes)
+        if committed:
+            pool.prepare(contents.nbytes)
+        else:
+            pool.give_back(slot)
 
     @contextmanager
     def _memory_errors(self) -> Iterator[None]:

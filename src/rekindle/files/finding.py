@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import with_timeout
+from rekindle.errors import BusyError
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import KeptFile, OpenFile, key_of
 from rekindle.storage.open import open_place
@@ -16,14 +18,14 @@ log = logging.getLogger("rekindle")
 
 _LOOK = 3.0
 """Seconds that storage gets to show what is at a path."""
-_LOOKS = 100
-"""Most looks at a file that is superseded each time before it is open."""
+_LOOKS, _PAUSE = 1000, 0.001
+"""Most looks at a file that is superseded each time before it is open, and seconds between two of them."""
 
 
 def find_in_memory(store: FilesDir, target: str) -> OpenFile | None:
     """Opens the file of a target in memory; None where there is none, or where the path shows another file by now.
 
-    Raises CorruptError where its receipt or its size is wrong.
+    Raises CorruptError where its receipt or its size is wrong, BusyError where newer ones keep taking its place.
     """
     if not store.kept_path.is_dir():
         return None
@@ -35,8 +37,8 @@ def find_in_memory(store: FilesDir, target: str) -> OpenFile | None:
         try:
             return store.kept.pin(file)
         except FileNotFoundError:
-            continue
-    return None
+            time.sleep(_PAUSE)
+    raise BusyError(f"{target}: is saved again and again, faster than it can be opened in memory")
 
 
 def _is_current(file: KeptFile, target: str) -> bool:

@@ -59,18 +59,19 @@ def load(
     opened = find_in_memory(FilesDir.below(current_settings().base), target)
     if opened is not None:
         with opened:
+            whole = opened.map()
             try:
-                return _load_kept(opened, map_location, weights_only, raw=raw)
+                verify_blocks(opened, whole)
             except CorruptError as error:
                 if not opened.file.is_stored():
                     raise CorruptError(f"{error}. What is at the path, if anything, is older") from error
                 log.warning("%s; storage is read instead", error)
+            else:
+                return _load_kept(opened, whole, map_location, weights_only, raw=raw)
     return _load_stored(open_place(target), map_location, weights_only, raw=raw)
 
 
-def _load_kept(opened: OpenFile, map_location: Any, weights_only: bool, *, raw: bool) -> Any:
-    whole = opened.map()
-    verify_blocks(opened, whole)
+def _load_kept(opened: OpenFile, whole: memoryview, map_location: Any, weights_only: bool, *, raw: bool) -> Any:
     if raw or opened.receipt.kind == BYTES:
         return bytes(whole)
     _check_magic(bytes(whole[: len(MAGIC)]), opened.receipt.target)

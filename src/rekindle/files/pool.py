@@ -130,12 +130,17 @@ class Pool:
                 break
         return slot
 
-    def commit(self, slot: Slot, receipt: FileReceipt, stored: Identity | None) -> None:
-        """Makes a file in memory of a slot, and gives up the older ones of its path. Raises OSError, BusyError."""
+    def commit(self, slot: Slot, receipt: FileReceipt, stored: Identity | None) -> bool:
+        """Makes a file in memory of a slot, and gives up the older ones of its path. Raises OSError, BusyError.
+
+        What was ``stored`` before is no newer than one that storage lacks: then nothing is done, and False returned.
+        """
         with self._lock, self._store.arranging():
             older = self._store.kept.files(key_of(receipt.target))
+            if stored is not None and not all(file.is_stored() for file in older):
+                return False
+            slot.unlock()  # before readers see the file; under the lock of the store nobody else touches it
             self._store.kept.commit(slot.path, receipt, stored)
-            slot.unlock()
             if slot.size > AT_ONCE:
                 self._mapped.append(slot)
             else:
@@ -145,6 +150,7 @@ class Pool:
             for known in self._mapped[:-_MOST_MAPPED]:
                 self._mapped.remove(known)
                 self._maker.drop(known)
+            return True
 
     def _give_up(self, file: KeptFile) -> None:
         """Gives a file up, for a spare slot where this process has it mapped."""

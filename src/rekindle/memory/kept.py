@@ -192,7 +192,7 @@ class Kept:
     # -- changing -----------------------------------------------------------------------------------------------
 
     def commit(self, data: Path, receipt: FileReceipt, stored: Identity | None = None) -> KeptFile:
-        """Makes a file of ``data``, which its writer has locked. ``stored`` tells that storage has it already.
+        """Makes a file of ``data``, a slot that is full. ``stored`` tells that storage has it already.
 
         Raises OSError, and leaves nothing then.
         """
