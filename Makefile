@@ -3,15 +3,20 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 ARGS   ?=
+# Tests at a time, on any machine. Most of them wait for processes: two at a time leave two cores idle half of the time.
+WORKERS ?= 4
+# With it each of a thousand processes that the tests start would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+BIN    := .venv/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo 'make demo    train on two ranks, kill them, show that nothing is lost'
 	@echo 'make drill   let faults strike real training, at chosen moments; ARGS="--full" for all of them'
 	@echo 'make soak    train under random faults; MINUTES=30 for longer'
-	@echo 'make test    run the tests that protect every change; ARGS="-k memory" runs some of them'
+	@echo 'make test    run the tests that protect every change; ARGS="-k memory" runs some of them, WORKERS=8 more at a time'
 	@echo 'make test-all    the same with the campaigns, which take long to show more; ARGS="--campaign-share=3/10" for a tenth'
 	@echo 'make check   check style, types and import rules'
 	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
@@ -35,10 +40,10 @@ soak: .venv/ready
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),5) $(ARGS)
 
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
+	$(PYTEST) -m '' $(ARGS)
 
 check: .venv/ready
 	$(BIN)/ruff check .

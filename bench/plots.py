@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_recovery"]
 
 _OURS, _OTHERS, _FLOOR = "#c8452d", "#6b7a8f", "#2d2d2d"
 _PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
@@ -22,9 +22,6 @@ _PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 def draw(document: dict[str, Any], directory: Path) -> list[Path]:
     """Files written."""
-    directory.mkdir(parents=True, exist_ok=True)
-    # Text stays text, and the same figures give the same file.
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "rekindle", "font.size": 9, "axes.axisbelow": True})
     made: list[Path] = []
     for size, found in document["sizes"].items():
         name, summary = size.replace(" ", ""), found["summary"]
@@ -43,10 +40,32 @@ def draw(document: dict[str, Any], directory: Path) -> list[Path]:
     return made
 
 
+def draw_recovery(bars: dict[str, dict[str, float]], directory: Path) -> list[Path]:
+    """Draw the seconds of each part of each recovery, one after the other. Files written."""
+    made: list[Path] = []
+    with _figure(directory / "recovery", made, inches=(8, 0.8 + 0.3 * len(bars))) as axes:
+        rows, left = list(range(len(bars))), [0.0] * len(bars)
+        parts = list(dict.fromkeys(part for found in bars.values() for part in found))
+        for number, part in enumerate(parts):
+            seconds = [found[part] for found in bars.values()]
+            axes.barh(rows, seconds, 0.6, left=left, label=part, color=plt.get_cmap("viridis")(number / len(parts)))
+            left = [before + more for before, more in zip(left, seconds, strict=True)]
+        axes.set_yticks(rows, list(bars))
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.3)
+        axes.axvline(1, color=_FLOOR, linewidth=1, linestyle="--")
+        axes.set_xlabel("seconds since the SIGKILL, medians of each part; dashed: the goal")
+        axes.legend(fontsize=7)
+    return made
+
+
 @contextmanager
 def _figure(
     path: Path, made: list[Path], shape: tuple[int, int] = (1, 1), inches: tuple[float, float] = (8, 3.6)
 ) -> Iterator[Any]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Text stays text, and the same figures give the same file.
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "rekindle", "font.size": 9, "axes.axisbelow": True})
     figure, axes = plt.subplots(*shape, figsize=inches, layout="constrained")
     yield axes
     for ending, settings in (("png", {"dpi": 140}), ("svg", {"metadata": {"Date": None}})):

@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from sizes import MIB
 from summary import Reach
 
-__all__ = ["Table", "console_tables", "conditions", "markdown", "rewrite", "tables"]
+__all__ = ["Table", "conditions", "console_table", "console_tables", "markdown", "put_blocks", "rewrite", "tables"]
 
 
 class Table(NamedTuple):
@@ -152,15 +152,19 @@ def _floor(summary: dict[str, Any]) -> str:
     return f"{_ms(floors[0])} to {_ms(floors[-1])} ms" if floors else "unmeasured length"
 
 
+def console_table(console: Console, table: Table) -> None:
+    found = RichTable(title=table.title, title_justify="left")
+    for index, column in enumerate(table.columns):
+        text = table.name == "skipped" or table.name.startswith("reach") or not index
+        found.add_column(column, justify="left" if text else "right")
+    for row in table.rows:
+        found.add_row(*row)
+    console.print(found)
+
+
 def console_tables(console: Console, document: dict[str, Any], made: list[Table]) -> None:
     for table in made:
-        found = RichTable(title=table.title, title_justify="left")
-        for index, column in enumerate(table.columns):
-            text = table.name == "skipped" or table.name.startswith("reach") or not index
-            found.add_column(column, justify="left" if text else "right")
-        for row in table.rows:
-            found.add_row(*row)
-        console.print(found)
+        console_table(console, table)
     console.print(conditions(document), markup=False)
     if document["machine"]["target_file_system"] == "tmpfs":
         console.print("[bold]The target is memory, not a disk: the figures for durability mean nothing.[/]")
@@ -180,7 +184,6 @@ def rewrite(page: Path, document: dict[str, Any], made: list[Table], plots: list
 
     Returns the names of those it has no place for. Where this run has nothing to say, what stands there stays.
     """
-    text, missing = page.read_text(), []
     images = {path.stem: path for path in plots if path.suffix == ".svg"}
     blocks = {"conditions": conditions(document)}
     for table in made:
@@ -190,6 +193,12 @@ def rewrite(page: Path, document: dict[str, Any], made: list[Table], plots: list
             blocks[table.name] += "\n\n" + _image(images[stem], page, table.title)
     if "growth" in images:
         blocks["growth"] = _image(images["growth"], page, "Cost of a save as the work grows")
+    return put_blocks(page, blocks)
+
+
+def put_blocks(page: Path, blocks: dict[str, str]) -> list[str]:
+    """Put each block between the page's markers of its name. Returns the names of those it has no place for."""
+    text, missing = page.read_text(), []
     for name, block in blocks.items():
         marked = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
         text, found = marked.subn(lambda match, block=block: f"{match[1]}\n{block}\n\n{match[2]}", text)

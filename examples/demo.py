@@ -29,13 +29,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.numpy import load_file
 
+from rekindle.cli.goodput import add_up
+from rekindle.cli.incidents import make_incident_tables, summarize
 from rekindle.format.names import receipt_name, root_path, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.storage.incidents import load_incidents
 from rekindle.storage.listing import list_values
+from rekindle.storage.open import open_store
 
 EXAMPLE = Path(__file__).with_name("train_gpt.py")
 RANKS, STEPS = 2, 90
+PATIENCE = 20
+"""Steps that a fault is put off at most, until the launcher has a spare process for a warm start."""
 ROOM = 256 << 20
 """Bytes of /dev/shm without which its memory is kept elsewhere: Docker gives containers a quarter of that."""
 LIMIT = 180.0
@@ -50,8 +56,10 @@ LINES = {
         r"\[(?P<rank>\d+)\] closed: .*stall median (?P<median>[\d.]+) ms, longest (?P<longest>[\d.]+)"
     ),
     "noticed": re.compile(r"all ranks are started again, restart \d+ of"),
+    "ready": re.compile(r"restarts are warm from now on"),
+    "cold": re.compile(r"started cold: (?P<why>.+)"),
 }
-"""What is read from a job's output: lines of Rekindle, of the example and, the last, of the launcher."""
+"""What is read from a job's output: lines of Rekindle, of the example and, the last three, of the launcher."""
 
 
 class Failed(Exception):
@@ -113,6 +121,11 @@ class Run:
         """The newest step that all ranks have completed: their ``ckpt.step()`` has returned."""
         return min(max((step for step, _ in self.steps(rank, generation)), default=0) for rank in range(RANKS))
 
+    def is_ready(self) -> bool:
+        """True if the launcher has a spare process, so that the next start is warm."""
+        told = [event.kind for event in self.events if event.kind in ("ready", "cold")]
+        return told[-1:] == ["ready"]
+
     def step_seconds(self) -> float:
         times = [at for _, at in self.steps(0, self.generation)]
         return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
@@ -162,6 +175,8 @@ class Fault:
     completed: int
     restored: int
     place: str
+    start: str
+    """How the new processes were started: "warm", or "cold" and why."""
     parts: dict[str, float]
     """Seconds, from the kill to the first new step."""
 
@@ -173,13 +188,14 @@ class Fault:
 
 def strike(run: Run, name: str, ranks: list[int], at_step: int, say: Callable[[str], None]) -> Fault:
     """Kill ``ranks`` in the middle of a step, and see the job come back."""
-    run.wait(lambda: run.completed() >= at_step, f"step {at_step}")
+    latest = at_step + PATIENCE
+    run.wait(lambda: run.completed() >= (at_step if run.is_ready() else latest), f"step {at_step}")
     dying, reborn = run.generation, run.generation + 1
     victims = {rank: pid for rank, pid in run.job.trainers().items() if rank in ranks}
     if len(victims) != len(ranks):
         raise Failed(f"{name}: of ranks {ranks} only {list(victims)} are there")
     time.sleep(run.step_seconds() / 2)
-    killed = time.monotonic()
+    ready, killed = run.is_ready(), time.monotonic()
     for pid in victims.values():
         os.kill(pid, signal.SIGKILL)
     say(f"{name}: SIGKILL to " + " and ".join(f"rank {rank} (process {pid})" for rank, pid in victims.items()))
@@ -199,7 +215,9 @@ def strike(run: Run, name: str, ranks: list[int], at_step: int, say: Callable[[s
     times = itertools.pairwise([killed, *moments.values()])
     parts = {what: after - before for what, (before, after) in zip(moments, times, strict=True)}
     fields = restores[0].fields
-    fault = Fault(name, run.completed(dying), int(fields["step"]), fields["place"], parts)
+    cold = [event.fields["why"] for event in run.of("cold") if event.at >= killed]
+    start = f"cold: {cold[0]}" if cold else "warm" if ready else "cold: the spare was not ready"
+    fault = Fault(name, run.completed(dying), int(fields["step"]), fields["place"], start, parts)
     say(f"{name}: back after {sum(parts.values()):.1f} s, at step {fault.restored} out of {fault.place}")
     return fault
 
@@ -245,6 +263,7 @@ def cost_of_faults(faults: list[Fault]) -> Table:
         "restored step": [str(fault.restored) for fault in faults],
         "restored from": [fault.place for fault in faults],
         "steps lost": [str(fault.lost) for fault in faults],
+        "new processes started": [fault.start for fault in faults],
         "kill to first new step": [f"{sum(fault.parts.values()):.2f} s" for fault in faults],
     }
     rows |= {f"  {part}": [f"{fault.parts[part]:.2f} s" for fault in faults] for part in faults[0].parts}
@@ -294,6 +313,13 @@ def demonstrate(directory: Path, console: Console, runs: list[Run]) -> bool:
     checks["the job promised that: no step is lost that has returned"] = len(broken.of("promised")) == 1 + len(faults)
     checks |= compare(unbroken.root, broken.root)
     checks["all memory is given back"] = all([run.gone() for run in runs])
+    records, _ = load_incidents(open_store(broken.root))
+    incidents = [record for record in records if record.is_fault]
+    console.print(
+        "The job's own record, by 'rekindle incidents'", *make_incident_tables(incidents), summarize(add_up(records))
+    )
+    lost = [incident.lost for incident in incidents]
+    checks["each fault has a record that outlives the job"] = lost == [fault.lost for fault in faults]
     for text, holds in checks.items():
         console.print("[green]ok    [/]" if holds else "[bold red]FAILED[/]", text, highlight=False)
     return all(checks.values())

@@ -24,7 +24,7 @@ from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.faults.harness import end_agent
 from tests.memory.gate import Gate
-from tests.shares import deal, parse, seconds_of
+from tests.shares import deal, parse, put_longest_first, seconds_of
 
 settings.register_profile("rekindle", deadline=None)  # machines that run tests are busy ones
 settings.load_profile("rekindle")
@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if dealt.get(item.nodeid, share) != share]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if dealt.get(item.nodeid, share) == share]
+        put_longest_first(items)
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ def commit(slots: Slots, receipt: Receipt, data: bytes) -> None:
     """A save of a shard made by hand into memory."""
     slot = slots.acquire(receipt.stamp.step, receipt.stamp.incarnation, len(data))
     assert slot.map is not None
-    slot.map[:] = data
+    slot.map[: len(data)] = data
     slots.commit(slot, receipt.stamp, receipt.raw)
 
 

@@ -7,10 +7,11 @@ campaign runs once in so many commits.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
-__all__ = ["deal", "parse", "seconds_of"]
+__all__ = ["deal", "parse", "put_longest_first", "seconds_of"]
 
 _SECONDS = 5.0
 """Seconds that a campaign takes which doesn't say: ``@pytest.mark.campaign(seconds=60)`` does."""
@@ -41,3 +42,11 @@ def seconds_of(item: pytest.Item) -> float | None:
     """About how long a campaign takes, in seconds; None for a test that is none."""
     marker = item.get_closest_marker("campaign")
     return None if marker is None else float(marker.kwargs.get("seconds", _SECONDS))
+
+
+def put_longest_first(items: list[pytest.Item]) -> None:
+    """Sorts files by the seconds of their campaigns: one that is begun late may run on when all others have ended."""
+    seconds = dict[Path, float]()
+    for item in items:
+        seconds[item.path] = seconds.get(item.path, 0.0) + (seconds_of(item) or 0.0)
+    items.sort(key=lambda item: -seconds[item.path])

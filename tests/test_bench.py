@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import json
 import os
 import re
 import signal
@@ -107,6 +108,29 @@ def test_the_page_has_a_place_for_every_table() -> None:
         "conditions",
     }
     assert names >= growth | {f"{kind} 1 GiB" for kind in ("stall", "loop", "load", "disk", "reach")}
+
+
+def test_a_moment_that_comes_early_takes_no_time_of_those_before_it() -> None:
+    from launched import split
+
+    assert split(1.0, [1.5, 1.25, 2.5]) == [0.5, 0.0, 1.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads Linux's /proc")
+@pytest.mark.timeout(600)  # three starts of two ranks, and a run without faults: 25 s where nothing else runs
+def test_a_job_under_faults_is_measured_and_has_the_bits_of_one_without(tmp_path: Path, memory: Path) -> None:
+    command = [sys.executable, str(BENCH / "recovery.py"), "--only", "rekindle run --no-warm", "--faults", "1"]
+    command += ["--rounds", "1", "--width", "32", "--settle", "0"]
+    command += ["--dir", str(tmp_path / "target"), "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, env={**os.environ, "REKINDLE_MEMORY": str(memory)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out.json").read_bytes())
+    assert found["states_compared"] >= 2 * 2 * 3  # ranks, starts before a fault, steps of each
+    for samples in found["samples"]["rekindle run --no-warm"].values():
+        for sample in samples:
+            assert sum(sample["parts"].values()) == pytest.approx(sample["seconds"])
+            assert sample["parts"]["imported"] > 0 and not sample["warm"] and sample["lost"] == 0
+    assert list(memory.iterdir()) == [] and list((tmp_path / "target").iterdir()) == []
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the benchmark reads Linux's /proc")

@@ -143,7 +143,8 @@ def test_a_look_at_a_job_takes_nothing_from_its_memory(root: Path, memory: Path)
     dying = Run(root, memory, width=8, points={0: "save.committed@3"}, executable="/bin/false")
     assert train(Run(**{**vars(dying), "options": {"persist_every": 1000}})) == [-9]
     job = JobDir.of(root, memory_base(memory))
-    looking = Run(root, memory, width=8, steps=3, options={"persist_every": 1000}, executable="/bin/false")
+    options = {"persist_every": 1000, "fallback_after": 0.5}
+    looking = Run(root, memory, width=8, steps=3, options=options, executable="/bin/false")
     assert list_checkpoints(job, PosixStore(root), [0])[0].places == ("memory",)
     assert train(looking) == [0]
     [kept] = list_checkpoints(job, PosixStore(root), [0])

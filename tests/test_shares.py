@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from tests.shares import deal, parse
+from tests.shares import deal, parse, put_longest_first
 
 COSTS = {f"test_{number}": 5.0 for number in range(40)} | {"test_long": 60.0, "test_longer": 90.0}
 
@@ -22,3 +26,13 @@ def test_a_share_is_any_number() -> None:
     for odd in ("", "3", "3/0", "/10", "-1/10"):
         with pytest.raises(pytest.UsageError, match="campaign-share"):
             parse(odd)
+
+
+def test_files_with_long_campaigns_come_first_and_none_is_torn() -> None:
+    def some(path: str, *seconds: float | None) -> list[Any]:
+        marks = [None if one is None else pytest.mark.campaign(seconds=one).mark for one in seconds]
+        return [SimpleNamespace(path=Path(path), get_closest_marker=lambda name, mark=mark: mark) for mark in marks]
+
+    items = [*some("a", None, None), *some("b", None, 5.0, None), *some("c", None), *some("d", 400.0, None)]
+    put_longest_first(items)
+    assert [str(item.path) for item in items] == [*"dd", *"bbb", *"aa", *"c"]

@@ -15,11 +15,12 @@ import torch
 
 from rekindle.agent.watchdog import silence_floor
 from rekindle.common.timeouts import check_timeout
-from rekindle.errors import BusyError, NotDurableError, UsageError
+from rekindle.errors import NotDurableError, UsageError
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import Hooks
+from rekindle.faults.imports import ImportRecord
 from rekindle.faults.notices import Notice
-from rekindle.faults.torchelastic import advise_against_restarts, introduce, warn_of_reused_store
+from rekindle.faults.torchelastic import introduce, tell_of_uncaught_errors, warn_of_reused_store
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.rebuild import rebuild
@@ -37,6 +38,7 @@ from rekindle.save.steps import check_loss, check_step
 from rekindle.save.updates import Updates
 from rekindle.session.group import this_group
 from rekindle.session.inventory import describe_fresh_start
+from rekindle.session.recovery import RecoveryClock
 from rekindle.session.rendezvous import meet
 from rekindle.session.session import GIVE_WAY, Session
 from rekindle.settings import Overlap, Settings, plain_bool
@@ -128,6 +130,7 @@ class Checkpointer:
         idle_timeout: float = Settings.idle_timeout,
         fallback_after: float = Settings.fallback_after,
     ) -> None:
+        tell_of_uncaught_errors()
         settings = Settings(
             snapshot_every=snapshot_every,
             snapshot_budget=snapshot_budget,
@@ -159,12 +162,9 @@ class Checkpointer:
         self._successor = ""  # says that a later Checkpointer has this one's place, once it has
         self._group = this_group()
         size = partial(agree_on_partition, self._group, self._capture, allow_missing=allow_missing)
+        session.join(meet(self._group, session, size, settings.room, settings.agreed()))
         try:
-            session.join(meet(self._group, session, size, settings.room, settings.agreed()))
-        except BusyError as error:
-            advise_against_restarts(str(error))
-            raise
-        try:
+            self._clock = RecoveryClock(session)
             if session.is_first_on_node:
                 introduce(session.job_dir, self.root)
             self._saver = start_saver(self._group, session, self._capture, self._fence, settings, self.metrics)
@@ -173,6 +173,7 @@ class Checkpointer:
             session.leave()
             raise
         self._exit_report = ExitReport(self._saver, session)
+        self._imports = ImportRecord(write=session.is_first_on_node)
         session.on_takeover(self._give_way)
         warn_of_reused_store(self._group.rank)
 
@@ -222,6 +223,7 @@ class Checkpointer:
             self._base = ShardId(at, self._group.rank, self._group.world, done.checkpoint.incarnation)
         self._saver.restored = self._saver.reached = at
         self._updates.begin()
+        self._clock.restored(at, place)
         self.metrics.restored_step, self.metrics.restored_from, self.metrics.restore_seconds = at, place, seconds
         return at
 
@@ -247,6 +249,8 @@ class Checkpointer:
         else:
             self._saver.live.note(self._session.shard_id(n, persist=False))
             self._session.check_agent()
+        self._imports.note_step(n)
+        self._clock.stepped(n)
 
     def save(
         self,
@@ -272,6 +276,8 @@ class Checkpointer:
             self._check_step(n)
             self._begin()
             self._save(n, persist=True, pin=pin, wait=True)
+        self._imports.note_step(n)
+        self._clock.stepped(n)
         if wait is not None:
             self._saver.secure(timeout)
         stamp = self._saver.newest or self._base
@@ -416,6 +422,7 @@ class Checkpointer:
                 log.info("closed: step %d is durable; %s", newest.step, self.metrics.summary())
             durable = newest if not kept or (kept == STORAGE and self._saver.memory is not None) else None
             self._ended = True
+            self._clock.ended(newest.step if newest is not None else -1)
         finally:
             self._let_go(durable)
 
@@ -443,7 +450,8 @@ class Checkpointer:
             self._closed = self._exit_report.given = True
             self._fence.close()
             self._saver.close()
-            self._session.leave(durable)
+            with self._saver.pause("waiting for the agent"):
+                self._session.leave(durable)
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -165,3 +165,13 @@ def test_a_rank_that_raises_because_of_a_death_that_nobody_watched_is_not_its_ca
 
     fault = first_cause(tmp_path, ranks, events)
     assert (fault.cause, fault.rank) == ("exit", 2)
+
+
+@pytest.mark.parametrize(("ago", "pause"), [(1.0, 0.01), (100.0, 0.1)])
+def test_a_process_that_lives_on_after_a_fault_costs_little(tmp_path: Path, ago: float, pause: float) -> None:
+    """As that of a notebook does, whose cell has raised: its lock is looked at less often after a while."""
+    monitor = RankMonitor(JobDir(tmp_path), lambda urgent: None)
+    assert monitor._pause() == 0.1
+    fault = Fault("exception", 0, 1, 7, "rank 0 raised ValueError: odd", noticed=time.monotonic() - ago)
+    monitor.fault, monitor._end_awaited = fault, True
+    assert monitor._pause() == pause and not monitor.has_seen_all

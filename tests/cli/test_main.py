@@ -291,7 +291,7 @@ def test_run_tells_each_restart_in_a_line_and_why_a_rank_was_killed(tmp_path: Pa
     root, script = tmp_path / "run", tmp_path / "worker.py"
     raises_first = "import os\n1 / int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
     script.write_text(raises_first + eight_steps(root) + "    os.kill(os.getpid(), signal.SIGSTOP)\n")
-    done = launch("--max-restarts", 1, script)
+    done = launch("--max-restarts", 1, "--count-restarts", "job", script)
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if not line.startswith((" ", "Traceback", "ZeroDivisionError"))]
     assert lines[:-1] == [
@@ -314,7 +314,7 @@ def test_run_names_a_rank_that_hung_and_could_still_end_itself(tmp_path: Path, m
         launcher.communicate(timeout=60)
     assert told == (
         "rekindle: rank 0 ended with exit code 75 (rank 0 hangs after step 8, before its next update): all ranks are "
-        "started again, restart 1 of 1\n"
+        "started again, restart 1 of 1 since step 8\n"
     )
 
 

@@ -53,6 +53,8 @@ class Explorer:
     """Of every so many states the product's return is recorded and cut short too; 0 for none."""
     mutate: Callable[[Recorder], None] = lambda recorder: None
     """Breaks something, to see that it is found."""
+    wanted: str = ""
+    """Words of the violation with which ``explore`` ends; empty to look at all states."""
     counts: Counter[str] = field(default_factory=Counter)
     """Of ``histories``; of ``points`` at which the power went; of ``reached`` states, those included that had been
     looked at before; of ``states`` that were looked at; of ``bounded`` points, that had more states than were looked
@@ -91,6 +93,8 @@ class Explorer:
         for state, crash, why, promise in self._states(run.recorder, first, Promise(), self.effort):
             self.counts["reached"] += 1
             self._look(state, promise, run, (history, crash, why))
+            if self.wanted and any(self.wanted in violation.wrong for violation in self.violations):
+                return
 
     def _states(
         self, recorder: Recorder, first: int, promise: Promise, effort: Effort, kind: str = ""

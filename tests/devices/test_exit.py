@@ -68,12 +68,17 @@ training.update()
 
 def test_an_exception_ends_a_process_whose_device_is_stuck(root: Path, memory: Path) -> None:
     """The copies behind training wait for the device: without a bound the process would wait for them."""
-    for kind in ("locked", "unlocked"):
-        ended = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(root / kind), kind], capture_output=True, text=True, timeout=120
-        )
-        assert ended.returncode == 1, ended.stderr
-        assert "ValueError: training has failed" in ended.stderr
+    command = [sys.executable, "-c", SCRIPT]
+    kinds = ("locked", "unlocked")
+    ending = [subprocess.Popen([*command, str(root / kind), kind], stderr=subprocess.PIPE, text=True) for kind in kinds]
+    try:
+        told = [process.communicate(timeout=120)[1] for process in ending]
+    finally:
+        for process in ending:
+            process.kill()
+    for process, errors in zip(ending, told, strict=True):
+        assert process.returncode == 1, errors
+        assert "ValueError: training has failed" in errors
 
 
 def test_an_interrupt_ends_a_process_whose_copies_wait_for_each_other(root: Path, memory: Path) -> None:

@@ -93,14 +93,14 @@ def test_bytes_that_a_failed_attempt_leaves_behind_land_in_no_snapshot(
 ) -> None:
     """A helper of the attempt that failed writes after the next attempt has."""
     job = Job(device, root, memory)
-    written: list[mmap.mmap] = []
+    written: list[memoryview] = []
     with job.guarded():
         job.step()
         device.settle()
         live, write = job.ckpt._saver.live, job.ckpt._saver.live.write
 
         def fail_first(stamp: ShardId, plan: CopyPlan, buffer: mmap.mmap) -> bytes:
-            written.append(buffer)
+            written.append(memoryview(buffer)[: plan.layout.file_bytes])  # the mapping may be longer than the file
             if len(written) == 1:
                 raise RekindleError("a batch could not be copied")
             return write(stamp, plan, buffer)

@@ -139,10 +139,6 @@ def run(cell: Cell, starts: int = 3, timeout: float = 150.0) -> Outcome:
             _observe(cell, out)
         if all(code == 0 for code in out.codes[-1]):
             break
-    for rank in range(cell.world):
-        lines = lines_of(cell, rank)
-        assert lines and lines[-1][1] == "done", f"rank {rank}: {out.codes}\n{cell.log(rank).read_text()[-3000:]}"
-        out.digests.append(lines[-1][2])
     _conclude(cell, out)
     end_agent(cell.job)  # a job without snapshots leaves memory behind, and an agent that waits for it to come back
     return out
@@ -194,8 +190,7 @@ def _observe(cell: Cell, out: Outcome) -> None:
     with suppress(OSError, ValueError):
         fault = json.loads(cell.job.paths.fault.read_bytes())
         out.cause, out.what, out.noticed = fault["cause"], fault["what"], fault["noticed"] - struck[0]
-    steps = [[int(line[2]) for line in lines_of(cell, r) if line[1] == "step"] for r in range(cell.world)]
-    out.reached = min(max(done, default=0) for done in steps)
+    out.reached = min(_completed(lines_of(cell, rank)) for rank in range(cell.world))
     pages = []
     for rank in range(cell.world):
         with suppress(FileNotFoundError):  # nobody had anything in memory: the agent gives it back
@@ -205,7 +200,26 @@ def _observe(cell: Cell, out: Outcome) -> None:
     out.secured = max(secured) - struck[0] if secured else -1.0
 
 
+def _completed(lines: list[list[str]]) -> int:
+    """Newest step that a rank completed in its first start."""
+    restored = [i for i, line in enumerate(lines) if line[1] == "restored"]
+    first = lines[: restored[1]] if len(restored) > 1 else lines
+    return max((int(line[2]) for line in first if line[1] == "step"), default=0)
+
+
+def read_traces(cell: Cell) -> Outcome:
+    """Tells from what the ranks wrote down how a run has gone that another launcher brought to its end."""
+    out = Outcome()
+    out.reached = min(_completed(lines_of(cell, rank)) for rank in range(cell.world))
+    _conclude(cell, out)
+    return out
+
+
 def _conclude(cell: Cell, out: Outcome) -> None:
+    for rank in range(cell.world):
+        lines = lines_of(cell, rank)
+        assert lines and lines[-1][1] == "done", f"rank {rank}: {out.codes}\n{cell.log(rank).read_text()[-3000:]}"
+        out.digests.append(lines[-1][2])
     lines = lines_of(cell, 0)
     restored = [i for i, line in enumerate(lines) if line[1] == "restored"]
     if cell.fault and len(restored) > 1:
@@ -360,6 +374,17 @@ def _one_step(trainer: _Trainer, state: dict[str, Any], model: Any) -> None:
 
 
 def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
+    """Trains a cell, and ends this process."""
+    try:
+        train(cell, rank, attempt, meeting)
+    except BaseException:
+        logging.exception("trainer failed")
+        os._exit(1)
+    os._exit(0)
+
+
+def train(cell: Cell, rank: int, attempt: int, meeting: str = "") -> None:
+    """Trains a cell in this process, a rank of it. The ranks meet in a file, else as torchrun has told them."""
     import torch
     import torch.distributed as dist
 
@@ -370,41 +395,37 @@ def _train(cell: Cell, rank: int, attempt: int, meeting: str) -> None:
     os.dup2(os.open(cell.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)  # what torch has to say, too
     logging.basicConfig(level=logging.INFO, force=True, format="%(asctime)s %(message)s")
     trainer = _Trainer(cell, rank, attempt, os.open(cell.trace(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=cell.world)
-        dist.all_gather_object(trainer.pids, os.getpid())
-        state, model = _build(trainer, rank)
-        torch.manual_seed(rank)
-        every = 10**9 if cell.config in ("bare", "hsdp") else 1
-        options = {"memory": cell.memory, "snapshot_every": every, "persist_every": 10**9, "overlap": True}
-        options |= cell.options
-        trainer.ckpt = ckpt = rekindle.Checkpointer(cell.root, state, **options)
-        start = ckpt.restore()
-        trainer.say("restored", start)
-        hooks = {"on_stop": trainer.in_gasp, "on_gasp": trainer.in_gasp}
-        with ckpt.guard(watchdog="fast", fence=every > 1, **hooks) as guard:
-            assert guard.connected(30) or "memory" in cell.options, "no agent"
-            dist.barrier()
-            for step in range(start + 1, cell.steps + 1):
-                trainer.step = step
-                if cell.evaluate and step == cell.at and rank == cell.victim:
-                    with ckpt.pause_watchdog("evaluation"):
-                        time.sleep(cell.evaluate)
-                _one_step(trainer, state, model)
-                ckpt.step(step)
-                trainer.say("step", step)
-                trainer.at("copying")
-            if cell.evaluate:
-                trainer.say(
-                    "pause",
-                    read_status(JobDir.of(cell.root, memory_base(cell.memory)).paths.status_page(rank)).pause,
-                )
-        ckpt.close(timeout=30)
-        plain = {**state, "model": getattr(model, "module", model)}
-        if cell.config == "zero":
-            plain["optimizer"] = state["optimizer"].optim
-        trainer.say("done", digest_state(plain) + f"-{torch.randint(1 << 30, ()).item()}")
-    except BaseException:
-        logging.exception("trainer failed")
-        os._exit(1)
-    os._exit(0)
+    how = f"file://{meeting}" if meeting else "env://"
+    dist.init_process_group("gloo", init_method=how, rank=rank, world_size=cell.world)
+    dist.all_gather_object(trainer.pids, os.getpid())
+    state, model = _build(trainer, rank)
+    torch.manual_seed(rank)
+    every = 10**9 if cell.config in ("bare", "hsdp") else 1
+    options = {"memory": cell.memory, "snapshot_every": every, "persist_every": 10**9, "overlap": True}
+    options |= cell.options
+    trainer.ckpt = ckpt = rekindle.Checkpointer(cell.root, state, **options)
+    start = ckpt.restore()
+    trainer.say("restored", start)
+    hooks = {"on_stop": trainer.in_gasp, "on_gasp": trainer.in_gasp}
+    with ckpt.guard(watchdog="fast", fence=every > 1, **hooks) as guard:
+        assert guard.connected(30) or "memory" in cell.options, "no agent"
+        dist.barrier()
+        for step in range(start + 1, cell.steps + 1):
+            trainer.step = step
+            if cell.evaluate and step == cell.at and rank == cell.victim:
+                with ckpt.pause_watchdog("evaluation"):
+                    time.sleep(cell.evaluate)
+            _one_step(trainer, state, model)
+            ckpt.step(step)
+            trainer.say("step", step)
+            trainer.at("copying")
+        if cell.evaluate:
+            trainer.say(
+                "pause",
+                read_status(JobDir.of(cell.root, memory_base(cell.memory)).paths.status_page(rank)).pause,
+            )
+    ckpt.close(timeout=30)
+    plain = {**state, "model": getattr(model, "module", model)}
+    if cell.config == "zero":
+        plain["optimizer"] = state["optimizer"].optim
+    trainer.say("done", digest_state(plain) + f"-{torch.randint(1 << 30, ()).item()}")

@@ -11,6 +11,7 @@ import pytest
 
 from rekindle.memory.job_dir import JobDir, memory_base
 from tests.faults.harness import Run, digest_of, kill, train, wait_for
+from tests.faults.matrix import unbroken_run
 
 
 @pytest.fixture
@@ -28,6 +29,19 @@ def job(root: Path, memory: Path) -> Iterator[JobDir]:
         return not there
 
     wait_for(gone, what="everybody is gone")
+
+
+@pytest.fixture(scope="module")
+def unbroken_cell(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str, int], list[str]]:
+    """Digests that the ranks of a configuration of the matrix end with when nothing happens to them."""
+    found: dict[tuple[str, int], list[str]] = {}
+
+    def find(memory: Path, config: str, world: int) -> list[str]:
+        if (config, world) not in found:
+            found[config, world] = unbroken_run(tmp_path_factory.mktemp(config), memory, config, world)
+        return found[config, world]
+
+    return find
 
 
 _unbroken: dict[tuple[int, int, int], list[str]] = {}

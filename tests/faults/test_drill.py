@@ -39,6 +39,9 @@ def test_a_drill(fault: str, root: Path, memory: Path, job: JobDir) -> None:
     assert report.noticed is not None and 0 <= report.noticed < 30  # generous: the machine may have other work
     assert report.lost == 0 and report.resumed is not None and report.resumed >= report.step >= 5
     assert report.again is not None and report.again > (report.back or 0) > report.noticed
+    record = report.incident
+    assert record is not None and (record.cause, record.rank, record.lost) == (report.cause, 1, 0), record
+    assert record.outage is not None and record.restored_step == report.resumed, record
     assert len(outcomes[0].codes) == 2 and outcomes[0].codes[1] == [0, 0]
     assert len(lines) >= 4 and lines[1].startswith("waiting 120 s at most") and "such as 'rekindle run'" in lines[1]
     if fault == "hang":

@@ -18,7 +18,7 @@ from rekindle.storage.catalog import find_copies, list_checkpoints
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.faults.cluster import MOMENTS, Cell, lines_of, run, start
-from tests.faults.matrix import judge, unbroken_run, world_of
+from tests.faults.matrix import judge, world_of
 
 CELLS = [("ddp", "kill", moment) for moment in MOMENTS] + [
     ("ddp", "exception", "update-second"),
@@ -48,19 +48,6 @@ CAUSES = {
 }
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str, int], list[str]]:
-    """Digests that the ranks of a configuration end with when nothing happens to them."""
-    found: dict[tuple[str, int], list[str]] = {}
-
-    def find(memory: Path, config: str, world: int) -> list[str]:
-        if (config, world) not in found:
-            found[config, world] = unbroken_run(tmp_path_factory.mktemp(config), memory, config, world)
-        return found[config, world]
-
-    return find
-
-
 MORE = {("ddp", "kill", "backward"), ("ddp", "kill", "update-first"), ("ddp", "kill", "before-step")}
 MORE |= {("bare", "kill", "forward"), ("ddp", "exception", "update-second"), ("ddp", "kill-two", "copying")}
 """Cells that show little beside the others."""
@@ -70,7 +57,11 @@ MORE |= {("bare", "kill", "forward"), ("ddp", "exception", "update-second"), ("d
     "cell", [pytest.param(c, id="-".join(c), marks=[pytest.mark.campaign] * (c in MORE)) for c in CELLS]
 )
 def test_fault(
-    cell: tuple[str, str, str], root: Path, memory: Path, job: JobDir, unbroken: Callable[[Path, str, int], list[str]]
+    cell: tuple[str, str, str],
+    root: Path,
+    memory: Path,
+    job: JobDir,
+    unbroken_cell: Callable[[Path, str, int], list[str]],
 ) -> None:
     config, fault, moment = cell
     world = world_of(config, fault)
@@ -81,7 +72,7 @@ def test_fault(
     late = (out.cause, out.what) == ("exit", "rank 1 has ended with an exit code that is not known")
     assert (out.cause == cause and what in out.what) or (fault == "agent-kill" and out.cause == "exception") or late
     assert any(code != 0 for code in out.codes[0]) and len(out.codes) == 2
-    assert judge(out, unbroken(memory, config, world)) == []
+    assert judge(out, unbroken_cell(memory, config, world)) == []
 
 
 @pytest.fixture
@@ -107,11 +98,11 @@ def test_whoever_waits_for_a_rank_that_pauses_does_not_hang(root: Path, memory: 
 
 
 def test_a_rank_that_the_kernel_kills_for_want_of_memory(
-    root: Path, memory: Path, cgroup: Path, unbroken: Callable[[Path, str, int], list[str]]
+    root: Path, memory: Path, cgroup: Path, unbroken_cell: Callable[[Path, str, int], list[str]]
 ) -> None:
     out = run(Cell(root, memory, "ddp", "oom", "forward", cgroup=cgroup))
     assert out.cause == "oom" and out.what == "rank 1 was killed by the kernel, as memory ran out"
-    assert judge(out, unbroken(memory, "ddp", 2)) == []
+    assert judge(out, unbroken_cell(memory, "ddp", 2)) == []
 
 
 @pytest.mark.parametrize("fault", ["kill", "kill-two", "exception"])

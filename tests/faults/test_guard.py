@@ -19,8 +19,9 @@ import pytest
 import rekindle
 from rekindle.faults.hooks import HookCalls, Hooks
 from rekindle.memory.job_dir import JobDir
+from rekindle.session import session
 from tests.faults.cluster import Cell, run, start
-from tests.faults.matrix import judge, unbroken_run
+from tests.faults.matrix import judge
 from tests.fork_server import context
 
 _Work = Callable[["Trainer"], object]
@@ -145,11 +146,11 @@ def test_an_interrupt_before_the_step_is_told_names_the_step_that_the_next_start
     ],
 )
 def test_a_fault_in_the_last_step_when_the_others_are_through(
-    fault: str, moment: str, root: Path, memory: Path, tmp_path: Path
+    fault: str, moment: str, root: Path, memory: Path, unbroken_cell: Callable[[Path, str, int], list[str]]
 ) -> None:
     """Those that have ended well have left their last step in memory: with the other's small state it is whole."""
     out = run(Cell(root, memory, "bare", fault, moment, at=14, pause=0.01))
-    assert out.reached == 13 and judge(out, unbroken_run(tmp_path, memory, "bare", 2)) == []
+    assert out.reached == 13 and judge(out, unbroken_cell(memory, "bare", 2)) == []
 
 
 def _changed(trainer: Trainer) -> None:
@@ -207,6 +208,25 @@ def test_waiting_for_storage_is_no_hang(play: Play, job: JobDir) -> None:
     codes, _, log = play(_slow_storage)
     assert codes == [0], log
     assert time.monotonic() - began > 4, "storage was not slow enough to show anything"
+
+
+def _slow_end(trainer: Trainer) -> None:
+    def wait(job: JobDir) -> None:
+        with job.locked():  # so that the agent can't end
+            time.sleep(3.0)
+
+    session.wait_for_agent = wait  # type: ignore[attr-defined]
+    ckpt = trainer.begin()
+    with ckpt.guard(watchdog="fast") as guard:
+        assert guard.connected(30)
+        trainer.train(ckpt, 5)
+        ckpt.save(5, wait="durable")
+        ckpt.close()
+
+
+def test_waiting_for_the_agent_to_end_is_no_hang(play: Play, job: JobDir) -> None:
+    codes, _, log = play(_slow_end)
+    assert codes == [0], log
 
 
 def _fork(trainer: Trainer) -> None:

@@ -161,7 +161,7 @@ def test_two_agents_never_serve_one_job(root: Path, memory: Path, job: JobDir) -
 def test_without_an_agent_the_trainer_drains_in_a_thread_and_says_so_once(
     root: Path, memory: Path, job: JobDir, unbroken: Callable[[Run], list[str]]
 ) -> None:
-    run = Run(root, memory, steps=60, pause=0.05, executable="/bin/false")
+    run = Run(root, memory, steps=60, pause=0.05, options={"fallback_after": 1.0}, executable="/bin/false")
     assert train(run) == [0], run.log(0).read_text()
     assert run.log(0).read_text().count("no agent on this node") == 1
     assert [digest_of(run)] == unbroken(run)

@@ -24,7 +24,7 @@ def raised(wrap: int, *, hide: bool = False, inner: str = "DistBackendError") ->
 
 
 def counts(error: BaseException) -> bool:
-    return late_work_counts(Fault("exception", 3, 1, 5, describe_raised(3, error)))
+    return late_work_counts(Fault("exception", 3, 1, 5, describe_raised(error, 3)[0]))
 
 
 @pytest.mark.parametrize("wrap", [0, 1, 5])
@@ -41,13 +41,14 @@ def test_work_counts_where_no_collective_failed(wrap: int) -> None:
 
 def test_one_line_tells_what_was_raised_and_from_what() -> None:
     assert (
-        describe_raised(3, raised(1)) == "rank 3 raised RuntimeError: the training step failed (from DistBackendError)"
+        describe_raised(raised(1), 3)[0]
+        == "rank 3 raised RuntimeError: the training step failed (from DistBackendError)"
     )
-    assert describe_raised(0, raised(0)) == "rank 0 raised DistBackendError: NCCL error: aborted"
-    assert describe_raised(0, KeyboardInterrupt()) == "rank 0 raised KeyboardInterrupt"
+    assert describe_raised(raised(0), 0)[0] == "rank 0 raised DistBackendError: NCCL error: aborted"
+    assert describe_raised(KeyboardInterrupt(), 0)[0] == "rank 0 raised KeyboardInterrupt"
     error = RuntimeError("x" * 10_000)
     error.__context__ = raised(0)
-    assert len(describe_raised(0, error)) < 600 and not counts(error)
+    assert len(describe_raised(error, 0)[0]) < 600 and not counts(error)
 
 
 def test_errors_that_lead_to_each_other_are_looked_at_once_and_not_without_end() -> None:

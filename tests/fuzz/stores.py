@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from rekindle import Values
 from rekindle.agent.drain import Drainer
 from rekindle.cli.main import main
 from rekindle.cli.operations import job_status
+from rekindle.common.process_start import clock_id
 from rekindle.errors import RekindleError
 from rekindle.format.layout import DTYPES, Chunk, Layout
 from rekindle.format.names import MANIFEST, job_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import checksum
 from rekindle.memory.clean_up import remove_departed_ranks
+from rekindle.memory.incidents import StartRecord, describe_end, note_gone, open_incident, write_incident, write_start
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.local_state import LocalStateWriter, padded
@@ -37,7 +40,7 @@ from tests.conftest import commit
 from tests.fuzz.choices import Case, Choices, apply, edits, text
 from tests.fuzz.documents import document, garble, spray
 from tests.fuzz.fence import preparing, refused
-from tests.fuzz.seeds import STEP, fields_of, live_state, scratch_directory, sharded, single, two_ranks
+from tests.fuzz.seeds import FIRST, STEP, fields_of, live_state, scratch_directory, sharded, single, two_ranks
 
 __all__ = ["checkpoint", "command", "memory"]
 
@@ -218,6 +221,11 @@ def _job_seed() -> Path:
     job.paths.agent_status.write_text(json.dumps({"error": "storage is full", "durable": 3, "step": None, "done": 0}))
     fault = {"cause": "hang", "rank": 1, "generation": 1, "step": 5, "what": "rank 1 hangs", "detail": ""}
     job.paths.fault.write_text(json.dumps({**fault, "noticed": 1.5, "at": 2.5}))
+    write_start(job, StartRecord(FIRST.id, 1, clock_id(), 1.25, 1.0, 1.3, 2, ("run", 0)))
+    note_gone(job, 1.75)
+    ended = describe_end(job)
+    assert ended is not None
+    write_incident(job, replace(ended, start="b" * 16, host="node"))
     return job.path
 
 
@@ -226,7 +234,14 @@ class memory:
 
     DOCUMENTS = ("rank-00000.plan", "rank-00001.plan", "receipt-0", "receipt-1")
     SMALL = ("rank-00000.small-0", "rank-00001.small-u", "rank-00001.small-0")
-    PLAIN = ("job.json", "agent.json", "fault.json")
+    PLAIN = (
+        "job.json",
+        "agent.json",
+        "fault.json",
+        "start.json",
+        "gone.json",
+        f"incidents/0000000001-{'b' * 16}-node.jsonl",
+    )
     RAW = ("durable", "drained", "rank-00000.status", "rank-00001.small-0", "rank-00000.lock")
     ODD = (
         "rank-abc.lock",
@@ -274,10 +289,13 @@ class memory:
             ("inspect", root),
             ("verify", root),
             ("export", root, place / "out", "--format", "torch"),
+            ("incidents", root),
+            ("incidents", root, "--json"),
         ):
             command(*given, "--memory", place)
         refused(lambda: job_status(job))
         refused(lambda: str(job.notes.drain_error()) + str(job.notes.durable()))
+        refused(lambda: open_incident(job))
         refused(lambda: rebuild_dead_ranks(job))
         refused(
             lambda: [remove_departed_ranks(job, stamp.checkpoint) for stamp, _ in list(job.snapshots.shard_ids())[:1]]

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+import resource
 import sys
 import threading
 import weakref
@@ -21,6 +22,7 @@ from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.maker import SlotMaker
 from rekindle.memory.pages import AT_ONCE, LOCKED, Pages
 from rekindle.memory.slots import NotReadyError, Slots
+from rekindle.storage.verify import verify_shard
 from tests.conftest import make_shard
 from tests.memory.gate import Gate
 from tests.memory.saved import (
@@ -43,7 +45,7 @@ SECONDS = 60.0
 def commit(slots: Slots, step: int, nbytes: int = LARGE, *, wait: bool = False, persist: bool = True) -> None:
     """A save of ``nbytes`` bytes."""
     slot = slots.acquire(step, FIRST, nbytes, wait=wait)
-    assert slot.size == nbytes and slot.map is not None and len(slot.map) >= nbytes
+    assert slot.size >= nbytes and slot.map is not None and len(slot.map) >= nbytes
     assert slot.held >= nbytes, "no holes, at which a write would kill the process"
     stamp = ShardId(step, slots.rank, slots.world, FIRST, persist)
     receipt, data = make_shard(stamp, {"x": bytes(nbytes - 4096)})
@@ -161,6 +163,117 @@ def test_a_state_that_grows_keeps_its_newest_snapshot_while_memory_is_made(job: 
     assert slots.wait_made(SECONDS)
     commit(slots, 8)
     assert steps(job) == [6, 8] and len(files(job)) == 2
+    slots.close()
+
+
+def test_a_state_that_grows_and_shrinks_a_little_is_given_what_it_lacks_at_once(job: JobDir, gate: Gate) -> None:
+    slots = alone(job)
+    for step, more in enumerate((0, 0, 1, 2, 9, 3, 1, 200, 4, 5, 6), 1):
+        commit(slots, step, LARGE + (more << 12), wait=step < 3)
+        with open_step(job, step) as shard:
+            assert not verify_shard(shard)
+    assert steps(job) == [10, 11] and not gate.asked.is_set()
+    slots.close()
+
+
+def test_a_state_that_outgrows_what_is_made_is_outrun(job: JobDir) -> None:
+    """A slot never has more beyond the state than twice its growth since the making before."""
+    slots, nbytes, grown = alone(job), LARGE, 0
+    for step in range(1, 5):
+        if not not_ready(slots, step, nbytes):
+            break
+        assert slots.wait_made(SECONDS)
+        assert job.held_bytes() <= len(slots.slots) * (nbytes + 2 * grown) + (1 << 20)
+        grown = nbytes // 4 // 4096 * 4096 + LARGE
+        nbytes += grown
+    assert step == 3, "the second making is of more than it was asked for"
+    assert slots.wait_made(SECONDS)
+    commit(slots, step, nbytes)
+    assert slots.wait_made(SECONDS) and slots.slots[0].size == nbytes, "the rest is given back"
+    slots.close()
+
+
+def test_no_more_is_made_than_there_is_room_for(job: JobDir, small_tmpfs) -> None:
+    small = job_in(small_tmpfs(6 * LARGE))
+    for where, limit, size in ((job, None, 7 * LARGE), (job, 5 * LARGE, 3 * LARGE), (small, None, 3 * LARGE)):
+        slots = alone(where, limit)
+        assert not_ready(slots, 1) and slots.wait_made(SECONDS)
+        assert not_ready(slots, 2, 3 * LARGE) and slots.wait_made(SECONDS)
+        assert slots.slots[0].size == size
+        commit(slots, 3, 3 * LARGE)
+        slots.free_all()
+        slots.close()
+        for path in files(where):
+            path.unlink()
+
+
+def test_room_that_is_taken_meanwhile_costs_no_more_than_what_was_to_be_made_beyond_the_state(
+    small_tmpfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_in(small_tmpfs(6 * LARGE))
+    monkeypatch.setattr(JobDir, "free_bytes", lambda _: 1 << 40)
+    slots = alone(job)
+    assert not_ready(slots, 1) and slots.wait_made(SECONDS)
+    assert not_ready(slots, 2, 3 * LARGE) and slots.wait_made(SECONDS)
+    assert slots.slots[0].held < 4 * LARGE, "the rest is left to others"
+    commit(slots, 3, 3 * LARGE)
+    assert steps(job) == [3]
+    slots.close()
+
+
+class Cut:
+    """Stands before each cut of a file that the background thread is about to make."""
+
+    def __init__(self) -> None:
+        self.open, self.asked = threading.Event(), threading.Event()
+        self._truncate = os.ftruncate
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        if threading.current_thread().name == "rekindle-memory" and nbytes < os.fstat(fd).st_size:
+            self.asked.set()
+            assert self.open.wait(SECONDS)
+        self._truncate(fd, nbytes)
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cut]:
+    cut = Cut()
+    monkeypatch.setattr("rekindle.memory.slot.os.ftruncate", cut.truncate)
+    yield cut
+    cut.open.set()
+
+
+def test_what_a_state_that_shrank_leaves_is_given_back_beside_training(job: JobDir, cut: Cut) -> None:
+    slots = alone(job)
+    for step in (1, 2):
+        commit(slots, step, 4 * LARGE, wait=True)
+    commit(slots, 3)
+    assert cut.asked.wait(SECONDS)
+    with open_step(job, 3) as shard:
+        assert os.path.getsize(shard.path) == 4 * LARGE
+        assert not verify_shard(shard), "it is read while it is too long"
+    cut.open.set()
+    assert slots.wait_made(SECONDS)
+    commit(slots, 4)
+    assert slots.wait_made(SECONDS)
+    assert job.held_bytes() < 2 * LARGE + (1 << 20)
+    for step in (3, 4):
+        with open_step(job, step) as shard:
+            assert not verify_shard(shard)
+    slots.close()
+
+
+def test_a_state_that_grows_again_while_its_memory_is_cut_gets_it_back(job: JobDir, cut: Cut) -> None:
+    slots = alone(job)
+    for step in (1, 2):
+        commit(slots, step, 4 * LARGE, wait=True)
+    slots.acquire(3, FIRST, LARGE, wait=False).unlock()
+    assert cut.asked.wait(SECONDS)
+    threading.Timer(0.1, cut.open.set).start()  # it lets go within a piece
+    commit(slots, 3, 3 * LARGE, wait=True)
+    assert slots.wait_made(SECONDS)
+    with open_step(job, 3) as shard:
+        assert not verify_shard(shard)
     slots.close()
 
 
@@ -386,7 +499,7 @@ def test_a_file_that_was_cut_gets_a_new_mapping_and_new_locks_when_it_grows_agai
     slot.unlock()
     slot = slots.acquire(1, FIRST, 2 << 20)
     assert first() is None and {lock.range for lock in page_locks.alive} == {(0, 2 << 20)}
-    slot.map[-1:] = b"x"
+    slot.map[slot.size - 1 : slot.size] = b"x"
     slots.close()
 
 
@@ -398,6 +511,38 @@ def test_pages_are_a_mapping(tmp_path: Path) -> None:
     mapping[:5] = b"bytes"
     assert os.pread(fd, 5, 0) == b"bytes" and mapping.made == mmap.PAGESIZE
     os.close(fd)
+
+
+def page_faults() -> int:
+    """Page faults of this thread that needed nothing from a disk."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux maps pages ahead of their first use")
+def test_pages_are_mapped_many_at_a_time_and_a_save_takes_no_page_fault(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that had no zeros yet would be zeroed and mapped one by one, while every ``mmap`` of training waits."""
+    populate, faults = pages.populate, list[int]()
+
+    def count(address: int, nbytes: int) -> None:
+        before = page_faults()
+        populate(address, nbytes)
+        faults.append(page_faults() - before)
+
+    monkeypatch.setattr(pages, "populate", count)
+    slots = alone(job)
+    slots.reserve(LARGE, count=1)
+    assert slots.wait_made(SECONDS)
+    slot = slots.acquire(1, FIRST, LARGE, wait=False)
+    anchor = ctypes.c_char.from_buffer(slot.map)
+    before = page_faults()
+    ctypes.memset(ctypes.addressof(anchor), 1, LARGE)
+    written, there = page_faults() - before, LARGE // mmap.PAGESIZE
+    assert written < there // 16 and 0 < sum(faults) < there // 4
+    del anchor
+    slot.unlock()
+    slots.close()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads have a priority of their own on Linux")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,10 @@ from tests.objects.servers import Server, some_server
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with some_server(tmp_path_factory.mktemp("server")) as running:
+    """The server of this run, which pytest-xdist's workers share: their own directories lie in that of the run."""
+    own = tmp_path_factory.getbasetemp()
+    run = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    with some_server(run / "server") as running:
         yield running
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -11,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,11 @@ def free_port() -> int:
 
 @contextmanager
 def some_server(directory: Path) -> Iterator[Server]:
-    """The best that can be had here; ``REKINDLE_TEST_S3`` is ``radosgw`` or ``moto`` for one of them."""
+    """The best that can be had here; ``REKINDLE_TEST_S3`` is ``radosgw`` or ``moto`` for one of them.
+
+    Test processes that name the same ``directory`` share one radosgw, which takes 15 s of a quiet machine, and 1 GB.
+    Each has a moto of its own, which takes a second.
+    """
     wanted = os.environ.get("REKINDLE_TEST_S3")
     ceph = all(map(shutil.which, ("radosgw", "ceph-osd", "ceph-mon", "ceph-mgr", "ceph", "radosgw-admin")))
     with ExitStack() as stack:
@@ -72,13 +77,50 @@ def some_server(directory: Path) -> Iterator[Server]:
 
 @contextmanager
 def radosgw(directory: Path) -> Iterator[Server]:
-    port = free_port()
+    """Started by the first test process that comes, stopped by the last one that leaves."""
+    directory.mkdir(exist_ok=True)
+    with open(directory / "users", "w") as users:
+        with _alone(directory):
+            endpoint = _start_once(directory)
+            fcntl.flock(users, fcntl.LOCK_SH)
+        try:
+            yield Server("radosgw", endpoint)
+        finally:
+            with _alone(directory), suppress(BlockingIOError):  # others still use it
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _radosgw("stop", directory, 30)
+                (directory / "endpoint").unlink()
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Keeps other test processes from starting or stopping the server meanwhile."""
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _start_once(directory: Path) -> str:
+    """The endpoint. Where a start has failed, nobody waits for another one."""
+    note = directory / "endpoint"
+    if not note.exists():
+        note.touch()
+        port = free_port()
+        try:
+            _radosgw("start", directory, 150, str(port))
+        except subprocess.SubprocessError:
+            _radosgw("stop", directory, 30)
+            raise
+        note.write_text(f"http://127.0.0.1:{port}")
+    endpoint = note.read_text()
+    if not endpoint:
+        raise subprocess.SubprocessError("it has not come up for another process of this run")
+    return endpoint
+
+
+def _radosgw(command: str, directory: Path, seconds: float, *arguments: str) -> None:
     script = str(HERE / "radosgw.sh")
-    try:
-        subprocess.run(["bash", script, "start", str(directory), str(port)], check=True, timeout=150)
-        yield Server("radosgw", f"http://127.0.0.1:{port}")
-    finally:
-        subprocess.run(["bash", script, "stop", str(directory)], check=False, timeout=30)
+    subprocess.run(["bash", script, command, str(directory), *arguments], check=command == "start", timeout=seconds)
 
 
 @contextmanager

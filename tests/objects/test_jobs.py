@@ -28,16 +28,19 @@ from rekindle.common.os_errors import explain
 from rekindle.errors import UsageError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import canonical_root
+from rekindle.memory.incidents import write_incident
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
 from rekindle.storage import bucket as bucket_module
+from rekindle.storage import incidents
 from rekindle.storage.catalog import find_copies
 from rekindle.storage.objects import ObjectStore
 from rekindle.storage.open import open_store
 from rekindle.storage.verify import verify
 from rekindle.testing import make_shard
 from tests.conftest import commit
+from tests.memory.test_incident import some
 from tests.objects.proxy import Proxy
 from tests.objects.servers import Server, free_port, moto, rclone
 
@@ -142,6 +145,24 @@ def test_stop_carries_what_only_memory_holds(url: str, snapshot: Callable[..., J
     done = command("stop", url)
     assert done.exit_code == 0, done.output
     assert open_store(url).find(3) is not None and not job.path.exists()
+
+
+def test_records_of_incidents_lie_beside_the_checkpoints(
+    url: str, snapshot: Callable[..., JobDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incidents, "_MOST", 2)
+    job = snapshot(url, 3, 1000)
+    for generation in (1, 2, 3):
+        write_incident(job, some(generation=generation, start=f"{generation:016x}"))
+    drainer = Drainer(job)
+    assert drainer.tick() and not drainer.tick()
+    assert job.remove()
+    store = open_store(url)
+    store.write_extra("incidents/0000000009-foreign.jsonl", b"{")
+    done = command("incidents", url, "--json")
+    assert done.exit_code == 0 and "0000000009-foreign.jsonl is no record" in done.stderr, done.output
+    assert [one["generation"] for one in json.loads(done.stdout)["incidents"]] == [3]
+    assert [entry.stamp.step for entry in store.published()] == [3]
 
 
 def test_a_prefix_that_was_emptied_is_a_run_that_was_deleted(

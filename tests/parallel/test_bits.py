@@ -44,12 +44,12 @@ def train(state: dict[str, Any], model: Any, steps: int = 3) -> str:
     return digest_state(state)
 
 
-def saving(rank: int, world: int, place: Path) -> dict[str, Any]:
+def saving(rank: int, world: int, place: Path, memory: Path) -> dict[str, Any]:
     import torch
 
     state, model = build()
     torch.manual_seed(rank)
-    ckpt = rekindle.Checkpointer(place / "run", state, memory=place / "memory")
+    ckpt = rekindle.Checkpointer(place / "run", state, memory=memory)
     saved = train(state, model)
     ckpt.save(3, wait="durable")
     plain = {name: entry.state_dict() for name, entry in state.items()}
@@ -57,11 +57,11 @@ def saving(rank: int, world: int, place: Path) -> dict[str, Any]:
     return {"saved": saved, "unbroken": train(state, model)}
 
 
-def resuming(rank: int, world: int, place: Path) -> dict[str, Any]:
+def resuming(rank: int, world: int, place: Path, memory: Path) -> dict[str, Any]:
     import torch
 
     state, model = build()
-    ckpt = rekindle.Checkpointer(place / "run", state, memory=place / "memory")
+    ckpt = rekindle.Checkpointer(place / "run", state, memory=memory)
     assert ckpt.restore() == 3
     found = {"restored": digest_state(state), "resumed": train(state, model)}
     state, model = build()
@@ -74,8 +74,8 @@ def resuming(rank: int, world: int, place: Path) -> dict[str, Any]:
 
 def test_ddp_on_four_ranks_gets_the_bits_of_its_state_back(tmp_path: Path, memory: Path) -> None:
     """What is trained from there need not have the bits of the unbroken run; it has those that torch alone gives."""
-    before = on_ranks(4, saving, tmp_path)
-    after = on_ranks(4, resuming, tmp_path)
+    before = on_ranks(4, saving, tmp_path, memory)
+    after = on_ranks(4, resuming, tmp_path, memory)
     for rank in range(4):
         assert after[rank]["restored"] == before[rank]["saved"]
         assert after[rank]["resumed"] == after[rank]["with torch alone"]

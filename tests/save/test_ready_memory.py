@@ -7,11 +7,15 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import rekindle
+from rekindle.memory import pages
+from rekindle.memory.slot import Slot
+from rekindle.memory.slots import NotReadyError, Slots
 from rekindle.save.copy import Copying
 from rekindle.storage.posix import PosixStore
 from tests.memory.gate import Gate
@@ -190,6 +194,66 @@ def test_a_state_that_grows_keeps_its_newest_snapshot(root: Path, memory: Path, 
     wait_for_memory(job.ckpt)
     job.train(5)
     assert job.in_memory() == [5, 2] and job.ckpt.metrics.left_out == 2
+    job.ckpt.close()
+
+
+def test_a_state_that_outgrows_its_memory_at_each_step_gets_a_snapshot_now_and_then(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate, waited = pages.allocate, list[int]()
+
+    def note(fd: int, start: int, nbytes: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            waited.append(nbytes)
+        allocate(fd, start, nbytes)
+
+    monkeypatch.setattr(pages, "allocate", note)
+    job = Job(root)
+    for step in range(1, 7):
+        job.model.extra = torch.nn.Parameter(torch.zeros(WIDTH * (1 + step // 2), WIDTH * step))
+        job.train(step)
+        wait_for_memory(job.ckpt)
+    assert job.in_memory() and job.ckpt.metrics.left_out < 6
+    assert sum(waited) <= 6 * pages.AT_ONCE, "no step() waits for more"
+    job.ckpt.close()
+
+
+def test_growth_near_the_limit_of_memory_leaves_steps_out_and_fails_none(
+    root: Path, memory: Path, small_tmpfs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is made beyond a state that grows never takes the room of its other snapshot."""
+    job = Job(root, memory=small_tmpfs(96 << 20))
+    metrics = job.ckpt.metrics
+    with caplog.at_level(logging.INFO, "rekindle"):
+        for step in range(1, 7):  # two snapshots take 36, then 53, 71 and 88 MB
+            wait_for_memory(job.ckpt)
+            job.model.extra = torch.nn.Parameter(torch.zeros(WIDTH * min(step, 3) // 2, WIDTH))
+            job.train(step)
+    assert job.in_memory() == [6, 4] and metrics.left_out == 4
+    assert (metrics.failed, metrics.direct, metrics.memory_lost) == (0, 0, 0)
+    assert "step 1 has no snapshot, nor have those after it" in caplog.text
+    assert "memory is ready: step 4 has a snapshot" in caplog.text
+    job.ckpt.close()
+
+
+def test_gaps_that_come_again_and_again_are_told_of_less_and_less(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(root)
+    wait_for_memory(job.ckpt)
+    acquire = Slots.acquire
+
+    def acquire_every_second(slots: Slots, step: int, *args: Any, **options: Any) -> Slot:
+        if step % 2:
+            raise NotReadyError("memory is being made")
+        return acquire(slots, step, *args, **options)
+
+    monkeypatch.setattr(Slots, "acquire", acquire_every_second)
+    with caplog.at_level(logging.INFO, "rekindle"):
+        for step in range(1, 13):
+            job.train(step)
+    assert job.ckpt.metrics.left_out == job.ckpt.metrics.saves == 6
+    assert caplog.text.count("has no snapshot, nor have") == caplog.text.count("memory is ready: step") == 3
     job.ckpt.close()
 
 

@@ -78,6 +78,10 @@ def test_a_process_that_drains_in_an_agents_place_is_let_live(
     ckpt.restore()
     job = JobDir.of(root, memory_base(memory))
     ckpt.save(1, wait="durable", timeout=30)
+    # Until the agent is taken to stay: another one would be started in its place.
+    keeper = ckpt._session.keeper
+    assert keeper is not None
+    wait_for(lambda: keeper._thread is None or not keeper._thread.is_alive())
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(job.paths.agent_lock)], stdout=subprocess.PIPE) as other:
         agent = job.agent()
         assert agent

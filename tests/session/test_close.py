@@ -260,3 +260,27 @@ def test_what_storage_has_is_saved_though_it_refuses_to_tidy(
     ckpt.close(60)
     assert ckpt.metrics.failed == 0
     assert {entry.stamp.step: entry.pinned for entry in PosixStore(root).published()}[3]
+
+
+def test_an_agent_that_only_tells_of_faults_is_not_waited_for(root: Path, memory: Path) -> None:
+    """guard() starts one where memory has no room: it knows no storage, and stays for a minute."""
+    training = Training()
+    ckpt = rekindle.Checkpointer(root, training.state, memory_limit=1)
+    ckpt.restore()
+    with ckpt.guard(watchdog=False) as guard:
+        assert guard.connected(60)
+        go(ckpt, training, 1, 2)
+    job = JobDir.of(root, memory_base(memory))
+    assert ckpt._saver.memory is None and not job.paths.job.exists() and job.agent() is not None
+    closed_within(ckpt, 20.0)
+    assert durable(root)[-1] == 2
+
+
+def test_inside_of_guard_the_agent_ends_though_this_process_is_connected_to_it(root: Path, memory: Path) -> None:
+    training = Training()
+    ckpt = start(root, training)
+    with ckpt.guard(watchdog=False) as guard:
+        assert guard.connected(60)
+        go(ckpt, training, 1, 2)
+        closed_within(ckpt, 20.0)
+    assert durable(root) == [2] and not JobDir.of(root, memory_base(memory)).path.exists()

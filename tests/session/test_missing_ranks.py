@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import rekindle
 from rekindle.session import rendezvous
@@ -20,9 +21,9 @@ from tests.test_checkpointer import Training
 
 def _rank(rank: int, root: Path, memory: Path, fate: str) -> None:
     store, options = f"file://{root.parent}/rendezvous", {}
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=15 if fate == "late" else 600)
-    )
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(minutes=10))
+    if fate == "late":  # not before: on a busy machine it takes long until both are there
+        distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     if rank == 1 and fate == "late":
         signal.pause()
     if rank == 1 and fate == "refused":

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import rekindle
+from rekindle.state import replicas
 from tests.fork_server import context
 
 _CLONE_NEWUTS = 0x04000000
@@ -167,3 +168,22 @@ def test_memory_and_traffic_are_as_the_guide_says(tmp_path: Path) -> None:
     state = 2 * parameters
     for seen in _ask(tmp_path, [""] * 4, _costs):
         assert seen == [[copies * state // 4, parameters if copies < 4 else 0] for copies in (1, 2, 4)]
+
+
+class _NoHash(type):
+    """A type of types that can be compared, and so have no hash."""
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+
+def test_wrappers_are_found_beside_objects_of_any_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapper:
+        pass
+
+    class Derived(Wrapper):
+        pass
+
+    monkeypatch.setattr(replicas, "DistributedDataParallel", Wrapper)
+    there = [Wrapper(), Derived(), _NoHash("Odd", (), {})()]
+    assert set(map(id, replicas._wrappers())) == set(map(id, there[:2]))

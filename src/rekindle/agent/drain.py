@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rekindle.agent.backlog import Backlog, local_ranks
+from rekindle.agent.records import RecordCarrier
 from rekindle.agent.unfinished import Unfinished
 from rekindle.common.os_errors import describe_error, explain
 from rekindle.errors import CorruptError, FormatError
@@ -76,6 +77,7 @@ class Drainer:
         """``tell`` is called before a checkpoint is made in a root that was deleted, of which ``progress`` tells."""
         self.job, self._tell = job, tell
         self.progress = DrainProgress()
+        self.records = RecordCarrier(job)
         self._backlog = Backlog(job)
         self._unfinished = Unfinished()
         self._retry_at = 0.0
@@ -94,7 +96,18 @@ class Drainer:
         self._budget.lift(on=on)
 
     def tick(self) -> bool:
-        """Drains the newest snapshot that should be on storage and isn't. True when one became durable."""
+        """Drains the newest snapshot that should be on storage and isn't. True when one became durable.
+
+        Records of incidents are carried when there is no snapshot to drain.
+        """
+        done = self._drain_newest()
+        if not done and self.records.wanting():
+            self.progress.moved = time.monotonic()
+            self.records.carry()
+            self.progress.moved = None
+        return done
+
+    def _drain_newest(self) -> bool:
         if time.monotonic() < self._retry_at:
             return False
         info = copy = None

@@ -29,6 +29,7 @@ from rekindle.format.fields import check_integer, check_seconds, loads
 from rekindle.format.names import MAX_RANKS
 from rekindle.format.receipt import write_atomic
 from rekindle.memory.fault import Fault
+from rekindle.memory.incidents import note_gone
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import DONE, PHASE_TEXTS, SECURING, TRAINING, Status, StatusReader
 
@@ -38,6 +39,9 @@ log = logging.getLogger("rekindle.agent")
 
 _TICK = 0.01
 """Seconds between two checks of all ranks. A check takes 10 microseconds per rank."""
+_ENDS_SOON = 60.0
+"""Seconds after a fault in which each check looks for the end of the last process, at the locks of all ranks. One may
+live on: a notebook's, or that of a script which has caught the error."""
 _SLEPT = 0.5
 """Seconds by which a check may be late. If it is later, the whole node has stood still, not a rank."""
 _STUCK_AFTER = 1.0
@@ -149,6 +153,8 @@ class RankMonitor:
     """Time at which the ranks were asked for a debugger; 0 when no answer is awaited."""
     _debugger_seen_at: float = 0.0
     """Time at which a debugger was last seen to hold a rank; 0 when none does."""
+    _end_awaited: bool = False
+    """True after a fault, until the last process of its start has ended."""
 
     async def serve(self) -> None:
         """Listens for ranks and monitors them until cancelled."""
@@ -158,7 +164,7 @@ class RankMonitor:
         self._checked_at = time.monotonic()
         try:
             while True:
-                await asyncio.sleep(_TICK if self.ranks else 10 * _TICK)
+                await asyncio.sleep(self._pause())
                 try:
                     self._check_ranks()
                 except Exception:
@@ -167,10 +173,19 @@ class RankMonitor:
         finally:
             self._server.close()
 
+    def _pause(self) -> float:
+        soon = self.fault is not None and self._end_awaited and time.monotonic() - self.fault.noticed < _ENDS_SOON
+        return _TICK if self.ranks or soon else 10 * _TICK
+
     @property
     def reporting(self) -> bool:
         """True while the report of a hang is being written, from files in the job's directory."""
         return self._reporting is not None and not self._reporting.done()
+
+    @property
+    def has_seen_all(self) -> bool:
+        """True while no rank is connected, and the end of a fault's start was seen."""
+        return not self.ranks and not self._end_awaited
 
     # -- talking ------------------------------------------------------------------------------------------------
 
@@ -212,6 +227,7 @@ class RankMonitor:
         if self.fault is not None and self._is_dying(rank):
             self._send(rank, {"fault": self.fault.to_json()})
         else:
+            self._end_awaited = False
             self.urgent(False)
         return rank
 
@@ -248,6 +264,9 @@ class RankMonitor:
         states = [(rank, rank.process.look()) for rank in self.ranks.values()]
         for rank, state in sorted((end for end in states if end[1].over), key=_first_cause):
             self._handle_end(rank, state.status, now)
+        if self._end_awaited and not self.job.trainers():
+            self._end_awaited = False
+            note_gone(self.job, time.monotonic())
         dying = [rank for rank in self.ranks.values() if self._is_dying(rank)]
         if dying and self.fault is not None:
             self._end_dying_ranks(now, self.fault, dying)
@@ -366,7 +385,8 @@ class RankMonitor:
             info = self.job.read_job()
         if info is not None:
             lines.append(f"the stacks of all ranks will be in {info.root}/{report_name(generation, step)}")
-        fault = Fault("hang", behind, generation, step, what, "\n".join(lines))
+        began = pages[behind].progress / 1e9
+        fault = Fault("hang", behind, generation, step, what, "\n".join(lines), began=began)
         self.announce(fault, rank)
         self._reporting = asyncio.get_running_loop().create_task(self._write_report(fault, sorted(pages)))
 
@@ -385,7 +405,7 @@ class RankMonitor:
         """Records a fault of ``rank`` and sends it to all ranks. Ignores one that follows from an earlier fault."""
         if self._is_dying(rank):
             return
-        self.fault = fault
+        self.fault, self._end_awaited = fault, True
         self.urgent(True)
         log.error("%s (%s, step %d)", fault.what, fault.cause, fault.step)
         with suppress(OSError):

@@ -23,6 +23,7 @@ from rekindle.agent.serving import IDLE, Service
 from rekindle.common.os_errors import explain
 from rekindle.errors import FormatError, RekindleError
 from rekindle.memory.files_dir import FILES, FilesDir
+from rekindle.memory.incidents import open_incident, read_start
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
@@ -47,6 +48,8 @@ class Agent(Service):
         self._alone_since = time.monotonic()
         self._idle = False
         """True once the last trainer has ended and the dead ranks' snapshots have been rebuilt."""
+        self._told = False
+        """True once the record of the newest start's end is written, should a fault have ended it."""
 
     def _info(self) -> JobInfo | None:
         """Reads the job's description; None while there is none, and when it can't be read, which the drain reports."""
@@ -93,6 +96,13 @@ class Agent(Service):
                 return False
         self._idle = alone
         self.pause = IDLE if alone else TICK
+        if not alone:
+            self._told = False
+        elif not self._told and (self.monitor.has_seen_all or read_start(self.job) is None):
+            # A lock is free a moment before the death is noticed. After a good end there is none to be noticed: a rank
+            # that calls close() inside of guard() stays connected, and waits for this agent.
+            open_incident(self.job)
+            self._told = True
         busy = self.drainer.tick()
         self._write_status()
         return busy
@@ -111,9 +121,12 @@ class Agent(Service):
             if info is None:
                 return alone > _NO_JOB or not self.job.path.exists()
             empty = next(self.job.snapshots.shard_ids(), None) is None
-            if not (empty or self.stopping or alone > info.idle_timeout) or self.monitor.reporting:
+            if not (empty or self.stopping or alone > info.idle_timeout) or self.monitor.reporting or not self._told:
                 return False
-            return self.drainer.pending() is None and self.job.remove()
+            if self.drainer.pending() is not None:
+                return False
+            self.drainer.records.carry(last=True)
+            return self.job.remove()
         except (OSError, RekindleError) as error:
             self.drainer.progress.error = explain(error)
             return False

@@ -16,6 +16,8 @@ from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.format.fields import loads
 from rekindle.format.receipt import read_file
 from rekindle.memory.fault import Fault
+from rekindle.memory.incident import Incident
+from rekindle.memory.incidents import incident_files, read_incident, read_start
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import DONE, SECURED, STAGES, STARTING, Status, read_status
 
@@ -54,6 +56,8 @@ class DrillReport:
     """The step that the job went on from."""
     again: float | None = None
     """Time at which the first new step was complete."""
+    incident: Incident | None = None
+    """The job's own record of it, as 'rekindle incidents' shows it; None if the job wrote none."""
 
     @property
     def lost(self) -> int | None:
@@ -61,7 +65,8 @@ class DrillReport:
         return None if self.resumed is None else max(0, self.step - self.resumed)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "lost": self.lost}
+        incident = None if self.incident is None else self.incident.to_json()
+        return {**asdict(self), "lost": self.lost, "incident": incident}
 
 
 def drill(job: JobDir, fault: str, rank: int | None, timeout: float, tell: Callable[[str], object]) -> DrillReport:
@@ -75,7 +80,7 @@ def drill(job: JobDir, fault: str, rank: int | None, timeout: float, tell: Calla
             f"{job.path}: no rank{'' if rank is None else f' {rank}'} trains inside of ckpt.guard() here"
         )
     victim = max(before) if rank is None else rank
-    report = DrillReport(fault, victim, min(page.step for page in before.values()))
+    report, struck = DrillReport(fault, victim, min(page.step for page in before.values())), read_start(job)
     began = time.monotonic()
     _strike(job, fault, victim, before[victim].pid)
     tell(f"{fault}: {FAULTS[fault]}, rank {victim}, step {report.step}")
@@ -87,7 +92,19 @@ def drill(job: JobDir, fault: str, rank: int | None, timeout: float, tell: Calla
         "has to start it again"
     )
     _Recovery(job, report, began, before, tell).watch(began + timeout)
+    if struck is not None:
+        report.incident = _record_of(job, struck.start)
     return report
+
+
+def _record_of(job: JobDir, start: str) -> Incident | None:
+    """Returns the record of the incident that ended this start."""
+    for path in incident_files(job):
+        with suppress(OSError, FormatError):
+            incident = read_incident(path)
+            if incident.start == start:
+                return incident
+    return None
 
 
 def _strike(job: JobDir, fault: str, rank: int, pid: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from rich.console import Group
 from rich.filesize import decimal
 from rich.progress import Progress
 from rich.table import Table
@@ -21,6 +22,7 @@ from rich.table import Table
 from rekindle.agent.service import run as run_agent
 from rekindle.cli.drill import FAULTS, drill
 from rekindle.cli.files import flush_command, list_command, stop_files
+from rekindle.cli.incidents import incidents_command, make_incident_tables
 from rekindle.cli.keep import pin_command, prune_command, unpin_command
 from rekindle.cli.operations import stop
 from rekindle.cli.run import run_command
@@ -108,6 +110,7 @@ for _command in (pin_command, unpin_command, prune_command, flush_command):
     main.add_command(_command)
 main.add_command(export_command)
 main.add_command(import_command)
+main.add_command(incidents_command)
 main.add_command(run_command)
 main.add_command(status_command)
 
@@ -262,6 +265,8 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
     elif report.again is not None:
         more = "" if fault == "agent" else ", and the step under way"
         click.echo(f"lost: {report.lost} of {report.step} completed steps{more}")
+        if report.incident is not None:
+            show(Group("", *make_incident_tables([report.incident])))
     if report.again is None:
         raise RekindleError(f"no new step within {timeout:.0f} s: is there a launcher that starts the ranks again?")
 

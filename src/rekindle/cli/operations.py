@@ -215,6 +215,8 @@ def _end_here(job: JobDir, deadline: float, progress: Callable[[dict[str, Any]],
                 raise _not_in_time(job, drainer)
             if not busy:
                 time.sleep(TICK)
+        if not discard:
+            _in_time(deadline, job, drainer, lambda: drainer.records.carry(last=True), progress)
         if not job.remove():
             raise BusyError(f"{job.path}: a trainer has started again, so its memory stays")
     finally:

@@ -36,31 +36,40 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
       rekindle run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d \\
           --rdzv-endpoint HOST:29400 --rdzv-id JOB train.py
 
-    This is torchrun, set up so that restarts work, and less talkative. All options are torchrun's, and so is what it
-    does with them. Those that are used most:
+    This is torchrun, set up so that restarts work, and less talkative. It has all of torchrun's options. Those that are
+    used most, with those of its own:
 
     \b
       --nproc-per-node N    ranks on each node; 1 if unset
       --nnodes N            nodes; 1 if unset
       --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id JOB
                             where nodes find each other
-      --max-restarts N      failures after which the job is given up; 20 if
-                            unset (torchrun: 0)
+      --max-restarts N      restarts without progress after which the job is
+                            given up; 20 if unset (torchrun: 0)
+      --count-restarts job  count them over the life of the job, as torchrun
+      --same-error-limit N  starts in a row with the same error at the same
+                            step that end the job; 3 if unset, 0 for no limit
+      --restart-pause SECONDS
+                            longest pause before a restart; 60 if unset
+      --retry-refused       start again after errors that each start would
+                            meet: a state that doesn't fit, usage
       -m                    SCRIPT is a module's name
+      --no-warm             start ranks anew after a failure, rather than from a
+                            process that has loaded what they import
 
-    'python -m torch.distributed.run --help' lists all of them.
+    'python -m torch.distributed.run --help' lists all of torchrun's.
 
     Restarts: when a rank ends with an exit code other than 0, or is killed, the others are told to go (SIGTERM, SIGKILL
     30 s later) and all are started again. A script that calls ckpt.restore() then goes on from the newest step that
-    all ranks have. Failures are counted over the life of the job and never forgotten. A script that can't be opened
-    is an error at once.
+    all ranks have. A step that is newer than all before gives all restarts back. Without one the second restart in a
+    row waits for 1 s, the next for 2 s, and so on. A script that can't be opened is an error at once.
 
     Set where they aren't: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; TORCH_NCCL_ASYNC_ERROR_HANDLING=0 and
     TORCH_NCCL_RETHROW_CUDA_ERRORS=0, so that torch ends no rank whose state is being secured; and, as by torchrun,
     OMP_NUM_THREADS=1 for several ranks on a node. LOGLEVEL=INFO or WARNING shows torchrun's own log.
 
-    Exit code 0 when all ranks have ended with 0, 1 when no restarts are left, 2 when there is nothing to run, 7 when
-    another process trains the root (nothing is started again then), 128 and the number of the signal that told it to
-    go (130 for Ctrl-C).
+    Exit code 0 when all ranks have ended with 0, 1 when no restarts are left or the same error came again, 2 when there
+    is nothing to run or a usage error ended a rank, 5 when the state doesn't fit, 7 when another process trains the
+    root (nothing is started again then), 128 and the number of the signal that told it to go (130 for Ctrl-C).
     """
     sys.exit(launch(list(arguments), ctx.get_help, lambda line: click.echo(f"rekindle: {line}", err=True)))

@@ -48,8 +48,6 @@ _WORD = 0.2
 """Seconds that a rank which raised waits for the agent's word on whether somebody else was first."""
 _LONGEST_DEADLINE = 86400.0
 """Most seconds of a deadline: a wait for ever can't be had of a thread, and would keep the job from starting again."""
-_LONGEST = 16 << 10
-"""Characters of the traceback of what was raised that others are told."""
 
 
 class Guard(ContextDecorator):
@@ -193,8 +191,7 @@ class Guard(ContextDecorator):
     def _raised(self, error: BaseException) -> None:
         """End by what the guarded part raised, or by another rank's fault if the agent says that was first."""
         self._spares.give_up()
-        what = describe_raised(self._rank, error)
-        detail = "".join(traceback.format_exception(error))[-_LONGEST:]
+        what, detail = describe_raised(error, self._rank)
         cause = "loss" if isinstance(error, NonFiniteLossError) else "exception"
         fault = Fault(cause, self._rank, self._generation, self._gate.step, what, detail)
         self._gate.freeze(late=late_work_counts(fault))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
 
 from rekindle.faults.nccl import aborts_by_itself
@@ -19,16 +20,20 @@ _FAILED_COLLECTIVE = re.compile(rf" raised {_COLLECTIVE.pattern}| \(from {_COLLE
 """Words of ``describe_raised`` of such an exception, and of one that a framework raised because of it."""
 _CHAIN = 100
 """Exceptions that led to each other which are looked at."""
-_LINE = 500
-"""Characters of what was raised that others are told."""
+_LINE, _LONGEST = 500, 16 << 10
+"""Characters of what was raised, and of its traceback, that others are told."""
 
 
-def describe_raised(rank: int, error: BaseException) -> str:
-    """Returns one line on what a rank raised. It names a failed collective that led to it: all ranks judge by that."""
+def describe_raised(error: BaseException, rank: int | str) -> tuple[str, str]:
+    """Returns one line on what a rank raised, and the traceback.
+
+    The line names a failed collective that led to it: all ranks judge by that.
+    """
     raised = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no message
     what = f"rank {rank} raised {raised}".partition("\n")[0][:_LINE]
     found = next((name for name in _causes(error) if _COLLECTIVE.fullmatch(name)), None)
-    return f"{what} (from {found})" if found is not None else what
+    what = f"{what} (from {found})" if found is not None else what
+    return what, "".join(traceback.format_exception(error))[-_LONGEST:]
 
 
 def _causes(error: BaseException) -> Iterator[str]:

@@ -1,13 +1,19 @@
-"""Tells the launcher what it can't see: which rank failed first, and where the job keeps its checkpoints."""
+"""Tells the launcher what it can't see: which rank failed first, of what, and where checkpoints are."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
+from rekindle.errors import BusyError, StateMismatchError, UsageError
+from rekindle.faults.late_work import describe_raised
 from rekindle.format.names import Root
 from rekindle.format.receipt import write_atomic
 from rekindle.memory.fault import Fault
@@ -17,8 +23,8 @@ __all__ = [
     "LAUNCH",
     "REFUSED",
     "SURVIVOR_EXIT",
-    "advise_against_restarts",
     "introduce",
+    "tell_of_uncaught_errors",
     "tell_launcher",
     "warn_of_reused_store",
 ]
@@ -29,7 +35,7 @@ LAUNCH = "REKINDLE_LAUNCH"
 """Environment variable: the directory in which ``rekindle run`` learns of the job's roots."""
 
 REFUSED = "refused"
-"""File in that directory: the reason why the first start should be the last."""
+"""File in that directory: the class and the text of an error that each further start would meet again."""
 
 SURVIVOR_EXIT = 75
 """Exit code of a rank that ended because of another one's fault, or of a hang: EX_TEMPFAIL, try again."""
@@ -49,10 +55,18 @@ def tell_launcher(fault: Fault, rank: int) -> None:
         return
     own = fault.rank == rank
     message = fault.what if own else f"ended because {fault.what}"
-    extra = {"py_callstack": fault.detail or message if own else message}
-    extra["timestamp"] = str(int(fault.at) + (0 if own else _LATER))
-    with suppress(OSError), open(path, "w") as file:
-        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    at = fault.at + (0 if own else _LATER)
+    _leave(path, message, fault.detail or message if own else message, at, fault.cause)
+
+
+def _leave(path: str, message: str, stack: str, at: float, cause: str) -> None:
+    """Write the file as torch does, or nothing: torchrun ends the job at a file that is torn.
+
+    ``at`` and ``cause`` are read by ``rekindle run`` alone.
+    """
+    extra: dict[str, Any] = {"py_callstack": stack, "timestamp": str(int(at)), "at": at, "cause": cause}
+    with suppress(OSError):
+        write_atomic(Path(path), json.dumps({"message": {"message": message, "extraInfo": extra}}).encode())
 
 
 def introduce(job: JobDir, root: Root) -> None:
@@ -64,12 +78,37 @@ def introduce(job: JobDir, root: Root) -> None:
             write_atomic(Path(place) / f"{job.path.name}.json", json.dumps(told).encode())
 
 
-def advise_against_restarts(why: str) -> None:
-    """Tell ``rekindle run``, if that is the launcher, why another start would end as this one does."""
-    place = os.environ.get(LAUNCH)
-    if place:
-        with suppress(OSError):
-            write_atomic(Path(place) / REFUSED, why.encode())
+class _Uncaught:
+    """Stands in for ``sys.excepthook``, and tells the launcher of the error that ends this process.
+
+    An error that the script catches is none. One that ``guard()`` has told of already is not told again.
+    """
+
+    def __init__(self) -> None:
+        self._before, self._pid = sys.excepthook, os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and os.getpid() == self._pid:  # and not that of a forked child
+            with suppress(Exception):
+                _tell_of(error)
+        self._before(kind, error, trace)
+
+
+def _tell_of(error: Exception) -> None:
+    if isinstance(error, (BusyError, StateMismatchError, UsageError)):
+        ours = next(kind for kind in type(error).__mro__ if kind.__module__ == "rekindle.errors")  # and not a subclass
+        refusal = json.dumps([ours.__name__, str(error)])
+        write_atomic(Path(os.environ[LAUNCH]) / REFUSED, refusal.encode())
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not os.path.exists(path):
+        message, stack = describe_raised(error, os.environ.get("RANK", "0"))
+        _leave(path, message, stack, time.time(), "exception")
+
+
+def tell_of_uncaught_errors() -> None:
+    """Let ``rekindle run``, if that is the launcher, know which error ends this process, should one do so."""
+    if LAUNCH in os.environ and not isinstance(sys.excepthook, _Uncaught):
+        sys.excepthook = _Uncaught()
 
 
 def warn_of_reused_store(rank: int) -> None:

@@ -20,7 +20,8 @@ from rekindle.errors import FormatError
 from rekindle.format.fields import check_integer
 from rekindle.format.names import MAX_RANKS, MAX_STEP
 
-__all__ = ["CheckpointKey", "Incarnation", "ShardId", "continued_by_another", "drop_superseded", "superseded_by"]
+__all__ = ["CheckpointKey", "Incarnation", "ShardId", "check_id", "continued_by_another", "drop_superseded"]
+__all__ += ["superseded_by"]
 
 _ID = re.compile(r"[0-9a-f]{16}\Z")
 _MAX_GENERATION = 1 << 62
@@ -103,11 +104,11 @@ class ShardId:
                 pinned=bool(value.get("pinned", False)),
                 incarnation=Incarnation(
                     generation=check_integer(inc["generation"], 0, _MAX_GENERATION),
-                    id=_id(inc["id"]),
-                    parent=_id(inc["parent"]) if inc["parent"] else "",
+                    id=check_id(inc["id"]),
+                    parent=check_id(inc["parent"]) if inc["parent"] else "",
                     parent_step=check_integer(inc["parent_step"], 0, MAX_STEP),
                 ),
-                save=_id(value["save"]) if value.get("save") else "",
+                save=check_id(value["save"]) if value.get("save") else "",
             )
             if stamp.rank >= stamp.world:
                 raise ValueError(f"rank {stamp.rank} of {stamp.world}")
@@ -128,7 +129,7 @@ class _Written(Protocol):
 _W = TypeVar("_W", bound=_Written)
 
 
-def _id(value: Any) -> str:
+def check_id(value: Any) -> str:
     """Returns the id of an incarnation, which becomes a part of file names, or that of a save."""
     if type(value) is not str or not _ID.match(value):
         raise ValueError("an id must have 16 hexadecimal digits")

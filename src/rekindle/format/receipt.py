@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from rekindle.errors import FormatError, VersionError
+from rekindle.errors import CorruptError, FormatError, VersionError
 from rekindle.format.fields import check_integer, check_structure, check_texts, check_values, loads
 from rekindle.format.layout import BLOCK, PAGE, Chunk, Layout
 from rekindle.format.lineage import ShardId
@@ -177,6 +177,14 @@ class Receipt:
     def file_bytes(self) -> int:
         """Size of the shard's file in bytes."""
         return self.header_bytes + self.layout.nbytes
+
+    def check_size(self, nbytes: int, where: object, *, in_memory: bool = False) -> None:
+        """Raises CorruptError if the shard's file at ``where``, of ``nbytes``, isn't whole.
+
+        In memory it may be too long for a while: what a state that shrank has left of it is given back beside training.
+        """
+        if nbytes < self.file_bytes or (nbytes > self.file_bytes and not in_memory):
+            raise CorruptError(f"{where}: has {nbytes:,} bytes, should have {self.file_bytes:,}")
 
     @staticmethod
     def static_part(layout: Layout, structure: Any) -> bytes:

@@ -53,9 +53,7 @@ class OpenShard:
                 if os.stat(path).st_ino != os.fstat(fd).st_ino or read_file(receipt_path) != raw:
                     raise FileNotFoundError(errno.ENOENT, "was recycled meanwhile", str(path))
             receipt = Receipt.decode(raw, receipt_path)
-            size = os.fstat(fd).st_size
-            if size != receipt.file_bytes:
-                raise CorruptError(f"{path}: has {size:,} bytes, should have {receipt.file_bytes:,}")
+            receipt.check_size(os.fstat(fd).st_size, path, in_memory=in_memory)
             return OpenShard(receipt, fd, path, in_memory=in_memory)
         except BlockingIOError:
             os.close(fd)
@@ -65,7 +63,7 @@ class OpenShard:
             raise
 
     def map(self) -> memoryview:
-        """Maps the whole file without a copy; writes into the view stay private. The pin lasts as long as any view."""
+        """Maps the whole shard without a copy; writes into the view stay private. The pin lasts as long as any view."""
         return memoryview(mmap.mmap(self.fd, self.receipt.file_bytes, access=mmap.ACCESS_COPY))
 
     def corruption(self, block: int) -> CorruptError:

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.machinery
-import json
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from rekindle.common.os_errors import explain
-from rekindle.errors import BusyError, NotFoundError, RekindleError, UsageError
+from rekindle.errors import NotFoundError, RekindleError, UsageError
 from rekindle.faults import nccl
-from rekindle.faults.torchelastic import LAUNCH, REFUSED, SURVIVOR_EXIT
-from rekindle.format.fields import loads
-from rekindle.format.names import Root, canonical_root
-from rekindle.memory.fault import Fault
-from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.faults.torchelastic import LAUNCH, SURVIVOR_EXIT
+from rekindle.format.names import Root
+from rekindle.launch.elastic import deciding
+from rekindle.launch.end_notes import note_end
+from rekindle.launch.reports import (
+    describe_exit,
+    describe_fault,
+    first_failure,
+    first_words,
+    newest_steps,
+    own_error,
+    reached_step,
+    reported_roots,
+    take_refusal,
+    traceback_of,
+)
+from rekindle.launch.restarts import MAX_RESTARTS, Decision, Failure, Limits, Restarts
+from rekindle.launch.waits import short_delays
 from rekindle.storage.catalog import MEMORY
 from rekindle.storage.listing import ListedCopy, list_copies_within
 
-__all__ = ["MAX_RESTARTS", "launch"]
-
-MAX_RESTARTS = 20
-"""Default number of restarts in the life of a job. torchrun counts failures and never forgets them. An error that comes
-again at each start should not be repeated for an hour."""
+__all__ = ["launch"]
 
 _ANSWERS_WITHIN = 10.0
 """Seconds that storage gets to list what is saved."""
@@ -43,68 +54,80 @@ _NOBODY_ENDS_A_HANG = (
     f"guard() nobody ends a job that hangs in a collective. For a script without guard() set {nccl.SETTINGS[0]}=3, "
     "which is torch's own value"
 )
-_QUIET = ("Sending process %s closing", "Received %s death signal", "Got termination signal", "\n*****")
+_QUIET = (
+    "failed (exitcode:",
+    "Sending process %s closing",
+    "Received %s death signal",
+    "Got termination signal",
+    "\n****",
+)
 """Beginnings of torchrun's messages at each failure and start, in place of which Rekindle writes its own."""
-_FAILED = "failed (exitcode: %s) local_rank: %s"
 _LOGGERS = ("run", "elastic.agent.server.api", "elastic.multiprocessing.api")
 
 
-class _FailureFilter(logging.Filter):
-    """Replaces torchrun's messages about a failure, which come from three modules, by one line for each restart."""
+def _not_quiet(record: logging.LogRecord) -> bool:
+    """Returns False for a message of torchrun's that Rekindle replaces by a line of its own."""
+    return not str(record.msg).startswith(_QUIET)
 
-    def __init__(self, most: int, *, one_node: bool, place: Path, say: Callable[[str], object]) -> None:
-        super().__init__()
-        self.failures = 0
+
+class _Course:
+    """Follows the starts of the job: describes each failure, and says what follows from it."""
+
+    def __init__(self, limits: Limits, *, one_node: bool, place: Path, say: Callable[[str], object]) -> None:
+        self._restarts = Restarts(limits)
+        self._rank, self._place, self._say = "rank" if one_node else "local rank", place, say
+        self.last = Decision(True, "")
+        """The decision on the newest failure."""
         self.why = ""
         """The fault that the node's agent noticed last, in brackets, where the exit code says too little."""
-        self._most, self._rank, self._place, self._say = most, "rank" if one_node else "local rank", place, say
-        self._since = time.time()
+        self._begin()
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Returns False for a message that is replaced."""
-        message = str(record.msg)
-        if message.startswith(_FAILED) and isinstance(record.args, tuple):
-            self.failures += 1
-            code, rank = record.args[:2]
-            self._refuse_in_vain()
-            self.why = _noticed(self._place, self._since) if code in (-signal.SIGKILL, SURVIVOR_EXIT) else ""
-            self._since = time.time()
-            if self.failures <= self._most:
-                self._say(
-                    f"{self._rank} {rank} {_ended(code)}{self.why}: all ranks are started again, "
-                    f"restart {self.failures} of {self._most}"
-                )
-            return False
-        return not message.startswith(_QUIET)
+    def _begin(self, later: float = 0.0) -> None:
+        self._since, self._begun = time.time() + later, time.monotonic() + later
 
-    def _refuse_in_vain(self) -> None:
-        """Raises BusyError, through torchrun, when another job trains the root that the first start wanted.
+    def decide(self, failures: Mapping[int, Any]) -> Decision:
+        """Decides what follows a failure of the ranks. Says so if they are started again."""
+        rank, first = first_failure(failures)
+        code = first.exitcode
+        note_end(self._place, self._begun, rank, code)
+        self.why = describe_fault(self._place, self._since) if code in (-signal.SIGKILL, SURVIVOR_EXIT) else ""
+        self.last = self._restarts.decide(self._describe(first))
+        if self.last.restart:
+            self._say(
+                f"{self._rank} {first.local_rank} {describe_exit(code)}{self.why}: all ranks are {self.last.words}"
+            )
+        self._begin(self.last.pause)
+        return self.last
 
-        At a later start it may be a dying rank of this job, so then another try may do.
-        """
-        with suppress(FileNotFoundError):
-            why = (self._place / REFUSED).read_text()
-            if self.failures == 1:
-                raise BusyError(f"{why}: the job is not started again")
+    def report_end(self, failures: Mapping[int, Any], *, redirected: bool) -> None:
+        """Says what has ended the job, and what is saved. Raises an error that each further start would meet."""
+        if self.last.error is not None:
+            raise self.last.error from None
+        rank, failure = first_failure(failures)
+        self._say(first_words(failure.message) or f"rank {rank} {describe_exit(failure.exitcode)}{self.why}")
+        if redirected:
+            self._say(f"its output is in {Path(failure.error_file).parent}")
+        self._say(self.last.words)
+        _say_what_is_saved(self._place, self._say)
+        if self.last.repeated:
+            sys.stderr.write(traceback_of(failure))
 
-
-def _ended(code: Any) -> str:
-    """Describes the end of a process by its exit code, as subprocess gives it."""
-    if code == -signal.SIGTERM:
-        return "failed"  # torchrun told it to end while it was about to
-    if not isinstance(code, int) or code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    def _describe(self, first: Any) -> Failure:
+        return Failure(
+            *own_error(first),
+            steps=newest_steps(self._place, self._begun),
+            reached=reached_step(self._place, self._begun),
+            seconds=time.monotonic() - self._begun,
+            refused=take_refusal(self._place),
+        )
 
 
 def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], object]) -> int:
     """Runs torchrun with these arguments. Returns the exit code.
 
-    ``usage`` returns the text for ``--help``; ``say`` is given each line for people. Raises UsageError when there is
-    nothing to run, BusyError when another job trains the root, SystemExit for other arguments that torchrun refuses.
+    ``usage`` returns the text for ``--help``; ``say`` is given each line for people. An error that came again is shown
+    with its traceback on stderr. Raises UsageError when there is nothing to run, SystemExit for other arguments that
+    torchrun refuses, and the error that ended a rank if each further start would meet it (``Restarts``).
     """
     # Without this, restarted ranks find the addresses of dead ones in torchrun's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -114,38 +137,111 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     from torch.distributed import is_nccl_available  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run  # noqa: PLC0415
 
     parser = get_args_parser()
     parser.prog, parser.usage = "rekindle run", "rekindle run [OPTIONS] SCRIPT [ARGUMENTS]... ('rekindle run --help')"
     parser.print_help = lambda file=None: print(usage())  # type: ignore[method-assign]
+    _add_options(parser)
     args = parser.parse_args(arguments)
     _check(args)
     if switched_off and is_nccl_available():  # whether the script has a guard() is not to be seen from here
         say(_NOBODY_ENDS_A_HANG)
-    with tempfile.TemporaryDirectory(prefix="rekindle-launch-") as place:
+    with _own_directory() as place:
         os.environ[LAUNCH] = place
-        one_node = parse_min_max_nnodes(args.nnodes)[1] == 1
-        failures = _FailureFilter(args.max_restarts, one_node=one_node, place=Path(place), say=say)
+        nodes = parse_min_max_nnodes(args.nnodes)[1]
+        course = _Course(_limits(args), one_node=nodes == 1, place=Path(place), say=say)
         if "LOGLEVEL" not in os.environ:  # torchrun's own setting: a user who sets it wants to read its log
             for name in _LOGGERS:
-                logging.getLogger(f"torch.distributed.{name}").addFilter(failures)
+                logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
         try:
-            # record() writes the first error of all to that file, for schedulers that read it.
-            (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
+            with short_delays(nodes), _warm_workers(args, Path(place), say) as tend, deciding(course.decide, tend):
+                # record() writes the first error of all to that file, for schedulers that read it.
+                (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            say(_first_words(failure.message) or f"rank {rank} {_ended(failure.exitcode)}{failures.why}")
-            if args.redirects != "0":
-                say(f"its output is in {Path(failure.error_file).parent}")
-            say(_describe_attempts(failures.failures, args.max_restarts))
-            _say_what_is_saved(Path(place), say)
+            course.report_end(error.failures, redirected=args.redirects != "0")
             return 1
         except SignalException as error:
             say(f"ended by {error.sigval.name}")
             _say_what_is_saved(Path(place), say)
             return 128 + int(error.sigval)
+        except RendezvousError as error:
+            say(f"ended, because the job has ended on another node, or can't reach it: {error}")
+            _say_what_is_saved(Path(place), say)
+            return 1
     return 0
+
+
+@contextmanager
+def _own_directory() -> Iterator[str]:
+    """Gives a temporary directory for what the ranks tell. It is locked, so that it stays in a job of weeks.
+
+    systemd-tmpfiles removes from /tmp what is ten days old, unless somebody has locked the directory that it is in.
+    """
+    with tempfile.TemporaryDirectory(prefix="rekindle-launch-") as place:
+        lock = os.open(place, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield place
+        finally:
+            os.close(lock)
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    """Adds what torchrun has no option for. As with torchrun's own, PET_NAME in the environment sets a default."""
+    from torch.distributed.argparse_util import check_env, env  # noqa: PLC0415
+
+    parser.add_argument("--same-error-limit", "--same_error_limit", action=env, type=_count, default=Limits.same)
+    parser.add_argument("--restart-pause", "--restart_pause", action=env, type=_seconds, default=Limits.pause)
+    ways = ("progress", "job")
+    parser.add_argument("--count-restarts", "--count_restarts", action=env, choices=ways, default=ways[0])
+    parser.add_argument("--retry-refused", "--retry_refused", action=check_env)
+    parser.add_argument("--no-warm", "--no_warm", action=check_env)
+
+
+def _limits(args: Any) -> Limits:
+    return Limits(
+        restarts=args.max_restarts,
+        since_progress=args.count_restarts == "progress",
+        same=args.same_error_limit,
+        pause=args.restart_pause,
+        retry_refused=args.retry_refused,
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is no number of starts")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text)) < math.inf:
+            return seconds
+    raise ArgumentTypeError(f"{text!r} is no number of seconds")
+
+
+def _warm_workers(args: Any, place: Path, say: Callable[[str], object]) -> AbstractContextManager[Callable[[], object]]:
+    """Returns the context in which restarted workers come from a warm process, where the ranks are Python's.
+
+    Its value is to be called every now and then.
+    """
+    if args.no_warm or args.no_python or args.run_path or sys.platform != "linux":
+        return nullcontext(lambda: None)
+    from rekindle.launch.warm import WarmWorkers, warm_workers  # noqa: PLC0415  # not on every platform
+
+    return warm_workers(WarmWorkers(place, _script_dir(args), say))
+
+
+def _script_dir(args: Any) -> Path:
+    """Returns the folder of the script, or that of the module's top package: what is in it is the user's own code."""
+    if not args.module:
+        return Path(args.training_script).resolve().parent
+    found = importlib.machinery.PathFinder.find_spec(args.training_script.partition(".")[0], [os.getcwd(), *sys.path])
+    return Path(found.origin).resolve().parent if found and found.origin else Path.cwd()
 
 
 def _check(args: Any) -> None:
@@ -169,36 +265,8 @@ def _check(args: Any) -> None:
         raise UsageError(f"{script}: {error.strerror}: nothing was started") from error
 
 
-def _first_words(message: Any) -> str:
-    """Returns the first line of a rank's message about its failure; empty when it left none."""
-    return str(message.get("message", "")).partition("\n")[0] if isinstance(message, dict) else ""
-
-
-def _describe_attempts(failures: int, most: int) -> str:
-    if most == 0:
-        return "the job is not started again: --max-restarts is 0"
-    return f"the job was started {failures} times and failed each time: --max-restarts {most} allows no more"
-
-
-def _roots(place: Path) -> list[tuple[Root, Path]]:
-    """Returns each root that the ranks of this node have reported, and the base of its job's memory."""
-    found = sorted(json.loads(path.read_text()) for path in place.glob("*.json"))
-    return [(canonical_root(root), memory_base(memory)) for root, memory in found]
-
-
-def _noticed(place: Path, since: float) -> str:
-    """Describes, in brackets, the hang or want of memory that ended a rank; empty for no such fault."""
-    faults = []
-    for root, base in _roots(place):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            faults.append(Fault.from_json(loads(JobDir.of(root, base).paths.fault.read_bytes())))
-    told = [fault for fault in faults if fault.at >= since and fault.cause in ("hang", "oom")]
-    newest = max(told, key=lambda fault: fault.at, default=None)
-    return f" ({newest.what})" if newest is not None else ""
-
-
 def _say_what_is_saved(place: Path, say: Callable[[str], object]) -> None:
-    found = _roots(place)
+    found = reported_roots(place)
     for root, base in found:
         say(f"{root}: {_saved(root, base)}")
     if not found:

@@ -31,6 +31,8 @@ class Fault:
     """Time at which it was noticed, by this node's monotonic clock, in seconds."""
     at: float = field(default_factory=time.time)
     """The same by the wall clock, for people."""
+    began: float | None = None
+    """Time at which it happened, by the monotonic clock, where that is known: a hang begins with the last progress."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,6 +48,8 @@ class Fault:
                 check_integer(value["generation"]),
                 check_integer(value["step"], -1),
             )
-            return Fault(cause, rank, generation, step, what, detail, *times)
-        except (KeyError, TypeError, ValueError) as error:
+            began = value.get("began")
+            began = None if began is None else check_seconds(began)
+            return Fault(cause, rank, generation, step, what, detail, *times, began)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(f"the record of a fault is not readable: {error!r}") from error

@@ -1,10 +1,12 @@
-"""Makes and drops the memory of slots in the background, so that no ``step()`` waits for that."""
+"""Makes, cuts and drops the memory of slots in the background, so that no ``step()`` waits for that."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from rekindle.common.numa import run_near
 from rekindle.common.os_errors import describe_error
@@ -18,10 +20,13 @@ __all__ = ["SlotMaker"]
 
 @dataclass(eq=False)
 class _Job:
-    """The making of one slot's memory; with no ``nbytes`` its end."""
+    """Work on the memory of one slot."""
 
     slot: Slot
-    nbytes: int | None
+    work: Callable[[Callable[[], bool]], object]
+    """Ends early once the callable that it is given returns False."""
+    makes: bool = False
+    """True if the slot can't be written to before it is done."""
     stopped: bool = False
     """True once it is to be broken off."""
     ended: threading.Event = field(default_factory=threading.Event)
@@ -31,8 +36,8 @@ class _Job:
 class SlotMaker:
     """Makes the memory of slots, one after the other, in one thread of low priority.
 
-    The thread exists while there is work. While ``busy_with`` is True of a slot, nobody else may use that slot's
-    mapping or its file's contents. For one thread at a time, except ``wait``.
+    The thread exists while there is work. While ``makes`` is True of a slot, nobody else may use that slot's mapping or
+    its file's contents. For one thread at a time, except ``wait``.
     """
 
     def __init__(self, page_lock: PageLock | None, numa_node: int | None = None) -> None:
@@ -46,15 +51,26 @@ class SlotMaker:
         self._idle = threading.Event()
         self._idle.set()
 
-    def make(self, slot: Slot, nbytes: int) -> None:
-        """Begins to make the memory for ``nbytes``. The slot's file is unlocked when that has ended."""
-        self._jobs[slot] = job = _Job(slot, nbytes)
+    def make(self, slot: Slot, nbytes: int, extra: int = 0) -> None:
+        """Begins to make the memory for ``nbytes``, and ``extra`` bytes more if there is room for all of them.
+
+        The slot's file is unlocked when that has ended.
+        """
+        self._jobs[slot] = job = _Job(slot, partial(slot.make, nbytes, self._page_lock, extra=extra), makes=True)
+        self._begin(job)
+
+    def trim(self, slot: Slot, nbytes: int) -> None:
+        """Begins to give back what a slot has beyond ``nbytes``, which may be written and committed meanwhile.
+
+        Its file is too long until that has ended. ``recall`` it before more than ``nbytes`` are written.
+        """
+        self._jobs[slot] = job = _Job(slot, partial(slot.trim, nbytes))
         self._begin(job)
 
     def drop(self, slot: Slot) -> None:
         """Closes a slot whose file has been removed: its pages are given back as its last mapping goes."""
         self._jobs.pop(slot, None)
-        self._begin(_Job(slot, None))
+        self._begin(_Job(slot, lambda go_on: slot.close()))
 
     def _begin(self, job: _Job) -> None:
         with self._lock:
@@ -75,7 +91,8 @@ class SlotMaker:
             self._queue.clear()
             self._idle.set()
         for job in jobs:
-            job.stopped, job.error = True, MemoryStoreError(f"memory for snapshots is not made: {error}")
+            if job.makes:
+                job.stopped, job.error = True, MemoryStoreError(f"memory for snapshots is not made: {error}")
             self._do(job)
 
     def _run(self) -> None:
@@ -93,24 +110,26 @@ class SlotMaker:
 
     def _do(self, job: _Job) -> None:
         try:
-            if job.nbytes is None:
-                job.slot.close()
-            elif not job.stopped:
-                job.slot.make(job.nbytes, self._page_lock, lambda: not job.stopped)
+            if not job.stopped:
+                job.work(lambda: not job.stopped)
         except MemoryStoreError as error:
             job.error = error
         except Exception as error:  # else the thread would end, and no memory would ever be made again
             what = f"{type(error).__name__}: {describe_error(error)}"
             job.error = MemoryStoreError(f"memory store {job.slot.path.parent}: making memory failed: {what}")
         finally:
-            if job.nbytes is not None:
+            if job.makes:
                 job.slot.unlock()
             job.ended.set()
 
     def busy_with(self, slot: Slot) -> bool:
-        """True while the slot's memory is being made."""
+        """True while the slot's memory is being made or cut."""
         job = self._jobs.get(slot)
         return job is not None and not job.ended.is_set()
+
+    def makes(self, slot: Slot) -> bool:
+        """True while the slot's memory is being made."""
+        return self.busy_with(slot) and self._jobs[slot].makes
 
     def error_of(self, slot: Slot) -> MemoryStoreError | None:
         """Returns, once, the reason why the slot's memory could not be made."""
@@ -118,7 +137,7 @@ class SlotMaker:
         return self._jobs.pop(slot).error if job is not None and job.ended.is_set() else None
 
     def recall(self, slot: Slot, timeout: float) -> bool:
-        """Breaks off the making of the slot's memory: what is left can be made by the caller, at its own priority.
+        """Breaks off the work on a slot's memory: what is left to make can be made by the caller, at its own priority.
 
         Returns False if the thread has not let go of the slot within ``timeout`` seconds.
         """

@@ -14,6 +14,8 @@
         rank-00000.plan .small-0 -1 -u   the rank's local state, and the plan that describes its bytes
         rank-00000.stacks .flight        at a hang: stacks of its threads, and torch's flight record
         watch.sock  fault.json           where ranks and agent tell each other of faults; the newest fault
+        start.json  gone.json            the newest start on this host; when its last process had ended after a fault
+        incidents/                       records of incidents, a line of JSON in a file each, as on storage
         slots/                           free files, which hold no snapshot
         step-0000000012/                 the same files as on storage, without a manifest
 """
@@ -75,6 +77,21 @@ class JobPaths:
     def fault(self) -> Path:
         """Record of the newest fault."""
         return self.directory / "fault.json"
+
+    @property
+    def start(self) -> Path:
+        """Record of the newest start on this host."""
+        return self.directory / "start.json"
+
+    @property
+    def gone(self) -> Path:
+        """Time at which the last process of a start had ended."""
+        return self.directory / "gone.json"
+
+    @property
+    def incidents(self) -> Path:
+        """Directory of the records of incidents."""
+        return self.directory / "incidents"
 
     @property
     def watch_socket(self) -> Path:

@@ -17,6 +17,12 @@ from rekindle.memory.pages import PageLock, Pages
 
 __all__ = ["Slot"]
 
+_GROWTH = 8
+"""Divisor: the part of a file's size by which its mapping is longer at first. A state that grows a little, or grows and
+shrinks, is given what it lacks, and the rest needn't be mapped anew. Costs addresses, no memory."""
+_PIECE = 4 << 20
+"""Bytes that a file is cut by in one go, a millisecond: whoever wants the slot waits no longer."""
+
 
 @dataclass(eq=False)
 class Slot:
@@ -28,6 +34,8 @@ class Slot:
     stamp: ShardId | None = None
     """Snapshot that the slot holds; None while it is free."""
     map: Pages | None = None
+    asked: int = 0
+    """Bytes of the state for which its memory was made beside training last; 0 if it has been used since."""
     cache: object = None
     """Views into ``map`` that the writer keeps. Dropped with it."""
     lost: bool = False
@@ -67,18 +75,39 @@ class Slot:
         """True if ``nbytes`` can be written to it without waiting for memory."""
         return self.map is not None and self.map.made >= nbytes
 
-    def make(self, nbytes: int, page_lock: PageLock | None = None, go_on: Callable[[], bool] = lambda: True) -> None:
+    def lacks(self, nbytes: int) -> int:
+        """Bytes to be made before ``nbytes`` can be written to it. All of them if it has to be mapped anew."""
+        made = self.map.made if self.map is not None and self.map.can_hold(nbytes) else 0
+        return max(0, nbytes - made)
+
+    def make(
+        self,
+        nbytes: int,
+        page_lock: PageLock | None = None,
+        go_on: Callable[[], bool] = lambda: True,
+        *,
+        extra: int = 0,
+    ) -> None:
         """Makes the memory for ``nbytes``, and maps it. Raises MemoryStoreError when there is no room.
 
-        Returns early once ``go_on`` returns False. What was made before by this process is made use of.
+        Makes ``extra`` bytes more if there is room for all of them. Returns early once ``go_on`` returns False.
+        Memory that this process made before is made use of.
         """
+        whole = nbytes + extra
         try:
-            if self.map is None or not self.map.can_hold(nbytes):
+            if self.map is None or not self.map.can_hold(whole):
                 self._unmap()
-                os.ftruncate(self.fd, nbytes)
-                self.map = Pages(self.fd, nbytes)
-            self.map.make(self.fd, nbytes, page_lock, go_on)
+                mapped = whole + whole // _GROWTH
+                os.ftruncate(self.fd, mapped)  # else it couldn't be mapped; only what is made takes memory
+                self.map = Pages(self.fd, mapped)
+                os.ftruncate(self.fd, whole)
+            elif self.size < whole:
+                os.ftruncate(self.fd, whole)
+            self.map.make(self.fd, whole, page_lock, go_on)
         except (OSError, ValueError) as error:
+            if self.ready(nbytes):
+                self.trim(nbytes)
+                return
             self._unmap()
             with suppress(OSError):
                 if self.stamp is None:
@@ -88,15 +117,17 @@ class Slot:
                 why = describe_error(error)
             raise MemoryStoreError(f"memory store {self.path.parent}: {why}") from error
 
-    def trim(self, nbytes: int) -> None:
+    def trim(self, nbytes: int, go_on: Callable[[], bool] = lambda: True) -> None:
         """Gives the file, which is ready for ``nbytes``, exactly that size. Raises OSError.
 
         The mapping stays as it is: what lies beyond is not touched, and a new one would cost all page faults again.
+        Others may write to what stays meanwhile. Returns early once ``go_on`` returns False.
         """
         assert self.map is not None
-        if self.size > nbytes:
-            os.ftruncate(self.fd, nbytes)
-            self.map.made, self.map.cut = nbytes, True
+        while self.size > nbytes and go_on():
+            stop = max(nbytes, self.size - _PIECE)
+            self.map.made, self.map.cut = min(stop, self.map.made), True
+            os.ftruncate(self.fd, stop)
 
     def _unmap(self) -> None:
         self.cache = None  # before the mapping that it refers to

@@ -34,6 +34,9 @@ _IDLE = 16
 no room for it."""
 _MOST_DOUBLED = 6
 """Third slots that double the number of saves until the next one is dropped: to make one anew leaves out saves."""
+_OUTRUN = 2
+"""Multiple of a state's growth, while memory was made for it, that is made beyond its size the next time. Each making
+has more room than the one before: growth is outrun unless it is more than half as fast as memory is made."""
 _LET_GO = 10.0
 """Seconds that the thread which makes memory gets to let go of a slot: a page lock of 1 GiB takes it one at most."""
 _LET_GO_IN_A_GASP = 2.0
@@ -108,7 +111,7 @@ class Slots:
                     slot.unlock()
 
     def wait_made(self, timeout: float) -> bool:
-        """Waits until no memory is being made or dropped. Returns False after ``timeout`` seconds."""
+        """Waits until no memory is being made, cut or dropped. Returns False after ``timeout`` seconds."""
         return self._maker.wait(timeout)
 
     def _new(self) -> Slot:
@@ -140,7 +143,7 @@ class Slots:
         to.
 
         Memory that is not ready is made now, or with ``wait=False`` in the background, if it is more than ``AT_ONCE``:
-        NotReadyError is raised until it is there. A gasp waits, and page-locks nothing.
+        NotReadyError is raised until it is there. So is a surplus given back. A gasp waits, and page-locks nothing.
         """
         if not self.job.paths.slots.is_dir():
             raise MemoryStoreError(f"memory store {self.job.path}: was removed: saves fail until it is back")
@@ -158,15 +161,17 @@ class Slots:
         slot = self._take(nbytes, busy, now=now, gasp=gasp)
         try:
             self._check_headroom(nbytes - slot.held, nbytes, gasp=gasp)
-            unmade = self._maker.error_of(slot)
-            if unmade is not None and not now:
-                raise unmade
+            self._end_work(slot, now=now, gasp=gasp)
             if slot.stamp is not None:
                 self._uncommit(slot)
             reach("save.recycled", step)
             if not slot.ready(nbytes):
-                self._make(slot, nbytes, now=now, gasp=gasp)
-            slot.trim(nbytes)
+                self._make(slot, nbytes, now=now or slot.lacks(nbytes) <= AT_ONCE, gasp=gasp)
+            if wait or slot.size - nbytes <= AT_ONCE:  # 1 GiB takes 0.2 s
+                slot.trim(nbytes)
+            else:
+                self._maker.trim(slot, nbytes)
+            slot.asked = 0
         except OSError as error:
             slot.unlock()
             if isinstance(error, MemoryStoreError):
@@ -191,14 +196,33 @@ class Slots:
         """True if each rank of this node can take ``more`` bytes and the headroom stays: all of them do at once."""
         return more <= 0 or not self.headroom or self.job.free_bytes() - more * len(self.local_ranks) >= self.headroom
 
+    def _end_work(self, slot: Slot, *, now: bool, gasp: bool) -> None:
+        """Raises the error of the making of a slot's memory, unless it is to be made ``now``. Stops a cut."""
+        unmade = self._maker.error_of(slot)
+        if unmade is not None and not now:
+            raise unmade
+        if not self._maker.recall(slot, _LET_GO_IN_A_GASP if gasp else _LET_GO):
+            raise MemoryStoreError(f"memory store {slot.path}: a thread that cuts the file does not end")
+
     def _make(self, slot: Slot, nbytes: int, *, now: bool, gasp: bool) -> None:
         """Makes the memory of a locked slot. Raises NotReadyError unless it is to be done ``now``."""
         if not now:
-            self._maker.make(slot, nbytes)
+            self._maker.make(slot, nbytes, self._extra(slot, nbytes))
             raise NotReadyError(f"memory for a snapshot of {nbytes:,} bytes is being made")
         if gasp and slot.map is not None and slot.map.page_locked:
             self._out_of_use.append(slot.map)
         slot.make(nbytes, None if gasp else self.page_lock)
+
+    def _extra(self, slot: Slot, nbytes: int) -> int:
+        """Returns the bytes to be made beyond ``nbytes``: some if the state has outgrown what was made for it last.
+
+        Else a state that grows at each step might never fit. What isn't used is given back.
+        """
+        grown, slot.asked = nbytes - slot.asked if slot.asked else 0, nbytes
+        whole = nbytes + max(0, _OUTRUN * grown)
+        within = self.limit is None or whole * len(self.slots) <= self.limit
+        lacking = sum(max(0, whole - one.held) for one in self.slots) * len(self.local_ranks)
+        return whole - nbytes if within and lacking <= self.job.free_bytes() - self.headroom else 0
 
     def _take(self, nbytes: int, busy: Slot | None, *, now: bool, gasp: bool) -> Slot:
         """Returns a locked slot: one that is ready, else the oldest expendable one, else a new one.
@@ -217,7 +241,7 @@ class Slots:
         usable = [s for s in self.slots if s is not busy and not s.lost]
         spare = [s for s in usable if s.stamp is None or s.stamp.checkpoint not in keep]
         spare.sort(key=lambda s: (not s.ready(nbytes), s.step))
-        making = [s for s in spare if self._maker.busy_with(s)]
+        making = [s for s in spare if self._maker.makes(s)]
         locked = [s for s in spare if s not in making and s.lock()]
         if locked:
             self._release_surplus(locked[1:])
@@ -232,7 +256,7 @@ class Slots:
             return third
         for slot in sorted(committed, key=lambda s: s in pending):  # those that storage still needs come last
             others = [s for s in committed if s is not slot and s.stamp and s.stamp.checkpoint in complete]
-            if others and not self._maker.busy_with(slot) and slot.lock():
+            if others and not self._maker.makes(slot) and slot.lock():
                 return slot
         raise MemoryStoreError(
             f"memory store {self.job.path}: every snapshot is being read, and there is no room for one more of "

@@ -91,7 +91,7 @@ class Capture:
         self._rank, self._world, self._local_ranks, self._rank_private = 0, 1, frozenset({0}), frozenset[str]()
         self._shared_params: dict[tuple[int, ...], dict[str, LocalParts]] = {}
         """Parameters by the ranks that share them, if those are not all ranks and this is the first of them."""
-        self._replicated: tuple[object, dict[int, tuple[int, ...]]] = (None, {})
+        self._replicated: tuple[tuple[int, frozenset[int]] | None, dict[int, tuple[int, ...]]] = (None, {})
         self._copied_together: dict[tuple[int, ...], list[Piece]] = {}
         """Pieces by the ranks of this node that all hold them, and share the copying."""
 
@@ -269,12 +269,14 @@ class Capture:
     def _data_parallel(self, flat: FlatState) -> dict[int, tuple[int, ...]]:
         """Returns the ranks of DistributedDataParallel by parameter.
 
-        They are sought anew only where there are other tensors than before: that takes as long as a small step.
+        They are sought anew only where there are other tensors than before, and not if only other kinds of tensors
+        came to parameters that are all known: that takes as long as a small step.
         """
-        parameters = {id(tensor) for tensor in flat.tensors if isinstance(tensor, torch.nn.Parameter)}
-        seen = len(flat.tensors), frozenset(parameters)
-        if self._replicated[0] != seen:
-            self._replicated = seen, data_parallel_ranks()
+        parameters = frozenset(id(tensor) for tensor in flat.tensors if isinstance(tensor, torch.nn.Parameter))
+        seen, (before, known) = (len(flat.tensors), parameters), self._replicated
+        if before != seen:
+            same = before is not None and before[1] == parameters and parameters <= known.keys()
+            self._replicated = seen, known if same else data_parallel_ranks()
         return self._replicated[1]
 
     def _pieces(self, name: str, held: LocalParts, ranks: tuple[int, ...], *, late: bool, own: bool) -> list[Piece]:

@@ -89,6 +89,8 @@ class Saver:
         """
         self._left_out = 0
         """Steps left out in a row, up to now, because memory was being made."""
+        self._gaps = 0
+        """Times that steps were left out in a row. The log tells of the 1st, 2nd, 4th and so on."""
         self._reopened = False
         """True if memory was made again since it failed last."""
         self._metrics, self._strict = metrics, settings.strict
@@ -199,7 +201,8 @@ class Saver:
 
     def _leave_out(self, stamp: ShardId, error: NotReadyError) -> None:
         """Leave the step unsaved because memory is being made, and say so of the first of them."""
-        if not self._left_out:
+        self._gaps += not self._left_out
+        if not self._left_out and self._gap_is_told:
             log.info(
                 "step %d has no snapshot, nor have those after it until memory is ready, which slows no step() down: "
                 "%s",
@@ -210,10 +213,18 @@ class Saver:
         self._metrics.committed_in_step = False
         self._skip(stamp)
 
+    @property
+    def _gap_is_told(self) -> bool:
+        """True for gaps that the log tells of: a state that keeps growing may make one after the other."""
+        return self._gaps & (self._gaps - 1) == 0
+
     def _end_left_out(self, stamp: ShardId) -> None:
         """Note that memory has taken ``stamp``, and let go of what was kept of the step left out before it."""
         if self._left_out:
-            log.info("memory is ready: step %d has a snapshot, the %d before it have none", stamp.step, self._left_out)
+            if self._gap_is_told:
+                log.info(
+                    "memory is ready: step %d has a snapshot, the %d before it have none", stamp.step, self._left_out
+                )
             self._left_out, self._skipped = 0, None
             if not isinstance(self._gate, Gate):
                 self.live.end_guard()

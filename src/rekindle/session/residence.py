@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rekindle.common.process_start import clock_id
 from rekindle.errors import UsageError
 from rekindle.session.session import Session
 
@@ -60,11 +60,7 @@ def refuse_split_nodes(residences: Sequence[Residence]) -> None:
 
 def _node_id(memory: Path) -> str:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    try:
         device = os.stat(memory).st_dev
     except OSError:
         device = 0
-    return f"{socket.gethostname()} {boot} {device}"
+    return f"{clock_id()} {device}"

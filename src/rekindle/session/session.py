@@ -315,11 +315,15 @@ class Session:
         saved = durable is not None and (job is None or remove_superfluous(job, rank, durable.checkpoint))
         if self.keeper is not None:
             self.keeper.close(_FINISH if saved else _GIVE_UP)
+        # An agent without a description of the job, as guard() starts where memory has no room, only tells of faults:
+        # it knows no storage to prune, and stays for a minute. Looked at now: once this rank has left, an agent that
+        # has one removes it.
+        described = job is not None and job.paths.job.exists()
         if self.lock is not None:
             self.lock.release()
         if job is None or (not self.begun and job.notes.durable() is not None):
             return
-        if saved:
+        if saved and described:
             wait_for_agent(job)
         if job.agent() is None and (saved or not any(job.snapshots.shard_ids())):
             job.remove()  # else the agent does it, once the last rank has left

@@ -85,19 +85,31 @@ def replica_groups(
 def data_parallel_ranks() -> dict[int, tuple[int, ...]]:
     """Maps the ``id`` of a parameter to the ranks that DistributedDataParallel keeps equal, unless a hook may not.
 
-    Searches all objects of this process, which takes some 20 ms: a state usually has the wrapped module, which doesn't
-    know its wrapper.
+    A state usually has the wrapped module, which doesn't know its wrapper.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
     return {
         id(parameter): ranks
-        for module in found
+        for module in _wrappers()
         if all(map(_keeps_alike, module._comm_hooks))
         for ranks in [tuple(sorted(dist.get_process_group_ranks(module.process_group)))]
         for parameter in module._module_parameters  # its parameters at its creation
     }
+
+
+def _wrappers() -> list[DistributedDataParallel]:
+    """Returns all DistributedDataParallel modules of this process, by a search of its objects: 15 ms for 300,000.
+
+    Types are compared by identity: to ask each for its bases takes longer, and some can't be asked for a hash.
+    """
+    objects: list[Any] = gc.get_objects()
+    return [thing for kind in _kinds(DistributedDataParallel) for thing in objects if type(thing) is kind]
+
+
+def _kinds(kind: type[Any]) -> list[Any]:
+    """Returns a type and all that are derived from it."""
+    return [kind, *(derived for own in type.__subclasses__(kind) for derived in _kinds(own))]
 
 
 def _keeps_alike(hook: tuple[Any, Any]) -> bool:

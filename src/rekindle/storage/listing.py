@@ -31,6 +31,7 @@ __all__ = [
     "ListedCopy",
     "list_copies",
     "describe_deleted",
+    "iso_time",
     "root_hint",
     "job_info",
     "job_in_memory",
@@ -63,7 +64,7 @@ class ListedCopy:
             "place": copy.place,
             "condition": self.condition,
             "pinned": copy.pinned,
-            "saved_at": None if self.saved_at is None else _iso(self.saved_at),
+            "saved_at": None if self.saved_at is None else iso_time(self.saved_at),
             "generation": copy.incarnation.generation,
             "incarnation": copy.incarnation.id,
             "continued_from": copy.incarnation.parent_step if copy.incarnation.parent else None,
@@ -187,7 +188,8 @@ def _saved_at(copy: StoredCopy) -> float | None:
         return None
 
 
-def _iso(seconds: float) -> str:
+def iso_time(seconds: float) -> str:
+    """Formats a time in seconds since 1970 as ISO 8601, in UTC."""
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from rekindle.common.failpoints import reach
-from rekindle.errors import CorruptError, FormatError
+from rekindle.errors import FormatError
 from rekindle.format.files import Files
 from rekindle.format.lineage import ShardId, drop_superseded
 from rekindle.format.names import MANIFEST, PINNED, parse_shard_name, receipt_name, shard_name, step_dir
@@ -81,9 +81,7 @@ class _Objects(Files):
     def shard(self, rank: int, world: int) -> OpenShard:
         name = shard_name(rank, world)
         receipt = Receipt.decode(self.read(receipt_name(rank, world)), self.named(receipt_name(rank, world)))
-        size = self.size(name)
-        if size != receipt.file_bytes:
-            raise CorruptError(f"{self.named(name)}: has {size:,} bytes, should have {receipt.file_bytes:,}")
+        receipt.check_size(self.size(name), self.named(name))
         stream = partial(self.bucket.stream, self._key(name))
         return OpenShard(receipt, -1, self.named(name), in_memory=False, stream=stream)
 
@@ -331,15 +329,16 @@ class ObjectStore(Store):
     def write_extra(self, name: str, data: bytes) -> None:
         self.bucket.put(name, data)
 
-    def has(self, name: str) -> bool:
-        try:
-            self.bucket.head(name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def take_away(self, name: str) -> None:
         self.bucket.delete([name])
+
+    def extras(self, directory: str) -> list[str]:
+        names = (found.name for found in self.bucket.walk(directory))
+        return sorted(name for name in names if name.count("/") == directory.count("/") + 1)
+
+    def read_extra(self, name: str, most: int) -> bytes:
+        size = min(most, self.bucket.head(name).size)  # services refuse a range that begins at an object's end
+        return b"".join(self.bucket.stream(name, 0, size)) if size else b""
 
     def check_writable(self) -> None:
         name = f".rekindle-{secrets.token_hex(8)}"

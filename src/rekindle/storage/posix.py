@@ -21,7 +21,7 @@ from rekindle.errors import FormatError
 from rekindle.format.files import Directory
 from rekindle.format.lineage import ShardId, drop_superseded
 from rekindle.format.names import MANIFEST, PINNED, STEP_DIR, parse_shard_name, receipt_name, shard_name, step_dir
-from rekindle.format.receipt import Receipt, read_file
+from rekindle.format.receipt import Receipt, open_file, read_file
 from rekindle.memory.notes import RootIdentity
 from rekindle.storage import disk, identity
 from rekindle.storage.copy import copy_shard
@@ -353,11 +353,19 @@ class PosixStore(Store):
         finally:
             os.close(fd)
 
-    def has(self, name: str) -> bool:
-        return (self.root / name).exists()
-
     def take_away(self, name: str) -> None:
         disk.unlink(self.root / name)
+
+    def extras(self, directory: str) -> list[str]:
+        try:
+            names = os.listdir(self.root / directory)
+        except FileNotFoundError:
+            return []
+        return sorted(f"{directory}/{name}" for name in names if not name.startswith("."))
+
+    def read_extra(self, name: str, most: int) -> bytes:
+        with open(open_file(self.root / name), "rb") as file:
+            return file.read(most)
 
     def check_writable(self) -> None:
         """Checks the root or, before it is made, the nearest directory above it."""

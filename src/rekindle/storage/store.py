@@ -204,13 +204,31 @@ class Store(ABC):
     def write_extra(self, name: str, data: bytes) -> None:
         """Writes a file for people beside the checkpoints. ``name`` may have slashes."""
 
-    @abstractmethod
     def has(self, name: str) -> bool:
         """True if a file that ``write_extra`` wrote is there."""
+        try:
+            self.read_extra(name, 0)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     @abstractmethod
     def take_away(self, name: str) -> None:
         """Removes a file that ``write_extra`` wrote, if it is there."""
+
+    @abstractmethod
+    def extras(self, directory: str) -> list[str]:
+        """Lists the names, as ``write_extra`` got them, of the files directly in ``directory``, in order.
+
+        Empty when there is no such directory.
+        """
+
+    @abstractmethod
+    def read_extra(self, name: str, most: int) -> bytes:
+        """Reads the first ``most`` bytes of a file that ``write_extra`` wrote. A link is not followed.
+
+        Raises FileNotFoundError when it isn't there, FormatError when it is no file.
+        """
 
     @abstractmethod
     def check_writable(self) -> None:

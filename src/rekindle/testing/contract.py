@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from threading import Barrier
@@ -193,6 +193,15 @@ class StoreContract:
         store.write_extra("hang-1-step-1/report.txt", b"a report")
         store.write_extra("probe", b"")
         assert store.has("hang-1-step-1/report.txt") and store.has("probe")
+        store.write_extra("hang-1-step-1/empty", b"")
+        assert store.extras("hang-1-step-1") == ["hang-1-step-1/empty", "hang-1-step-1/report.txt"]
+        assert store.extras("hang-1") == []
+        assert store.read_extra("hang-1-step-1/report.txt", 5) == b"a rep"
+        assert store.read_extra("hang-1-step-1/report.txt", 1 << 20) == b"a report"
+        assert store.read_extra("hang-1-step-1/empty", 1) == b""
+        with suppress(FileNotFoundError):
+            store.read_extra("hang-1-step-1/nothing", 1)
+            raise AssertionError("is not there")
         store.take_away("probe")
         store.take_away("probe")
         assert not store.has("probe")

@@ -34,7 +34,7 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.session.inventory import Inventory, only_in_deleted_run, refuse_less, refuse_two_runs, take_inventory
 from rekindle.state.codec import decode
 from rekindle.state.tree import assemble, entries
-from rekindle.storage.catalog import STORAGE, StoredCopy
+from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy
 from rekindle.storage.open import open_store
 from rekindle.storage.verify import check_manifest
 
@@ -211,10 +211,8 @@ def _receipt(copy: StoredCopy, rank: int, known: Receipt | None) -> Receipt:
     receipt = known if known is not None and known.raw == raw else Receipt.decode(raw, copy.files.named(name))
     if receipt.stamp.checkpoint != copy.checkpoint or receipt.stamp.rank != rank:
         raise CorruptError(f"{copy.files.named(name)}: belongs to another checkpoint")
-    size = copy.files.shard_size(rank, copy.world)
-    if size != receipt.file_bytes:
-        where = copy.files.named(shard_name(rank, copy.world))
-        raise CorruptError(f"{where}: has {size:,} bytes, should have {receipt.file_bytes:,}")
+    where = copy.files.named(shard_name(rank, copy.world))
+    receipt.check_size(copy.files.shard_size(rank, copy.world), where, in_memory=copy.place == MEMORY)
     if copy.place == STORAGE and rank == 0:
         problems = check_manifest(copy.files)
         if problems and not copy.files.exists(MANIFEST):

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from rekindle.errors import BusyError, MemoryStoreError, UsageError
+from rekindle.faults.imports import ImportRecord
+from rekindle.faults.torchelastic import introduce, tell_of_uncaught_errors
 from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.format.names import Root
 from rekindle.format.receipt import Receipt
@@ -29,6 +31,7 @@ from rekindle.save.copy import ShardWriter
 from rekindle.save.plan import CopyPlan
 from rekindle.session.group import this_group
 from rekindle.session.inventory import take_inventory
+from rekindle.session.recovery import RecoveryClock
 from rekindle.session.residence import residence_of
 from rekindle.session.root_check import warn_of_capability
 from rekindle.session.session import Session
@@ -113,6 +116,7 @@ class DcpSession:
     """
 
     def __init__(self, root: Root, settings: WriterSettings) -> None:
+        tell_of_uncaught_errors()
         self.root, self.settings = root, settings
         self.process_group = _process_group()
         self.finished: ShardId | None = None
@@ -120,6 +124,8 @@ class DcpSession:
         self._session = Session(root, settings.memory)
         self._store = self._session.store
         self._copier = ShardWriter()
+        self._imports = ImportRecord(write=False)
+        self._clock: RecoveryClock | None = None
         self._start: Start | None = None
         self._step = -1
         """Newest number that this rank knows to have been used."""
@@ -225,7 +231,12 @@ class DcpSession:
         assert session.rank is not None
         meeting = start.meeting(session.rank)
         session.join(meeting)
+        self._clock = self._clock or RecoveryClock(session)
+        if session.is_first_on_node:
+            introduce(session.job_dir, self.root)
+            self._imports = ImportRecord(write=True)
         session.go_on_from(start.base, start.stored, chosen=start.chosen, back=start.back)
+        self._clock.went_on_from(0 if start.base is None else start.base.step)
         if meeting.no_memory is not None:
             self._warn_of_direct_saves(meeting.no_memory)
         elif session.slots is None:
@@ -253,14 +264,21 @@ class DcpSession:
         with self._lock:
             self._session.check_agent()
             self._newest = stamp
-            if self._session.slots is not None:
-                try:
-                    self._to_memory(self._session.slots, stamp, plan, values)
-                    return True
-                except MemoryStoreError as error:
-                    self._warn_of_direct_saves(error)
-            self._to_storage(stamp, plan, values)
-            return False
+            in_memory = self._secure(stamp, plan, values)
+            self._imports.write()
+            if self._clock is not None:
+                self._clock.stepped(stamp.step)
+            return in_memory
+
+    def _secure(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> bool:
+        if self._session.slots is not None:
+            try:
+                self._to_memory(self._session.slots, stamp, plan, values)
+                return True
+            except MemoryStoreError as error:
+                self._warn_of_direct_saves(error)
+        self._to_storage(stamp, plan, values)
+        return False
 
     @property
     def _job(self) -> JobDir | None:
@@ -345,6 +363,8 @@ class DcpSession:
                 if self._newest is not None and not self._unfinished(self._newest):
                     self.wait_durable(self._newest, timeout)
                     durable = self._newest
+                    if self._clock is not None:
+                        self._clock.ended(durable.step)
         finally:
             self.leave(durable)
 

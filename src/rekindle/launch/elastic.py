@@ -1,0 +1,54 @@
+"""Asks for a decision after each failure of torchrun's agent, at the point that torch provides for its subclasses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rekindle.launch.restarts import Decision
+from rekindle.launch.waits import wait_for_ends
+
+__all__ = ["deciding"]
+
+
+@contextmanager
+def deciding(decide: Callable[[Mapping[int, Any]], Decision], tend: Callable[[], object]) -> Iterator[None]:
+    """Makes torchrun's agents ask ``decide`` after each failure, and call ``tend`` whenever they look at the ranks.
+
+    ``decide`` is given torch's failures, by global rank. The agents look ten times a second (``--monitor-interval``).
+    torchrun has no option for its agent's class, so the name by which its launcher knows it is replaced.
+    """
+    # Imported here, as the other commands need no torch.
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec  # noqa: PLC0415
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: PLC0415
+    from torch.distributed.launcher import api  # noqa: PLC0415
+
+    class Agent(LocalElasticAgent):
+        def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
+            self._look_every, spec.monitor_interval = spec.monitor_interval, 0.0  # waited for below, not slept
+            super().__init__(spec, *args, **options)
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            """Returns the state of the ranks. When they have failed, all of them have ended by now."""
+            tend()
+            wait_for_ends([worker.id for worker in worker_group.workers], self._look_every)
+            result: RunResult = super()._monitor_workers(worker_group)
+            if result.is_failed():
+                decision = decide(result.failures)
+                if decision.restart and self._remaining_restarts < 1:
+                    # Both numbers: a rank's TORCHELASTIC_RESTART_COUNT is their difference, and tells its starts apart.
+                    self._remaining_restarts += 1
+                    worker_group.spec.max_restarts += 1
+                elif not decision.restart:
+                    worker_group.spec.max_restarts -= self._remaining_restarts
+                    self._remaining_restarts = 0
+                time.sleep(decision.pause)
+            return result
+
+    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        api.LocalElasticAgent = LocalElasticAgent  # type: ignore[attr-defined]

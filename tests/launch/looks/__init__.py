@@ -1,0 +1,1 @@
+"""The package of a script that looks at what it was given."""

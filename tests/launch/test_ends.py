@@ -1,0 +1,241 @@
+"""When ``rekindle run`` starts a job again, and when it ends it: with real processes, under the real launcher."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rekindle
+
+TRAINING = """
+import os, sys, torch, rekindle
+start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+os.write(1, f"start {start}\\n".encode())
+ckpt = rekindle.Checkpointer(ROOT, {"model": torch.nn.Linear(2, 2)})
+first = ckpt.restore() + 1
+"""
+"""A script's beginning. ROOT is replaced."""
+
+GUARDED = """
+with ckpt.guard() as guard:
+    assert guard.connected(30)
+    for step in range(first, 10):
+        if step == 7 and start < TIMES:
+            raise RuntimeError(f"a bad batch at {id(object()):#x}")  # another text at each start
+        ckpt.step(step)
+"""
+
+PLAIN = """
+for step in range(first, 10):
+    if step == 7:
+        raise RuntimeError(f"a bad batch, process {os.getpid()}")
+    ckpt.save(step, wait="memory")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "worker.py"
+
+
+def run(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rekindle", "run", "--standalone", *options, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def starts(done: subprocess.CompletedProcess[str]) -> int:
+    return done.stdout.count("start")
+
+
+def told(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line.removeprefix("rekindle: ") for line in done.stderr.splitlines() if line.startswith("rekindle: ")]
+
+
+def restarts(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line.partition("again, ")[2] for line in told(done) if ": all ranks are started again, " in line]
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        pytest.param(GUARDED, "at step 7", id="guarded"),
+        pytest.param(PLAIN, "after step 6, the newest saved", id="plain", marks=pytest.mark.campaign(seconds=20)),
+    ],
+)
+def test_the_same_error_three_times_at_one_step_ends_the_job(
+    script: Path, tmp_path: Path, memory: Path, body: str, where: str
+) -> None:
+    root = tmp_path / "run"
+    script.write_text((TRAINING + body).replace("ROOT", repr(str(root))).replace("TIMES", "100"))
+    done = run(script)
+    assert done.returncode == 1 and starts(done) == 3, done.stderr
+    assert restarts(done) == ["restart 1 of 20 since step 6", "restart 2 of 20 since step 6"], done.stderr
+    rest = told(done)
+    assert rest[-3].startswith("rank 0 raised RuntimeError: a bad batch"), done.stderr
+    assert rest[-2] == f"the same error 3 times {where}: the job is not started again", done.stderr
+    assert rest[-1].startswith(f"{root}: step 6 is the newest saved, "), done.stderr
+    last = done.stderr.splitlines()
+    assert last[-1].startswith("RuntimeError: a bad batch"), done.stderr
+    head = len(last) - 1 - last[::-1].index("Traceback (most recent call last):")
+    assert any(f'File "{script}"' in line for line in last[head:]), "the traceback is last"
+    assert not any(line.startswith("rekindle: ") for line in last[head:]), done.stderr
+
+
+def test_an_error_that_comes_once_is_got_over(script: Path, tmp_path: Path, memory: Path) -> None:
+    text = (TRAINING + GUARDED).replace("ROOT", repr(str(tmp_path / "run"))).replace("TIMES", "1")
+    script.write_text(text + "print('reached', step)\n")
+    done = run(script)
+    assert done.returncode == 0 and starts(done) == 2 and "reached 9" in done.stdout, done.stderr
+    assert len(restarts(done)) == 1, done.stderr
+
+
+def test_a_script_that_never_gets_to_a_checkpointer_ends_after_three_starts(script: Path, memory: Path) -> None:
+    """Nothing is said of a checkpoint, as there is none."""
+    script.write_text("import os\nos.write(1, b'start\\n')\nimport no_such_module\n")
+    done = run(script)
+    assert done.returncode == 1 and starts(done) == 3, done.stderr
+    assert told(done) == [
+        "rank 0 ended with exit code 1: all ranks are started again, restart 1 of 20",
+        "rank 0 ended with exit code 1: all ranks are started again in 1 s, restart 2 of 20",
+        "rank 0 ended with exit code 1",
+        "the same exit code 3 times without progress: the job is not started again",
+        "this run has saved nothing: no rank on this node came as far as making a rekindle.Checkpointer",
+    ], done.stderr
+
+
+@pytest.mark.campaign(seconds=10)
+def test_the_number_of_like_errors_is_an_option(script: Path, memory: Path) -> None:
+    script.write_text("import os, sys\nos.write(1, b'start\\n')\nsys.exit(3)\n")
+    assert starts(run(script, "--same-error-limit", "1")) == 1
+    done = run(script, "--same-error-limit", "0", "--max-restarts", "4", "--restart-pause", "0")
+    assert starts(done) == 5 and " in " not in told(done)[3], done.stderr
+    assert told(done)[-2] == "the job was started 5 times and failed each time: --max-restarts 4 allows no more"
+
+
+MISMATCH = """
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+if start == "1":
+    ckpt.close()
+    ckpt = rekindle.Checkpointer(ROOT, {"model": torch.nn.Linear(3, 2)})
+    ckpt.restore()
+ckpt.save(first, wait="memory")
+1 / 0
+"""
+
+
+def test_a_state_that_does_not_fit_ends_the_job_at_once(script: Path, tmp_path: Path, memory: Path) -> None:
+    root = repr(str(tmp_path / "run"))
+    script.write_text((TRAINING + MISMATCH).replace("ROOT", root))
+    done = run(script, "--same-error-limit", "0")
+    assert done.returncode == rekindle.StateMismatchError.exit_code and starts(done) == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("Error: ") and "model.weight" in last and "the job is not started again" in last, last
+
+
+def test_a_usage_error_ends_the_job_at_once(script: Path, tmp_path: Path, memory: Path) -> None:
+    script.write_text(TRAINING.replace("ROOT", "'ftp://host/run'"))
+    done = run(script)
+    assert done.returncode == rekindle.UsageError.exit_code and starts(done) == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: root 'ftp://host/run': only paths"), done.stderr
+
+
+@pytest.mark.campaign(seconds=12)
+def test_an_error_that_the_script_catches_ends_nothing(script: Path, tmp_path: Path, memory: Path) -> None:
+    """What ends the first start is another one, which deserves another try."""
+    script.write_text(
+        "import os, rekindle\n"
+        "os.write(1, b'start\\n')\n"
+        "try:\n"
+        "    rekindle.Checkpointer('ftp://host/run', {'values': rekindle.Values(x=0)})\n"
+        "except rekindle.UsageError:\n"
+        "    1 / int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+    )
+    done = run(script)
+    assert done.returncode == 0 and starts(done) == 2, done.stderr
+
+
+FALLING = """
+import os, signal, sys, torch, rekindle
+start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+os.write(1, f"start {start}\\n".encode())
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt = rekindle.Checkpointer(ROOT, {"model": model, "optimizer": optimizer})
+first = ckpt.restore() + 1
+for step in range(first, first + 2):
+    if step > 2 * FAULTS:
+        sys.exit(0)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    ckpt.step(step)
+if start % 2:
+    raise OSError("something")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("faults", [2, pytest.param(100, marks=pytest.mark.campaign(seconds=120))])
+def test_faults_with_progress_between_them_never_use_up_the_restarts(
+    script: Path, tmp_path: Path, memory: Path, faults: int
+) -> None:
+    """A SIGKILL and an error by turns, after two steps each."""
+    script.write_text(FALLING.replace("ROOT", repr(str(tmp_path / "run"))).replace("FAULTS", str(faults)))
+    command = [sys.executable, "-m", "rekindle", "run", "--standalone", "--max-restarts", "1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1400)
+    assert done.returncode == 0 and starts(done) == faults + 1, done.stderr
+    assert restarts(done) == [f"restart 1 of 1 since step {2 * fault + 2}" for fault in range(faults)], done.stderr
+    for start in range(faults + 1):
+        assert f"start {start}\n" in done.stdout, "a script can tell its starts apart"
+
+
+DCP = """
+import os
+os.write(1, b"start\\n")
+import torch, torch.distributed.checkpoint as dcp
+from rekindle.integrations.dcp import RekindleWriter
+step = 1 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dcp.save({"x": torch.ones(2)}, checkpoint_id=f"step-{step}", storage_writer=RekindleWriter(ROOT), no_dist=True)
+if step < 3:
+    raise OSError("something")
+"""
+
+
+@pytest.mark.campaign(seconds=18)
+def test_steps_saved_through_dcp_are_progress(script: Path, tmp_path: Path, memory: Path) -> None:
+    script.write_text(DCP.replace("ROOT", repr(str(tmp_path / "run"))))
+    done = run(script)
+    assert done.returncode == 0 and starts(done) == 3, done.stderr
+    assert restarts(done) == [f"restart 1 of 20 since step {step}" for step in (1, 2)], done.stderr
+
+
+@pytest.mark.campaign(seconds=60)
+def test_the_node_that_gives_up_ends_the_job_on_the_other_one_too(script: Path, tmp_path: Path, memory: Path) -> None:
+    """Two launchers, as on two nodes. The rank of one raises, that of the other one waits for it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script.write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "os.write(1, f'start of {dist.get_rank()}\\n'.encode())\n"
+        "if dist.get_rank() == 1:\n"
+        "    raise ValueError('bad')\n"
+        "dist.barrier()\n"
+    )
+    command = [sys.executable, "-m", "rekindle", "run", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "x"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", str(script)]
+    nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        found = [node.communicate(timeout=150) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [1, 1], found
+    assert sum(out.count("start of 1") for out, _ in found) == 3, found
+    assert any("the same exit code 3 times" in err for _, err in found), found
+    assert not any("launch/torchrun.py" in err for _, err in found), "no traceback of the launcher's"
