@@ -12,6 +12,7 @@ from rekindle.errors import MemoryStoreError
 from rekindle.files.client import the_client
 from rekindle.files.contents import Contents, of_bytes
 from rekindle.files.settings import current_settings
+from rekindle.format.file_receipt import Terms
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
 from rekindle.storage.place import Place, canonical_target
@@ -66,11 +67,23 @@ def canonical_target_within(path: str | os.PathLike[str]) -> str:
         return os.path.abspath(os.path.expanduser(os.fsdecode(path)))
 
 
-def save_target(target: str, contents: Contents, *, placeholder: bool = False) -> Literal["memory", "storage"]:
-    """Saves contents at a canonical target: see ``save``."""
+def save_target(
+    target: str,
+    contents: Contents,
+    *,
+    placeholder: bool = False,
+    terms: Terms = Terms(),  # noqa: B008  never changed
+) -> Literal["memory", "storage"]:
+    """Saves contents at a canonical target: see ``save``.
+
+    Raises MemoryStoreError, too, for a file that can't be written straight to storage: it is held, or has to wait for
+    others.
+    """
     try:
         client = the_client()
     except MemoryStoreError as error:
+        if terms != Terms():
+            raise
         return _write_without_memory(target, contents, error)
     place = client.place(target)
     trace = None
@@ -79,9 +92,9 @@ def save_target(target: str, contents: Contents, *, placeholder: bool = False) -
     except TimeoutError as error:
         log.warning("%s: is saved into memory unchecked: %s", target, error)
     try:
-        client.save(target, contents, trace)
+        client.save(target, contents, trace, terms)
     except MemoryStoreError as error:
-        if client.settings.when_full == "error":
+        if client.settings.when_full == "error" or terms != Terms():
             raise
         log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
         client.write(place, contents)
