@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ def test_no_right_to_write(drainer: FileDrainer, root: Path) -> None:
     root.mkdir(mode=0o500)
     with pytest.raises(rekindle.UsageError, match="no right to write"):
         rekindle.save(b"data", root / "x")
+
+
+def test_a_file_system_that_is_mounted_for_reading(drainer: FileDrainer, mounted: Callable[..., Path]) -> None:
+    place = mounted("ro", "-t", "tmpfs", "-o", "ro", "tmpfs")
+    with pytest.raises(rekindle.UsageError, match="no right to write"):
+        rekindle.save(b"data", place / "x")
+    assert rekindle.files.status() == []
 
 
 def test_what_is_not_there(store: FilesDir, root: Path) -> None:

@@ -70,6 +70,28 @@ def test_one_failed_upload_loses_the_file(
     assert drainer.progress.error is None and os.listdir(root) == ["x"]
 
 
+def test_a_full_disk_loses_the_file(small_tmpfs: Callable[[int], Path], drainer: FileDrainer, store: FilesDir) -> None:
+    """A real one, with the old file on it."""
+    place = small_tmpfs(4 << 20)
+    path, filler = place / "x", place / "filler"
+    rekindle.save(b"old" * 300_000, path)
+    assert drainer.tick()
+    filler.write_bytes(bytes(2 << 20))
+    saved = b"new" * 600_000
+    rekindle.save(saved, path)
+    drainer = FileDrainer(store, clock := Clock())
+    assert not drainer.tick() and "No space left" in drainer.progress.failed[str(path)]
+    store.notes.write_agent_status({"error": drainer.progress.error, "failed": drainer.progress.failed})
+    with pytest.raises(rekindle.NotDurableError, match="No space left"):
+        rekindle.flush(timeout=0)
+    assert path.read_bytes() == b"old" * 300_000 and rekindle.load(path) == saved
+    assert sorted(os.listdir(place)) == ["filler", "x"]
+    filler.unlink()
+    clock.now += 1
+    assert drainer.tick() and path.read_bytes() == saved
+    rekindle.flush(timeout=0)
+
+
 def test_a_path_that_fails_holds_up_the_others(drainer: FileDrainer, root: Path) -> None:
     root.mkdir()
     rekindle.save(b"1", root / "gone" / "x")
