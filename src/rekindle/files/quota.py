@@ -30,20 +30,23 @@ class Quota:
             return
         files = self._others(target)
         for root in roots:
-            inside = [file for file, (other, _) in files.items() if root.holds(other)]
-            held = sum(files[file][1] for file in inside)
+            inside = {file: size for file, (other, size) in files.items() if root.holds(other)}
+            may_go = [file for file in inside if file.is_stored()]
+            held = sum(inside.values())
+            stays = held - sum(inside[file] for file in may_go)
             limit = root.limit or 0
-            for file in inside:
-                if nbytes <= limit < held + nbytes and file.is_stored():
-                    held -= files.pop(file)[1]
-                    self._store.kept.remove_older(file)
-                    self._store.kept.remove(file)
-            if held + nbytes > limit:
+            if stays + nbytes > limit:
                 raise MemoryStoreError(
-                    f"memory store {self._store.path}: {nbytes:,} bytes more than the {held:,} that files below "
-                    f"{root.root} take would exceed their limit of {limit:,}, and storage lacks all that could go: see "
-                    f"'rekindle ls --files', or raise the limit of rekindle.files.configure({root.root!r})"
+                    f"memory store {self._store.path}: {nbytes:,} bytes more than the {stays:,} of files below "
+                    f"{root.root} that storage lacks would exceed their limit of {limit:,}: see 'rekindle ls --files', "
+                    f"or raise the limit of rekindle.files.configure({root.root!r})"
                 )
+            for file in may_go:
+                if held + nbytes <= limit:
+                    break
+                held -= files.pop(file)[1]
+                self._store.kept.remove_older(file)
+                self._store.kept.remove(file)
 
     def _others(self, target: str) -> dict[KeptFile, tuple[str, int]]:
         """Maps the newest files of all other targets, in the order of their saves, to their targets and sizes."""
