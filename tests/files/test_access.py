@@ -71,12 +71,11 @@ def test_an_agent_that_is_replaced_in_an_upload_finishes_it(
     code = "rekindle.files.configure(drain_limit='20MB/s'); rekindle.save(bytes(40_000_000), sys.argv[1])"
     assert run(code + _DIE, root / "large") == KILLED
     agent = wait_for(store.agent)
-    wait_for(lambda: list(root.glob(".rekindle-*")))
+    inode = wait_for(lambda: [path.stat().st_ino for path in root.glob(".rekindle-*")])[0]
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     url = f"s3://{bucket}/access/{time.monotonic_ns()}"
     assert run(_SAVE + _DIE, url) == KILLED
-    inode = next(root.glob(".rekindle-*")).stat().st_ino
     wait_for(lambda: not store.kept.newest(stored=False), timeout=60)
     assert (root / "large").stat().st_ino == inode and rekindle.load(url, raw=True) == b"data"
     assert store.agent() != agent

@@ -161,6 +161,23 @@ def test_a_flipped_bit_in_memory_that_storage_has(
     assert "storage is read instead" in caplog.text
 
 
+@pytest.mark.parametrize("what", ["size", "receipt"])
+def test_a_file_of_the_wrong_size_or_receipt_in_memory_that_storage_has(
+    what: str, drainer: FileDrainer, store: FilesDir, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rekindle.save({"x": torch.ones(5)}, root / "x.pt")
+    assert drainer.tick()
+    (file,) = store.kept.files()
+    if what == "size":
+        os.truncate(file.data, 100)
+    else:
+        file.receipt.write_bytes(file.receipt.read_bytes().replace(b"torch", b"tirch"))
+    assert torch.equal(rekindle.load(root / "x.pt")["x"], torch.ones(5))
+    assert "storage is read instead" in caplog.text
+    rekindle.files.preload(root / "x.pt")
+    assert [file.problem for file in rekindle.files.status()] == [None]
+
+
 def test_a_flipped_bit_in_memory_that_storage_lacks(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
     path = root / "x.pt"
     rekindle.save({"step": 1}, path)

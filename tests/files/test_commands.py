@@ -103,7 +103,7 @@ def test_status_tells_of_files_and_of_what_keeps_them(store: FilesDir, root: Pat
     assert json.loads(rekindle_command("status", "--files", "--json").output) is None
     assert run(_SAVE, root / "x", point="upload.started") == KILLED
     alone = rekindle_command("status")
-    assert alone.exit_code == 1 and "1 files" in alone.output and "run 'rekindle flush'" in alone.output
+    assert alone.exit_code == 1 and "1 not on storage yet" in alone.output and "run 'rekindle flush'" in alone.output
     found = json.loads(rekindle_command("status", "--files", "--json").stdout)
     assert (found["agent"], found["files"], found["waiting"]) == (None, 1, 1) and found["problem"]
     rekindle.flush(timeout=60)

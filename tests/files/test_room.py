@@ -49,6 +49,18 @@ def test_what_storage_lacks_stays_and_the_next_one_is_written_through(
     assert listed() == [("a", "memory"), ("b", "memory")]
 
 
+def test_a_file_that_can_not_fit_drives_none_out(drainer: FileDrainer, root: Path) -> None:
+    rekindle.files.configure(limit="4MiB")
+    for name in "ab":
+        rekindle.save(bytes(MIB), root / name)
+        assert drainer.tick()
+    rekindle.save(bytes(MIB), root / "c")
+    assert [rekindle.save(bytes(size), root / "d") for size in (5 * MIB, 3 * MIB + 1)] == ["storage"] * 2
+    assert listed() == [("a", "both"), ("b", "both"), ("c", "memory")]
+    assert rekindle.save(bytes(5 * MIB // 2), root / "d") == "memory"
+    assert listed() == [("c", "memory"), ("d", "memory")]
+
+
 def test_an_error_instead_on_demand(drainer: FileDrainer, root: Path) -> None:
     rekindle.files.configure(limit="1MiB", when_full="error")
     with pytest.raises(rekindle.MemoryStoreError, match=r"exceed their limit of 1,048,576"):

@@ -15,7 +15,7 @@ from rekindle.memory.job_dir import JobDir
 
 
 def main() -> int:
-    """Serves the job in the first argument, once the agent in the second has ended. Returns the exit code."""
+    """Serves the job in the first argument, after the agent in the second. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         return run(JobDir(Path(sys.argv[1])), *map(int, sys.argv[2:]))

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Coroutine
@@ -156,7 +157,11 @@ def _trim() -> None:
 
 
 def _acquire(lock: Lock, after: int | None) -> bool:
+    """Takes the lock of agents. Ends agent ``after`` itself, so that no third one, which starts then, comes first."""
     until = time.monotonic() + _LAST_DRAIN
+    if after is not None and Lock.holder(lock.path) == after:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(after, signal.SIGTERM)
     try:
         while not lock.acquire(1.0):
             if after is None or Lock.holder(lock.path) not in (None, after) or time.monotonic() > until:
@@ -169,7 +174,7 @@ def _acquire(lock: Lock, after: int | None) -> bool:
 def run(job: JobDir, after: int | None = None) -> int:
     """Serves one job until it is over. Returns the exit code: 0 also when another agent already serves it.
 
-    Waits for the end of agent ``after``, which has been told to end.
+    Tells agent ``after`` to end, and waits for that.
     """
     job.check()
     lock = Lock(job.paths.agent_lock)

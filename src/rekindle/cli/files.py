@@ -110,7 +110,7 @@ def facts_of_files(status: dict[str, Any]) -> dict[str, str]:
     facts = {
         "processes": " ".join(map(str, status["processes"])) or "none",
         "agent": str(status["agent"] or "none"),
-        "in memory": f"{status['files']} files ({decimal(status['memory_bytes'])}), {status['waiting']} on their way",
+        "files": f"{status['files']} ({decimal(status['memory_bytes'])}), {status['waiting']} not on storage yet",
     }
     if drain.get("path"):
         facts["carrying"] = f"{drain['path']}: {100 * drain['done'] // max(drain['total'], 1)} %"

@@ -86,7 +86,6 @@ class AgentKeeper:
         """Has an agent followed by one with the environment of this process. It finishes the drain in hand before."""
         with suppress(OSError, RekindleError):
             self._process, self._spawned = spawn(self.job, after=agent), time.monotonic()
-            os.kill(agent, signal.SIGTERM)
 
     def check(self) -> None:
         """Looks after the agent, at most twice a second. Never waits for it."""
@@ -250,7 +249,7 @@ class AgentKeeper:
 def spawn(job: JobDir, after: int | None = None) -> subprocess.Popen[bytes]:
     """Starts an agent in a session of its own, so that a signal to the trainers' process group spares it.
 
-    ``after`` is the agent that it is to follow, and that is told to end.
+    ``after`` is the agent that it is to follow, and that it tells to end.
     """
     package = str(Path(__file__).resolve().parents[2])
     installed = Path(package).name in ("site-packages", "dist-packages")  # then it is found without our help
