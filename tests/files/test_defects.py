@@ -226,6 +226,27 @@ def test_more_than_a_thousand_files(drainer: FileDrainer, root: Path, monkeypatc
     assert {int((root / name).read_bytes()) for name in os.listdir(root)} == set(range(1100))
 
 
+@pytest.mark.campaign(20)
+def test_more_than_thirty_two_programs(store: FilesDir, root: Path) -> None:
+    """All of them alive at a time."""
+    code = "import sys, rekindle; rekindle.save(b'data', sys.argv[1]); print('saved', flush=True); sys.stdin.read()"
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, root / str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for number in range(40)
+    ]
+    try:
+        for program in programs:
+            assert program.stdout is not None and program.stdout.readline() == b"saved\n"
+        assert len(store.trainers()) == 40
+        rekindle.flush(timeout=120)
+        assert len(os.listdir(root)) == 40
+    finally:
+        for program in programs:
+            program.communicate(timeout=60)
+
+
 def test_the_import_changes_torch(memory: Path, tmp_path: Path) -> None:
     look = "dict(vars(torch.Tensor)), list(sys.path), torch.save, torch.load"
     code = (
