@@ -15,6 +15,8 @@ from tests.faults.harness import wait_for
 from tests.files.programs import KILLED, run
 from tests.objects.servers import Server
 
+pytest.importorskip("obstore")
+
 _SAVE = "rekindle.save(b'data', sys.argv[1])"
 _DIE = "; os.kill(os.getpid(), signal.SIGKILL)"
 

@@ -89,14 +89,17 @@ def test_a_saver_that_dies_at(point: str, store: FilesDir, root: Path) -> None:
     assert list(store.paths.slots.iterdir()) == []
 
 
-@pytest.mark.parametrize("point", [point for point in POINTS["upload"] if point != "upload.evicted"])
-def test_an_agent_that_dies_at(point: str, store: FilesDir, root: Path) -> None:
-    path = root / "x"
-    assert run("rekindle.save(b'old', sys.argv[1]); rekindle.flush(timeout=60)", path) == 0
+POINTS_OF_AGENTS = [point for point in POINTS["upload"] if point != "upload.evicted"]
+PLACED = ("upload.placed", "upload.noted")
+"""Points at which storage has the new file."""
+
+
+def save_with_an_agent_that_dies(store: FilesDir, point: str, target: str | Path) -> bytes:
+    """Saves over an older file, which storage has. Returns the bytes; the agent has died at the point by then."""
+    assert run("rekindle.save(b'old', sys.argv[1]); rekindle.flush(timeout=60)", target) == 0
     wait_until_gone(store)
-    data = bytes(range(256)) * 40_000
     code = (
-        "rekindle.save(bytes(range(256)) * 40_000, sys.argv[1])\n"
+        "rekindle.save(bytes(range(256)) * 80_000, sys.argv[1])\n"
         "import time\n"
         "from rekindle.memory.files_dir import FilesDir\n"
         "from rekindle.memory.job_dir import memory_base\n"
@@ -104,9 +107,15 @@ def test_an_agent_that_dies_at(point: str, store: FilesDir, root: Path) -> None:
         "while store.agent() is None: time.sleep(0.005)\n"
         "while store.agent() is not None: time.sleep(0.005)\n" + _DIE[2:]
     )
-    assert run(code, path, point=point) == KILLED
-    there = path.read_bytes()
-    assert there == (data if point in ("upload.placed", "upload.noted") else b"old")
+    assert run(code, target, point=point) == KILLED
+    return bytes(range(256)) * 80_000
+
+
+@pytest.mark.parametrize("point", POINTS_OF_AGENTS)
+def test_an_agent_that_dies_at(point: str, store: FilesDir, root: Path) -> None:
+    path = root / "x"
+    data = save_with_an_agent_that_dies(store, point, path)
+    assert path.read_bytes() == (data if point in PLACED else b"old")
     assert rekindle.load(path) == data
     arrives(store)
     assert path.read_bytes() == data and os.listdir(root) == ["x"] and left(store) == []

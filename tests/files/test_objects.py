@@ -14,8 +14,9 @@ import rekindle
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.memory.files_dir import FilesDir
 from tests.faults.harness import wait_for
-from tests.files.programs import KILLED, run
+from tests.files.programs import KILLED, arrives, run
 from tests.files.test_bad_input import flip
+from tests.files.test_kills import PLACED, POINTS_OF_AGENTS, save_with_an_agent_that_dies
 from tests.files.test_save_and_load import assert_same, forget, state
 from tests.objects.proxy import Proxy
 from tests.objects.servers import Server
@@ -69,6 +70,19 @@ def test_a_write_to_the_bucket_that_dies_leaves_the_old_object(store: FilesDir, 
     assert run(f"rekindle.files.configure(limit=1); {save}", f"{url}/x", "old") == 0
     assert run(f"rekindle.files.configure(limit=1); {save}", f"{url}/x", "new", point="upload.copying") == KILLED
     assert rekindle.load(f"{url}/x", raw=True) == b"old" * 10_000_000
+
+
+@pytest.mark.campaign(10)
+@pytest.mark.parametrize("point", POINTS_OF_AGENTS)
+def test_an_agent_that_dies_at(point: str, store: FilesDir, url: str, s3: Server, bucket: str) -> None:
+    def there() -> bytes:
+        return bytes(s3.client().get_object(Bucket=bucket, Key=f"{url.partition(bucket + '/')[2]}/x")["Body"].read())
+
+    data = save_with_an_agent_that_dies(store, point, f"{url}/x")
+    assert there() == (data if point in PLACED else b"old")
+    assert rekindle.load(f"{url}/x") == data
+    arrives(store)
+    assert there() == data
 
 
 @pytest.fixture
