@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -44,6 +45,27 @@ def test_what_a_thread_fails_at_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("rekindle.files.copying.copy_from_address", fail)
     with CopiedFile(memoryview(bytearray(DATA))) as file, pytest.raises(OSError, match="Input/output"):
         file.readinto(bytearray(8 * MIB))
+
+
+def test_nobody_writes_into_a_buffer_after_a_read_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted, late = threading.Event(), threading.Event()
+    first: list[int] = []
+
+    def copy(place: memoryview, address: int) -> None:
+        if not first:
+            first.append(address)
+            raise KeyboardInterrupt
+        interrupted.wait(0.2)  # longer than the way of the interrupt
+        if interrupted.is_set():
+            late.set()
+
+    monkeypatch.setattr("rekindle.files.copying.copy_from_address", copy)
+    monkeypatch.setattr("rekindle.files.copying.reader_threads", lambda *, in_memory: 2)
+    with CopiedFile(memoryview(bytearray(DATA))) as file:
+        with pytest.raises(KeyboardInterrupt):
+            file.readinto(bytearray(12 * MIB))
+        interrupted.set()
+    assert not late.is_set()
 
 
 def test_its_threads_end_with_it() -> None:

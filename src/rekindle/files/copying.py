@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from rekindle.format.reader import copy_from_address, reader_threads
@@ -52,12 +52,16 @@ class CopiedFile(io.RawIOBase):
         if nbytes <= _PIECE:
             place[:nbytes] = self._whole[start : start + nbytes]
             return nbytes
-        copies = [
-            self._threads.submit(self._copy, place[at : min(at + _PIECE, nbytes)], start + at)
-            for at in range(0, nbytes, _PIECE)
-        ]
-        for copy in copies:
-            copy.result()
+        copies: list[Future[None]] = []
+        try:
+            for at in range(0, nbytes, _PIECE):
+                copies.append(self._threads.submit(self._copy, place[at : min(at + _PIECE, nbytes)], start + at))
+            for copy in copies:
+                copy.result()
+        finally:  # after an interrupt the buffer is freed, and nobody may write there
+            for copy in copies:
+                copy.cancel()
+            wait(copies)
         return nbytes
 
     def _copy(self, place: memoryview, start: int) -> None:
