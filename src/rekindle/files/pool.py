@@ -76,9 +76,10 @@ class Pool:
 
     def _make_room(self, nbytes: int) -> Slot:
         """Returns a new slot, or that of the oldest file that storage has. Such files go until there is room."""
+        why = self._shortage(nbytes)
+        if why is not None and self._shortage(nbytes - self._bytes_that_may_go()) is not None:
+            raise MemoryStoreError(why)  # none of them goes in vain
         while (why := self._shortage(nbytes)) is not None:
-            if self._shortage(nbytes - self._spare_bytes() - self._stored_bytes()) is not None:
-                raise MemoryStoreError(why)  # none of them goes in vain
             if self._spares:  # they are of another size
                 self._discard(self._spares.pop(0))
                 continue
@@ -95,16 +96,9 @@ class Pool:
                 self._store.kept.remove(stored[0])
         return self._new()
 
-    def _spare_bytes(self) -> int:
-        return sum(slot.size for slot in self._spares)
-
-    def _stored_bytes(self) -> int:
-        """Returns the bytes of the files that may go."""
-        total = 0
-        for file in self._store.kept.newest(stored=True):
-            with suppress(FileNotFoundError):
-                total += file.data.stat().st_size
-        return total
+    def _bytes_that_may_go(self) -> int:
+        stored = self._store.kept.newest(stored=True)
+        return sum(slot.size for slot in self._spares) + sum(map(self._store.bytes_of, stored))
 
     def _shortage(self, more: int) -> str | None:
         """Describes why ``more`` bytes have no room; None if they do."""
