@@ -5,6 +5,7 @@ Importing this package imports neither torch nor the agent: both come with the f
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from rekindle.common.console import show_warnings as _show_warnings
@@ -27,6 +28,7 @@ from rekindle.errors import (
 if TYPE_CHECKING:
     from rekindle.checkpointer import Checkpoint, Checkpointer, Metrics
     from rekindle.launch.compile_cache import CompileCache
+    from rekindle.files import flush, load, save
     from rekindle.memory.fault import Fault
     from rekindle.state.replicas import ReplicaGroup, replica_groups
     from rekindle.state.values import Values
@@ -52,12 +54,19 @@ __all__ = [
     "UsageError",
     "Values",
     "VersionError",
+    "flush",
+    "load",
     "replica_groups",
+    "save",
 ]
 
 __version__ = "0.1.0"
 
 _show_warnings()
+# The import of a room puts its module here, under the room's name, once. ``save`` is the name of a function, too: with
+# the import behind us, the name is free for good, and looked up below.
+_import_module("rekindle.save")
+del globals()["save"]
 
 _LAZY = {
     "Checkpoint": "rekindle.checkpointer",
@@ -67,16 +76,19 @@ _LAZY = {
     "Metrics": "rekindle.checkpointer",
     "ReplicaGroup": "rekindle.state.replicas",
     "Values": "rekindle.state.values",
+    "flush": "rekindle.files",
+    "load": "rekindle.files",
     "replica_groups": "rekindle.state.replicas",
+    "save": "rekindle.files",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _LAZY and name != "files":
         raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
-    import importlib  # noqa: PLC0415  only for names that need more than this file
-
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "files":
+        return _import_module("rekindle.files")
+    return getattr(_import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -250,12 +250,15 @@ def test_a_truncated_status_page_does_not_end_rekindle_status(root: Path, memory
 
 
 def test_every_failpoint_of_the_product_is_killed_at() -> None:
-    """Those that are reached are those that ``tests/faults/test_save_and_drain_points.py`` walks."""
+    """Two modules walk them: those of checkpoints in ``tests/faults``, those of files in ``tests/files``."""
     found = subprocess.run(
         ["grep", "-rhoE", r'reach\("[a-z.]+"', str(REPO / "src")], capture_output=True, text=True, check=True
     ).stdout
     reached = {line.split('"')[1] for line in found.splitlines()}
-    assert reached == set(POINTS["save"] + POINTS["drain"])
+    assert reached == {point for group in POINTS.values() for point in group}
     walked = (REPO / "tests/faults/test_save_and_drain_points.py").read_text()
     assert 'parametrize("point", POINTS["save"])' in walked and '[p for p in POINTS["drain"] if p not in' in walked
     assert all(f'agent_point="{point}"' in walked for point in ("drain.aside", "drain.prune"))
+    walked = (REPO / "tests/files/test_kills.py").read_text()
+    assert 'parametrize("point", POINTS["files"])' in walked and '[point for point in POINTS["upload"] if' in walked
+    assert 'point="upload.evicted"' in walked

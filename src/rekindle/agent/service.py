@@ -14,17 +14,17 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from collections.abc import Coroutine
 from typing import Any
 
 from rekindle.agent.drain import TICK, Drainer
-from rekindle.agent.listener import answer_requests, listen
+from rekindle.agent.file_service import FilesAgent
 from rekindle.agent.monitor import RankMonitor
+from rekindle.agent.serving import IDLE, Service
 from rekindle.common.os_errors import explain
-from rekindle.common.priority import lower_priority
 from rekindle.errors import FormatError, RekindleError
 from rekindle.memory.compile_dir import CompileDir
+from rekindle.memory.files_dir import FILES, FilesDir
 from rekindle.memory.incidents import open_incident, read_start
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
@@ -35,35 +35,25 @@ __all__ = ["run", "describe_orphan"]
 
 log = logging.getLogger("rekindle.agent")
 
-_IDLE = 0.5
-"""Seconds between two checks while there is no trainer and nothing to drain."""
-_HANGS_AFTER, _CHECK_EVERY = 10.0, 1.0
-"""Seconds without an answer after which storage is reported to hang, and an agent that was told to end gives up the
-drain in hand; then the seconds between two checks of that."""
+_LAST_DRAIN = 600.0
+"""Seconds that an agent's successor gives it for the drain in hand."""
 _NO_JOB = 60.0
 """Seconds that an agent waits for a trainer to write down the job."""
 
 
-class Agent:
-    """One job's agent on this node. All that its successor would need is in files."""
+class Agent(Service):
+    """One job's agent on this node."""
+
+    drainer: Drainer
 
     def __init__(self, job: JobDir, lock: Lock) -> None:
-        self.job = job
-        self.lock = lock
-        self.drainer = Drainer(job, self._write_status)
+        super().__init__(job, lock, Drainer(job, self._write_status))
         self.monitor = RankMonitor(job, self._urgent)
-        self.stopping = False
-        """True once the agent is to end, and to give the memory back, as soon as everything is durable."""
-        self.quitting = False
-        """True once the agent is to end after the drain in hand. The memory stays."""
         self._alone_since = time.monotonic()
         self._idle = False
         """True once the last trainer has ended and the dead ranks' snapshots have been rebuilt."""
         self._told = False
         """True once the record of the newest start's end is written, should a fault have ended it."""
-        self._written: dict[str, Any] = {}
-        # The event loop keeps its priority: it must answer, and notice faults, while training has all cores busy.
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="rekindle-drain", initializer=lower_priority)
 
     def _info(self) -> JobInfo | None:
         """Reads the job's description; None while there is none, and when it can't be read, which the drain reports."""
@@ -72,7 +62,6 @@ class Agent:
         return None
 
     def status(self) -> dict[str, Any]:
-        """Returns the answer to ``GET /status``."""
         info = self._info()
         return {
             "pid": os.getpid(),
@@ -84,74 +73,22 @@ class Agent:
             **self._progress(),
         }
 
-    def _silent(self) -> float:
-        """Returns the seconds since storage last answered; 0 while no request waits for it."""
-        moved = self.drainer.progress.moved
-        return 0.0 if moved is None else time.monotonic() - moved
-
     def _progress(self) -> dict[str, Any]:
-        """Returns the drain's progress. Adds an error when storage hangs, which the waiting drain can't report."""
-        progress = asdict(self.drainer.progress)
-        del progress["moved"]
-        silent = self._silent()
-        if silent > _HANGS_AFTER:
-            progress["error"] = f"storage does not answer, for {silent // 10 * 10:.0f} s now: see that its server is up"
+        progress = super()._progress()
         progress["error"] = describe_orphan(self.job) or progress["error"]
         return progress
 
-    def _write_status(self) -> None:
-        status = {"pid": os.getpid(), **self._progress()}
-        if status != self._written and self.job.path.exists():
-            with contextlib.suppress(OSError):  # full memory must not end the process that could empty it
-                self.job.notes.write_agent_status(status)
-            self._written = status
-
-    async def _keep_writing_status(self) -> None:
-        """Writes the status even while the drain hangs. Trainers take the file's time as the agent's sign of life."""
-        while True:
-            await asyncio.sleep(_CHECK_EVERY)
-            self._write_status()
-            with contextlib.suppress(OSError):
-                os.utime(self.job.paths.agent_status)
-
-    def _stop(self) -> None:
-        self.stopping = True
-
-    def _quit(self) -> None:
-        self.quitting = True
-        self.drainer.hurry()
-        self._leave_if_stuck()
-
-    def _leave_if_stuck(self) -> None:
-        """Ends the process when storage hangs: the drain in hand, and the process with it, would never end."""
-        if self._silent() > _HANGS_AFTER:
-            log.error("the agent ends in the middle of a drain, as storage hangs: the step stays in memory")
-            os._exit(1)
-        asyncio.get_running_loop().call_later(_CHECK_EVERY, self._leave_if_stuck)
+    def _stays(self) -> str:
+        return "the step stays in memory"
 
     def _urgent(self, on: bool) -> None:
         self.drainer.hurry(on=on or self.quitting)
 
-    async def run(self) -> None:
-        """Drains and answers until it is told to end, the job ends, or the lock is lost."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._quit)
-        listener = listen(self.job.paths.agent_socket)
-        answering = loop.create_task(answer_requests(listener, self.status, self._stop, self.monitor.send_to))
-        tasks = [answering, loop.create_task(self.monitor.serve()), loop.create_task(self._keep_writing_status())]
-        log.info("agent %d serves %s", os.getpid(), self.job.path)
-        try:
-            while not self.quitting and self.lock.held():  # without the lock the job has another agent, or none
-                busy = await loop.run_in_executor(self._behind, self._work)
-                if not busy and await loop.run_in_executor(self._behind, self._done):
-                    return
-                await asyncio.sleep(0 if busy else _IDLE if self._idle else TICK)
-        finally:
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await answering  # the last answer, such as that to "stop", is on its way
+    def _watches(self) -> list[Coroutine[Any, Any, None]]:
+        return [self.monitor.serve()]
+
+    def _send_to(self, rank: int, message: dict[str, Any]) -> bool:
+        return self.monitor.send_to(rank, message)
 
     def _work(self) -> bool:
         alone = not self.job.trainers()
@@ -162,6 +99,7 @@ class Agent:
                 self.drainer.progress.error = explain(error)
                 return False
         self._idle = alone
+        self.pause = IDLE if alone else TICK
         if not alone:
             self._told = False
         elif not self._told and (self.monitor.has_seen_all or read_start(self.job) is None):
@@ -174,7 +112,6 @@ class Agent:
         return busy
 
     def _done(self) -> bool:
-        """Returns True if the agent is to end now. Gives the job's memory back first, once storage has all of it."""
         now = time.monotonic()
         if self.job.trainers():
             self._alone_since, self.stopping = now, False
@@ -223,16 +160,35 @@ def _trim() -> None:
         getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
 
 
-def run(job: JobDir) -> int:
-    """Serves one job until it is over. Returns the exit code: 0 also when another agent already serves it."""
+def _acquire(lock: Lock, after: int | None) -> bool:
+    """Takes the lock of agents. Ends agent ``after`` itself, so that no third one, which starts then, comes first."""
+    until = time.monotonic() + _LAST_DRAIN
+    if after is not None and Lock.holder(lock.path) == after:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(after, signal.SIGTERM)
+    try:
+        while not lock.acquire(1.0):
+            if after is None or Lock.holder(lock.path) not in (None, after) or time.monotonic() > until:
+                return False
+    except FileNotFoundError:  # the memory was given back meanwhile
+        return False
+    return True
+
+
+def run(job: JobDir, after: int | None = None) -> int:
+    """Serves one job until it is over. Returns the exit code: 0 also when another agent already serves it.
+
+    Tells agent ``after`` to end, and waits for that.
+    """
     job.check()
     lock = Lock(job.paths.agent_lock)
     if not job.path.is_dir():
         return 0  # the job ended before its agent had come up
-    if not lock.acquire(1.0):
+    if not _acquire(lock, after):
         log.info("this agent ends, as another one serves %s", job.path)
         return 0
     _trim()
-    asyncio.run(Agent(job, lock).run())
+    agent = FilesAgent(FilesDir(job.path), lock) if job.path.name == FILES else Agent(job, lock)
+    asyncio.run(agent.run())
     log.info("agent %d ends", os.getpid())
     return 0

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from rekindle.agent.service import run as run_agent
 from rekindle.cli.drill import FAULTS, drill
+from rekindle.cli.files import files_are_stale, flush_command, list_command, stop_files
 from rekindle.cli.incidents import incidents_command, make_incident_tables
 from rekindle.cli.keep import pin_command, prune_command, unpin_command
 from rekindle.cli.operations import stop
@@ -106,7 +107,7 @@ def main() -> None:
     """Keep large PyTorch training jobs alive through faults."""
 
 
-for _command in (pin_command, unpin_command, prune_command):
+for _command in (pin_command, unpin_command, prune_command, flush_command):
     main.add_command(_command)
 main.add_command(export_command)
 main.add_command(import_command)
@@ -120,11 +121,19 @@ def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list
 
 
 @main.command("ls", short_help="List checkpoints, on storage and in this node's memory.")
-@ROOT_ARGUMENT
+@click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
+@click.option("--files", is_flag=True, help="List the files that rekindle.save has put into this node's memory.")
 @JSON_OPTION
 @MEMORY_OPTION
-def ls(root: Root, as_json: bool, memory: Path | None) -> None:
+def ls(root: Root | None, files: bool, as_json: bool, memory: Path | None) -> None:
     """List the checkpoints of ROOT: on storage, and in this node's memory."""
+    if files and root is not None:
+        raise click.UsageError("give either ROOT or --files")
+    if files:
+        list_command(memory, as_json=as_json)
+        return
+    if root is None:
+        raise click.UsageError("Missing argument 'ROOT'; or give --files")
     listed, trouble = list_copies_within(root, memory_base(memory), ANSWERS_WITHIN)
     if as_json:
         print_json([entry.to_json() for entry in listed])
@@ -265,14 +274,20 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
 
 @main.command("stop", short_help="End a job: drain its memory to storage, then give it back.")
 @click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
-@click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
+@click.option("--stale", is_flag=True, help="End every job, and the files, that have neither a process nor an agent.")
+@click.option("--files", is_flag=True, help="Give back the memory of the files of rekindle.save.")
 @click.option("--discard", is_flag=True, help="Give memory back at once. What only memory holds is lost.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")
 @MEMORY_OPTION
-def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, memory: Path | None) -> None:
+def stop_command(
+    root: Root | None, stale: bool, files: bool, discard: bool, timeout: float, memory: Path | None
+) -> None:
     """End the job of ROOT on this node: drain what only memory holds to storage, then give the memory back."""
-    if (root is None) == (not stale):
-        raise click.UsageError("give either ROOT or --stale")
+    if (root is not None) + stale + files != 1:
+        raise click.UsageError("give one of ROOT, --stale and --files")
+    if files:
+        stop_files(timeout, memory, discard=discard)
+        return
     base = memory_base(memory)
     CompileDir.remove_abandoned(base)
     if root is not None:
@@ -281,7 +296,13 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
             click.echo(f"{root}: has ended, and its step {ended_job(root, base)['durable_step']} is on storage")
     else:
         wanted = [job for job in jobs_in_memory(base) if not job.trainers() and job.agent() is None]
+    stale_files = stale and files_are_stale(base)
     failures: list[RekindleError] = []
+    if stale_files:
+        try:
+            stop_files(timeout, memory, discard=discard)
+        except RekindleError as error:
+            failures.append(error)
     with progress_bar() as bar:
         for job in wanted:
             held, info = job.held_bytes(), job_info(job)
@@ -296,7 +317,7 @@ def stop_command(root: Root | None, stale: bool, discard: bool, timeout: float, 
         click.echo(f"Error: {extra}", err=True)
     if failures:
         raise failures[-1]
-    if stale and not wanted:
+    if stale and not wanted and not stale_files:
         click.echo("nothing is stale")
 
 

@@ -31,6 +31,19 @@ POINTS = {
         "drain.published",  # the directory has its final name
         "drain.prune",  # a surplus checkpoint lost its manifest, its files are there
     ),
+    "files": (
+        "files.copied",  # all bytes of a file are in its slot, nothing is visible
+        "files.renamed",  # the data has its name, there is no receipt
+        "files.committed",
+    ),
+    "upload": (
+        "upload.started",  # nothing of a file is on storage
+        "upload.copying",  # some of its bytes are
+        "upload.written",  # all bytes are, the path shows the old file
+        "upload.placed",  # the path shows the new file, and memory doesn't know
+        "upload.noted",
+        "upload.evicted",  # a file that storage has lost its receipt in memory, its data is there
+    ),
 }
 
 # Module-level state, as a process dies as a whole.

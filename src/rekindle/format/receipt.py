@@ -33,6 +33,7 @@ __all__ = [
     "read_file",
     "read_stamp",
     "encode_document",
+    "seal",
     "write_atomic",
 ]
 
@@ -63,7 +64,11 @@ def encode_document(stamp: ShardId, kind: str, body: bytes) -> bytes:
     mark = json.dumps(stamp.to_json(), separators=(",", ":"))
     fields = {"stamp_digest": checksum(mark.encode()), "format": kind, "version": VERSION}
     head = f'{{"stamp":{mark},{json.dumps(fields, separators=(",", ":"))[1:]}'
-    rest = head[1:-1].encode() + b"," + body + b"}"
+    return seal(head[1:-1].encode() + b"," + body + b"}")
+
+
+def seal(rest: bytes) -> bytes:
+    """Returns a document: its digest, and ``rest``, the text of a JSON object without its first brace."""
     return b'{"digest":"' + checksum(rest).encode() + b'",' + rest
 
 

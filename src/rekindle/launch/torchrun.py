@@ -27,6 +27,7 @@ from rekindle.format.names import Root
 from rekindle.launch.compile_cache import keep_compile_cache
 from rekindle.launch.elastic import deciding
 from rekindle.launch.end_notes import note_end
+from rekindle.launch.provide import PROVIDE, provide
 from rekindle.launch.reports import (
     describe_exit,
     describe_fault,
@@ -156,6 +157,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     # would seem to have ended well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _leave_hangup_ignored(args)
+    provide(args.provide, _first_on_path(args))
     if switched_off and is_nccl_available():  # whether the script has a guard() is not to be seen from here
         say(_NOBODY_ENDS_A_HANG)
     try:
@@ -247,6 +249,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--retry-refused", "--retry_refused", action=check_env)
     parser.add_argument("--compile-cache", "--compile_cache", action=env, metavar="ROOT")
     parser.add_argument("--no-warm", "--no_warm", action=check_env)
+    parser.add_argument("--provide", default=os.environ.get(PROVIDE, ""))
 
 
 def _limits(args: Any) -> Limits:
@@ -290,6 +293,13 @@ def _script_dir(args: Any) -> Path:
         return Path(args.training_script).resolve().parent
     found = importlib.machinery.PathFinder.find_spec(args.training_script.partition(".")[0], [os.getcwd(), *sys.path])
     return Path(found.origin).resolve().parent if found and found.origin else Path.cwd()
+
+
+def _first_on_path(args: Any) -> str | None:
+    """Returns the folder in which Python looks for a rank's modules first of all; None for another program."""
+    if args.no_python:
+        return None
+    return os.getcwd() if args.module else os.path.dirname(os.path.realpath(args.training_script))
 
 
 def _check(args: Any) -> None:

@@ -27,10 +27,10 @@ from rekindle.memory.notes import Notes
 from rekindle.memory.paths import RANK_LOCKS, JobPaths, matching, rank_of
 from rekindle.memory.snapshots import Snapshots
 
-__all__ = ["JobDir", "make_private", "memory_base"]
+__all__ = ["JobDir", "directory_lock", "make_private", "memory_base"]
 
 _LOCK_SECONDS = 10.0
-"""Bound on the wait for the lock of all jobs. It is held for milliseconds, and freed by the kernel at a death."""
+"""Bound on the wait for the lock of a directory. It is held for milliseconds, and freed by the kernel at a death."""
 
 
 def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
@@ -65,6 +65,25 @@ def make_private(path: Path) -> None:
         raise MemoryStoreError(f"memory store {path}: is open to others (mode {info.st_mode & 0o777:o}, want 700)")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise MemoryStoreError(f"memory store {path}: can't be written to")
+
+
+@contextmanager
+def directory_lock(path: Path) -> Iterator[None]:
+    """Holds a lock on a directory. Raises BusyError when another process, or another thread, holds it for 10 s."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    deadline = time.monotonic() + _LOCK_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BusyError(f"{path}: another process has kept its lock for 10 s") from None
+                time.sleep(0.005)
+        yield
+    finally:
+        os.close(fd)
 
 
 class JobDir:
@@ -153,20 +172,8 @@ class JobDir:
 
         Raises BusyError when another process holds the lock for 10 s.
         """
-        fd = os.open(self.path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        deadline = time.monotonic() + _LOCK_SECONDS
-        try:
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise BusyError(f"{self.path.parent}: another process has kept its lock for 10 s") from None
-                    time.sleep(0.005)
+        with directory_lock(self.path.parent):
             yield
-        finally:
-            os.close(fd)
 
     # -- the job ------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.agent.drain import TICK, Drainer
+from rekindle.agent.serving import Drains
 from rekindle.common.backoff import EARLY_TRIES, delays
 from rekindle.common.os_errors import describe_error
 from rekindle.common.priority import lower_priority
@@ -47,28 +48,44 @@ class AgentKeeper:
     """Keeps this job's memory drained: by an agent or, while none can run, by a thread of this process."""
 
     def __init__(
-        self, job: JobDir, info: JobInfo, within: float = 10.0, changed: Callable[[bool], object] = lambda there: None
+        self,
+        job: JobDir,
+        info: JobInfo,
+        within: float = 10.0,
+        changed: Callable[[bool], object] = lambda there: None,
+        drainer: Drains | None = None,
     ) -> None:
         """``info`` is what an agent needs to know. If none starts ``within`` seconds, this process drains instead.
 
         ``changed`` is called, in another thread, with False when this process begins to drain and with True when an
-        agent does so again.
+        agent does so again. ``drainer`` is what drains here; by default one of snapshots.
         """
         self.job, self._root = job, info.root
         self._within, self._changed = within, changed
         self._process: subprocess.Popen[bytes] | None = None
+        self._spawned = 0.0
         self._looked = -_LOOK_EVERY
         self._thread: threading.Thread | None = None
         self._logged_error: str | None = None
         self._recreated_at: int | None = None
         self._sign, self._silent = 0, 0.0
         self._stop = threading.Event()
-        self._drainer = Drainer(job)
+        self._drainer: Drains = drainer or Drainer(job)
         self._status: dict[str, Any] = {}
         try:
             job.write_job(info)
         except OSError as error:
             raise MemoryStoreError(f"{job.paths.job}: {describe_error(error)}") from error
+
+    def begin(self) -> None:
+        """Starts an agent before it returns, if there is none: should this process die, its session lives on."""
+        if self.job.agent() is None:
+            self._start()
+
+    def replace(self, agent: int) -> None:
+        """Has an agent followed by one with the environment of this process. It finishes the drain in hand before."""
+        with suppress(OSError, RekindleError):
+            self._process, self._spawned = spawn(self.job, after=agent), time.monotonic()
 
     def check(self) -> None:
         """Looks after the agent, at most twice a second. Never waits for it."""
@@ -159,7 +176,9 @@ class AgentKeeper:
         """Starts an agent. Returns what to look at if it doesn't stay."""
         try:
             self.job.mend_job()
-            self._process = spawn(self.job)
+            now = time.monotonic()
+            if self._process is None or self._process.poll() is not None or now > self._spawned + _START_WITHIN:
+                self._process, self._spawned = spawn(self.job), now
         except (OSError, RekindleError) as error:
             return str(error)
         return f"it did not stay, see {self.job.paths.agent_log}"
@@ -227,14 +246,20 @@ class AgentKeeper:
             self._process.poll()
 
 
-def spawn(job: JobDir) -> subprocess.Popen[bytes]:
-    """Starts an agent in a session of its own, so that a signal to the trainers' process group spares it."""
+def spawn(job: JobDir, after: int | None = None) -> subprocess.Popen[bytes]:
+    """Starts an agent in a session of its own, so that a signal to the trainers' process group spares it.
+
+    ``after`` is the agent that it is to follow, and that it tells to end.
+    """
     package = str(Path(__file__).resolve().parents[2])
     installed = Path(package).name in ("site-packages", "dist-packages")  # then it is found without our help
     path = os.pathsep.join(filter(None, ["" if installed else package, os.environ.get("PYTHONPATH", "")]))
+    command = [*_last_at_the_disk(), sys.executable, "-m", "rekindle.agent", str(job.path)]
+    if after is not None:
+        command.append(str(after))
     with open(job.paths.agent_log, "ab") as output:
         return subprocess.Popen(
-            [*_last_at_the_disk(), sys.executable, "-m", "rekindle.agent", str(job.path)],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

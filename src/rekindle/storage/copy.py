@@ -14,9 +14,9 @@ from rekindle.format.receipt import Receipt
 from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.throttle import Budget
 
-__all__ = ["copy_shard", "verified_pieces"]
+__all__ = ["PIECE", "copy_shard", "verified_pieces", "write_pieces"]
 
-_PIECE = 4 << 20
+PIECE = 4 << 20
 """Bytes hashed and then written in one go."""
 _WRITERS = 4
 """Threads, each writing one piece while the next one is hashed."""
@@ -32,10 +32,15 @@ def copy_shard(
     Raises CorruptError at the first block that differs from its checksum, and OSError when the file can't be written.
     The file is useless after either error.
     """
+    for nbytes in write_pieces(verified_pieces(receipt, source, budget), file):
+        progress(nbytes)
+        reach("drain.copying", receipt.stamp.step)
+
+
+def write_pieces(pieces: Iterator[tuple[memoryview, int]], file: UncachedFile) -> Iterator[int]:
+    """Writes pieces at their offsets, several at a time. Yields byte counts; raises the first error."""
     with _Writers(file) as writers:
-        for nbytes in writers.write(verified_pieces(receipt, source, budget)):
-            progress(nbytes)
-            reach("drain.copying", receipt.stamp.step)
+        yield from writers.write(pieces)
 
 
 def verified_pieces(receipt: Receipt, source: memoryview, budget: Budget) -> Iterator[tuple[memoryview, int]]:
@@ -47,7 +52,7 @@ def verified_pieces(receipt: Receipt, source: memoryview, budget: Budget) -> Ite
     hashing = _Hashing(receipt, source)
     at = 0
     while at < receipt.file_bytes:
-        stop = min(at + budget.piece(_PIECE), receipt.file_bytes)
+        stop = min(at + budget.piece(PIECE), receipt.file_bytes)
         hashing.hash_to(stop)
         budget.take(stop - at)
         yield source[at:stop], at

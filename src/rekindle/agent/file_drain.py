@@ -1,0 +1,245 @@
+"""Drains files: carries them from this node's memory to their paths."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rekindle.common.failpoints import reach
+from rekindle.common.os_errors import describe_error
+from rekindle.errors import CorruptError, FormatError, RekindleError
+from rekindle.format.file_receipt import FileReceipt
+from rekindle.memory.files_dir import FilesDir
+from rekindle.memory.kept import KeptFile, OpenFile, key_of
+from rekindle.storage import disk
+from rekindle.storage.carry import carry
+from rekindle.storage.open import open_place
+from rekindle.storage.throttle import Budget
+
+__all__ = ["FileDrainProgress", "FileDrainer"]
+
+log = logging.getLogger("rekindle.agent")
+
+_RETRY_FIRST, _RETRY_LONGEST = 0.5, 30.0
+"""Seconds between attempts at one path while storage refuses, doubled each time."""
+_ROUND = 0.5
+"""Seconds after which a round begins no more files: an agent that is told to end does so between rounds."""
+_SWEEP_EVERY = 5.0
+"""Seconds between two looks for what killed processes left."""
+_SETTLED = 0.1
+"""Seconds after a change of a directory until its time shows every later one: the kernel's clock of files is coarse."""
+
+
+@dataclass
+class FileDrainProgress:
+    """State of the drain, for people to look at. Written by the drain, read by any thread."""
+
+    path: str | None = None
+    """Path or URL of the file on its way."""
+    done: int = 0
+    """Bytes of it that storage has taken."""
+    total: int = 0
+    """Bytes of it in all."""
+    waiting: int = 0
+    """Files that storage lacks."""
+    drained: int = 0
+    """Files carried to storage."""
+    moved: float | None = None
+    """Time at which storage last answered, by this node's clock; None while it is asked nothing."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Reason why the last attempt failed, by path, of those that wait for their next one or are damaged."""
+    error: str | None = None
+    """One of these, with its path."""
+    waits: None = None
+    anew: None = None
+
+
+@dataclass
+class _Failure:
+    """The failed attempts at one file."""
+
+    target: str
+    why: str
+    pause: float
+    due: float
+    """Time of the next attempt; infinite for a damaged file."""
+    waits: bool = False
+    """True if nothing failed, and another node's file has to come first."""
+
+
+class FileDrainer:
+    """Carries a user's files from this node's memory to their paths. All it needs to know is in files.
+
+    ``tick`` is to be called again and again, by one thread in one process per node.
+    """
+
+    def __init__(self, store: FilesDir, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock = store, clock
+        self.progress = FileDrainProgress()
+        self._failures: dict[KeptFile, _Failure] = {}
+        self._budget = Budget()
+        self._swept = -_SWEEP_EVERY
+        self._empty_at = -1
+        """``Kept.changed`` at a look that found nothing to do."""
+
+    def hurry(self, *, on: bool = True) -> None:
+        """Lifts the limit on bytes per second, for the file in hand too. With False the limit counts again."""
+        self._budget.lift(on=on)
+
+    def tick(self) -> bool:
+        """Carries files that storage lacks and whose time has come, the oldest first. True when one became durable.
+
+        Begins no file after half a second.
+        """
+        self.progress.moved = time.monotonic()
+        try:
+            self._sweep()
+            changed = self._store.kept.changed()
+            if changed == self._empty_at:
+                return False
+            pending = self._pending()
+            if not pending and time.time_ns() - changed > _SETTLED * 1e9:
+                self._empty_at = changed
+            return self._carry_all(pending)
+        except (OSError, RekindleError) as error:  # of memory itself
+            self.progress.error = describe_error(error)
+            return False
+        finally:
+            self.progress.path = self.progress.moved = None
+
+    def _carry_all(self, pending: list[KeptFile]) -> bool:
+        until, any_durable = time.monotonic() + _ROUND, False
+        for file in pending:
+            failure = self._failures.get(file)
+            if time.monotonic() < until and (failure is None or failure.due <= self._clock()):
+                any_durable |= self._carry(file)
+        return any_durable
+
+    def pending(self) -> int | None:
+        """Returns the number of files that storage lacks; None if there are none."""
+        return len(self._pending()) or None
+
+    def _pending(self) -> list[KeptFile]:
+        pending = self._store.kept.newest(stored=False)
+        self._failures = {file: failure for file, failure in self._failures.items() if file in pending}
+        self.progress.waiting = len(pending)
+        self._report()
+        return pending
+
+    def _report(self) -> None:
+        failed = {failure.target: failure.why for failure in self._failures.values()}
+        self.progress.failed = failed
+        self.progress.error = next((f"{target}: {why}" for target, why in failed.items()), None)
+
+    def _sweep(self) -> None:
+        if self._clock() - self._swept >= _SWEEP_EVERY:
+            self._swept = self._clock()
+            self._store.sweep()
+
+    def _carry(self, file: KeptFile) -> bool:
+        """Carries one file. True when it is durable; failures are put off, each path's by itself."""
+        turn = self._store.writing(file.key)
+        if not turn.acquire():  # a process for which memory was full writes something newer there
+            return False
+        try:
+            with self._store.kept.pin(file) as opened:
+                return self._upload(file, opened)
+        except FileNotFoundError:  # superseded since it was listed
+            return False
+        except CorruptError as error:
+            self._failed(file, str(file.receipt), f"stays as it was on storage: {error}", for_good=True)
+            return False
+        finally:
+            turn.release()
+
+    def _upload(self, file: KeptFile, opened: OpenFile) -> bool:
+        receipt = opened.receipt
+        self.progress.path, self.progress.done, self.progress.total = receipt.target, 0, receipt.nbytes
+        self._read_limit()
+        try:
+            if self._waits(file, receipt):
+                return False
+            reach("upload.started", file.number)
+            place = open_place(receipt.target, self._store.id())
+            if receipt.trace is not None:
+                place.check_mounted(receipt.trace)
+            if receipt.terms.removes is not None:
+                _remove(Path(receipt.target).with_name(receipt.terms.removes))
+            identity = carry(opened, place, self._count, self._budget)
+            reach("upload.placed", file.number)
+            with self._store.arranging():
+                if file.receipt.exists():
+                    file.note_stored(identity)
+        except CorruptError as error:
+            self._failed(file, receipt.target, f"stays as it was on storage: {error}", for_good=True)
+            return False
+        except (OSError, RekindleError) as error:
+            self._failed(file, receipt.target, describe_error(error), for_good=False)
+            return False
+        reach("upload.noted", file.number)
+        self.progress.drained += 1
+        self._failures.pop(file, None)
+        self._report()
+        return True
+
+    def _waits(self, file: KeptFile, receipt: FileReceipt) -> bool:
+        """True if storage has yet to get a file that comes before this one.
+
+        One of this node is looked for at each round, one of another node ever less often.
+        """
+        newest = {other.key: other for other in self._store.kept.newest()} if receipt.terms.after else {}
+        for target in receipt.terms.after:
+            ours = newest.get(key_of(target))
+            if ours is not None and not ours.is_stored():
+                return True
+            if ours is None and open_place(target).identify() is None:
+                why = f"waits for {target}, which no process of this node has saved, and storage does not have"
+                self._failed(file, receipt.target, why, for_good=False, waits=True)
+                return True
+        return False
+
+    def give_up_waiting(self) -> None:
+        """Gives up files that wait for others to come first, once nothing else is left to do. Nobody saves those now.
+
+        To be called when no process saves, and memory is to be given back.
+        """
+        pending = self._pending()
+        if not all(self._is_waiting(file) for file in pending):
+            return
+        for file in pending:
+            if not self._carry(file) and self._is_waiting(file):  # its next attempt might have been due much later
+                with self._store.arranging():
+                    log.warning("%s: does not come to be: %s", self._failures[file].target, self._failures[file].why)
+                    self._store.kept.remove(file)
+
+    def _is_waiting(self, file: KeptFile) -> bool:
+        return file in self._failures and self._failures[file].waits
+
+    def _failed(self, file: KeptFile, target: str, why: str, *, for_good: bool, waits: bool = False) -> None:
+        before = self._failures.get(file)
+        pause = _RETRY_FIRST if before is None else min(2 * before.pause, _RETRY_LONGEST)
+        due = float("inf") if for_good else self._clock() + pause
+        if before is None or before.why != why:
+            log.log(logging.INFO if waits else logging.WARNING, "%s: memory keeps it: %s", target, why)
+        self._failures[file] = _Failure(target, why, pause, due, waits)
+        self._report()
+
+    def _count(self, nbytes: int) -> None:
+        self.progress.done += nbytes
+        self.progress.moved = time.monotonic()
+
+    def _read_limit(self) -> None:
+        with suppress(OSError, FormatError):  # the limit stays as it was
+            info = self._store.read_job()
+            self._budget.limit = info.drain_limit if info is not None else None
+
+
+def _remove(path: Path) -> None:
+    """Removes a file from storage, if it is there."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        disk.unlink(path)
+        disk.sync(path.parent)

@@ -1,0 +1,78 @@
+"""Waits until files are on storage."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from rekindle.common.timeouts import check_timeout, with_timeout
+from rekindle.errors import NotDurableError, NotFoundError
+from rekindle.files import client as clients
+from rekindle.files.listing import failures
+from rekindle.files.saving import canonical_target_within
+from rekindle.files.settings import current_settings
+from rekindle.memory.files_dir import FilesDir
+from rekindle.memory.kept import KeptFile, key_of
+from rekindle.storage.open import open_place
+
+__all__ = ["describe_pending", "flush", "pending_files"]
+
+_POLL = 0.01
+_LOOK = 3.0
+"""Seconds that storage gets to show what is at a path."""
+_NAMED = 3
+"""Files that an error names at most."""
+
+
+def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0) -> None:
+    """Returns when all files of this node are on storage, whoever saved them, or the one of ``path``.
+
+    Raises:
+        NotDurableError: some are not after ``timeout`` seconds, with the reason; or memory was removed before that.
+        NotFoundError: nothing was saved at ``path``, and nothing is there.
+        UsageError: ``path`` can't name a file.
+    """
+    until = time.monotonic() + check_timeout(timeout)
+    target = None if path is None else canonical_target_within(path)
+    client = clients.current_client()
+    store = client.store if client is not None else FilesDir.below(current_settings().base)
+    if target is not None and store.kept.find(key_of(target)) is None:
+        _check_there(target, client)
+        return
+    while pending := pending_files(store, target):
+        if client is None:
+            client = clients.the_client()  # nobody else may see to it that an agent runs
+        client.look()
+        if time.monotonic() > until:
+            raise NotDurableError(describe_pending(store, pending, timeout))
+        time.sleep(_POLL)
+    if client is not None:
+        client.check_memory(target)
+
+
+def pending_files(store: FilesDir, target: str | None) -> list[KeptFile]:
+    """Lists the files that storage lacks, or that of ``target`` if it is one of them."""
+    pending = store.kept.newest(stored=False)
+    return pending if target is None else [file for file in pending if file.key == key_of(target)]
+
+
+def _check_there(target: str, client: clients.Client | None) -> None:
+    """Raises unless storage has a file that memory doesn't know: given up by memory, or never there."""
+    if client is not None:
+        client.check_memory(target)
+    if with_timeout(_LOOK, target, open_place(target).identify) is None:
+        raise NotFoundError(f"{target}: nothing was saved there, or it was removed since")
+
+
+def describe_pending(store: FilesDir, pending: list[KeptFile], timeout: float) -> str:
+    """Returns the message about files that storage lacks after ``timeout`` seconds."""
+    failed, otherwise = failures(store), store.notes.drain_error() or "storage is slow, or hangs, or drain_limit is low"
+    lines = []
+    for file in pending[:_NAMED]:
+        try:
+            name = file.read_receipt().target
+        except (OSError, ValueError):
+            name = str(file.receipt)
+        lines.append(f"{name}: {failed.get(name, otherwise)}")
+    more = f"; and {len(pending) - _NAMED} more" if len(pending) > _NAMED else ""
+    return f"not on storage after {timeout:.0f} s, memory keeps them: {'; '.join(lines)}{more}"

@@ -1,0 +1,282 @@
+"""Keeps files in memory: finds, commits, pins and gives up the files of one directory.
+
+A file is ``<key>.<number>.data`` with its receipt ``.json`` and, once storage has it, ``.stored``. The key stands for
+its path, and of one key the highest number counts. The receipt is the commit: without it the file does not exist.
+With ``.held`` it stays in memory until it is let go.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle.common.failpoints import reach
+from rekindle.errors import CorruptError
+from rekindle.format.fields import loads
+from rekindle.format.file_receipt import FileReceipt
+from rekindle.format.receipt import checksum, open_file, read_file, write_atomic
+
+__all__ = ["Identity", "Kept", "KeptFile", "OpenFile", "key_of"]
+
+Identity = list[int | str | None]
+"""Identity of a file on storage, as the store showed it."""
+
+_NAME = re.compile(r"([0-9a-f]{32})\.(\d{12})\.(data|json|stored|held)\Z", re.ASCII)
+_NUMBER = slice(33, 45)
+"""Place of the number in a name."""
+_ABANDONED = 60.0
+"""Seconds after which a temporary file, which is written in microseconds, has no writer any more."""
+
+
+def _number(name: str) -> str:
+    return name[_NUMBER]
+
+
+def key_of(target: str) -> str:
+    """Returns the key of a path or URL."""
+    return hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    """Names one file in memory."""
+
+    directory: Path
+    key: str
+    number: int
+    """Its place in the order of all saves."""
+
+    def _with(self, ending: str) -> Path:
+        return self.directory / f"{self.key}.{self.number:012d}.{ending}"
+
+    @property
+    def data(self) -> Path:
+        """Its bytes."""
+        return self._with("data")
+
+    @property
+    def receipt(self) -> Path:
+        """Its receipt, with which it exists."""
+        return self._with("json")
+
+    @property
+    def stored(self) -> Path:
+        """Note of what storage showed of it."""
+        return self._with("stored")
+
+    @property
+    def held(self) -> Path:
+        """Mark of a file that is not to go to storage yet."""
+        return self._with("held")
+
+    def read_receipt(self) -> FileReceipt:
+        """Reads the receipt. Raises FileNotFoundError once the file is given up, FormatError for a damaged one."""
+        return FileReceipt.decode(read_file(self.receipt), self.receipt)
+
+    def identity(self) -> Identity | None:
+        """Returns what storage showed of it; None while storage lacks it."""
+        try:
+            found = loads(read_file(self.stored))
+        except (OSError, ValueError):
+            return None
+        return found if type(found) is list else None
+
+    def is_stored(self) -> bool:
+        """True once storage has it."""
+        return self.stored.exists()
+
+    def note_stored(self, identity: Identity) -> None:
+        """Notes that storage has it."""
+        write_atomic(self.stored, json.dumps(identity).encode())
+
+
+class OpenFile:
+    """Holds an open file of the memory store, pinned: its bytes stay, whoever saves next."""
+
+    def __init__(self, file: KeptFile, receipt: FileReceipt, fd: int) -> None:
+        """Takes over ``fd``, on which the pin lies."""
+        self.file, self.receipt, self.fd = file, receipt, fd
+
+    def map(self) -> memoryview:
+        """Maps it whole. Writes into the view stay private."""
+        if not self.receipt.nbytes:  # the kernel maps no empty file
+            return memoryview(bytearray())
+        return memoryview(mmap.mmap(self.fd, self.receipt.nbytes, access=mmap.ACCESS_COPY))
+
+    def check(self, data: memoryview, number: int) -> None:
+        """Raises CorruptError if a block of ``data``, the whole file, differs from its checksum."""
+        start, stop = self.receipt.block(number)
+        if checksum(data[start:stop]) != self.receipt.checksums[number]:
+            raise CorruptError(f"{self.receipt.target}: its copy in memory differs from its checksum: {self.file.data}")
+
+    def close(self) -> None:
+        """Ends the pin. May be called again."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Kept:
+    """Finds and changes the files of one directory. Safe to use from any thread or process.
+
+    ``commit``, ``remove``, ``remove_older``, ``recycle`` and ``sweep`` are to be called under the lock of the store.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    # -- finding ------------------------------------------------------------------------------------------------
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self._directory)
+        except OSError:
+            return []
+
+    def _scan(self, key: str = "") -> dict[KeptFile, set[str]]:
+        """Maps each file, of one key or of all, to the endings that are there, in the order of saves. One listing."""
+        names = [name for name in self._names() if name.startswith(key)]
+        found: dict[KeptFile, set[str]] = {}
+        for match in filter(None, map(_NAME.match, sorted(names, key=_number))):
+            found.setdefault(KeptFile(self._directory, match[1], int(match[2])), set()).add(match[3])
+        return found
+
+    def files(self, key: str = "") -> list[KeptFile]:
+        """Lists all files, or those of one key, in the order of their saves. A superseded one is among them."""
+        return [file for file, has in self._scan(key).items() if "json" in has]
+
+    def newest(self, *, stored: bool | None = None) -> list[KeptFile]:
+        """Lists the newest file of each key, in the order of their saves: all, or those that storage has or is to get.
+
+        Held files are neither.
+        """
+        found = {file.key: (file, has) for file, has in self._scan().items() if "json" in has}
+        files = [
+            file
+            for file, has in found.values()
+            if stored is None or (stored is ("stored" in has) and "held" not in has)
+        ]
+        return sorted(files, key=lambda file: file.number)
+
+    def held(self) -> list[KeptFile]:
+        """Lists the held files, in the order of their saves."""
+        return [file for file, has in self._scan().items() if {"json", "held"} <= has]
+
+    def find(self, key: str) -> KeptFile | None:
+        """Returns the newest file of a key."""
+        return next(reversed(self.files(key)), None)
+
+    def changed(self) -> int:
+        """Returns a number that grows when files come, go or are stored."""
+        try:
+            return os.stat(self._directory).st_mtime_ns
+        except OSError:
+            return 0
+
+    def pin(self, file: KeptFile) -> OpenFile:
+        """Opens a file. Raises FileNotFoundError once it is given up, CorruptError when it is damaged."""
+        receipt = file.read_receipt()
+        fd = open_file(file.data)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.stat(file.data).st_ino != os.fstat(fd).st_ino or not file.receipt.exists():
+                raise FileNotFoundError(errno.ENOENT, "was given up meanwhile", str(file.data))
+            if os.fstat(fd).st_size != receipt.nbytes:
+                raise CorruptError(f"{file.data}: has {os.fstat(fd).st_size:,} bytes, should have {receipt.nbytes:,}")
+            return OpenFile(file, receipt, fd)
+        except BlockingIOError:
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, "is being given up", str(file.data)) from None
+        except BaseException:
+            os.close(fd)
+            raise
+
+    # -- changing -----------------------------------------------------------------------------------------------
+
+    def commit(self, data: Path, receipt: FileReceipt, stored: Identity | None = None) -> KeptFile:
+        """Makes a file of ``data``, a slot that is full. ``stored`` tells that storage has it already.
+
+        Raises OSError, and leaves nothing then.
+        """
+        number = 1 + max((int(name[_NUMBER]) for name in self._names() if _NAME.match(name)), default=0)
+        file = KeptFile(self._directory, key_of(receipt.target), number)
+        reach("files.copied", number)
+        os.rename(data, file.data)
+        reach("files.renamed", number)
+        try:
+            if stored is not None:
+                file.note_stored(stored)
+            if receipt.terms.held:
+                write_atomic(file.held, b"")
+            write_atomic(file.receipt, receipt.encode())
+        except OSError:
+            with suppress(OSError):
+                file.stored.unlink(missing_ok=True)
+                file.held.unlink(missing_ok=True)
+                os.rename(file.data, data)
+            raise
+        reach("files.committed", number)
+        return file
+
+    def remove(self, file: KeptFile) -> None:
+        """Gives a file up. Who has it open reads on: its memory goes after that."""
+        file.receipt.unlink(missing_ok=True)
+        reach("upload.evicted", file.number)
+        file.stored.unlink(missing_ok=True)
+        file.held.unlink(missing_ok=True)
+        file.data.unlink(missing_ok=True)
+
+    def remove_older(self, file: KeptFile) -> None:
+        """Gives up what killed processes left of a file that is about to go: else an older one would count again."""
+        for other in self.files(file.key):
+            if other.number < file.number:
+                self.remove(other)
+
+    def recycle(self, file: KeptFile, to: Path) -> int | None:
+        """Gives a file up and makes its data the file ``to``, locked for writing. Returns its descriptor.
+
+        Returns None while somebody reads it, or where it is gone: then nothing has changed.
+        """
+        try:
+            fd = os.open(file.data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.receipt.unlink(missing_ok=True)
+            file.stored.unlink(missing_ok=True)
+            file.held.unlink(missing_ok=True)
+            os.rename(file.data, to)
+            return fd
+        except (BlockingIOError, FileNotFoundError):
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def sweep(self) -> None:
+        """Removes superseded files, and what killed processes left."""
+        newest = {file.key: file.number for file in self.newest()}
+        for file, has in self._scan().items():
+            if not {"json", "data"} <= has or file.number < newest.get(file.key, 0):
+                self.remove(file)
+        for path in self._directory.glob(".*"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink()

@@ -1,0 +1,166 @@
+"""Puts files at paths of a file system: under a temporary name, synced, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from rekindle.common.failpoints import reach
+from rekindle.common.os_errors import describe_error
+from rekindle.errors import FormatError, UsageError
+from rekindle.format.receipt import open_file
+from rekindle.memory.kept import Identity
+from rekindle.storage import disk
+from rekindle.storage.copy import PIECE, write_pieces
+from rekindle.storage.direct_io import UncachedFile
+from rekindle.storage.place import Pieces, Place
+
+__all__ = ["PLACEHOLDER", "PathPlace", "is_placeholder"]
+
+PLACEHOLDER = b"rekindle placeholder: "
+"""First bytes of a file that stands at a path until the real one arrives."""
+
+
+class PathPlace(Place):
+    """A file at an absolute path."""
+
+    def __init__(self, path: Path, owner: str = "") -> None:
+        """``owner``: see ``rekindle.storage.open``; empty for a place that is only read."""
+        self.path, self.target = path, str(path)
+        mark = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
+        # Short and always the same: a name as long as the file's may be too long, and the next writer overwrites what
+        # a killed one left.
+        self._temporary = path.with_name(f".rekindle-{mark}-{owner}.tmp")
+
+    def check(self) -> None:
+        try:
+            mode = os.lstat(self.path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise UsageError(f"{self.path}: {describe_error(error)}") from error
+        else:
+            if not stat.S_ISREG(mode):
+                what = "a directory" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "no file"
+                raise UsageError(f"{self.path}: is {what}: a file is only saved where a regular file is, or none")
+        above = self._above()
+        if not above.is_dir():
+            raise UsageError(f"{self.path}: {above} is a file: see that the path is right")
+        if not os.access(above, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise UsageError(f"{self.path}: no right to write in {above}: give this user that right")
+
+    def _above(self) -> Path:
+        """Returns the nearest directory above that exists."""
+        return next((path for path in self.path.parents if path.exists()), Path(os.sep))
+
+    def trace(self) -> list[int] | None:
+        """Returns device and inode of the nearest directory above, and how far down it lies."""
+        with suppress(OSError):
+            above = self._above()
+            info = os.stat(above)
+            return [info.st_dev, info.st_ino, len(above.parts)]
+        return None
+
+    def check_mounted(self, trace: list[int]) -> None:
+        device, inode, depth = trace
+        with suppress(OSError):
+            if os.stat(Path(*self.path.parts[:depth])).st_ino == inode:
+                return  # its device may have another number, as a new mount has
+        above = self._above()
+        if os.stat(above).st_dev != device:
+            what = "is not mounted, as it was when a file for it was saved: mount it again"
+            raise FileNotFoundError(errno.ENOENT, what, str(self.path.parent))
+
+    def identify(self) -> Identity | None:
+        try:
+            return _identity(os.stat(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def size(self) -> int:
+        return os.stat(self.path).st_size
+
+    def write(self, pieces: Pieces, whole: memoryview, progress: Callable[[int], object]) -> Identity:
+        def fill(fd: int) -> None:
+            with UncachedFile(fd, len(whole)) as file:
+                for nbytes in write_pieces(pieces, file):
+                    progress(nbytes)
+                    reach("upload.copying", 0)
+                file.sync()
+
+        return self._replace(fill)
+
+    def write_stream(self, chunks: Iterator[memoryview], nbytes: int) -> Identity:
+        def fill(fd: int) -> None:
+            disk.allocate(fd, nbytes)
+            for chunk in chunks:
+                while chunk:
+                    chunk = chunk[disk.write(fd, chunk[:PIECE]) :]
+                    reach("upload.copying", 0)
+
+        return self._replace(fill)
+
+    def _replace(self, fill: Callable[[int], None]) -> Identity:
+        """Lets a new file, which ``fill`` writes, take the path's name once it is synced."""
+        disk.make_path(self.path.parent)
+        fd = disk.create(self._temporary)
+        try:
+            with suppress(OSError):  # the file that is replaced keeps its rights, as torch.save would leave them
+                os.fchmod(fd, stat.S_IMODE(os.stat(self.path).st_mode))
+            fill(fd)
+            disk.fsync(fd)
+            reach("upload.written", 0)
+            identity = _identity(os.fstat(fd))
+            disk.rename(self._temporary, self.path)
+            disk.sync(self.path.parent)
+            return identity
+        except BaseException:
+            with suppress(OSError):
+                disk.unlink(self._temporary)
+            raise
+        finally:
+            os.close(fd)
+
+    def read(self, start: int, stop: int) -> Iterator[memoryview]:
+        fd = self.open()
+        try:
+            while start < stop and (piece := os.pread(fd, min(PIECE, stop - start), start)):
+                yield memoryview(piece)
+                start += len(piece)
+        finally:
+            os.close(fd)
+
+    def open(self) -> int:
+        """Opens the file for reading. Raises OSError, or FormatError for what is no regular file."""
+        try:
+            return open_file(Path(os.path.realpath(self.path)))
+        except FormatError as error:
+            raise FormatError(f"{self.path}: is not a regular file") from error
+
+    def put_placeholder(self, text: str) -> None:
+        """Lets a small file stand at the path, if nothing is there yet."""
+        disk.make_path(self.path.parent)
+        new = self._temporary.with_name(f"{self._temporary.name}.{os.getpid()}.{threading.get_ident()}")
+        fd = disk.create(new)
+        try:
+            disk.write(fd, PLACEHOLDER + os.fsencode(text) + b"\n")
+            with suppress(FileExistsError):
+                os.link(new, self.path)  # unlike a rename, never over a file that is there
+        finally:
+            os.close(fd)
+            disk.unlink(new)
+
+
+def _identity(info: os.stat_result) -> Identity:
+    return [info.st_ino, info.st_size, info.st_mtime_ns]
+
+
+def is_placeholder(head: bytes) -> bool:
+    """True if a file with these first bytes only stands for one that is on its way."""
+    return head.startswith(PLACEHOLDER)

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rekindle.agent.file_drain import FileDrainer
+from rekindle.files import client as clients
+from rekindle.files import settings
+from rekindle.memory.files_dir import FilesDir
+from rekindle.memory.job_dir import memory_base
+from rekindle.memory.lock import Lock
+from tests.objects.conftest import bucket, s3, server  # noqa: F401  fixtures
+
+
+@pytest.fixture
+def store(memory: Path) -> Iterator[FilesDir]:
+    """The files of a memory store of the test's own, which this process uses from its next save on."""
+    yield FilesDir.below(memory_base())
+    if clients._client is not None:
+        clients._client.close()
+        clients._client = None
+    settings._given.clear()
+    settings._roots.clear()
+
+
+@pytest.fixture
+def drainer(store: FilesDir) -> Iterator[FileDrainer]:
+    """Carries files when the test says so: no agent comes up beside it."""
+    store.create()
+    lock = Lock(store.paths.agent_lock)
+    assert lock.acquire()
+    yield FileDrainer(store)
+    for file in store.kept.files():  # nothing to wait for at the end
+        store.kept.remove(file)
+    lock.release()
