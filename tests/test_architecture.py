@@ -41,6 +41,7 @@ ROOMS = {
     "files": Room(8, torch="in functions"),
     "transfer": Room(8),
     "integrations": Room(9),
+    "provide": Room(9, torch="in functions"),
     "checkpointer": Room(9),
     "launch": Room(9, torch="in functions"),
     "cli": Room(10),

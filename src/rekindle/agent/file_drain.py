@@ -15,6 +15,7 @@ from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import KeptFile, OpenFile
 from rekindle.storage.carry import carry
 from rekindle.storage.open import open_place
+from rekindle.storage.path_place import PathPlace
 from rekindle.storage.throttle import Budget
 
 __all__ = ["FileDrainProgress", "FileDrainer"]
@@ -160,6 +161,8 @@ class FileDrainer:
             place = open_place(receipt.target, self._store.id())
             if receipt.trace is not None:
                 place.check_mounted(receipt.trace)
+            if receipt.placeholder and isinstance(place, PathPlace) and place.was_removed():
+                return self._give_up(file)
             identity = carry(opened, place, self._count, self._budget)
             reach("upload.placed", file.number)
             with self._store.arranging():
@@ -176,6 +179,12 @@ class FileDrainer:
         self._failures.pop(file, None)
         self._report()
         return True
+
+    def _give_up(self, file: KeptFile) -> bool:
+        """Gives up a file whose placeholder is gone: such as a program's oldest checkpoint, which would come back."""
+        with self._store.arranging():
+            self._store.kept.remove(file)
+        return False
 
     def _failed(self, file: KeptFile, target: str, why: str, *, for_good: bool) -> None:
         before = self._failures.get(file)

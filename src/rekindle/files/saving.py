@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from contextlib import suppress
 from typing import Literal
 
+from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import MemoryStoreError
-from rekindle.files.client import the_client
+from rekindle.files.client import the_client, write_in_turn
 from rekindle.files.contents import Contents, of_bytes
 from rekindle.files.settings import current_settings
+from rekindle.memory.files_dir import FilesDir
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
 from rekindle.storage.place import Place, canonical_target
 
-__all__ = ["canonical_target_within", "save", "save_target"]
+__all__ = ["canonical_target_within", "save", "save_target", "write_straight"]
 
 log = logging.getLogger("rekindle")
 
@@ -66,8 +69,10 @@ def canonical_target_within(path: str | os.PathLike[str]) -> str:
         return os.path.abspath(os.path.expanduser(os.fsdecode(path)))
 
 
-def save_target(target: str, contents: Contents, *, placeholder: bool = False) -> Literal["memory", "storage"]:
-    """Saves contents at a canonical target: see ``save``."""
+def save_target(
+    target: str, contents: Contents, *, placeholder: bool = False, mode: int | None = None
+) -> Literal["memory", "storage"]:
+    """Saves contents at a canonical target: see ``save``. The file keeps ``mode``, the rights of its placeholder."""
     try:
         client = the_client()
     except MemoryStoreError as error:
@@ -78,17 +83,53 @@ def save_target(target: str, contents: Contents, *, placeholder: bool = False) -
         trace = with_timeout(_LOOK, target, lambda: _checked(place))
     except TimeoutError as error:
         log.warning("%s: is saved into memory unchecked: %s", target, error)
+    stands = placeholder and isinstance(place, PathPlace) and _put_placeholder(place, mode)
     try:
-        client.save(target, contents, trace)
+        client.save(target, contents, trace, placeholder=stands)
     except MemoryStoreError as error:
         if client.settings.when_full == "error":
+            _take_away(place, stands)
             raise
         log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
-        client.write(place, contents)
+        write_in_turn(client.store, place, contents)
         return "storage"
-    if placeholder and isinstance(place, PathPlace):
-        place.put_placeholder(f"the file is in the memory of node {os.uname().nodename}, on its way here")
+    except BaseException:
+        _take_away(place, stands)
+        raise
     return "memory"
+
+
+def _put_placeholder(place: PathPlace, mode: int | None) -> bool:
+    """Lets a placeholder stand before the file is in memory: the agent, which may be quick, keeps its rights.
+
+    True if it stands. Storage that refuses doesn't keep the file from memory.
+    """
+    text = f"the file is in the memory of node {os.uname().nodename}, on its way here"
+    try:
+        return with_timeout(_LOOK, place.target, lambda: place.put_placeholder(text, mode))
+    except OSError as error:
+        log.warning("%s: has no placeholder until the file arrives: %s", place.target, describe_error(error))
+        return False
+
+
+def _take_away(place: Place, stands: bool) -> None:
+    if stands and isinstance(place, PathPlace):
+        with suppress(OSError):
+            with_timeout(_LOOK, place.target, place.remove_placeholder)
+
+
+def write_straight(target: str, contents: Contents) -> None:
+    """Writes contents to a canonical target, past memory, durable on return. A forked child may, too.
+
+    Raises UsageError, OSError where storage refuses, BusyError while another process writes there.
+    """
+    store = FilesDir.below(current_settings().base)
+    place = open_place(target, store.id() or secrets.token_hex(8))
+    place.check()
+    if store.kept_path.is_dir():
+        write_in_turn(store, place, contents)
+    else:
+        place.write_stream(contents.chunks(), contents.nbytes)
 
 
 def _write_without_memory(target: str, contents: Contents, error: MemoryStoreError) -> Literal["storage"]:

@@ -34,6 +34,8 @@ class FileReceipt:
     """Time at which it was saved, in seconds since 1970."""
     trace: list[int] | None = None
     """Numbers by which its place tells a directory that was removed from one that is not mounted."""
+    placeholder: bool = False
+    """True if a placeholder stood at its path. Whoever removes that before the file arrives has removed the file."""
 
     def block(self, number: int) -> tuple[int, int]:
         """Returns the first byte and the end of a block."""
@@ -49,6 +51,7 @@ class FileReceipt:
             "nbytes": self.nbytes,
             "saved_at": self.saved_at,
             "trace": self.trace,
+            "placeholder": self.placeholder,
             "checksum": {"algorithm": CHECKSUM, "block": BLOCK},
             "checksums": self.checksums,
         }
@@ -68,6 +71,7 @@ class FileReceipt:
                 nbytes=check_integer(fields["nbytes"]),
                 checksums=check_texts(fields["checksums"]),
                 saved_at=check_seconds(fields["saved_at"]),
+                placeholder=fields.get("placeholder") is True,
                 trace=None if fields["trace"] is None else list(check_integers(fields["trace"], 3, 1 << 64)),
             )
             if kind not in (TORCH, BYTES, FOUND) or len(receipt.checksums) != -(-receipt.nbytes // BLOCK):
