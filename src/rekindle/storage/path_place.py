@@ -163,11 +163,15 @@ class PathPlace(Place):
         """True if nothing is at the path, in a directory that is there. Raises OSError."""
         return self.path.parent.is_dir() and self.identify() is None
 
+    def holds_placeholder(self) -> bool:
+        """True if a placeholder stands at the path. Raises OSError, FormatError."""
+        with open(self.open(), "rb") as file:
+            return is_placeholder(file.read(len(PLACEHOLDER)))
+
     def remove_placeholder(self) -> None:
         """Removes what stands at the path, if it is a placeholder."""
-        with open(self.open(), "rb") as file:
-            if is_placeholder(file.read(len(PLACEHOLDER))):
-                disk.unlink(self.path)
+        if self.holds_placeholder():
+            disk.unlink(self.path)
 
 
 def _identity(info: os.stat_result) -> Identity:

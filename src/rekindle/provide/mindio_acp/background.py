@@ -55,9 +55,10 @@ class Background:
         self._workers = Workers(1, "mindio-save")
         self._lock = threading.Lock()
         self._jobs: list[_Job] = []
+        """Work that goes on, or has failed and was not told of, in order."""
 
-    def submit(self, work: Callable[[Callable[[], None]], object]) -> Callable[[], None]:
-        """Has ``work`` done, which is given a function to call once it has its copy. Returns that function.
+    def submit(self, work: Callable[[Callable[[], None]], object]) -> None:
+        """Has ``work`` done, which is given a function to call once it has its copy.
 
         What it raises is logged, and told of by ``finish``.
         """
@@ -66,7 +67,13 @@ class Background:
             job.done = self._workers.submit(job.run)
             job.done.add_done_callback(_log_failure)
             self._jobs.append(job)
-        return job.copied
+
+    def copied(self) -> None:
+        """Tells that the work that is being done has its copy."""
+        with self._lock:
+            for job in self._jobs:
+                if not job.done.done():
+                    return job.copied()
 
     def wait_until_copied(self) -> None:
         """Returns once all work has its copy, or has ended."""

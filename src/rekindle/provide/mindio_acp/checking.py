@@ -21,7 +21,8 @@ log = logging.getLogger("rekindle")
 
 LONGEST_WATCH = 3600
 """Seconds that a watch may last."""
-_LOOK_EVERY = 0.2
+_LOOK_EVERY = 0.5
+"""Seconds between looks. Each asks storage about each file."""
 _WARN_EVERY = 30.0
 """Seconds between words about storage that can't be read."""
 _TEMPORARY = ".rekindle-"
@@ -99,14 +100,14 @@ def _watch(callback: Callable[[int, Any], object], wanted: dict[str, int], conte
 
 def _result(wanted: dict[str, int]) -> int | None:
     """Returns the result of a watch; None while it has none."""
-    on_the_way = [file.path for file in status() if file.state == "memory"]
+    on_the_way = {file.path for file in status() if file.state == "memory"}
     counts = {directory: _count(directory, on_the_way) for directory in wanted}
     if any(counts[directory] > wanted[directory] for directory in wanted):
         return -errno.EFBIG
     return 0 if counts == wanted else None
 
 
-def _count(directory: str, on_the_way: list[str]) -> int:
+def _count(directory: str, on_the_way: set[str]) -> int:
     """Returns the number of files below a directory that storage has in their newest form."""
     count = 0
     for above, _, names in os.walk(directory):

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rekindle.errors import NotDurableError, NotFoundError
+from rekindle.common.os_errors import explain
+from rekindle.errors import NotDurableError, NotFoundError, RekindleError
 from rekindle.files import flush, status
 from rekindle.files.saving import canonical_target_within
 from rekindle.provide.mindio_acp.paths import differs_at, masked
@@ -85,16 +86,19 @@ def _wait(path: str) -> None:
     until = time.monotonic() + _LONGEST
     while True:
         try:
-            return flush(path, timeout=max(0.0, min(_LOOK_EVERY, until - time.monotonic())))
+            flush(path, timeout=max(0.0, min(_LOOK_EVERY, until - time.monotonic())))
+            return
         except NotFoundError:  # somebody has removed it
-            return None
-        except NotDurableError as error:
-            if time.monotonic() > until or _has_failed(path):
-                return log.warning(
-                    "the next checkpoint is saved while the one before is in memory only, and both would be lost with "
-                    "this node: %s",
-                    error,
-                )
+            return
+        except (RekindleError, OSError) as error:
+            if isinstance(error, NotDurableError) and time.monotonic() < until and not _has_failed(path):
+                continue
+            log.warning(
+                "the next checkpoint is saved while the one before is in memory only, and both would be lost with this "
+                "node: %s",
+                explain(error),
+            )
+            return
 
 
 def _has_failed(path: str) -> bool:

@@ -15,7 +15,7 @@ from rekindle.provide.mindio_acp.background import background
 from rekindle.provide.mindio_acp.checking import LONGEST_WATCH, register_checker
 from rekindle.provide.mindio_acp.loading import load
 from rekindle.provide.mindio_acp.paths import LONGEST
-from rekindle.provide.mindio_acp.saving import multi_save, save
+from rekindle.provide.mindio_acp.saving import save_at_once
 
 __all__ = ["CheckpointHelper"]
 
@@ -42,8 +42,6 @@ class CheckpointHelper:
         self.rank = rank
 
     def _begin(self) -> None:
-        self._uncounted: list[Callable[[], None]] = []
-        """Says of each ``async_save_checkpoint`` that it has its copy. Those that have said so are gone."""
         self._stream: Any = None
         self._tracked: dict[str, int] = {}
         """Newest iteration that was written into each tracker file."""
@@ -52,7 +50,7 @@ class CheckpointHelper:
     def save_model_checkpoint(self, checkpoint_name: str | list[str], model: dict[str, Any]) -> None:
         """Saves ``model`` at one path, or at several. It must not change before ``wait_d2h_finished`` has returned."""
         paths = _checked(checkpoint_name)
-        background.submit(lambda copied: _save(model, paths))
+        background.submit(lambda copied: save_at_once(model, paths))
 
     def save_optimizer_checkpoint(
         self, checkpoint_name: str | list[str], get_parameter_state_func: Callable[..., Any]
@@ -71,7 +69,7 @@ class CheckpointHelper:
             state = get_parameter_state_func(notify_callback=copied) if parameters else get_parameter_state_func()
             copied()
             if state:
-                _save(state, paths)
+                save_at_once(state, paths)
 
         background.submit(gather_and_save)
 
@@ -81,12 +79,11 @@ class CheckpointHelper:
 
     def async_save_checkpoint(self, thread_func: Callable[[Any], object], kwargs: Any) -> None:
         """Calls ``thread_func(kwargs)`` in the thread. It has its copy at ``async_checkpoint_count``, or its end."""
-        self._uncounted.append(background.submit(lambda copied: thread_func(kwargs)))
+        background.submit(lambda copied: thread_func(kwargs))
 
     def async_checkpoint_count(self) -> None:
-        """Tells that the oldest ``async_save_checkpoint`` has its copy."""
-        if self._uncounted:
-            self._uncounted.pop(0)()
+        """Tells that the ``async_save_checkpoint`` that is being done has its copy."""
+        background.copied()
 
     def get_checkpoint_copy_stream(self) -> Any:
         """Returns a stream of the current device beside those that train; None where no device has streams."""
@@ -161,10 +158,3 @@ def _checked(paths: str | Sequence[str]) -> list[str]:
         if len(path) > LONGEST:
             raise ValueError(f"{path[:50]}...: has {len(path)} characters: at most {LONGEST}")
     return paths
-
-
-def _save(state: Any, paths: list[str]) -> None:
-    if len(paths) == 1:
-        save(state, paths[0])
-    else:
-        multi_save(state, paths)

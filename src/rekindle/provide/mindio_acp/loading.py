@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import io
 import logging
+import os
 import pickle
 import types
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,6 +35,7 @@ _NAMED = 3
 """Other files that an error names at most."""
 _preloads: dict[str, Future[None]] = {}
 """The last preload of each target. A load of it waits for that rather than read it a second time."""
+os.register_at_fork(after_in_child=_preloads.clear)
 
 
 def load(path: str, open_way: str = "memfs", map_location: Any = None, weights_only: bool = True) -> Any:
@@ -114,7 +116,8 @@ def _plain_classes(weights_only: bool) -> Iterator[None]:
         return
     from torch import serialization  # noqa: PLC0415  bytes are loaded without it
 
-    with serialization.safe_globals([argparse.Namespace, types.SimpleNamespace]):
+    allow = getattr(serialization, "safe_globals", None)  # torch 2.5
+    with nullcontext() if allow is None else allow([argparse.Namespace, types.SimpleNamespace]):
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -13,8 +14,8 @@ __all__ = ["LONGEST", "beside_it", "differs_at", "is_on_storage", "masked"]
 
 LONGEST = 1024
 """Characters of a path at most, for the calls that say so."""
-_HEAD = 64
-"""Bytes that tell a placeholder."""
+_MOST = 1024
+"""Bytes of a placeholder at most: a larger file needs no second look."""
 
 
 def masked(text: str) -> str:
@@ -30,10 +31,16 @@ def differs_at(path: str, other: str) -> int | None:
 
 def is_on_storage(path: str) -> bool:
     """True if a regular file is there that is not a placeholder. Raises OSError where storage refuses."""
-    if not os.path.isfile(path):
+    try:
+        info = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    if not stat.S_ISREG(info.st_mode):
+        return False
+    if info.st_size > _MOST:
+        return True
     with open(path, "rb") as file:
-        return not is_placeholder(file.read(_HEAD))
+        return not is_placeholder(file.read(_MOST))
 
 
 def beside_it(path: str) -> list[str]:

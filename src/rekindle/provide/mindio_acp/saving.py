@@ -15,7 +15,7 @@ from rekindle.provide.mindio_acp.errors import as_runtime_error
 from rekindle.provide.mindio_acp.format import of_bytes
 from rekindle.provide.mindio_acp.paths import LONGEST
 
-__all__ = ["multi_save", "put", "save"]
+__all__ = ["multi_save", "put", "save", "save_at_once"]
 
 log = logging.getLogger("rekindle")
 
@@ -63,19 +63,31 @@ def multi_save(obj: Any, path_list: list[str]) -> int | None:
 
 
 def _save_all(obj: Any, paths: Sequence[str], open_way: str) -> int:
-    results = []
+    if not forked():
+        _earlier.wait(paths)
+    results = save_at_once(obj, paths)
+    in_memory = [path for path, result in zip(paths, results, strict=True) if result == IN_MEMORY]
+    _earlier.note(in_memory)
+    if open_way == _MEMORY:
+        return max(results)
+    for path in in_memory:
+        with as_runtime_error(f"{path}: is in memory, and not yet on storage"):
+            flush(path, timeout=_FLUSH_WITHIN)
+    return WRITTEN
+
+
+def save_at_once(obj: Any, paths: Sequence[str]) -> list[int]:
+    """Saves an object at paths, serialised once, and waits for no other. Returns what ``save`` would for each.
+
+    Raises RuntimeError.
+    """
     with as_runtime_error(f"{paths[0]}: was not saved"):
         contents = of_bytes(obj) if isinstance(obj, bytes) else _of_object(obj)
-        if not forked():
-            _earlier.wait(paths)
+    results = []
     for path in paths:
         with as_runtime_error(f"{path}: was not saved"):
             results.append(put(path, contents))
-            if open_way != _MEMORY and results[-1] == IN_MEMORY:
-                flush(path, timeout=_FLUSH_WITHIN)
-                results[-1] = WRITTEN
-    _earlier.note([path for path, result in zip(paths, results, strict=True) if result == IN_MEMORY])
-    return max(results)
+    return results
 
 
 def _of_object(obj: object) -> Contents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rekindle.common.os_errors import explain
 from rekindle.errors import RekindleError
@@ -43,7 +44,10 @@ def initialize(server_info: Mapping[str, str] | None = None) -> int:
     Returns:
         0, or -1 for an unknown name, a value out of range, or settings of Rekindle that make no sense.
     """
-    info = {} if server_info is None else server_info
+    info: Any = {} if server_info is None else server_info
+    if not isinstance(info, Mapping):
+        log.error("mindio_acp.initialize: %r: must map names of settings to texts", info)
+        return -1
     for name, value in info.items():
         if name not in _CHECKS or not isinstance(value, str) or not _CHECKS[name](value):
             log.error("mindio_acp.initialize: %s=%r: no such setting, or a value out of range", name, value)

@@ -25,11 +25,11 @@ class WritableFile:
         self._path, self._mode = path, mode
         self._chunks: list[bytes] | None = []
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | bytearray | memoryview) -> int:
         """Takes bytes, behind those of before. Returns 0. Raises RuntimeError after ``close`` or ``drop``."""
         if self._chunks is None:
             raise RuntimeError(f"{self._path}: is closed: nothing more is written to it")
-        self._chunks.append(bytes(data))  # no copy where they are bytes
+        self._chunks.append(data if isinstance(data, bytes) else memoryview(data).tobytes())
         return 0
 
     def close(self) -> None:
