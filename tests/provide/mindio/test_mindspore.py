@@ -15,7 +15,7 @@ from rekindle.agent.file_drain import FileDrainer
 from rekindle.memory.files_dir import FilesDir
 from rekindle.storage.path_place import is_placeholder
 from tests.files.programs import KILLED
-from tests.provide.conftest import PROVIDED
+from tests.provide.mindio.conftest import PROVIDED
 from tests.test_docs import REPO, blocks_of
 
 PYTHON = Path(os.environ.get("REKINDLE_TEST_MINDSPORE", REPO / ".venv-mindspore")) / "bin" / "python"

@@ -1,4 +1,4 @@
-"""Defects that MindIO's own package has, one test each, named after it. That of its files: test_mindio_format.py."""
+"""Defects that MindIO's own package has, one test each, named after it. That of its files: test_format.py."""
 
 from __future__ import annotations
 

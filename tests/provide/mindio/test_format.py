@@ -17,7 +17,7 @@ from rekindle.memory.files_dir import FilesDir
 from rekindle.provide import mindio_acp
 from tests.files.test_bad_input import Evil
 from tests.files.test_save_and_load import forget
-from tests.provide import original
+from tests.provide.mindio import original
 
 
 def state() -> dict[str, Any]:
