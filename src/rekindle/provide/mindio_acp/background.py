@@ -21,25 +21,9 @@ class _Job:
     """Work that reads the state of the training, until it says that it has a copy."""
 
     def __init__(self, work: Callable[[Callable[[], None]], object]) -> None:
-        self._work, self._enter = work, _devices()
-        self._copied = threading.Event()
+        self.work, self.enter = work, _devices()
+        self.copied = threading.Event()
         self.done: Future[object] = Future()
-
-    def run(self) -> None:
-        """Does the work. Whatever becomes of it, nobody waits for its copy after that."""
-        try:
-            self._enter()
-            self._work(self.copied)
-        finally:
-            self._copied.set()
-
-    def copied(self) -> None:
-        """Lets the training change its state."""
-        self._copied.set()
-
-    def wait_until_copied(self) -> None:
-        """Waits without a bound: to go on before that would change what is being saved."""
-        self._copied.wait()
 
 
 class Background:
@@ -55,7 +39,9 @@ class Background:
         self._workers = Workers(1, "mindio-save")
         self._lock = threading.Lock()
         self._jobs: list[_Job] = []
-        """Work that goes on, or has failed and was not told of, in order."""
+        """Work that goes on, in order."""
+        self._failed = False
+        """True if some has failed, and ``finish`` has not told of it."""
 
     def submit(self, work: Callable[[Callable[[], None]], object]) -> None:
         """Has ``work`` done, which is given a function to call once it has its copy.
@@ -64,39 +50,45 @@ class Background:
         """
         job = _Job(work)
         with self._lock:
-            job.done = self._workers.submit(job.run)
-            job.done.add_done_callback(_log_failure)
+            job.done = self._workers.submit(lambda: self._do(job))
             self._jobs.append(job)
+
+    def _do(self, job: _Job) -> None:
+        """Does the work. Whatever becomes of it, nobody waits for its copy after that."""
+        try:
+            job.enter()
+            job.work(job.copied.set)
+        except BaseException:
+            self._failed = True
+            log.exception("a checkpoint was not saved in the background; the training goes on")
+        finally:
+            job.copied.set()
 
     def copied(self) -> None:
         """Tells that the work that is being done has its copy."""
         with self._lock:
-            for job in self._jobs:
-                if not job.done.done():
-                    return job.copied()
+            running = next((job for job in self._jobs if not job.done.done()), None)
+        if running is not None:
+            running.copied.set()
 
     def wait_until_copied(self) -> None:
-        """Returns once all work has its copy, or has ended."""
+        """Returns once all work has its copy, or has ended.
+
+        Without a bound: to go on before that would change what is being saved.
+        """
         with self._lock:
+            self._jobs = [job for job in self._jobs if not job.done.done()]
             jobs = list(self._jobs)
         for job in jobs:
-            job.wait_until_copied()
-        with self._lock:  # a failure stays, until it is told of
-            self._jobs = [job for job in self._jobs if not job.done.done() or job.done.exception() is not None]
+            job.copied.wait()
 
     def finish(self, until: float) -> bool:
         """Waits for all work, until a time of ``time.monotonic``. True if some goes on, or failed since a last call."""
         with self._lock:
             jobs = list(self._jobs)
         going_on = wait([job.done for job in jobs], max(0.0, until - time.monotonic())).not_done
-        with self._lock:
-            self._jobs = [job for job in self._jobs if job.done in going_on or job not in jobs]
-        return bool(going_on) or any(job.done.exception() is not None for job in jobs)
-
-
-def _log_failure(done: Future[object]) -> None:
-    if (error := done.exception()) is not None:
-        log.error("a checkpoint was not saved in the background; the training goes on", exc_info=error)
+        failed, self._failed = self._failed, False
+        return failed or bool(going_on)
 
 
 def _devices() -> Callable[[], None]:
