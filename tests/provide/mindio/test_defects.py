@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import random
 import shutil
 import signal
 import sys
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,13 +137,47 @@ def test_a_load_takes_a_file_that_has_not_arrived(drainer: FileDrainer, store: F
     assert results == [(-errno.ETIMEDOUT, "x")]
 
 
-def test_empty_tensors_and_namespaces_can_not_be_loaded(drainer: FileDrainer, root: Path) -> None:
-    path = str(root / "x.pt")
-    assert mindio_acp.save({"empty": torch.empty(0), "args": argparse.Namespace(lr=1)}, path) == 1
+def test_empty_tensors_and_the_states_of_megatron_can_not_be_loaded(drainer: FileDrainer, root: Path) -> None:
+    path, rng = str(root / "x.pt"), np.random.RandomState(7)
+    state = {
+        "empty": torch.empty(0),
+        "args": argparse.Namespace(lr=1),
+        "rng_state": [{"np_rng_state": rng.get_state(), "random_rng_state": random.getstate()}],
+        "arrays": [np.arange(6.0).reshape(2, 3).T, np.array([], ">i2"), np.array(3 + 4j), np.array([True, False])],
+        "loss": np.float64(0.5),
+    }
+    assert mindio_acp.save(state, path) == 1
     for _ in ("from memory", "from storage"):
         found = mindio_acp.load(path)
-        assert found["empty"].numel() == 0 and found["args"].lr == 1
+        assert found["empty"].numel() == 0 and found["args"].lr == 1 and found["loss"] == 0.5
+        other = np.random.RandomState(1)
+        other.set_state(found["rng_state"][0]["np_rng_state"])
+        assert other.rand() == np.random.RandomState(7).rand()
+        for one, expected in zip(found["arrays"], state["arrays"], strict=True):
+            assert one.dtype == expected.dtype and np.array_equal(one, expected)
         drainer.tick()
+
+
+@pytest.mark.parametrize("array", [np.array([{}], object), np.array(["text"]), np.zeros(2, "i4,f4")])
+def test_arrays_that_are_not_of_numbers_are_loaded_unasked(array: Any, drainer: FileDrainer, root: Path) -> None:
+    """A forged one would have its bytes taken for addresses."""
+    mindio_acp.save({"array": array}, str(root / "x.pt"))
+    with pytest.raises(RuntimeError):
+        mindio_acp.load(str(root / "x.pt"))
+    assert len(mindio_acp.load(str(root / "x.pt"), weights_only=False)["array"]) == len(array)
+
+
+def test_a_load_changes_what_torch_trusts(drainer: FileDrainer, root: Path) -> None:
+    mindio_acp.save({"args": argparse.Namespace(lr=1)}, str(root / "x.pt"))
+    for mine in ([], [argparse.Namespace]):
+        with torch.serialization.safe_globals(mine):
+            before = torch.serialization.get_safe_globals()
+            threads = [threading.Thread(target=mindio_acp.load, args=(str(root / "x.pt"),)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert torch.serialization.get_safe_globals() == before
 
 
 def test_a_background_save_that_fails_hangs_the_training(drainer: FileDrainer, root: Path) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import logging
 import os
 import pickle
-import types
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import Any
 
 from rekindle import files
@@ -22,6 +19,7 @@ from rekindle.files.contents import Contents
 from rekindle.files.saving import canonical_target_within
 from rekindle.provide.mindio_acp.errors import as_runtime_error
 from rekindle.provide.mindio_acp.format import as_torch_file, bytes_of, read_map
+from rekindle.provide.mindio_acp.harmless import harmless
 from rekindle.provide.mindio_acp.paths import LONGEST, beside_it
 from rekindle.storage.open import open_place
 
@@ -45,15 +43,15 @@ def load(path: str, open_way: str = "memfs", map_location: Any = None, weights_o
         path: a file of ``torch.save``, or one in MindIO's format.
         open_way: doesn't matter. Memory is taken only where it has the newest, or what the path shows.
         map_location: as for ``torch.load``: any device.
-        weights_only: as for ``torch.load``, whatever the file's format. ``argparse.Namespace``, which Megatron saves,
-            is loaded too.
+        weights_only: as for ``torch.load``, whatever the file's format. Namespaces and NumPy's arrays of numbers, which
+            Megatron saves, are loaded too.
 
     Raises:
         RuntimeError: it can't be loaded, with the reason. Of a file that isn't there the other checkpoints' are named.
     """
     with as_runtime_error(f"{path}: can't be loaded"), _naming_others(path):
         _wait_for_preload(path)
-        with _plain_classes(weights_only):
+        with harmless() if weights_only else nullcontext():
             try:
                 return files.load(path, map_location, weights_only)
             except FormatError:
@@ -106,19 +104,6 @@ class _Reader(io.RawIOBase):
             to[start - begin : stop - begin] = segment.view()[start - segment.start : stop - segment.start]
         self._at = max(begin, end)
         return self._at - begin
-
-
-@contextmanager
-def _plain_classes(weights_only: bool) -> Iterator[None]:
-    """Lets ``weights_only`` load classes that hold attributes and do nothing, in this block alone."""
-    if not weights_only or find_spec("torch") is None:
-        yield
-        return
-    from torch import serialization  # noqa: PLC0415  bytes are loaded without it
-
-    allow = getattr(serialization, "safe_globals", None)  # torch 2.5
-    with nullcontext() if allow is None else allow([argparse.Namespace, types.SimpleNamespace]):
-        yield
 
 
 @contextmanager
