@@ -167,6 +167,12 @@ def test_arrays_that_are_not_of_numbers_are_loaded_unasked(array: Any, drainer: 
     assert len(mindio_acp.load(str(root / "x.pt"), weights_only=False)["array"]) == len(array)
 
 
+def test_a_dtype_by_itself_is_loaded_as_something_else(drainer: FileDrainer, root: Path) -> None:
+    mindio_acp.save({"dtype": np.dtype("f4")}, str(root / "x.pt"))
+    with pytest.raises(RuntimeError, match="weights_only=False"):
+        mindio_acp.load(str(root / "x.pt"))
+
+
 def test_a_load_changes_what_torch_trusts(drainer: FileDrainer, root: Path) -> None:
     mindio_acp.save({"args": argparse.Namespace(lr=1)}, str(root / "x.pt"))
     for mine in ([], [argparse.Namespace]):

@@ -20,6 +20,9 @@ from typing import Any
 __all__ = ["harmless"]
 
 _NUMBERS = re.compile(r"[biufc]\d{1,2}", re.ASCII)
+_ORDERS = ("<", ">", "=", "|")
+_of_thread = threading.local()
+"""Has the dtypes that a thread's load has met."""
 _lock = threading.Lock()
 _added: list[Any] = []
 _users = 0
@@ -39,9 +42,15 @@ def harmless() -> Iterator[None]:
         yield
         return
     _come(torch)
+    _of_thread.dtypes = []
     try:
         yield
+        if not all(dtype.made for dtype in _of_thread.dtypes):
+            raise UnpicklingError(
+                "it holds a dtype of NumPy by itself: load it with weights_only=False, if you trust it"
+            )
     finally:
+        _of_thread.dtypes = []
         _go(torch)
 
 
@@ -76,7 +85,8 @@ class _Dtype:
     """Stands in for a dtype, until an array is made of it."""
 
     def __init__(self, code: str, align: bool = False, copy: bool = False) -> None:
-        self.code, self.order = code, "="
+        self.code, self.order, self.made = code, "=", False
+        _of_thread.dtypes.append(self)
 
     def __setstate__(self, state: Any) -> None:
         self.order = state[1]
@@ -85,12 +95,9 @@ class _Dtype:
         """Returns the dtype. Raises UnpicklingError for any but that of numbers."""
         import numpy  # noqa: PLC0415  optional, and there
 
-        if (
-            not isinstance(self.code, str)
-            or not _NUMBERS.fullmatch(self.code)
-            or self.order not in ("<", ">", "=", "|")
-        ):
+        if not isinstance(self.code, str) or not _NUMBERS.fullmatch(self.code) or self.order not in _ORDERS:
             raise UnpicklingError(f"an array of NumPy of {self.order!r}, {self.code!r} is not of numbers")
+        self.made = True
         return numpy.dtype(self.order + self.code)
 
 
