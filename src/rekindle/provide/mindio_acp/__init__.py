@@ -1,7 +1,7 @@
 """Stands in for MindIO's ``mindio_acp``: the same calls, return values and files, over ``rekindle.files``.
 
-Programs written for it run unchanged: see docs/mindspore.md and docs/files.md. Imports torch only where a call is given
-or returns objects of torch.
+Programs written for it run unchanged: see docs/mindspore.md and docs/files.md. Programs that only use files, such as
+MindSpore, need no torch.
 """
 
 from __future__ import annotations

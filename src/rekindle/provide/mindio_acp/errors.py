@@ -13,9 +13,10 @@ __all__ = ["as_runtime_error"]
 
 
 @contextmanager
-def as_runtime_error(what: str) -> Iterator[None]:
-    """Turns errors of files into RuntimeError: ``what`` was not done, and why. Others pass as they are."""
+def as_runtime_error(what: str, path: str) -> Iterator[None]:
+    """Turns errors of files into RuntimeError: ``what`` became of ``path``, and why. Others pass as they are."""
     try:
         yield
     except (RekindleError, OSError, UnpicklingError) as error:
-        raise RuntimeError(f"{what}: {explain(error)}") from error
+        why = explain(error)
+        raise RuntimeError(f"{what}: {why}" if path in why else f"{what}: {path}: {why}") from error

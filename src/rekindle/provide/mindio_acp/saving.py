@@ -71,7 +71,7 @@ def _save_all(obj: Any, paths: Sequence[str], open_way: str) -> int:
     if open_way == _MEMORY:
         return max(results)
     for path in in_memory:
-        with as_runtime_error(f"{path}: is in memory, and not yet on storage"):
+        with as_runtime_error("is in memory, and not yet on storage", path):
             flush(path, timeout=_FLUSH_WITHIN)
     return WRITTEN
 
@@ -81,11 +81,11 @@ def save_at_once(obj: Any, paths: Sequence[str]) -> list[int]:
 
     Raises RuntimeError.
     """
-    with as_runtime_error(f"{paths[0]}: was not saved"):
+    with as_runtime_error("was not saved", paths[0]):
         contents = of_bytes(obj) if isinstance(obj, bytes) else _of_object(obj)
     results = []
     for path in paths:
-        with as_runtime_error(f"{path}: was not saved"):
+        with as_runtime_error("was not saved", path):
             results.append(put(path, contents))
     return results
 

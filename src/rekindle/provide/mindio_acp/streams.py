@@ -41,7 +41,7 @@ class WritableFile:
         for chunk in filter(None, chunks):
             segments.append(segment_of(memoryview(chunk), at))
             at += len(chunk)
-        with as_runtime_error(f"{self._path}: was not saved"):
+        with as_runtime_error("was not saved", self._path):
             put(self._path, Contents(BYTES, at, segments), self._mode)
 
     def drop(self) -> None:
@@ -63,7 +63,7 @@ class ReadableFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        with as_runtime_error(f"{path}: can't be read"):
+        with as_runtime_error("can't be read", path):
             self._data: bytes | None = read_bytes(path)
 
     def read(self, offset: int = 0, count: int = -1) -> bytes:
