@@ -85,18 +85,18 @@ def save_target(
         log.warning("%s: is saved into memory unchecked: %s", target, error)
     stands = placeholder and isinstance(place, PathPlace) and _put_placeholder(place, mode)
     try:
-        client.save(target, contents, trace, placeholder=stands)
-    except MemoryStoreError as error:
-        if client.settings.when_full == "error":
-            _take_away(place, stands)
-            raise
-        log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
-        write_in_turn(client.store, place, contents)
-        return "storage"
+        try:
+            client.save(target, contents, trace, placeholder=stands)
+            return "memory"
+        except MemoryStoreError as error:
+            if client.settings.when_full == "error":
+                raise
+            log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
+            write_in_turn(client.store, place, contents)
+            return "storage"
     except BaseException:
         _take_away(place, stands)
         raise
-    return "memory"
 
 
 def _put_placeholder(place: PathPlace, mode: int | None) -> bool:

@@ -38,7 +38,7 @@ model = Model(net, nn.MSELoss(), optimizer)
 start, name = newest()
 if name is not None:
     found = ms.load_checkpoint(os.path.join(directory, name))
-    assert ms.load_param_into_net(net, found) == ([], []) and ms.load_param_into_net(optimizer, found) == ([], [])
+    assert not ms.load_param_into_net(net, found)[0] and not ms.load_param_into_net(optimizer, found)[0]
 dataset = GeneratorDataset(data, ["x", "y"], shuffle=False).batch(4)
 config = CheckpointConfig(save_checkpoint_steps=STEPS, keep_checkpoint_max=2)
 callbacks = [ModelCheckpoint("net", directory, config), Killed()]
