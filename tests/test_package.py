@@ -47,6 +47,7 @@ def test_the_wheel_holds_every_module_and_the_mark_of_types(built: Path) -> None
     with zipfile.ZipFile(one(built, "*.whl")) as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == there
+    assert {name.split("/")[0] for name in packed} == {"rekindle"}, "a foreign name would be installed"
 
 
 def test_the_sdist_holds_what_its_readers_need(built: Path) -> None:

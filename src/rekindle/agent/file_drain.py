@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rekindle.common.failpoints import reach
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import CorruptError, FormatError, RekindleError
+from rekindle.format.file_receipt import FileReceipt
 from rekindle.memory.files_dir import FilesDir
-from rekindle.memory.kept import KeptFile, OpenFile
+from rekindle.memory.kept import KeptFile, OpenFile, key_of
+from rekindle.storage import disk
 from rekindle.storage.carry import carry
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
@@ -65,6 +68,8 @@ class _Failure:
     pause: float
     due: float
     """Time of the next attempt; infinite for a damaged file."""
+    waits: bool = False
+    """True if nothing failed, and another node's file has to come first."""
 
 
 class FileDrainer:
@@ -157,12 +162,16 @@ class FileDrainer:
         self.progress.path, self.progress.done, self.progress.total = receipt.target, 0, receipt.nbytes
         self._read_limit()
         try:
+            if self._waits(file, receipt):
+                return False
             reach("upload.started", file.number)
             place = open_place(receipt.target, self._store.id())
             if receipt.trace is not None:
                 place.check_mounted(receipt.trace)
             if receipt.placeholder and isinstance(place, PathPlace) and place.was_removed():
                 return self._give_up(file)
+            if receipt.terms.removes is not None:
+                _remove(Path(receipt.target).with_name(receipt.terms.removes))
             identity = carry(opened, place, self._count, self._budget)
             reach("upload.placed", file.number)
             with self._store.arranging():
@@ -186,13 +195,46 @@ class FileDrainer:
             self._store.kept.remove(file)
         return False
 
-    def _failed(self, file: KeptFile, target: str, why: str, *, for_good: bool) -> None:
+    def _waits(self, file: KeptFile, receipt: FileReceipt) -> bool:
+        """True if storage has yet to get a file that comes before this one.
+
+        One of this node is looked for at each round, one of another node ever less often.
+        """
+        newest = {other.key: other for other in self._store.kept.newest()} if receipt.terms.after else {}
+        for target in receipt.terms.after:
+            ours = newest.get(key_of(target))
+            if ours is not None and not ours.is_stored():
+                return True
+            if ours is None and open_place(target).identify() is None:
+                why = f"waits for {target}, which no process of this node has saved, and storage does not have"
+                self._failed(file, receipt.target, why, for_good=False, waits=True)
+                return True
+        return False
+
+    def give_up_waiting(self) -> None:
+        """Gives up files that wait for others to come first, once nothing else is left to do. Nobody saves those now.
+
+        To be called when no process saves, and memory is to be given back.
+        """
+        pending = self._pending()
+        if not all(self._is_waiting(file) for file in pending):
+            return
+        for file in pending:
+            if not self._carry(file) and self._is_waiting(file):  # its next attempt might have been due much later
+                with self._store.arranging():
+                    log.warning("%s: does not come to be: %s", self._failures[file].target, self._failures[file].why)
+                    self._store.kept.remove(file)
+
+    def _is_waiting(self, file: KeptFile) -> bool:
+        return file in self._failures and self._failures[file].waits
+
+    def _failed(self, file: KeptFile, target: str, why: str, *, for_good: bool, waits: bool = False) -> None:
         before = self._failures.get(file)
         pause = _RETRY_FIRST if before is None else min(2 * before.pause, _RETRY_LONGEST)
         due = float("inf") if for_good else self._clock() + pause
         if before is None or before.why != why:
-            log.warning("%s: memory keeps it: %s", target, why)
-        self._failures[file] = _Failure(target, why, pause, due)
+            log.log(logging.INFO if waits else logging.WARNING, "%s: memory keeps it: %s", target, why)
+        self._failures[file] = _Failure(target, why, pause, due, waits)
         self._report()
 
     def _count(self, nbytes: int) -> None:
@@ -203,3 +245,10 @@ class FileDrainer:
         with suppress(OSError, FormatError):  # the limit stays as it was
             info = self._store.read_job()
             self._budget.limit = info.drain_limit if info is not None else None
+
+
+def _remove(path: Path) -> None:
+    """Removes a file from storage, if it is there."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        disk.unlink(path)
+        disk.sync(path.parent)

@@ -62,6 +62,8 @@ class FilesAgent(Service):
         if not self.stopping and now - self._alone_since <= (info.idle_timeout if info else _IDLE_TIMEOUT):
             return False
         try:
+            self.job.let_go()
+            self.drainer.give_up_waiting()
             return self.drainer.pending() is None and self.job.remove()
         except (OSError, RekindleError) as error:
             self.drainer.progress.error = explain(error)

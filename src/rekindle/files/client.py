@@ -17,7 +17,7 @@ from rekindle.files.contents import Contents
 from rekindle.files.filling import Filler
 from rekindle.files.pool import Pool
 from rekindle.files.settings import FileSettings, current_settings
-from rekindle.format.file_receipt import FileReceipt
+from rekindle.format.file_receipt import FileReceipt, Terms
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.job import JobInfo
 from rekindle.memory.kept import Identity, key_of
@@ -77,9 +77,17 @@ class Client:
             if self.store.kept_path.is_dir():
                 self._keeper.check()
 
-    def save(self, target: str, contents: Contents, trace: list[int] | None, *, placeholder: bool = False) -> None:
+    def save(
+        self,
+        target: str,
+        contents: Contents,
+        trace: list[int] | None,
+        terms: Terms,
+        *,
+        placeholder: bool = False,
+    ) -> None:
         """Saves a file into memory. Raises MemoryStoreError where that can't be done: nothing is left of it then."""
-        self.keep(target, contents, trace, None, placeholder=placeholder)
+        self.keep(target, contents, trace, None, terms, placeholder=placeholder)
         self._saved[key_of(target)] = self.store.id()
         self._keeper.begin()
 
@@ -89,6 +97,7 @@ class Client:
         contents: Contents,
         trace: list[int] | None,
         stored: Identity | None,
+        terms: Terms = Terms(),  # noqa: B008  never changed
         *,
         placeholder: bool = False,
     ) -> None:
@@ -102,7 +111,7 @@ class Client:
             slot = pool.take(contents.nbytes)
         try:
             sums = self._filler.fill(contents, slot)
-            receipt = FileReceipt(target, contents.kind, contents.nbytes, sums, time.time(), trace, placeholder)
+            receipt = FileReceipt(target, contents.kind, contents.nbytes, sums, time.time(), trace, terms, placeholder)
             with self._memory_errors():
                 committed = pool.commit(slot, receipt, stored)
         except BaseException:

@@ -14,6 +14,7 @@ from rekindle.errors import MemoryStoreError
 from rekindle.files.client import the_client, write_in_turn
 from rekindle.files.contents import Contents, of_bytes
 from rekindle.files.settings import current_settings
+from rekindle.format.file_receipt import Terms
 from rekindle.memory.files_dir import FilesDir
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
@@ -70,12 +71,23 @@ def canonical_target_within(path: str | os.PathLike[str]) -> str:
 
 
 def save_target(
-    target: str, contents: Contents, *, placeholder: bool = False, mode: int | None = None
+    target: str,
+    contents: Contents,
+    *,
+    placeholder: bool = False,
+    mode: int | None = None,
+    terms: Terms = Terms(),  # noqa: B008  never changed
 ) -> Literal["memory", "storage"]:
-    """Saves contents at a canonical target: see ``save``. The file keeps ``mode``, the rights of its placeholder."""
+    """Saves contents at a canonical target: see ``save``. The file keeps ``mode``, the rights of its placeholder.
+
+    Raises MemoryStoreError, too, for a file that can't be written straight to storage: it is held, or has to wait for
+    others.
+    """
     try:
         client = the_client()
     except MemoryStoreError as error:
+        if terms != Terms():
+            raise
         return _write_without_memory(target, contents, error)
     place = client.place(target)
     trace = None
@@ -86,10 +98,10 @@ def save_target(
     stands = placeholder and isinstance(place, PathPlace) and _put_placeholder(place, mode)
     try:
         try:
-            client.save(target, contents, trace, placeholder=stands)
+            client.save(target, contents, trace, terms, placeholder=stands)
             return "memory"
         except MemoryStoreError as error:
-            if client.settings.when_full == "error":
+            if client.settings.when_full == "error" or terms != Terms():
                 raise
             log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
             write_in_turn(client.store, place, contents)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rekindle.errors import FormatError
@@ -12,10 +12,39 @@ from rekindle.format.fields import check_integer, check_integers, check_seconds,
 from rekindle.format.layout import BLOCK
 from rekindle.format.receipt import CHECKSUM, VERSION, parse_document, seal
 
-__all__ = ["BYTES", "FOUND", "TORCH", "FileReceipt"]
+__all__ = ["BYTES", "FOUND", "TORCH", "FileReceipt", "Terms"]
 
 TORCH, BYTES, FOUND = "torch", "bytes", "found"
 """Kinds of files: saved as ``torch.save`` does, saved as bytes, and found on storage."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Tells when a file in memory goes to its path, and what goes before."""
+
+    after: list[str] = field(default_factory=list)
+    """Paths or URLs that storage must have first, as newest in memory or, if memory has none, whatever is there."""
+    removes: str | None = None
+    """Name of a file in the same directory that goes before this one comes. Only for paths."""
+    held: bool = False
+    """True if the file stays in memory until it is let go, or until its memory is given back."""
+
+    def encode(self) -> dict[str, Any]:
+        """Returns the fields that a receipt has of it: none for a file that goes at once."""
+        fields = {"after": self.after, "removes": self.removes, "held": self.held}
+        return {name: value for name, value in fields.items() if value}
+
+    @staticmethod
+    def decode(fields: dict[str, Any]) -> Terms:
+        """Checks the fields of a receipt. Raises TypeError or ValueError."""
+        removes, held = fields.get("removes"), fields.get("held", False)
+        if removes is not None and os.path.basename(check_texts([removes])[0]) in ("", ".", ".."):
+            raise ValueError("removes a file that has no name")
+        if removes is not None and os.path.basename(removes) != removes:
+            raise ValueError("removes a file of another directory")
+        if type(held) is not bool:
+            raise ValueError("is neither held nor not")
+        return Terms(check_texts(fields.get("after", [])), removes, held)
 
 
 @dataclass(frozen=True)
@@ -34,6 +63,7 @@ class FileReceipt:
     """Time at which it was saved, in seconds since 1970."""
     trace: list[int] | None = None
     """Numbers by which its place tells a directory that was removed from one that is not mounted."""
+    terms: Terms = Terms()
     placeholder: bool = False
     """True if a placeholder stood at its path. Whoever removes that before the file arrives has removed the file."""
 
@@ -51,6 +81,7 @@ class FileReceipt:
             "nbytes": self.nbytes,
             "saved_at": self.saved_at,
             "trace": self.trace,
+            **self.terms.encode(),
             "placeholder": self.placeholder,
             "checksum": {"algorithm": CHECKSUM, "block": BLOCK},
             "checksums": self.checksums,
@@ -73,6 +104,7 @@ class FileReceipt:
                 saved_at=check_seconds(fields["saved_at"]),
                 placeholder=fields.get("placeholder") is True,
                 trace=None if fields["trace"] is None else list(check_integers(fields["trace"], 3, 1 << 64)),
+                terms=Terms.decode(fields),
             )
             if kind not in (TORCH, BYTES, FOUND) or len(receipt.checksums) != -(-receipt.nbytes // BLOCK):
                 raise ValueError("its kind or the number of its checksums is none that was written")

@@ -25,6 +25,7 @@ from rekindle.faults.torchelastic import LAUNCH, SURVIVOR_EXIT
 from rekindle.format.names import Root
 from rekindle.launch.elastic import deciding
 from rekindle.launch.end_notes import note_end
+from rekindle.launch.provide import PROVIDE, provide
 from rekindle.launch.reports import (
     describe_exit,
     describe_fault,
@@ -146,6 +147,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     _add_options(parser)
     args = parser.parse_args(arguments)
     _check(args)
+    provide(args.provide, _first_on_path(args))
     if switched_off and is_nccl_available():  # whether the script has a guard() is not to be seen from here
         say(_NOBODY_ENDS_A_HANG)
     with _own_directory() as place:
@@ -199,6 +201,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--count-restarts", "--count_restarts", action=env, choices=ways, default=ways[0])
     parser.add_argument("--retry-refused", "--retry_refused", action=check_env)
     parser.add_argument("--no-warm", "--no_warm", action=check_env)
+    parser.add_argument("--provide", default=os.environ.get(PROVIDE, ""))
 
 
 def _limits(args: Any) -> Limits:
@@ -242,6 +245,13 @@ def _script_dir(args: Any) -> Path:
         return Path(args.training_script).resolve().parent
     found = importlib.machinery.PathFinder.find_spec(args.training_script.partition(".")[0], [os.getcwd(), *sys.path])
     return Path(found.origin).resolve().parent if found and found.origin else Path.cwd()
+
+
+def _first_on_path(args: Any) -> str | None:
+    """Returns the folder in which Python looks for a rank's modules first of all; None for another program."""
+    if args.no_python:
+        return None
+    return os.getcwd() if args.module else os.path.dirname(os.path.realpath(args.training_script))
 
 
 def _check(args: Any) -> None:

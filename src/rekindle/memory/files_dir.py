@@ -18,13 +18,13 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rekindle.errors import BusyError
 from rekindle.memory.job_dir import JobDir, directory_lock, make_private
-from rekindle.memory.kept import Kept
+from rekindle.memory.kept import Kept, key_of
 from rekindle.memory.lock import Lock
 from rekindle.memory.paths import matching
 
@@ -105,6 +105,23 @@ class FilesDir(JobDir):
                 self.kept.remove(file)
             shutil.rmtree(self.path, ignore_errors=True)
             return not self.path.exists()
+
+    def let_go(self, target: str = "") -> None:
+        """Lets held files go to their paths, or only that of ``target``. Those whose path lies in here stay."""
+        for file in self.kept.held():
+            with suppress(OSError, ValueError):
+                belongs = file.read_receipt().target
+                if target in ("", belongs) and not belongs.startswith(f"{self.path}/"):
+                    file.held.unlink(missing_ok=True)
+
+    def give_up(self, targets: Iterable[str]) -> None:
+        """Gives up the files of these paths, whatever storage has of them. Raises OSError, BusyError."""
+        if not self.kept_path.is_dir():
+            return
+        with self.arranging():
+            for target in targets:
+                for file in self.kept.files(key_of(target)):
+                    self.kept.remove(file)
 
     def new_slot(self, client: Lock, number: int) -> Path:
         """Names a slot of a client."""

@@ -2,6 +2,7 @@
 
 A file is ``<key>.<number>.data`` with its receipt ``.json`` and, once storage has it, ``.stored``. The key stands for
 its path, and of one key the highest number counts. The receipt is the commit: without it the file does not exist.
+With ``.held`` it stays in memory until it is let go.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["Identity", "Kept", "KeptFile", "OpenFile", "key_of"]
 Identity = list[int | str | None]
 """Identity of a file on storage, as the store showed it."""
 
-_NAME = re.compile(r"([0-9a-f]{32})\.(\d{12})\.(data|json|stored)\Z", re.ASCII)
+_NAME = re.compile(r"([0-9a-f]{32})\.(\d{12})\.(data|json|stored|held)\Z", re.ASCII)
 _NUMBER = slice(33, 45)
 """Place of the number in a name."""
 _ABANDONED = 60.0
@@ -71,6 +72,11 @@ class KeptFile:
     def stored(self) -> Path:
         """Note of what storage showed of it."""
         return self._with("stored")
+
+    @property
+    def held(self) -> Path:
+        """Mark of a file that is not to go to storage yet."""
+        return self._with("held")
 
     def read_receipt(self) -> FileReceipt:
         """Reads the receipt. Raises FileNotFoundError once the file is given up, FormatError for a damaged one."""
@@ -155,10 +161,21 @@ class Kept:
         return [file for file, has in self._scan(key).items() if "json" in has]
 
     def newest(self, *, stored: bool | None = None) -> list[KeptFile]:
-        """Lists the newest file of each key, in the order of their saves: all, or those that storage has or lacks."""
-        found = {file.key: (file, "stored" in has) for file, has in self._scan().items() if "json" in has}
-        files = [file for file, is_stored in found.values() if stored in (None, is_stored)]
+        """Lists the newest file of each key, in the order of their saves: all, or those that storage has or is to get.
+
+        Held files are neither.
+        """
+        found = {file.key: (file, has) for file, has in self._scan().items() if "json" in has}
+        files = [
+            file
+            for file, has in found.values()
+            if stored is None or (stored is ("stored" in has) and "held" not in has)
+        ]
         return sorted(files, key=lambda file: file.number)
+
+    def held(self) -> list[KeptFile]:
+        """Lists the held files, in the order of their saves."""
+        return [file for file, has in self._scan().items() if {"json", "held"} <= has]
 
     def find(self, key: str) -> KeptFile | None:
         """Returns the newest file of a key."""
@@ -204,10 +221,13 @@ class Kept:
         try:
             if stored is not None:
                 file.note_stored(stored)
+            if receipt.terms.held:
+                write_atomic(file.held, b"")
             write_atomic(file.receipt, receipt.encode())
         except OSError:
             with suppress(OSError):
                 file.stored.unlink(missing_ok=True)
+                file.held.unlink(missing_ok=True)
                 os.rename(file.data, data)
             raise
         reach("files.committed", number)
@@ -218,6 +238,7 @@ class Kept:
         file.receipt.unlink(missing_ok=True)
         reach("upload.evicted", file.number)
         file.stored.unlink(missing_ok=True)
+        file.held.unlink(missing_ok=True)
         file.data.unlink(missing_ok=True)
 
     def recycle(self, file: KeptFile, to: Path) -> int | None:
@@ -233,6 +254,7 @@ class Kept:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.receipt.unlink(missing_ok=True)
             file.stored.unlink(missing_ok=True)
+            file.held.unlink(missing_ok=True)
             os.rename(file.data, to)
             return fd
         except (BlockingIOError, FileNotFoundError):

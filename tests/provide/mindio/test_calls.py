@@ -17,12 +17,14 @@ import torch
 import rekindle
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.files.settings import current_settings
+from rekindle.launch.provide import folder_of, stand_ins
 from rekindle.memory.files_dir import FilesDir
 from rekindle.provide import mindio_acp
 from rekindle.provide.mindio_acp import earlier, flushing
 from tests.faults.harness import wait_for
 from tests.files.programs import KILLED, arrives, run
 from tests.files.test_save_and_load import forget
+from tests.provide.mindio.conftest import PROVIDED
 
 NAMES = [
     "CheckpointHelper", "convert", "create_file", "flush", "initialize", "load", "multi_save", "open_file", "preload",
@@ -315,6 +317,10 @@ def test_the_foreign_name_is_the_same_module(provided: None) -> None:
     import mindio_acp as foreign
 
     assert foreign is mindio_acp
+
+
+def test_a_run_can_be_given_it() -> None:
+    assert "mindio_acp" in stand_ins() and folder_of("mindio_acp") == PROVIDED / "mindio_acp"
 
 
 def test_the_import_changes_nothing(memory: Path, provided: None) -> None:
