@@ -15,7 +15,7 @@ from rekindle.format.receipt import CHECKSUM, VERSION, parse_document, seal
 __all__ = ["BYTES", "FOUND", "TORCH", "FileReceipt", "Terms"]
 
 TORCH, BYTES, FOUND = "torch", "bytes", "found"
-"""Kinds of files: saved as ``torch.save`` does, saved as bytes, and found on storage."""
+"""Kinds of files: saved as ``torch.save`` does, saved as bytes, and any other, such as one found on storage."""
 
 
 @dataclass(frozen=True)
