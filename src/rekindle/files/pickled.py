@@ -33,7 +33,7 @@ def of_object(obj: object) -> Contents:
     """
     storages, pickled = _pickle(obj)
     records = [("data.pkl", _of_bytes(pickled)), ("byteorder", _of_bytes(sys.byteorder.encode()))]
-    records += [(f"data/{number}", _of_storage(storage)) for number, storage in enumerate(storages)]
+    records += [(f"data/{number}", _of_storage(storage, 0)) for number, storage in enumerate(storages)]
     return of_records([*records, ("version", _of_bytes(_VERSION))])
 
 
@@ -79,10 +79,10 @@ def _of_bytes(data: bytes) -> Segment:
     return segment_of(memoryview(data), 0)
 
 
-def _of_storage(storage: Any) -> Segment:
+def _of_storage(storage: Any, start: int) -> Segment:
     """Returns the segment of a storage, in memory or on a device."""
     if storage.device.type == "cpu":
-        return Segment(0, storage.nbytes(), storage.data_ptr(), storage)
+        return Segment(start, storage.nbytes(), storage.data_ptr(), storage)
 
     def put(place: memoryview) -> None:
         import torch  # noqa: PLC0415
@@ -90,4 +90,4 @@ def _of_storage(storage: Any) -> Segment:
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         torch.frombuffer(place, dtype=torch.uint8).copy_(whole)
 
-    return Segment(0, storage.nbytes(), 0, storage, put)
+    return Segment(start, storage.nbytes(), 0, storage, put)
