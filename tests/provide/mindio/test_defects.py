@@ -162,7 +162,35 @@ def test_empty_tensors_and_the_states_of_megatron_can_not_be_loaded(drainer: Fil
         assert other.rand() == np.random.RandomState(7).rand()
         for one, expected in zip(found["arrays"], pickle.loads(pickle.dumps(state["arrays"])), strict=True):
             assert one.dtype == expected.dtype and np.array_equal(one, expected)
+            assert type(pickle.loads(pickle.dumps(one))) is np.ndarray
         drainer.tick()
+
+
+class Forged:
+    """Pickled as a call of a class or function of NumPy."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Forged(np.ndarray, (1,), "f8", bytes(8)),
+        Forged(np.ndarray, (1 << 40,)),
+        Forged(bytes, 1 << 40),
+        Forged(np.dtype, "O"),
+        Forged(np.dtype, [("f", "O")]),
+    ],
+    ids=["buffer", "shape", "bytes", "dtype", "fields"],
+)
+def test_what_is_let_in_can_be_called_at_will(value: Forged, drainer: FileDrainer, root: Path) -> None:
+    mindio_acp.save({"value": value}, str(root / "x.pt"))
+    with pytest.raises((RuntimeError, TypeError)):
+        mindio_acp.load(str(root / "x.pt"))
 
 
 @pytest.mark.parametrize("array", [np.array([{}], object), np.array(["text"]), np.zeros(2, "i4,f4")])

@@ -111,7 +111,13 @@ def _of_numpy() -> list[Any]:
     import numpy  # noqa: PLC0415  optional, and there
 
     class Array(numpy.ndarray):
-        """An array that can be made of numbers only."""
+        """An array that a pickle can make of numbers only. Pickled again, it is one of NumPy."""
+
+        def __new__(cls, *args: Any) -> Any:
+            raise UnpicklingError("an array of NumPy is made in another way than NumPy's")
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self.view(numpy.ndarray).__reduce_ex__(protocol)
 
         def __setstate__(self, state: Any) -> None:
             _, shape, dtype, fortran, data = state
