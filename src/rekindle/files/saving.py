@@ -101,7 +101,7 @@ def save_target(
             client.save(target, contents, trace, terms, placeholder=stands)
             return "memory"
         except MemoryStoreError as error:
-            if client.settings.when_full == "error" or terms != Terms():
+            if client.settings.raises_when_full(target) or terms != Terms():
                 raise
             log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
             write_in_turn(client.store, place, contents)
@@ -146,7 +146,7 @@ def write_straight(target: str, contents: Contents) -> None:
 
 def _write_without_memory(target: str, contents: Contents, error: MemoryStoreError) -> Literal["storage"]:
     """Writes straight to storage where there is no memory store at all."""
-    if current_settings().when_full == "error":
+    if current_settings().raises_when_full(target):
         raise error
     log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
     place = open_place(target, secrets.token_hex(8))
