@@ -18,6 +18,7 @@ help:
 	@echo 'make soak    train under random faults; MINUTES=30 for longer'
 	@echo 'make test    run the tests that protect every change; ARGS="-k memory" runs some of them, WORKERS=8 more at a time'
 	@echo 'make test-all    the same with the campaigns, which take long to show more; ARGS="--campaign-share=3/10" for a tenth'
+	@echo 'make mindspore   install MindSpore, 2.8 GB, for the tests that need it'
 	@echo 'make check   check style, types and import rules'
 	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
 	@echo 'make clean   remove the virtual environment and all caches'
@@ -45,6 +46,14 @@ test: .venv/ready
 test-all: .venv/ready
 	$(PYTEST) -m '' $(ARGS)
 
+# An environment of its own: it has no torch.
+mindspore: .venv-mindspore/ready
+
+.venv-mindspore/ready:
+	@$(PYTHON) -m venv .venv-mindspore
+	@.venv-mindspore/bin/python -m pip --disable-pip-version-check -q install mindspore==2.10.0 aiohttp click rich xxhash
+	@touch $@
+
 check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,7 +64,7 @@ bench: .venv/ready
 	$(BIN)/python bench $(ARGS)
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo drill soak test test-all check bench clean
+.PHONY: help demo drill soak test test-all mindspore check bench clean

@@ -27,8 +27,8 @@ from rekindle.errors import (
 
 if TYPE_CHECKING:
     from rekindle.checkpointer import Checkpoint, Checkpointer, Metrics
-    from rekindle.launch.compile_cache import CompileCache
     from rekindle.files import flush, load, save
+    from rekindle.launch.compile_cache import CompileCache
     from rekindle.memory.fault import Fault
     from rekindle.state.replicas import ReplicaGroup, replica_groups
     from rekindle.state.values import Values

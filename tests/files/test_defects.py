@@ -120,6 +120,24 @@ def test_flush_is_true_after_the_server_has_died_with_the_data(drainer: FileDrai
         rekindle.flush(timeout=0.1)
 
 
+def test_flush_takes_a_placeholder_for_the_file(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
+    rekindle.save(b"1", root / "x", placeholder=True)
+    (file,) = store.kept.files()
+    store.kept.remove(file)  # as on another node
+    with pytest.raises(rekindle.NotDurableError, match="is a placeholder"):
+        rekindle.flush(root / "x", timeout=0.1)
+
+
+def test_a_file_that_was_removed_on_its_way_comes_back(drainer: FileDrainer, root: Path) -> None:
+    """A program that keeps so many files removes what it sees: the placeholder."""
+    rekindle.save(b"1", root / "x", placeholder=True)
+    (root / "x").unlink()
+    assert not drainer.tick() and os.listdir(root) == [] and rekindle.files.status() == []
+    rekindle.save(b"2", root / "x", placeholder=True)
+    shutil.rmtree(root)
+    assert drainer.tick() and (root / "x").read_bytes() == b"2", "a directory that is gone says nothing of its files"
+
+
 def test_flush_returns_while_storage_hangs(
     drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from rekindle.memory.kept import KeptFile, OpenFile, key_of
 from rekindle.storage import disk
 from rekindle.storage.carry import carry
 from rekindle.storage.open import open_place
+from rekindle.storage.path_place import PathPlace
 from rekindle.storage.throttle import Budget
 
 __all__ = ["FileDrainProgress", "FileDrainer"]
@@ -167,6 +168,8 @@ class FileDrainer:
             place = open_place(receipt.target, self._store.id())
             if receipt.trace is not None:
                 place.check_mounted(receipt.trace)
+            if receipt.placeholder and isinstance(place, PathPlace) and place.was_removed():
+                return self._give_up(file)
             if receipt.terms.removes is not None:
                 _remove(Path(receipt.target).with_name(receipt.terms.removes))
             identity = carry(opened, place, self._count, self._budget)
@@ -185,6 +188,12 @@ class FileDrainer:
         self._failures.pop(file, None)
         self._report()
         return True
+
+    def _give_up(self, file: KeptFile) -> bool:
+        """Gives up a file whose placeholder is gone: such as a program's oldest checkpoint, which would come back."""
+        with self._store.arranging():
+            self._store.kept.remove(file)
+        return False
 
     def _waits(self, file: KeptFile, receipt: FileReceipt) -> bool:
         """True if storage has yet to get a file that comes before this one.

@@ -27,7 +27,7 @@ from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.storage.open import open_place
 from rekindle.storage.place import Place
 
-__all__ = ["Client", "current_client", "the_client"]
+__all__ = ["Client", "current_client", "forked", "the_client", "write_in_turn"]
 
 log = logging.getLogger("rekindle")
 
@@ -84,11 +84,19 @@ class Client:
             if self.store.kept_path.is_dir():
                 self._keeper.check()
 
-    def save(self, target: str, contents: Contents, trace: list[int] | None, terms: Terms) -> None:
+    def save(
+        self,
+        target: str,
+        contents: Contents,
+        trace: list[int] | None,
+        terms: Terms,
+        *,
+        placeholder: bool = False,
+    ) -> None:
         """Saves a file into memory. Raises MemoryStoreError where that can't be done: nothing is left of it then."""
         if "://" in target:
             self._give_access()
-        self.keep(target, contents, trace, None, terms)
+        self.keep(target, contents, trace, None, terms, placeholder=placeholder)
         self._saved[key_of(target)] = self.store.id()
         self._keeper.begin()
 
@@ -107,6 +115,8 @@ class Client:
         trace: list[int] | None,
         stored: Identity | None,
         terms: Terms = Terms(),  # noqa: B008  never changed
+        *,
+        placeholder: bool = False,
     ) -> None:
         """Puts a file into memory. ``stored`` is what storage shows of one that it has: it never supersedes a save.
 
@@ -118,7 +128,7 @@ class Client:
             slot = pool.take(target, contents.nbytes)
         try:
             sums = self._filler.fill(contents, slot)
-            receipt = FileReceipt(target, contents.kind, contents.nbytes, sums, time.time(), trace, terms)
+            receipt = FileReceipt(target, contents.kind, contents.nbytes, sums, time.time(), trace, terms, placeholder)
             with self._memory_errors():
                 committed = pool.commit(slot, receipt, stored)
         except BaseException:
@@ -138,23 +148,6 @@ class Client:
             raise
         except (OSError, BusyError) as error:
             raise MemoryStoreError(f"memory store {self.store.path}: {describe_error(error)}") from error
-
-    def write(self, place: Place, contents: Contents) -> None:
-        """Writes a file straight to its path, and gives up what memory has of older ones.
-
-        Raises OSError where storage refuses, BusyError while another process writes there.
-        """
-        key = key_of(place.target)
-        turn = self.store.writing(key)
-        if not turn.acquire(_TURN):
-            raise BusyError(f"{place.target}: an older file is still being written there: see that storage answers")
-        try:
-            place.write_stream(contents.chunks(), contents.nbytes)
-            with self.store.arranging():
-                for file in self.store.kept.files(key):
-                    self.store.kept.remove(file)
-        finally:
-            turn.release()
 
     def check_memory(self, target: str | None) -> None:
         """Raises NotDurableError if memory was removed since this process saved a file, or that of ``target``.
@@ -191,6 +184,29 @@ class Client:
         self._keeper.close()
         self._pool.close()
         self._lock.release()
+
+
+def write_in_turn(store: FilesDir, place: Place, contents: Contents) -> None:
+    """Writes a file straight to its path, and gives up what memory has of older ones.
+
+    Raises OSError where storage refuses, BusyError while another process writes there.
+    """
+    key = key_of(place.target)
+    turn = store.writing(key)
+    if not turn.acquire(_TURN):
+        raise BusyError(f"{place.target}: an older file is still being written there: see that storage answers")
+    try:
+        place.write_stream(contents.chunks(), contents.nbytes)
+        with store.arranging():
+            for file in store.kept.files(key):
+                store.kept.remove(file)
+    finally:
+        turn.release()
+
+
+def forked() -> bool:
+    """True in a forked child of a process that saves files."""
+    return _client is not None and _client.pid != os.getpid()
 
 
 def current_client() -> Client | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from rekindle.format.file_receipt import BYTES
-from rekindle.format.torchzip import ZipLayout
+from rekindle.format.file_receipt import BYTES, TORCH
+from rekindle.format.torchzip import ZipLayout, lay_out
 
-__all__ = ["Contents", "Segment", "of_bytes"]
+__all__ = ["Contents", "Segment", "of_bytes", "of_records", "segment_of"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -83,6 +83,16 @@ def of_bytes(data: Buffer) -> Contents:
         view = memoryview(view.tobytes())
     view = view.cast("B") if view.nbytes else memoryview(b"")
     return Contents(BYTES, view.nbytes, [segment_of(view, 0)])
+
+
+def of_records(records: Sequence[tuple[str, Segment]]) -> Contents:
+    """Returns the contents of a file of ``torch.save`` with these records, by name. Their ``start`` doesn't count."""
+    layout = lay_out([(name, segment.nbytes) for name, segment in records])
+    segments = [segment_of(memoryview(part), at) for at, part in layout.parts]
+    segments += [
+        replace(segment, start=record.start) for record, (_, segment) in zip(layout.records, records, strict=True)
+    ]
+    return Contents(TORCH, layout.nbytes, sorted(segments, key=lambda segment: segment.start), layout)
 
 
 def segment_of(view: memoryview, start: int) -> Segment:

@@ -14,6 +14,7 @@ from rekindle.files.settings import current_settings
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import KeptFile, key_of
 from rekindle.storage.open import open_place
+from rekindle.storage.path_place import PathPlace
 
 __all__ = ["describe_pending", "flush", "pending_files"]
 
@@ -60,8 +61,11 @@ def _check_there(target: str, client: clients.Client | None) -> None:
     """Raises unless storage has a file that memory doesn't know: given up by memory, or never there."""
     if client is not None:
         client.check_memory(target)
-    if with_timeout(_LOOK, target, open_place(target).identify) is None:
+    place = open_place(target)
+    if with_timeout(_LOOK, target, place.identify) is None:
         raise NotFoundError(f"{target}: nothing was saved there, or it was removed since")
+    if isinstance(place, PathPlace) and with_timeout(_LOOK, target, place.holds_placeholder):
+        raise NotDurableError(f"{target}: is a placeholder: the file is in another node's memory, or was lost with it")
 
 
 def describe_pending(store: FilesDir, pending: list[KeptFile], timeout: float) -> str:

@@ -7,9 +7,7 @@ import sys
 from typing import Any
 
 from rekindle.errors import UnsupportedValueError
-from rekindle.files.contents import Contents, Segment, segment_of
-from rekindle.format.file_receipt import TORCH
-from rekindle.format.torchzip import lay_out
+from rekindle.files.contents import Contents, Segment, of_records, segment_of
 
 __all__ = ["of_object"]
 
@@ -34,17 +32,9 @@ def of_object(obj: object) -> Contents:
     a value raises, as ``torch.save`` does.
     """
     storages, pickled = _pickle(obj)
-    records = [("data.pkl", pickled), ("byteorder", sys.byteorder.encode())]
-    sizes = [(name, len(data)) for name, data in records]
-    sizes += [(f"data/{number}", storage.nbytes()) for number, storage in enumerate(storages)]
-    sizes.append(("version", len(_VERSION)))
-    layout = lay_out(sizes)
-    plain = [data for _, data in records] + storages + [_VERSION]
-    segments = [segment_of(memoryview(part), at) for at, part in layout.parts]
-    for record, source in zip(layout.records, plain, strict=True):
-        is_bytes = isinstance(source, bytes)
-        segments.append(segment_of(memoryview(source), record.start) if is_bytes else _of_storage(source, record.start))
-    return Contents(TORCH, layout.nbytes, sorted(segments, key=lambda segment: segment.start), layout)
+    records = [("data.pkl", _of_bytes(pickled)), ("byteorder", _of_bytes(sys.byteorder.encode()))]
+    records += [(f"data/{number}", _of_storage(storage, 0)) for number, storage in enumerate(storages)]
+    return of_records([*records, ("version", _of_bytes(_VERSION))])
 
 
 def _pickle(obj: object) -> tuple[list[Any], bytes]:
@@ -83,6 +73,10 @@ def _pickle(obj: object) -> tuple[list[Any], bytes]:
     pieces = _Pieces()
     Pickler(pieces, protocol=_PROTOCOL).dump(obj)
     return storages, b"".join(pieces)
+
+
+def _of_bytes(data: bytes) -> Segment:
+    return segment_of(memoryview(data), 0)
 
 
 def _of_storage(storage: Any, start: int) -> Segment:

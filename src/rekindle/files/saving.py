@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from contextlib import suppress
 from typing import Literal
 
+from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import MemoryStoreError
-from rekindle.files.client import the_client
+from rekindle.files.client import the_client, write_in_turn
 from rekindle.files.contents import Contents, of_bytes
 from rekindle.files.settings import current_settings
 from rekindle.format.file_receipt import Terms
+from rekindle.memory.files_dir import FilesDir
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
 from rekindle.storage.place import Place, canonical_target
 
-__all__ = ["canonical_target_within", "save", "save_target"]
+__all__ = ["canonical_target_within", "save", "save_target", "write_straight"]
 
 log = logging.getLogger("rekindle")
 
@@ -72,9 +75,10 @@ def save_target(
     contents: Contents,
     *,
     placeholder: bool = False,
+    mode: int | None = None,
     terms: Terms = Terms(),  # noqa: B008  never changed
 ) -> Literal["memory", "storage"]:
-    """Saves contents at a canonical target: see ``save``.
+    """Saves contents at a canonical target: see ``save``. The file keeps ``mode``, the rights of its placeholder.
 
     Raises MemoryStoreError, too, for a file that can't be written straight to storage: it is held, or has to wait for
     others.
@@ -91,17 +95,53 @@ def save_target(
         trace = with_timeout(_LOOK, target, lambda: _checked(place))
     except TimeoutError as error:
         log.warning("%s: is saved into memory unchecked: %s", target, error)
+    stands = placeholder and isinstance(place, PathPlace) and _put_placeholder(place, mode)
     try:
-        client.save(target, contents, trace, terms)
-    except MemoryStoreError as error:
-        if client.settings.raises_when_full(target) or terms != Terms():
-            raise
-        log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
-        client.write(place, contents)
-        return "storage"
-    if placeholder and isinstance(place, PathPlace):
-        place.put_placeholder(f"the file is in the memory of node {os.uname().nodename}, on its way here")
-    return "memory"
+        try:
+            client.save(target, contents, trace, terms, placeholder=stands)
+            return "memory"
+        except MemoryStoreError as error:
+            if client.settings.raises_when_full(target) or terms != Terms():
+                raise
+            log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
+            write_in_turn(client.store, place, contents)
+            return "storage"
+    except BaseException:
+        _take_away(place, stands)
+        raise
+
+
+def _put_placeholder(place: PathPlace, mode: int | None) -> bool:
+    """Lets a placeholder stand before the file is in memory: the agent, which may be quick, keeps its rights.
+
+    True if it stands. Storage that refuses doesn't keep the file from memory.
+    """
+    text = f"the file is in the memory of node {os.uname().nodename}, on its way here"
+    try:
+        return with_timeout(_LOOK, place.target, lambda: place.put_placeholder(text, mode))
+    except OSError as error:
+        log.warning("%s: has no placeholder until the file arrives: %s", place.target, describe_error(error))
+        return False
+
+
+def _take_away(place: Place, stands: bool) -> None:
+    if stands and isinstance(place, PathPlace):
+        with suppress(OSError):
+            with_timeout(_LOOK, place.target, place.remove_placeholder)
+
+
+def write_straight(target: str, contents: Contents) -> None:
+    """Writes contents to a canonical target, past memory, durable on return. A forked child may, too.
+
+    Raises UsageError, OSError where storage refuses, BusyError while another process writes there.
+    """
+    store = FilesDir.below(current_settings().base)
+    place = open_place(target, store.id() or secrets.token_hex(8))
+    place.check()
+    if store.kept_path.is_dir():
+        write_in_turn(store, place, contents)
+    else:
+        place.write_stream(contents.chunks(), contents.nbytes)
 
 
 def _write_without_memory(target: str, contents: Contents, error: MemoryStoreError) -> Literal["storage"]:

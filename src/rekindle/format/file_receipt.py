@@ -15,7 +15,7 @@ from rekindle.format.receipt import CHECKSUM, VERSION, parse_document, seal
 __all__ = ["BYTES", "FOUND", "TORCH", "FileReceipt", "Terms"]
 
 TORCH, BYTES, FOUND = "torch", "bytes", "found"
-"""Kinds of files: saved as ``torch.save`` does, saved as bytes, and found on storage."""
+"""Kinds of files: saved as ``torch.save`` does, saved as bytes, and any other, such as one found on storage."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ class FileReceipt:
     trace: list[int] | None = None
     """Numbers by which its place tells a directory that was removed from one that is not mounted."""
     terms: Terms = Terms()
+    placeholder: bool = False
+    """True if a placeholder stood at its path. Whoever removes that before the file arrives has removed the file."""
 
     def block(self, number: int) -> tuple[int, int]:
         """Returns the first byte and the end of a block."""
@@ -80,6 +82,7 @@ class FileReceipt:
             "saved_at": self.saved_at,
             "trace": self.trace,
             **self.terms.encode(),
+            "placeholder": self.placeholder,
             "checksum": {"algorithm": CHECKSUM, "block": BLOCK},
             "checksums": self.checksums,
         }
@@ -99,6 +102,7 @@ class FileReceipt:
                 nbytes=check_integer(fields["nbytes"]),
                 checksums=check_texts(fields["checksums"]),
                 saved_at=check_seconds(fields["saved_at"]),
+                placeholder=fields.get("placeholder") is True,
                 trace=None if fields["trace"] is None else list(check_integers(fields["trace"], 3, 1 << 64)),
                 terms=Terms.decode(fields),
             )

@@ -143,18 +143,36 @@ class PathPlace(Place):
         except FormatError as error:
             raise FormatError(f"{self.path}: is not a regular file") from error
 
-    def put_placeholder(self, text: str) -> None:
-        """Lets a small file stand at the path, if nothing is there yet."""
+    def put_placeholder(self, text: str, mode: int | None = None) -> bool:
+        """Lets a small file with rights ``mode`` stand at the path, if nothing is there yet. True if it does now."""
         disk.make_path(self.path.parent)
         new = self._temporary.with_name(f"{self._temporary.name}.{os.getpid()}.{threading.get_ident()}")
         fd = disk.create(new)
         try:
+            if mode is not None:
+                os.fchmod(fd, mode)
             disk.write(fd, PLACEHOLDER + os.fsencode(text) + b"\n")
-            with suppress(FileExistsError):
-                os.link(new, self.path)  # unlike a rename, never over a file that is there
+            os.link(new, self.path)  # unlike a rename, never over a file that is there
+            return True
+        except FileExistsError:
+            return False
         finally:
             os.close(fd)
             disk.unlink(new)
+
+    def was_removed(self) -> bool:
+        """True if nothing is at the path, in a directory that is there. Raises OSError."""
+        return self.path.parent.is_dir() and self.identify() is None
+
+    def holds_placeholder(self) -> bool:
+        """True if a placeholder stands at the path. Raises OSError, FormatError."""
+        with open(self.open(), "rb") as file:
+            return is_placeholder(file.read(len(PLACEHOLDER)))
+
+    def remove_placeholder(self) -> None:
+        """Removes what stands at the path, if it is a placeholder."""
+        if self.holds_placeholder():
+            disk.unlink(self.path)
 
 
 def _identity(info: os.stat_result) -> Identity:
