@@ -11,7 +11,7 @@ from rekindle.files.contents import Contents, Segment, segment_of
 from rekindle.format.file_receipt import TORCH
 from rekindle.format.torchzip import lay_out
 
-__all__ = ["of_object"]
+__all__ = ["of_object", "of_storage"]
 
 _PROTOCOL = 2
 """Protocol of torch's own files, the newest that ``weights_only`` reads."""
@@ -43,7 +43,7 @@ def of_object(obj: object) -> Contents:
     segments = [segment_of(memoryview(part), at) for at, part in layout.parts]
     for record, source in zip(layout.records, plain, strict=True):
         is_bytes = isinstance(source, bytes)
-        segments.append(segment_of(memoryview(source), record.start) if is_bytes else _of_storage(source, record.start))
+        segments.append(segment_of(memoryview(source), record.start) if is_bytes else of_storage(source, record.start))
     return Contents(TORCH, layout.nbytes, sorted(segments, key=lambda segment: segment.start), layout)
 
 
@@ -85,7 +85,7 @@ def _pickle(obj: object) -> tuple[list[Any], bytes]:
     return storages, b"".join(pieces)
 
 
-def _of_storage(storage: Any, start: int) -> Segment:
+def of_storage(storage: Any, start: int) -> Segment:
     """Returns the segment of a storage, in memory or on a device."""
     if storage.device.type == "cpu":
         return Segment(start, storage.nbytes(), storage.data_ptr(), storage)
