@@ -8,6 +8,9 @@ WORKERS ?= 4
 # With it each of a thousand processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+PIN_deepspeed := deepspeed==0.19.8
+PIN_lightning := lightning==2.6.6
+
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -19,6 +22,7 @@ help:
 	@echo 'make test    run the tests that protect every change; ARGS="-k memory" runs some of them, WORKERS=8 more at a time'
 	@echo 'make test-all    the same with the campaigns, which take long to show more; ARGS="--campaign-share=3/10" for a tenth'
 	@echo 'make mindspore   install MindSpore, 2.8 GB, for the tests that need it'
+	@echo 'make deepspeed, make lightning   install these, for the tests that need them'
 	@echo 'make check   check style, types and import rules'
 	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
 	@echo 'make clean   remove the virtual environment and all caches'
@@ -54,6 +58,17 @@ mindspore: .venv-mindspore/ready
 	@.venv-mindspore/bin/python -m pip --disable-pip-version-check -q install mindspore==2.10.0 aiohttp click rich xxhash
 	@touch $@
 
+# Environments of their own, each with torch: .venv needs none of these.
+deepspeed: .venv-deepspeed/ready
+lightning: .venv-lightning/ready
+
+.venv-%/ready: pyproject.toml
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip --disable-pip-version-check -q install '$(TORCH)' setuptools wheel
+	@.venv-$*/bin/python -m pip --disable-pip-version-check -q install -e .
+	@DS_BUILD_OPS=0 .venv-$*/bin/python -m pip --disable-pip-version-check -q install --no-build-isolation $(PIN_$*)
+	@touch $@
+
 check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,4 +82,4 @@ clean:
 	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo drill soak test test-all mindspore check bench clean
+.PHONY: help demo drill soak test test-all mindspore deepspeed lightning check bench clean

@@ -9,7 +9,7 @@ from typing import Any
 from rekindle.errors import UnsupportedValueError
 from rekindle.files.contents import Contents, Segment, of_records, segment_of
 
-__all__ = ["of_object"]
+__all__ = ["of_object", "of_storage"]
 
 _PROTOCOL = 2
 """Protocol of torch's own files, the newest that ``weights_only`` reads."""
@@ -33,7 +33,7 @@ def of_object(obj: object) -> Contents:
     """
     storages, pickled = _pickle(obj)
     records = [("data.pkl", _of_bytes(pickled)), ("byteorder", _of_bytes(sys.byteorder.encode()))]
-    records += [(f"data/{number}", _of_storage(storage, 0)) for number, storage in enumerate(storages)]
+    records += [(f"data/{number}", of_storage(storage, 0)) for number, storage in enumerate(storages)]
     return of_records([*records, ("version", _of_bytes(_VERSION))])
 
 
@@ -79,7 +79,7 @@ def _of_bytes(data: bytes) -> Segment:
     return segment_of(memoryview(data), 0)
 
 
-def _of_storage(storage: Any, start: int) -> Segment:
+def of_storage(storage: Any, start: int) -> Segment:
     """Returns the segment of a storage, in memory or on a device."""
     if storage.device.type == "cpu":
         return Segment(start, storage.nbytes(), storage.data_ptr(), storage)

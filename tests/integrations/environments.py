@@ -1,0 +1,42 @@
+"""Programs of other frameworks, in environments of their own, which ``make deepspeed`` and the like install."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+__all__ = ["PROGRAMS", "environment", "launch", "lines"]
+
+REPO = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def environment(name: str) -> str:
+    """Returns the Python of a framework's environment, or skips the test."""
+    python = Path(os.environ.get(f"REKINDLE_TEST_{name.upper()}", REPO / f".venv-{name}")) / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{name} is not installed: make {name}")
+    return str(python)
+
+
+def launch(python: str, program: str, *arguments: object, where: Path, **variables: str) -> subprocess.Popen[str]:
+    """Starts a program, whose output goes to a file."""
+    rank = variables.get("RANK", "0")
+    with open(where / f"{program}-{rank}.out", "a", encoding="utf-8") as out:
+        return subprocess.Popen(
+            [python, str(PROGRAMS / f"{program}.py"), *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": str(REPO / "src"), "OMP_NUM_THREADS": "1", **variables},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=where,
+            text=True,
+        )
+
+
+def lines(where: Path, program: str, rank: int = 0) -> dict[str, str]:
+    """Maps the first word of each line that a program printed to the rest. Later lines win."""
+    text = (where / f"{program}-{rank}.out").read_text(encoding="utf-8")
+    return {key: rest for key, _, rest in (line.partition(" ") for line in text.splitlines())}
