@@ -136,6 +136,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     with its traceback on stderr. Raises UsageError when there is nothing to run, SystemExit for other arguments that
     torchrun refuses, and the error that ended a rank if each further start would meet it (``Restarts``).
     """
+    _open_standard_streams()
     # Without this, restarted ranks find the addresses of dead ones in torchrun's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     switched_off = nccl.set_defaults(os.environ)
@@ -151,7 +152,6 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     _add_options(parser)
     args = parser.parse_args(arguments)
     _check(args)
-    _open_standard_streams()
     # Some programs leave it ignored for those that they start: the kernel then keeps no exit code of a rank, and each
     # would seem to have ended well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
