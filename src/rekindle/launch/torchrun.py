@@ -148,6 +148,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
 
     parser = get_args_parser()
     parser.prog, parser.usage = "rekindle run", "rekindle run [OPTIONS] SCRIPT [ARGUMENTS]... ('rekindle run --help')"
+    parser.allow_abbrev = False  # else arguments of the script, such as --compile, are refused as ambiguous
     parser.print_help = lambda file=None: print(usage())  # type: ignore[method-assign]
     _add_options(parser)
     args = parser.parse_args(arguments)
