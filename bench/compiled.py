@@ -54,6 +54,7 @@ class Job:
         # Else torch caches in the directory of temporary files, from one case to the next.
         elsewhere = {} if cached else {"TORCHINDUCTOR_CACHE_DIR": str(directory / "unshared")}
         self._lines: list[tuple[float, str]] = []
+        self._ended = False
         self._news = threading.Condition()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rekindle", "run", "--standalone", "--no-warm", *cache, *script],
@@ -71,11 +72,15 @@ class Job:
             with self._news:
                 self._lines.append((time.monotonic(), line))
                 self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
 
     def first_step(self, start: int = 0) -> float:
         """Seconds of the first step of the launcher's ``start``, the first of which is 0."""
         with self._news:
-            if not self._news.wait_for(lambda: len(self._steps_of(start)) > 2, _LIMIT):
+            self._news.wait_for(lambda: self._ended or len(self._steps_of(start)) > 2, _LIMIT)
+            if len(self._steps_of(start)) < 2:
                 raise SystemExit("".join(line for _, line in self._lines[-30:]))
             return self._steps_of(start)[1] - self._steps_of(start)[0]
 

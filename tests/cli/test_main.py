@@ -362,6 +362,7 @@ def test_run_of_what_is_not_there_starts_nothing(tmp_path: Path, memory: Path, m
     monkeypatch.setenv("PET_MAX_RESTARTS", "20")
     for arguments, why in (
         ([str(tmp_path / "nosuch.py")], "nosuch.py: No such file or directory: nothing was started"),
+        ([str(tmp_path / "nosuch.py"), "--compile", "--restart", "--log", "x"], "nosuch.py: No such file or directory"),
         ([str(tmp_path)], f"{tmp_path}: No such file or directory: nothing was started"),
         (["-m", "no_such_module.train"], "there is no module 'no_such_module'"),
         (["--no-python", "no-such-program"], "no-such-program: there is no such program"),

@@ -317,6 +317,7 @@ class Compiled(Launcher):
         self._directory = directory
         (directory / "end").unlink(missing_ok=True)
         (directory / "firsts").unlink(missing_ok=True)
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it in this process, once another test compiles
         super().__init__(directory, "--compile-cache=root", *options, SCRIPT, "root", TMPDIR=str(directory))
 
     def first(self, start: int = 0) -> First:

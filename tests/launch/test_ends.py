@@ -190,7 +190,10 @@ def test_the_end_of_a_rank_is_seen_where_the_launchers_parent_ignores_the_ends_o
 ) -> None:
     """The kernel keeps no exit codes then, and what starts a process takes their absence for success."""
     script.write_text("raise SystemExit(3)\n")
-    command = ["sh", "-c", "trap '' CHLD; exec \"$@\"", "sh", *COMMAND, "--max-restarts", "0", str(script)]
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", ignoring, *COMMAND, "--max-restarts", "0", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and "rank 0 ended with exit code 3" in done.stderr, done.stderr
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.launch.spare import Orders
+
 PRELOAD = """
 import importlib.util, json, sys
 from pathlib import Path
@@ -60,6 +62,16 @@ def test_a_part_of_a_package_that_can_not_be_loaded_ahead_leaves_out_no_other(tm
     without, loaded, _ = preload(tmp_path, "large", "large.utils.unfit", "large.utils.late", "large.fit")
     assert without == {"large.utils": "its import reads RANK"}
     assert "large.fit" in loaded and "large.utils.late" not in loaded
+
+
+def test_a_package_of_which_many_parts_are_left_out_is_left_out() -> None:
+    """Each part costs the import of all others once more."""
+    orders = Orders(0, 0, "", "", None, [], {"other.part": "why"})
+    for number in range(8):
+        orders.leave_out(f"large.part{number}", "why")
+    assert len(orders.without) == 9
+    orders.leave_out("large.last", "last")
+    assert orders.without == {"other.part": "why", "large": "last"}
 
 
 @pytest.mark.parametrize("name", ["networkx", "torch._inductor.compile_fx"])

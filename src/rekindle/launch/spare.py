@@ -38,6 +38,8 @@ _LOOK_EVERY = 0.5
 """Seconds between looks for the record of imports, while one is awaited."""
 _REST = 3.0
 """Rest after each import, in multiples of the processor time that it took, where idle priority can't be had."""
+_MOST_PARTS = 8
+"""Parts of a package that are left out one by one, at an import of all the others each; then all of it is."""
 _ADOPTED_WITHIN = 5.0
 """Seconds within which the launcher becomes a worker's parent; it takes milliseconds."""
 
@@ -59,10 +61,19 @@ class Orders:
     variable: list[str]
     """Environment variables that differ from start to start."""
     without: dict[str, str]
-    """Packages that can't be loaded ahead, and the reasons."""
+    """Packages and parts of packages that can't be loaded ahead, and the reasons."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
+
+    def leave_out(self, part: str, reason: str) -> None:
+        """Note a part of a package that can't be loaded ahead."""
+        package = part.partition(".")[0]
+        parts = [name for name in self.without if name.startswith(f"{package}.")]
+        if len(parts) < _MOST_PARTS:
+            self.without[part] = reason
+        else:
+            self.without = {name: why for name, why in self.without.items() if name not in parts} | {package: reason}
 
 
 def hold(hook: str) -> bool:
@@ -154,10 +165,10 @@ class _Spare:
                 raise _BecameWorker
             self._background.enter()
 
-    def _begin_anew(self, package: str, reason: str) -> NoReturn:
-        """Start this process over without a package: an import can't be undone."""
+    def _begin_anew(self, part: str, reason: str) -> NoReturn:
+        """Start this process over without a part of a package: an import can't be undone."""
         self._streams.restore()
-        self._orders.without[package] = reason
+        self._orders.leave_out(part, reason)
         os.environ.clear()
         os.environ.update(self._environment)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [self._hook, self._orders.python_path]))

@@ -137,6 +137,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     with its traceback on stderr. Raises UsageError when there is nothing to run, SystemExit for other arguments that
     torchrun refuses, and the error that ended a rank if each further start would meet it (``Restarts``).
     """
+    _open_standard_streams()
     # Without this, restarted ranks find the addresses of dead ones in torchrun's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     switched_off = nccl.set_defaults(os.environ)
@@ -148,11 +149,11 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
 
     parser = get_args_parser()
     parser.prog, parser.usage = "rekindle run", "rekindle run [OPTIONS] SCRIPT [ARGUMENTS]... ('rekindle run --help')"
+    parser.allow_abbrev = False  # else arguments of the script, such as --compile, are refused as ambiguous
     parser.print_help = lambda file=None: print(usage())  # type: ignore[method-assign]
     _add_options(parser)
     args = parser.parse_args(arguments)
     _check(args)
-    _open_standard_streams()
     # Some programs leave it ignored for those that they start: the kernel then keeps no exit code of a rank, and each
     # would seem to have ended well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
