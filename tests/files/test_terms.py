@@ -81,8 +81,12 @@ def test_a_save_takes_the_place_of_a_held_file(drainer: FileDrainer, store: File
 
 def test_files_are_given_up(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
     rekindle.save(b"x", root / "x")
-    store.give_up([str(root / "x"), str(root / "nothing")])
-    assert drainer.pending() is None and store.kept.files() == []
+    rekindle.save(b"y1", root / "y")
+    files = store.kept.files()
+    rekindle.save(b"y2", root / "y")
+    store.give_up(files)
+    assert [file.read_receipt().target for file in store.kept.files()] == [str(root / "y")]
+    assert rekindle.load(root / "y") == b"y2", "it was saved since"
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,24 @@ def test_only_so_many_versions_stay(store: FilesDir, root: Path) -> None:
     assert {Path(target).parent.name for target in targets} == {"s2", "s3"}
 
 
+def test_a_tag_that_is_written_again_is_not_taken_for_the_old_one(drainer: FileDrainer, root: Path) -> None:
+    """The look on which old checkpoints are removed is older than the new one of that tag."""
+    tn.init(root, 0)
+    save("a", 1)
+    settle(drainer)
+    seen = catalog.Catalog(str(root))
+    again = tn.Checkpoint("a", -2)
+    again.save("model.pt", state(2))
+    settle(drainer)
+    again.save("optim.pt", state(2))
+    keeping.drop(settings.current_nebula(), seen, seen.found["a"])
+    assert again.commit()
+    settle(drainer)
+    latest = tn.get_latest_checkpoint()
+    assert latest is not None and same(latest.load("model.pt"), 2) and same(latest.load("optim.pt"), 2)
+    assert is_ok(root, "a") and same(torch.load(root / "a" / "model.pt", weights_only=True), 2)
+
+
 def test_checkpoints_that_come_fast_stay_in_memory_until_a_flush(drainer: FileDrainer, root: Path) -> None:
     tn.init(root, 1000, 2)
     for seed in range(4):
@@ -212,14 +230,23 @@ def test_without_a_path_checkpoints_stay_in_memory(store: FilesDir, root: Path, 
     rekindle.flush(timeout=1)  # waits for nothing that can't be carried
 
 
+def test_what_came_fast_gets_to_storage_with_the_next_start(store: FilesDir, root: Path) -> None:
+    code = "tn.init(sys.argv[1], 1000)\nfor n in range(2): tn.Checkpoint(f's{n}').save('model.pt', n)" + _DIE
+    assert run(_HEAD + code, root) == KILLED
+    assert not is_ok(root, "s1")
+    tn.init(root)
+    wait_for(lambda: is_ok(root, "s1"))
+
+
 def in_memory(memory: str) -> None:
     os.environ["REKINDLE_MEMORY"] = memory
     _save_in_memory()
 
 
-def test_memory_alone_is_for_ranks_of_one_node(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
+def test_memory_alone_is_for_ranks_of_one_node(name: str, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv(name, "2")
     with pytest.raises(rekindle.UsageError, match="on one node"):
         tn.init()
     tn.init(root)
@@ -361,10 +388,25 @@ def test_versions_grow_though_the_clock_goes_back(store: FilesDir, root: Path, m
 def test_storage_that_hangs_leaves_what_is_in_memory(store: FilesDir, root: Path, monkeypatch, caplog) -> None:
     tn.init(root)
     save("a")
-    monkeypatch.setattr(catalog.Catalog, "_take_storage", lambda self: threading.Event().wait())
+    monkeypatch.setattr(catalog.Catalog, "_look_at_storage", lambda self: threading.Event().wait())
     monkeypatch.setattr("rekindle.provide.torch_nebula.catalog._LOOK", 0.5)
     latest = tn.get_latest_checkpoint()
     assert latest is not None and latest.tag == "a" and "only checkpoints in memory are known" in caplog.text
+
+
+def test_a_checkpoint_that_arrives_during_a_look_is_complete(drainer: FileDrainer, root: Path, monkeypatch) -> None:
+    tn.init(root)
+    save("a")
+    look = catalog.Catalog._look_at_storage
+
+    def and_arrives(self):
+        found = look(self)
+        settle(drainer)
+        return found
+
+    monkeypatch.setattr(catalog.Catalog, "_look_at_storage", and_arrives)
+    assert tn.get_checkpoint("a") is not None
+    assert is_ok(root, "a")
 
 
 def test_another_name_is_an_attribute_error() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rekindle.errors import BusyError
 from rekindle.memory.job_dir import JobDir, directory_lock, make_private
-from rekindle.memory.kept import Kept, KeptFile, key_of
+from rekindle.memory.kept import Kept, KeptFile
 from rekindle.memory.lock import Lock
 from rekindle.memory.paths import matching
 
@@ -114,13 +114,11 @@ class FilesDir(JobDir):
                 if target in ("", belongs) and not belongs.startswith(f"{self.path}/"):
                     file.held.unlink(missing_ok=True)
 
-    def give_up(self, targets: Iterable[str]) -> None:
-        """Gives up the files of these paths, whatever storage has of them. Raises OSError, BusyError."""
-        if not self.kept_path.is_dir():
-            return
-        with self.arranging():
-            for target in targets:
-                for file in self.kept.files(key_of(target)):
+    def give_up(self, files: Iterable[KeptFile]) -> None:
+        """Gives up files, whatever storage has of them, and none that were saved since. Raises OSError, BusyError."""
+        if self.kept_path.is_dir():
+            with self.arranging():
+                for file in files:
                     self.kept.remove(file)
 
     def new_slot(self, client: Lock, number: int) -> Path:

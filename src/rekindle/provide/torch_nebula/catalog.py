@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import with_timeout
 from rekindle.files.settings import current_settings
-from rekindle.format.file_receipt import FileReceipt
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import KeptFile
 
-__all__ = ["COMPLETE", "OK", "VOUCHER", "Catalog", "Found", "Versions", "voucher_name"]
+__all__ = ["COMPLETE", "OK", "VOUCHER", "Catalog", "Found", "Versions", "newest_version", "voucher_name"]
 
 log = logging.getLogger("rekindle")
 
@@ -38,6 +37,11 @@ _LOOK = 10.0
 def voucher_name(version: int, whose: str) -> str:
     """Names the voucher of one writer."""
     return f"{VOUCHER}{version}-{whose}.json"
+
+
+def newest_version(names: Iterable[str]) -> int:
+    """Returns the newest version that vouchers among these names tell; 0 without any: another program's."""
+    return max((int(match[1]) for match in map(_VOUCHER.match, names) if match), default=0)
 
 
 class Versions:
@@ -73,6 +77,17 @@ class Found:
     partitions: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A file in memory, as it was before storage was looked at: what it lacks then may be there by now."""
+
+    file: KeptFile
+    target: str
+    after: list[str]
+    stored: bool
+    held: bool
+
+
 class Catalog:
     """The checkpoints of one folder at one moment."""
 
@@ -80,14 +95,14 @@ class Catalog:
         """Looks into memory and on storage. Storage that doesn't answer is left out, with a warning."""
         self.root = root
         self._store = FilesDir.below(current_settings().base)
-        self._kept: dict[str, dict[str, tuple[KeptFile, FileReceipt]]] = {}
+        self._kept: dict[str, dict[str, _Kept]] = {}
         self._take_memory()
         self._there: dict[str, list[str]] = {}
         self._ok: dict[str, int] = {}
         self.answered = True
         """True if storage has shown what it has."""
         try:
-            with_timeout(_LOOK, root, self._take_storage)
+            self._there, self._ok = with_timeout(_LOOK, root, self._look_at_storage)
         except OSError as error:
             self.answered = False
             log.warning("torch_nebula: only checkpoints in memory are known: %s", explain(error))
@@ -100,9 +115,13 @@ class Catalog:
                 folder, name = os.path.split(receipt.target)
                 above, tag = os.path.split(folder)
                 if above == self.root:
-                    self._kept.setdefault(tag, {})[name] = file, receipt
+                    kept = _Kept(file, receipt.target, receipt.terms.after, file.is_stored(), file.held.exists())
+                    self._kept.setdefault(tag, {})[name] = kept
 
-    def _take_storage(self) -> None:
+    def _look_at_storage(self) -> tuple[dict[str, list[str]], dict[str, int]]:
+        """Returns the names in each folder, and the times of those that say OK, by tag."""
+        there: dict[str, list[str]] = {}
+        ok: dict[str, int] = {}
         with suppress(FileNotFoundError, NotADirectoryError):
             for entry in os.scandir(self.root):
                 with suppress(FileNotFoundError, NotADirectoryError):
@@ -110,24 +129,25 @@ class Catalog:
                     if COMPLETE in names:
                         with open(os.path.join(entry.path, COMPLETE), "rb") as file:
                             if file.read(64).strip() == OK:
-                                self._ok[entry.name] = os.fstat(file.fileno()).st_mtime_ns
-                    self._there[entry.name] = names
+                                ok[entry.name] = os.fstat(file.fileno()).st_mtime_ns
+                    there[entry.name] = names
+        return there, ok
 
     def _describe(self, tag: str) -> Found:
         kept, there = self._kept.get(tag, {}), self._there.get(tag, [])
-        named = [int(match[1]) for match in map(_VOUCHER.match, [*kept, *there]) if match]
         partitions = {name for name in [*kept, *there] if name != COMPLETE and not name.startswith(".")}
-        found = Found(tag, max(named, default=0), ours=bool(named), partitions=sorted(partitions))
-        if not named:  # written by another program
+        version = newest_version([*kept, *there])
+        found = Found(tag, version, ours=version > 0, partitions=sorted(partitions))
+        if not found.ours:
             found.version = self._ok.get(tag, 0)
         Versions.see(found.version)
-        on_its_way = any(not file.is_stored() for file, _ in kept.values())
+        on_its_way = any(not file.stored for file in kept.values())
         found.durable = found.complete = tag in self._ok and not on_its_way
         if COMPLETE in kept and not found.complete:
-            file, receipt = kept[COMPLETE]
-            found.held = file.held.exists()
+            mark = kept[COMPLETE]
+            found.held = mark.held
             # What storage had, and shows no more, somebody has removed.
-            found.complete = not (file.is_stored() and self.answered) and self._arrived(tag, receipt.terms.after)
+            found.complete = not (mark.stored and self.answered) and self._arrived(tag, mark.after)
         return found
 
     def _arrived(self, tag: str, targets: Iterable[str]) -> bool:
@@ -135,17 +155,13 @@ class Catalog:
         here, there = self._kept.get(tag, {}), self._there.get(tag, [])
         return all(os.path.basename(target) in here or os.path.basename(target) in there for target in targets)
 
-    def targets(self, tag: str) -> list[str]:
-        """Lists the paths of a checkpoint's files in memory."""
-        return [receipt.target for _, receipt in self._kept.get(tag, {}).values()]
+    def kept(self, tag: str) -> list[KeptFile]:
+        """Lists a checkpoint's files in memory, in the order of their saves."""
+        return [kept.file for kept in self._kept.get(tag, {}).values()]
 
     def pending(self, tag: str) -> list[str]:
         """Lists the paths of a checkpoint's files that are on their way to storage."""
-        return [
-            receipt.target
-            for file, receipt in self._kept.get(tag, {}).values()
-            if not file.is_stored() and not file.held.exists()
-        ]
+        return [file.target for file in self._kept.get(tag, {}).values() if not (file.stored or file.held)]
 
     def complete(self) -> list[Found]:
         """Lists complete checkpoints, the newest first."""
@@ -154,6 +170,17 @@ class Catalog:
     def newest(self) -> Found | None:
         """Returns the newest complete checkpoint."""
         return next(iter(self.complete()), None)
+
+    def let_go(self, tag: str) -> None:
+        """Lets a checkpoint go to storage that is held in memory: what makes it complete last, as it was saved last."""
+        for kept in self._kept.get(tag, {}).values():
+            self._store.let_go(kept.target)
+
+    def let_newest_go(self) -> None:
+        """Lets the newest complete checkpoint go to storage, if it is held in memory."""
+        newest = self.newest()
+        if newest is not None and newest.held:
+            self.let_go(newest.tag)
 
     def describe(self) -> str:
         """Returns a line about all that there is."""

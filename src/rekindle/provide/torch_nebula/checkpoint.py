@@ -23,6 +23,7 @@ from rekindle.files.saving import save_target
 from rekindle.files.settings import current_settings
 from rekindle.format.file_receipt import Terms
 from rekindle.memory.files_dir import FilesDir
+from rekindle.memory.kept import key_of
 from rekindle.provide.torch_nebula.catalog import COMPLETE, OK, VOUCHER, Catalog, Versions, voucher_name
 from rekindle.provide.torch_nebula.keeping import flush_persistence, keep_in_background
 from rekindle.provide.torch_nebula.ranks import agree, rank_and_world
@@ -149,7 +150,8 @@ class Checkpoint:
         agreed = json.loads(agree(f"{key}/{number}", json.dumps([version, held, tag])))
         version, held, self.tag = agreed
         writing = _Writing(f"{self._settings.root}/{self.tag}", Versions.see(version), held)
-        FilesDir.below(current_settings().base).give_up([f"{writing.folder}/{COMPLETE}"])
+        store = FilesDir.below(current_settings().base)
+        store.give_up(store.kept.files(key_of(f"{writing.folder}/{COMPLETE}")))
         self._vouch(writing, "begun", [])
         self._writing = writing
         return writing
@@ -163,7 +165,7 @@ class Checkpoint:
         try:
             save_target(target, contents, terms=terms)
         except MemoryStoreError:
-            if self._settings.in_memory_only or current_settings().when_full == "error":
+            if self._settings.in_memory_only:
                 raise
             self._let_go(writing)
             for path in terms.after:
@@ -176,9 +178,7 @@ class Checkpoint:
         """Lets what was saved of this checkpoint go to storage: there is no room to wait in memory."""
         if writing.held:
             writing.held = False
-            store = FilesDir.below(current_settings().base)
-            for target in Catalog(self._settings.root).targets(self.tag):
-                store.let_go(target)
+            Catalog(self._settings.root).let_go(self.tag)
 
     def _vouch(self, writing: _Writing, whose: str, names: Sequence[str]) -> None:
         told = json.dumps({"version": writing.version, "partitions": [*names]}).encode()

@@ -17,12 +17,12 @@ from rekindle.errors import NotDurableError, NotFoundError, RekindleError
 from rekindle.files import flush
 from rekindle.files.settings import current_settings
 from rekindle.memory.files_dir import FilesDir
-from rekindle.provide.torch_nebula.catalog import COMPLETE, VOUCHER, Catalog, Found
+from rekindle.provide.torch_nebula.catalog import COMPLETE, VOUCHER, Catalog, Found, newest_version
 from rekindle.provide.torch_nebula.ranks import rank_and_world
 from rekindle.provide.torch_nebula.settings import NebulaSettings, canonical_folder, current_nebula
 from rekindle.storage import disk
 
-__all__ = ["drop", "flush_persistence", "keep_in_background", "let_newest_go"]
+__all__ = ["drop", "flush_persistence", "keep_in_background"]
 
 log = logging.getLogger("rekindle")
 
@@ -63,28 +63,24 @@ def keep(settings: NebulaSettings) -> None:
 
 def drop(settings: NebulaSettings, catalog: Catalog, found: Found) -> None:
     """Removes a checkpoint from this node's memory and, by one rank, from storage. Raises OSError."""
-    FilesDir.below(current_settings().base).give_up(catalog.targets(found.tag))
+    # What makes it complete was saved last, and goes first: this process may be killed meanwhile.
+    FilesDir.below(current_settings().base).give_up(reversed(catalog.kept(found.tag)))
     if rank_and_world()[0] == 0 and not settings.in_memory_only:
-        _remove(Path(settings.root, found.tag))
+        _remove(Path(settings.root, found.tag), found.version)
 
 
-def _remove(folder: Path) -> None:
-    """Removes a checkpoint's folder: first what makes it complete, and last what shows whose it is."""
+def _remove(folder: Path, version: int) -> None:
+    """Removes a checkpoint's folder: first what makes it complete, and last what shows whose it is.
+
+    A folder that is written again since stays: the voucher for nobody came before anything else.
+    """
     with suppress(FileNotFoundError, NotADirectoryError):
         names = sorted(os.listdir(folder), key=lambda name: (name != COMPLETE, name.startswith(VOUCHER)))
+        if newest_version(names) > version:
+            return
         for name in names:
             disk.unlink(folder / name)
         disk.rmdir(folder)
-
-
-def let_newest_go(root: str) -> None:
-    """Lets the newest complete checkpoint go to storage, if it is held in memory."""
-    catalog = Catalog(root)
-    newest = catalog.newest()
-    if newest is not None and newest.held:
-        store = FilesDir.below(current_settings().base)
-        for target in catalog.targets(newest.tag):
-            store.let_go(target)
 
 
 def flush_persistence(
@@ -107,7 +103,7 @@ def flush_persistence(
         log.error("torch_nebula: nothing is persistent: there is no persistent_storage_path")
         return False
     try:
-        let_newest_go(root)
+        Catalog(root).let_newest_go()
         catalog = Catalog(root)
         for found in catalog.found.values():
             if _is_awaited(found, catalog.newest(), tag):
@@ -138,7 +134,7 @@ def _at_end() -> None:
     for root, pid in _used.items():
         if pid == os.getpid():
             with suppress(OSError, RekindleError):
-                let_newest_go(root)
+                Catalog(root).let_newest_go()
 
 
 atexit.register(_at_end)

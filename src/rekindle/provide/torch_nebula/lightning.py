@@ -11,7 +11,7 @@ from rekindle.errors import NotFoundError
 from rekindle.files import load
 from rekindle.provide.torch_nebula.catalog import Catalog
 from rekindle.provide.torch_nebula.checkpoint import Checkpoint, settings_of
-from rekindle.provide.torch_nebula.keeping import drop, let_newest_go
+from rekindle.provide.torch_nebula.keeping import drop
 from rekindle.provide.torch_nebula.settings import current_nebula, init
 
 _package = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
@@ -39,7 +39,7 @@ class NebulaCheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         saving = Checkpoint(os.path.basename(path), 1, settings=settings)
         saving.save(PARTITION, checkpoint)
         if options.get("is_best"):
-            let_newest_go(settings.root)
+            Catalog(settings.root).let_newest_go()
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Loads a checkpoint by the name of its file, or else the file itself; onto the CPU, unless told otherwise."""
@@ -60,7 +60,7 @@ class NebulaCheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Lets the newest checkpoint go to storage."""
-        let_newest_go(current_nebula().root)
+        Catalog(current_nebula().root).let_newest_go()
 
 
 class NebulaCallback(callbacks.ModelCheckpoint):  # type: ignore[misc]

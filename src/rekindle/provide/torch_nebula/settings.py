@@ -17,6 +17,8 @@ from rekindle.provide.torch_nebula.ranks import rank_and_world
 __all__ = ["NebulaSettings", "canonical_folder", "current_nebula", "init", "memory_root"]
 
 _PREFIX = "NEBULA_PERSISTENT_"
+_LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+"""Number of ranks on this node, as torchrun and DeepSpeed's launcher tell it."""
 _LOOK = 3.0
 """Seconds that storage gets to resolve links in the folder's path. It is taken as it is after that."""
 
@@ -70,12 +72,14 @@ def init(
     keep = num_of_version_in_retention
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise UsageError(f"num_of_version_in_retention is {keep!r}: must be a whole number, 1 or more")
-    if path is None and rank_and_world()[1] > env_count("LOCAL_WORLD_SIZE"):
+    if path is None and any(name in os.environ and env_count(name) < rank_and_world()[1] for name in _LOCAL_WORLD):
         raise UsageError("persistent_storage_path is not set: memory alone is enough only for ranks on one node")
     if limit := os.environ.get("NEBULA_MEMORY_BUFFER_SIZE"):
         os.environ.setdefault("REKINDLE_FILES_LIMIT", limit)
     root = memory_root() if path is None else canonical_folder(path)
-    Catalog(root)  # so that versions go on from those that there are, whatever this host's clock says
+    # The look lets versions go on from those that there are, whatever this host's clock says. A job that is killed
+    # again and again never flushes: what it held in memory goes to storage now.
+    Catalog(root).let_newest_go()
     _current = NebulaSettings(root, path is None, seconds, keep)
 
 
