@@ -192,6 +192,7 @@ class FileDrainer:
     def _give_up(self, file: KeptFile) -> bool:
         """Gives up a file whose placeholder is gone: such as a program's oldest checkpoint, which would come back."""
         with self._store.arranging():
+            self._store.kept.remove_older(file)
             self._store.kept.remove(file)
         return False
 
