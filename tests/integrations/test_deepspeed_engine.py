@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 import rekindle
 from rekindle.errors import CorruptError
 from rekindle.integrations.deepspeed import RekindleCheckpointEngine
+from rekindle.integrations.deepspeed.latest import LatestKeeper
 from rekindle.integrations.deepspeed.notes import look, note_path
 from rekindle.memory.files_dir import FilesDir
 from rekindle.session.group import SingleProcess
@@ -51,13 +53,21 @@ class Before:
 
 
 @pytest.fixture
-def before() -> Before:
-    return Before()
+def before() -> Iterator[Before]:
+    yield Before()
+    while _made:  # nothing to wait for at the end of this process
+        _made.pop().give_up()
+
+
+_made: list[LatestKeeper] = []
 
 
 def engine_of(root: Path, before: Before, start: str = "start") -> RekindleCheckpointEngine:
     root.mkdir(exist_ok=True)
-    return RekindleCheckpointEngine(SimpleNamespace(checkpoint_engine=before), root, SingleProcess(), start, 0)
+    engine = RekindleCheckpointEngine(SimpleNamespace(checkpoint_engine=before), root, SingleProcess(), start, 0)
+    assert engine._latest is not None
+    _made.append(engine._latest)
+    return engine
 
 
 def save(engine: RekindleCheckpointEngine, root: Path, tag: str, value: int) -> None:
