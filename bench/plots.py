@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-__all__ = ["draw", "draw_recovery"]
+__all__ = ["draw", "draw_files", "draw_recovery"]
 
 _OURS, _OTHERS, _FLOOR = "#c8452d", "#6b7a8f", "#2d2d2d"
 _PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
@@ -56,6 +57,23 @@ def draw_recovery(bars: dict[str, dict[str, float]], directory: Path) -> list[Pa
         axes.axvline(1, color=_FLOOR, linewidth=1, linestyle="--")
         axes.set_xlabel("seconds since the SIGKILL, medians of each part; dashed: the goal")
         axes.legend(fontsize=7)
+    return made
+
+
+def draw_files(turns: dict[str, list[dict[str, Any]]], directory: Path) -> list[Path]:
+    """Draw the first and the later saves by a path, and loads, of each contender. Files written."""
+    made: list[Path] = []
+    names = [kind.replace("rekindle.save", "Rekindle") for kind in turns]
+    with _figure(directory / "files", made, (1, 2), (8, 2.2)) as (saves, loads):
+        first = [statistics.median(one["first"] for one in done) for done in turns.values()]
+        later = [statistics.median(seconds for one in done for seconds in one["next"]) for done in turns.values()]
+        _bars(saves, names, first, later)
+        copies = [one["copy"] for done in turns.values() for one in done]
+        saves.axvline(statistics.median(copies), color=_FLOOR, linewidth=1, linestyle="--", label="one copy in memory")
+        saves.set_xlabel("seconds of a save, pale: the first save, solid: later ones")
+        saves.legend(loc="best", fontsize=7)
+        _bars(loads, names, None, [statistics.median(one["load"] for one in done) for done in turns.values()])
+        loads.set_xlabel("seconds of a load, verified by Rekindle")
     return made
 
 

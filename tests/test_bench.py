@@ -107,7 +107,9 @@ def test_the_page_has_a_place_for_every_table() -> None:
         "skipped",
         "conditions",
     }
-    assert names >= growth | {f"{kind} 1 GiB" for kind in ("stall", "loop", "load", "disk", "reach")}
+    assert names >= growth | {"files", "files conditions"} | {
+        f"{kind} 1 GiB" for kind in ("stall", "loop", "load", "disk", "reach")
+    }
 
 
 def test_a_moment_that_comes_early_takes_no_time_of_those_before_it() -> None:
@@ -131,6 +133,21 @@ def test_a_job_under_faults_is_measured_and_has_the_bits_of_one_without(tmp_path
             assert sum(sample["parts"].values()) == pytest.approx(sample["seconds"])
             assert sample["parts"]["imported"] > 0 and not sample["warm"] and sample["lost"] == 0
     assert list(memory.iterdir()) == [] and list((tmp_path / "target").iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads Linux's /proc")
+@pytest.mark.campaign(30)
+def test_saves_by_path_are_measured(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH / "files.py"), "--size", "64MiB", "--rounds", "1", "--saves", "2"]
+    command += ["--dir", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out.json").read_bytes())
+    for turns in found["turns"].values():
+        (turn,) = turns
+        assert min(turn["copy"], turn["first"], *turn["next"], turn["load"]) > 0 and len(turn["next"]) == 1
+    assert list(found["turns"]) == ["rekindle.save", "torch.save to tmpfs", "torch.save to disk"]
+    assert "first save" in done.stdout and sorted(os.listdir(tmp_path)) == ["out.json"]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the benchmark reads Linux's /proc")

@@ -22,6 +22,7 @@ def store(memory: Path) -> Iterator[FilesDir]:
         clients._client.close()
         clients._client = None
     settings._given.clear()
+    settings._roots.clear()
 
 
 @pytest.fixture

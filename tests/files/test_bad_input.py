@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ def test_no_right_to_write(drainer: FileDrainer, root: Path) -> None:
     root.mkdir(mode=0o500)
     with pytest.raises(rekindle.UsageError, match="no right to write"):
         rekindle.save(b"data", root / "x")
+
+
+def test_a_file_system_that_is_mounted_for_reading(drainer: FileDrainer, mounted: Callable[..., Path]) -> None:
+    place = mounted("ro", "-t", "tmpfs", "-o", "ro", "tmpfs")
+    with pytest.raises(rekindle.UsageError, match="no right to write"):
+        rekindle.save(b"data", place / "x")
+    assert rekindle.files.status() == []
 
 
 def test_what_is_not_there(store: FilesDir, root: Path) -> None:
@@ -151,6 +159,23 @@ def test_a_flipped_bit_in_memory_that_storage_has(
     flip(store)
     assert torch.equal(rekindle.load(root / "x.pt")["x"], torch.ones(500_000))
     assert "storage is read instead" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["size", "receipt"])
+def test_a_file_of_the_wrong_size_or_receipt_in_memory_that_storage_has(
+    what: str, drainer: FileDrainer, store: FilesDir, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rekindle.save({"x": torch.ones(5)}, root / "x.pt")
+    assert drainer.tick()
+    (file,) = store.kept.files()
+    if what == "size":
+        os.truncate(file.data, 100)
+    else:
+        file.receipt.write_bytes(file.receipt.read_bytes().replace(b"torch", b"tirch"))
+    assert torch.equal(rekindle.load(root / "x.pt")["x"], torch.ones(5))
+    assert "storage is read instead" in caplog.text
+    rekindle.files.preload(root / "x.pt")
+    assert [file.problem for file in rekindle.files.status()] == [None]
 
 
 def test_a_flipped_bit_in_memory_that_storage_lacks(drainer: FileDrainer, store: FilesDir, root: Path) -> None:

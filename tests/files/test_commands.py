@@ -36,7 +36,10 @@ def test_ls_shows_files_and_what_keeps_them(drainer: FileDrainer, store: FilesDi
     ]
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--files", "root"], ["stop"], ["stop", "--files", "--stale"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["ls"], ["ls", "--files", "root"], ["stop"], ["stop", "--files", "--stale"], ["status", "--files", "root"]],
+)
 def test_one_of_them_is_to_be_named(arguments: list[str]) -> None:
     assert rekindle_command(*arguments).exit_code == 2
 
@@ -74,4 +77,49 @@ def test_stop_gives_memory_back(store: FilesDir, root: Path) -> None:
 def test_jobs_are_told_from_files(drainer: FileDrainer, root: Path) -> None:
     rekindle.save(b"data", root / "x")
     assert "no jobs have memory" in rekindle_command("status").output
+    assert json.loads(rekindle_command("status", "--json").output) == []
     assert "nothing is stale" in rekindle_command("stop", "--stale").output
+
+
+def test_stale_files_are_given_back_with_stale_jobs(store: FilesDir, root: Path) -> None:
+    """Their agent was killed, and no process has them."""
+    assert run(_SAVE, root / "x", point="upload.started") == KILLED
+    done = rekindle_command("stop", "--stale")
+    assert done.exit_code == 0 and "given back" in done.output, done.output
+    assert (root / "x").read_bytes() == b"data" and not store.path.exists()
+    assert "nothing is stale" in rekindle_command("stop", "--stale").output
+
+
+def test_stale_files_that_storage_does_not_take_stay(store: FilesDir, root: Path) -> None:
+    root.mkdir()
+    assert run(_SAVE, root / "gone" / "x", point="upload.started") == KILLED
+    (root / "gone").write_bytes(b"in the way")
+    done = rekindle_command("stop", "--stale", "--timeout", 0.3)
+    assert done.exit_code == rekindle.NotDurableError.exit_code and store.path.exists()
+
+
+def test_status_tells_of_files_and_of_what_keeps_them(store: FilesDir, root: Path) -> None:
+    assert rekindle_command("status", "--files").output.startswith("no files are in this node's memory")
+    assert json.loads(rekindle_command("status", "--files", "--json").output) is None
+    assert run(_SAVE, root / "x", point="upload.started") == KILLED
+    alone = rekindle_command("status")
+    assert alone.exit_code == 1 and "1 not on storage yet" in alone.output and "run 'rekindle flush'" in alone.output
+    found = json.loads(rekindle_command("status", "--files", "--json").stdout)
+    assert (found["agent"], found["files"], found["waiting"]) == (None, 1, 1) and found["problem"]
+    rekindle.flush(timeout=60)
+    found = json.loads(rekindle_command("status", "--files", "--json").stdout)
+    assert (found["agent"], found["processes"]) == (store.agent(), [os.getpid()])
+    assert (found["waiting"], found["problem"], found["drain"]["error"]) == (0, None, None)
+    assert found["memory_bytes"] >= 4
+    well = rekindle_command("status", "--files")
+    assert well.exit_code == 0 and "no jobs" not in well.output and str(store.agent()) in well.output
+
+
+def test_status_says_why_a_file_does_not_arrive(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
+    root.mkdir()
+    rekindle.save(b"1", root / "gone" / "x")
+    (root / "gone").write_bytes(b"a file in the way")
+    assert not drainer.tick()
+    store.notes.write_agent_status({"error": drainer.progress.error, "failed": drainer.progress.failed})
+    found = rekindle_command("status", "--files")
+    assert found.exit_code == 1 and "gone/x: " in found.output

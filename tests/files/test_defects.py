@@ -70,6 +70,28 @@ def test_one_failed_upload_loses_the_file(
     assert drainer.progress.error is None and os.listdir(root) == ["x"]
 
 
+def test_a_full_disk_loses_the_file(small_tmpfs: Callable[[int], Path], drainer: FileDrainer, store: FilesDir) -> None:
+    """A real one, with the old file on it."""
+    place = small_tmpfs(4 << 20)
+    path, filler = place / "x", place / "filler"
+    rekindle.save(b"old" * 300_000, path)
+    assert drainer.tick()
+    filler.write_bytes(bytes(2 << 20))
+    saved = b"new" * 600_000
+    rekindle.save(saved, path)
+    drainer = FileDrainer(store, clock := Clock())
+    assert not drainer.tick() and "No space left" in drainer.progress.failed[str(path)]
+    store.notes.write_agent_status({"error": drainer.progress.error, "failed": drainer.progress.failed})
+    with pytest.raises(rekindle.NotDurableError, match="No space left"):
+        rekindle.flush(timeout=0)
+    assert path.read_bytes() == b"old" * 300_000 and rekindle.load(path) == saved
+    assert sorted(os.listdir(place)) == ["filler", "x"]
+    filler.unlink()
+    clock.now += 1
+    assert drainer.tick() and path.read_bytes() == saved
+    rekindle.flush(timeout=0)
+
+
 def test_a_path_that_fails_holds_up_the_others(drainer: FileDrainer, root: Path) -> None:
     root.mkdir()
     rekindle.save(b"1", root / "gone" / "x")
@@ -202,6 +224,27 @@ def test_more_than_a_thousand_files(drainer: FileDrainer, root: Path, monkeypatc
         pass
     rekindle.flush(timeout=5)
     assert {int((root / name).read_bytes()) for name in os.listdir(root)} == set(range(1100))
+
+
+@pytest.mark.campaign(20)
+def test_more_than_thirty_two_programs(store: FilesDir, root: Path) -> None:
+    """All of them alive at a time."""
+    code = "import sys, rekindle; rekindle.save(b'data', sys.argv[1]); print('saved', flush=True); sys.stdin.read()"
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, root / str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for number in range(40)
+    ]
+    try:
+        for program in programs:
+            assert program.stdout is not None and program.stdout.readline() == b"saved\n"
+        assert len(store.trainers()) == 40
+        rekindle.flush(timeout=120)
+        assert len(os.listdir(root)) == 40
+    finally:
+        for program in programs:
+            program.communicate(timeout=60)
 
 
 def test_the_import_changes_torch(memory: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import torch
 import rekindle
 from rekindle.common.failpoints import POINTS
 from rekindle.memory.files_dir import FilesDir
+from rekindle.session.agent_keeper import spawn
+from rekindle.storage.path_place import PathPlace
 from tests.faults.harness import wait_for
 from tests.files.programs import KILLED, arrives, run
 
@@ -42,6 +44,32 @@ def test_twenty_of_twenty_arrive_after_a_sigkill_right_after_the_save(store: Fil
         assert found["n"] == number and torch.equal(found["x"], torch.randn(1000 * number))
 
 
+@pytest.mark.campaign(30)
+def test_twenty_programs_that_die_right_after_their_save(store: FilesDir, root: Path) -> None:
+    """Each by itself: what one of them saved never waits for another program."""
+    code = "import torch; torch.manual_seed(int(sys.argv[2])); rekindle.save(torch.randn(100_000), sys.argv[1])"
+    for number in range(20):
+        assert run(code + _DIE, root / f"{number}.pt", number) == KILLED
+        wait_for((root / f"{number}.pt").exists)
+        torch.manual_seed(number)
+        assert torch.equal(torch.load(root / f"{number}.pt", weights_only=True), torch.randn(100_000))
+        if number % 4 == 0:
+            wait_until_gone(store)
+
+
+def test_a_load_after_the_death_of_the_program_comes_from_memory(
+    store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when storage has the file, as long as there is room."""
+    assert run("rekindle.save({'step': 7}, sys.argv[1]); rekindle.flush(timeout=60)" + _DIE, root / "x.pt") == KILLED
+
+    def read(self: PathPlace) -> int:
+        raise AssertionError("storage was read")
+
+    monkeypatch.setattr(PathPlace, "open", read)
+    assert rekindle.load(root / "x.pt") == {"step": 7}
+
+
 def test_the_first_save_of_a_process_that_dies_at_once_arrives_by_itself(store: FilesDir, root: Path) -> None:
     """Nobody else comes: the agent was started before the save returned."""
     assert run("rekindle.save(b'alone', sys.argv[1])" + _DIE, root / "x") == KILLED
@@ -61,14 +89,17 @@ def test_a_saver_that_dies_at(point: str, store: FilesDir, root: Path) -> None:
     assert list(store.paths.slots.iterdir()) == []
 
 
-@pytest.mark.parametrize("point", [point for point in POINTS["upload"] if point != "upload.evicted"])
-def test_an_agent_that_dies_at(point: str, store: FilesDir, root: Path) -> None:
-    path = root / "x"
-    assert run("rekindle.save(b'old', sys.argv[1]); rekindle.flush(timeout=60)", path) == 0
+POINTS_OF_AGENTS = [point for point in POINTS["upload"] if point != "upload.evicted"]
+PLACED = ("upload.placed", "upload.noted")
+"""Points at which storage has the new file."""
+
+
+def save_with_an_agent_that_dies(store: FilesDir, point: str, target: str | Path) -> bytes:
+    """Saves over an older file, which storage has. Returns the bytes; the agent has died at the point by then."""
+    assert run("rekindle.save(b'old', sys.argv[1]); rekindle.flush(timeout=60)", target) == 0
     wait_until_gone(store)
-    data = bytes(range(256)) * 40_000
     code = (
-        "rekindle.save(bytes(range(256)) * 40_000, sys.argv[1])\n"
+        "rekindle.save(bytes(range(256)) * 80_000, sys.argv[1])\n"
         "import time\n"
         "from rekindle.memory.files_dir import FilesDir\n"
         "from rekindle.memory.job_dir import memory_base\n"
@@ -76,9 +107,15 @@ def test_an_agent_that_dies_at(point: str, store: FilesDir, root: Path) -> None:
         "while store.agent() is None: time.sleep(0.005)\n"
         "while store.agent() is not None: time.sleep(0.005)\n" + _DIE[2:]
     )
-    assert run(code, path, point=point) == KILLED
-    there = path.read_bytes()
-    assert there == (data if point in ("upload.placed", "upload.noted") else b"old")
+    assert run(code, target, point=point) == KILLED
+    return bytes(range(256)) * 80_000
+
+
+@pytest.mark.parametrize("point", POINTS_OF_AGENTS)
+def test_an_agent_that_dies_at(point: str, store: FilesDir, root: Path) -> None:
+    path = root / "x"
+    data = save_with_an_agent_that_dies(store, point, path)
+    assert path.read_bytes() == (data if point in PLACED else b"old")
     assert rekindle.load(path) == data
     arrives(store)
     assert path.read_bytes() == data and os.listdir(root) == ["x"] and left(store) == []
@@ -103,14 +140,16 @@ def test_a_process_that_dies_while_it_gives_a_file_up(store: FilesDir, root: Pat
     assert left(store) == [] and store.kept.files() == []
 
 
-def test_a_write_to_storage_that_dies_leaves_the_old_file(store: FilesDir, root: Path) -> None:
+@pytest.mark.parametrize("point", ["upload.copying", "upload.written"])
+def test_a_write_to_storage_that_dies_leaves_the_old_file(point: str, store: FilesDir, root: Path) -> None:
     root.mkdir()
     (root / "x").write_bytes(b"old")
-    code = "rekindle.files.configure(limit=1); rekindle.save(b'new', sys.argv[1])"
-    assert run(code, root / "x", point="upload.written") == KILLED
-    assert (root / "x").read_bytes() == b"old"
+    code = "rekindle.files.configure(limit=1); rekindle.save(b'new' * 3_000_000, sys.argv[1])"
+    assert run(code, root / "x", point=point) == KILLED
+    assert (root / "x").read_bytes() == b"old" == rekindle.load(root / "x", raw=True)
     assert run(code, root / "x") == 0
-    assert (root / "x").read_bytes() == b"new" and os.listdir(root) == ["x"], "the next writer takes the leftover over"
+    assert (root / "x").read_bytes() == b"new" * 3_000_000
+    assert os.listdir(root) == ["x"], "the next writer takes the leftover over"
 
 
 def test_an_agent_that_is_killed_is_followed_by_another_while_the_program_runs(store: FilesDir, root: Path) -> None:
@@ -134,6 +173,23 @@ def test_memory_that_is_removed_is_told_of_and_made_anew(store: FilesDir, root: 
     rekindle.save(b"three", root / "z")
     rekindle.flush(timeout=60)
     assert (root / "z").read_bytes() == b"three"
+
+
+def test_the_agent_stays_while_storage_refuses_a_file(store: FilesDir, root: Path, monkeypatch) -> None:
+    """Its memory is the only copy, however long nobody uses it."""
+    monkeypatch.setenv("REKINDLE_FILES_IDLE_TIMEOUT", "0.05")
+    root.mkdir()
+    assert run("rekindle.save(b'data', sys.argv[1])" + _DIE, root / "later" / "x", point="upload.started") == KILLED
+    wait_until_gone(store)
+    (root / "later").write_bytes(b"in the way")
+    spawn(store)
+    wait_for(lambda: [file for file in rekindle.files.status() if file.problem])
+    signs = {store.paths.agent_status.stat().st_mtime_ns}
+    wait_for(lambda: signs.add(store.paths.agent_status.stat().st_mtime_ns) or len(signs) > 3)
+    assert store.agent() and rekindle.load(root / "later" / "x") == b"data"
+    (root / "later").unlink()
+    wait_for(lambda: not store.path.exists())
+    assert (root / "later" / "x").read_bytes() == b"data"
 
 
 def test_the_agent_gives_memory_back_when_nobody_needs_it(store: FilesDir, root: Path, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Starts an agent for ``python -m rekindle.agent JOB_DIRECTORY``, as trainers do: reads the argument, sets up the log.
+"""Starts an agent for ``python -m rekindle.agent JOB_DIRECTORY [PID]``, as trainers do; sets up its log.
 
 The agent itself is in ``rekindle.agent.service``.
 """
@@ -15,10 +15,10 @@ from rekindle.memory.job_dir import JobDir
 
 
 def main() -> int:
-    """Serves the job in the first argument. Returns the exit code."""
+    """Serves the job in the first argument, after the agent in the second. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        return run(JobDir(Path(sys.argv[1])))
+        return run(JobDir(Path(sys.argv[1])), *map(int, sys.argv[2:]))
     except RekindleError as error:
         logging.getLogger("rekindle.agent").error("%s", error)
         return error.exit_code

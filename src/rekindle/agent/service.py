@@ -11,6 +11,7 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Coroutine
@@ -33,6 +34,8 @@ __all__ = ["run", "describe_orphan"]
 
 log = logging.getLogger("rekindle.agent")
 
+_LAST_DRAIN = 600.0
+"""Seconds that an agent's successor gives it for the drain in hand."""
 _NO_JOB = 60.0
 """Seconds that an agent waits for a trainer to write down the job."""
 
@@ -153,13 +156,31 @@ def _trim() -> None:
         getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
 
 
-def run(job: JobDir) -> int:
-    """Serves one job until it is over. Returns the exit code: 0 also when another agent already serves it."""
+def _acquire(lock: Lock, after: int | None) -> bool:
+    """Takes the lock of agents. Ends agent ``after`` itself, so that no third one, which starts then, comes first."""
+    until = time.monotonic() + _LAST_DRAIN
+    if after is not None and Lock.holder(lock.path) == after:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(after, signal.SIGTERM)
+    try:
+        while not lock.acquire(1.0):
+            if after is None or Lock.holder(lock.path) not in (None, after) or time.monotonic() > until:
+                return False
+    except FileNotFoundError:  # the memory was given back meanwhile
+        return False
+    return True
+
+
+def run(job: JobDir, after: int | None = None) -> int:
+    """Serves one job until it is over. Returns the exit code: 0 also when another agent already serves it.
+
+    Tells agent ``after`` to end, and waits for that.
+    """
     job.check()
     lock = Lock(job.paths.agent_lock)
     if not job.path.is_dir():
         return 0  # the job ended before its agent had come up
-    if not lock.acquire(1.0):
+    if not _acquire(lock, after):
         log.info("this agent ends, as another one serves %s", job.path)
         return 0
     _trim()

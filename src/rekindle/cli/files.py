@@ -1,18 +1,20 @@
-"""Defines the command ``flush``, and what ``ls --files`` and ``stop --files`` do."""
+"""Defines the command ``flush``, and what ``ls``, ``status`` and ``stop`` do with files."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.filesize import decimal
 
 from rekindle.agent.drain import TICK
 from rekindle.agent.file_drain import FileDrainer
+from rekindle.agent.http import send_request
 from rekindle.cli.terminal import MEMORY_OPTION, local_time, make_table, print_json, show
 from rekindle.common.timeouts import in_background
-from rekindle.errors import BusyError, NotDurableError
+from rekindle.errors import AgentError, BusyError, NotDurableError
 from rekindle.files.flushing import describe_pending, pending_files
 from rekindle.files.listing import list_files
 from rekindle.files.saving import canonical_target_within
@@ -20,7 +22,7 @@ from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.job_dir import memory_base
 from rekindle.memory.lock import Lock
 
-__all__ = ["flush_command", "list_command", "stop_files"]
+__all__ = ["facts_of_files", "files_are_stale", "files_status", "flush_command", "list_command", "stop_files"]
 
 _STATES = {"memory": "in memory, on its way", "both": "on storage and in memory"}
 
@@ -69,6 +71,56 @@ def _flush(store: FilesDir, target: str | None, timeout: float) -> None:
             time.sleep(TICK)
     finally:
         lock.release()
+
+
+def files_status(base: Path) -> dict[str, Any] | None:
+    """Returns the status of the files in this node's memory, as ``rekindle status --files --json`` shows it.
+
+    None where there are none. ``problem`` is None when all is well.
+    """
+    store = FilesDir.below(base)
+    if not store.kept_path.is_dir():
+        return None
+    found, agent, processes = list_files(store), store.agent(), sorted(store.trainers())
+    waiting = [file for file in found if file.state == "memory"]
+    drain, problem = None, (store.notes.drain_error() if waiting else None) or None
+    if agent is None and waiting:
+        problem = f"{len(waiting)} file(s) are only in memory, and no agent carries them: run 'rekindle flush'"
+    elif agent is not None and agent not in processes:
+        try:
+            drain = send_request(store.paths.agent_socket, "GET", "/status")
+            problem = drain["error"]
+        except AgentError as error:
+            problem = str(error)
+    return {
+        "directory": str(store.path),
+        "processes": processes,
+        "agent": agent,
+        "memory_bytes": store.held_bytes(),
+        "files": len(found),
+        "waiting": len(waiting),
+        "problem": problem,
+        "drain": drain,
+    }
+
+
+def facts_of_files(status: dict[str, Any]) -> dict[str, str]:
+    """Returns the lines that a person is shown of ``files_status``."""
+    drain = status["drain"] or {}
+    facts = {
+        "processes": " ".join(map(str, status["processes"])) or "none",
+        "agent": str(status["agent"] or "none"),
+        "files": f"{status['files']} ({decimal(status['memory_bytes'])}), {status['waiting']} not on storage yet",
+    }
+    if drain.get("path"):
+        facts["carrying"] = f"{drain['path']}: {100 * drain['done'] // max(drain['total'], 1)} %"
+    return facts
+
+
+def files_are_stale(base: Path) -> bool:
+    """True if there are files in this node's memory that nobody uses and no agent serves."""
+    store = FilesDir.below(base)
+    return store.path.is_dir() and not store.trainers() and store.agent() is None
 
 
 def stop_files(timeout: float, memory: Path | None, *, discard: bool) -> None:

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from rekindle.agent.service import run as run_agent
 from rekindle.cli.drill import FAULTS, drill
-from rekindle.cli.files import flush_command, list_command, stop_files
+from rekindle.cli.files import files_are_stale, flush_command, list_command, stop_files
 from rekindle.cli.incidents import incidents_command, make_incident_tables
 from rekindle.cli.keep import pin_command, prune_command, unpin_command
 from rekindle.cli.operations import stop
@@ -273,7 +273,7 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
 
 @main.command("stop", short_help="End a job: drain its memory to storage, then give it back.")
 @click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
-@click.option("--stale", is_flag=True, help="End every job on this node that has neither trainers nor an agent.")
+@click.option("--stale", is_flag=True, help="End every job, and the files, that have neither a process nor an agent.")
 @click.option("--files", is_flag=True, help="Give back the memory of the files of rekindle.save.")
 @click.option("--discard", is_flag=True, help="Give memory back at once. What only memory holds is lost.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds that storage has to take what memory holds.")
@@ -294,7 +294,13 @@ def stop_command(
             click.echo(f"{root}: has ended, and its step {ended_job(root, base)['durable_step']} is on storage")
     else:
         wanted = [job for job in jobs_in_memory(base) if not job.trainers() and job.agent() is None]
+    stale_files = stale and files_are_stale(base)
     failures: list[RekindleError] = []
+    if stale_files:
+        try:
+            stop_files(timeout, memory, discard=discard)
+        except RekindleError as error:
+            failures.append(error)
     with progress_bar() as bar:
         for job in wanted:
             held, info = job.held_bytes(), job_info(job)
@@ -308,7 +314,7 @@ def stop_command(
         click.echo(f"Error: {extra}", err=True)
     if failures:
         raise failures[-1]
-    if stale and not wanted:
+    if stale and not wanted and not stale_files:
         click.echo("nothing is stale")
 
 

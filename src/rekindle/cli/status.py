@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 
+from rekindle.cli.files import facts_of_files, files_status
 from rekindle.cli.operations import ended_status, job_status
 from rekindle.cli.terminal import (
     ANSWERS_WITHIN,
@@ -38,29 +39,38 @@ __all__ = ["ended_job", "status_command"]
 
 _WATCH_EVERY = 0.5
 _INDENT = (0, 0, 0, 2)
+_FILES = "files of rekindle.save"
+"""Heading of what is no job."""
 
 
 @click.command("status", short_help="Show jobs: who is alive, what is in memory, what is on storage.")
 @click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
 @click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
+@click.option("--files", is_flag=True, help="Show the files of rekindle.save, and no jobs.")
 @JSON_OPTION
 @MEMORY_OPTION
-def status_command(root: Root | None, watch: bool, as_json: bool, memory: Path | None) -> None:
+def status_command(root: Root | None, watch: bool, files: bool, as_json: bool, memory: Path | None) -> None:
     """Show this node's jobs, or that of ROOT: who is alive and does what, what is in memory, what is on storage."""
     base = memory_base(memory)
     if watch and as_json:
         raise click.UsageError("give either --watch or --json")
+    if files and root is not None:
+        raise click.UsageError("give either ROOT or --files")
     if watch:
-        _watch(root, base)
+        _watch(root, base, files=files)
         return
-    found = _statuses(root, base)
+    found = [] if files else _statuses(root, base)
+    held = None if root is not None or (as_json and not files) else files_status(base)
     if as_json:
-        print_json(found)
-    elif not found:
-        click.echo(f"no jobs have memory on this node, in {base}")
+        print_json(held if files else found)
     else:
-        show(_view(found))
-    problems = _problems(found)
+        if not found and not files:
+            click.echo(f"no jobs have memory on this node, in {base}")
+        if held is None and files:
+            click.echo(f"no files are in this node's memory, in {base}")
+        if found or held is not None:
+            show(_view(found, held))
+    problems = _problems(found, held)
     if problems:
         raise RekindleError("; ".join(problems))
 
@@ -81,11 +91,12 @@ def _statuses(root: Root | None, base: Path) -> list[dict[str, Any]]:
     return [job_status(job) for job in wanted]
 
 
-def _watch(root: Root | None, base: Path) -> None:
+def _watch(root: Root | None, base: Path, *, files: bool) -> None:
     with Live(console=Console(), auto_refresh=False) as live:
         while True:
-            found = _statuses(root, base)
-            live.update(Group(_view(found), *map(escaped, _problems(found))), refresh=True)
+            found = [] if files else _statuses(root, base)
+            held = files_status(base) if root is None else None
+            live.update(Group(_view(found, held), *map(escaped, _problems(found, held))), refresh=True)
             time.sleep(_WATCH_EVERY)
 
 
@@ -93,12 +104,13 @@ def _name(one: dict[str, Any]) -> str:
     return str(one["root"] or one["directory"])
 
 
-def _problems(found: list[dict[str, Any]]) -> list[str]:
-    return [f"{_name(one)}: {one['problem']}" for one in found if one["problem"]]
+def _problems(found: list[dict[str, Any]], held: dict[str, Any] | None) -> list[str]:
+    problems = [f"{_name(one)}: {one['problem']}" for one in found if one["problem"]]
+    return problems + ([f"{_FILES}: {held['problem']}"] if held is not None and held["problem"] else [])
 
 
-def _view(found: list[dict[str, Any]]) -> Group:
-    """Shows each job below its own name: a column for names of any length would leave no room for the rest."""
+def _view(found: list[dict[str, Any]], held: dict[str, Any] | None) -> Group:
+    """Shows each job, and the files, below its own name: a column for names of any length would leave no room."""
 
     def lines() -> Iterator[RenderableType]:
         for number, one in enumerate(found):
@@ -108,6 +120,11 @@ def _view(found: list[dict[str, Any]]) -> Group:
             yield Padding(make_facts_table(_facts(one)), _INDENT, expand=False)
             if one["ranks"]:
                 yield Padding(_ranks_table(one["ranks"]), _INDENT, expand=False)
+        if held is not None:
+            if found:
+                yield ""
+            yield escaped(_FILES)
+            yield Padding(make_facts_table(facts_of_files(held)), _INDENT, expand=False)
 
     return Group(*lines())
 

@@ -13,9 +13,11 @@ from contextlib import contextmanager, suppress
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, RekindleError, UsageError
+from rekindle.files.access import lacks_access
 from rekindle.files.contents import Contents
 from rekindle.files.filling import Filler
 from rekindle.files.pool import Pool
+from rekindle.files.quota import Quota
 from rekindle.files.settings import FileSettings, current_settings
 from rekindle.format.file_receipt import FileReceipt
 from rekindle.memory.files_dir import FilesDir
@@ -48,13 +50,18 @@ class Client:
         self._filler = Filler()
         self._joining = threading.Lock()
         self._lock = self.store.join()
-        self._pool = Pool(self.store, self._lock, settings.limit)
+        self._pool = self._new_pool()
         info = JobInfo(str(self.store.path), [], 1, None, None, settings.idle_timeout, drain_limit=settings.drain_limit)
         self._keeper = AgentKeeper(self.store, info, drainer=FileDrainer(self.store))
         self._ended = threading.Event()
+        self._agent_has_access = False
+        """True once it was seen to that the agent reaches the object stores that this process does."""
         self._saved: dict[str, str] = {}
         """Names of the memory stores that this process saved into, by key of the file, until it is known to arrive."""
         threading.Thread(target=self._watch, name="rekindle-files-watch", daemon=True).start()
+
+    def _new_pool(self) -> Pool:
+        return Pool(self.store, self._lock, self.settings.limit, Quota(self.store, self.settings.roots))
 
     def _rejoin(self) -> None:
         """Joins again after somebody removed memory."""
@@ -63,7 +70,7 @@ class Client:
                 self._lock.release()
                 self._lock = self.store.join()
                 self._pool.close()
-                self._pool = Pool(self.store, self._lock, self.settings.limit)
+                self._pool = self._new_pool()
                 self.store.write_job_again()
 
     def _watch(self) -> None:
@@ -79,9 +86,19 @@ class Client:
 
     def save(self, target: str, contents: Contents, trace: list[int] | None) -> None:
         """Saves a file into memory. Raises MemoryStoreError where that can't be done: nothing is left of it then."""
+        if "://" in target:
+            self._give_access()
         self.keep(target, contents, trace, None)
         self._saved[key_of(target)] = self.store.id()
         self._keeper.begin()
+
+    def _give_access(self) -> None:
+        """Has an agent with other credentials than ours replaced: once, lest two processes do so in turn for ever."""
+        if not self._agent_has_access:
+            self._agent_has_access = True
+            agent = self.store.agent()
+            if agent and lacks_access(agent):
+                self._keeper.replace(agent)
 
     def keep(self, target: str, contents: Contents, trace: list[int] | None, stored: Identity | None) -> None:
         """Puts a file into memory. ``stored`` is what storage shows of one that it has: it never supersedes a save.
@@ -91,7 +108,7 @@ class Client:
         with self._memory_errors():
             self._rejoin()
             pool = self._pool
-            slot = pool.take(contents.nbytes)
+            slot = pool.take(target, contents.nbytes)
         try:
             sums = self._filler.fill(contents, slot)
             receipt = FileReceipt(target, contents.kind, contents.nbytes, sums, time.time(), trace)

@@ -7,7 +7,7 @@ import time
 
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import with_timeout
-from rekindle.errors import BusyError
+from rekindle.errors import BusyError, CorruptError, FormatError
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import KeptFile, OpenFile, key_of
 from rekindle.storage.open import open_place
@@ -25,7 +25,8 @@ _LOOKS, _PAUSE = 1000, 0.001
 def find_in_memory(store: FilesDir, target: str) -> OpenFile | None:
     """Opens the file of a target in memory; None where there is none, or where the path shows another file by now.
 
-    Raises CorruptError where its receipt or its size is wrong, BusyError where newer ones keep taking its place.
+    One with a wrong size or receipt is passed over if storage has it; else that raises CorruptError or FormatError.
+    Raises BusyError where newer ones keep taking its place.
     """
     if not store.kept_path.is_dir():
         return None
@@ -38,6 +39,11 @@ def find_in_memory(store: FilesDir, target: str) -> OpenFile | None:
             return store.kept.pin(file)
         except FileNotFoundError:
             time.sleep(_PAUSE)
+        except (CorruptError, FormatError) as error:
+            if not file.is_stored():
+                raise
+            log.warning("%s; storage is read instead", error)
+            return None
     raise BusyError(f"{target}: is saved again and again, faster than it can be opened in memory")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rekindle.common.os_errors import explain
 from rekindle.errors import CorruptError, FormatError, NotFoundError, UsageError
+from rekindle.files.copying import CopiedFile
 from rekindle.files.finding import find_in_memory
 from rekindle.files.saving import canonical_target_within
 from rekindle.files.settings import current_settings
@@ -75,7 +76,7 @@ def _load_kept(opened: OpenFile, whole: memoryview, map_location: Any, weights_o
     if raw or opened.receipt.kind == BYTES:
         return bytes(whole)
     _check_magic(bytes(whole[: len(MAGIC)]), opened.receipt.target)
-    with open(os.dup(opened.fd), "rb") as file:
+    with CopiedFile(whole) as file:
         return _torch_load(file, map_location, weights_only)
 
 
@@ -114,8 +115,8 @@ def _load_object(place: Place, map_location: Any, weights_only: bool, *, raw: bo
     if raw:
         return read(0, nbytes)
     verify_crcs(read, nbytes, place.target)
-    whole.seek(0)
-    return _torch_load(whole, map_location, weights_only)
+    with CopiedFile(memoryview(whole)[:nbytes]) as file:
+        return _torch_load(file, map_location, weights_only)
 
 
 def _check_head(head: bytes, target: str, *, raw: bool) -> None:

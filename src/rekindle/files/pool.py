@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import MemoryStoreError
+from rekindle.files.quota import Quota
 from rekindle.format.file_receipt import FileReceipt
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import Identity, KeptFile, key_of
@@ -37,8 +38,8 @@ class Pool:
     A slot that ``take`` has returned is its caller's, until ``commit`` or ``give_back``.
     """
 
-    def __init__(self, store: FilesDir, client: Lock, limit: int | None) -> None:
-        self._store, self._client, self._limit = store, client, limit
+    def __init__(self, store: FilesDir, client: Lock, limit: int | None, quota: Quota) -> None:
+        self._store, self._client, self._limit, self._quota = store, client, limit, quota
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._maker = SlotMaker(None)
@@ -47,13 +48,14 @@ class Pool:
         """Slots that are files in memory now, the newest last."""
         self._used = time.monotonic()
 
-    def take(self, nbytes: int) -> Slot:
-        """Returns a locked slot whose file has ``nbytes``, mapped. Its memory may be yet to make.
+    def take(self, target: str, nbytes: int) -> Slot:
+        """Returns a locked slot for a file at ``target``, of ``nbytes``, mapped. Its memory may be yet to make.
 
-        Raises MemoryStoreError when there is no room within the limit, OSError when memory was removed.
+        Raises MemoryStoreError when there is no room within the limits, OSError when memory was removed.
         """
         with self._lock, self._store.arranging():
             self._used = time.monotonic()
+            self._quota.make_room(target, nbytes)
             slot = self._spare(nbytes) or self._make_room(nbytes)
             try:
                 _fit(slot, nbytes)
@@ -74,6 +76,9 @@ class Pool:
 
     def _make_room(self, nbytes: int) -> Slot:
         """Returns a new slot, or that of the oldest file that storage has. Such files go until there is room."""
+        why = self._shortage(nbytes)
+        if why is not None and self._shortage(nbytes - self._bytes_that_may_go()) is not None:
+            raise MemoryStoreError(why)  # none of them goes in vain
         while (why := self._shortage(nbytes)) is not None:
             if self._spares:  # they are of another size
                 self._discard(self._spares.pop(0))
@@ -81,6 +86,7 @@ class Pool:
             stored = self._store.kept.newest(stored=True)
             if not stored:
                 raise MemoryStoreError(why)
+            self._store.kept.remove_older(stored[0])
             slot = self._recycled(stored[0]) if _suits(stored[0], nbytes) else None
             if slot is not None and self._shortage(nbytes - slot.size) is None:
                 return slot
@@ -89,6 +95,10 @@ class Pool:
             else:
                 self._store.kept.remove(stored[0])
         return self._new()
+
+    def _bytes_that_may_go(self) -> int:
+        stored = self._store.kept.newest(stored=True)
+        return sum(slot.size for slot in self._spares) + sum(map(self._store.bytes_of, stored))
 
     def _shortage(self, more: int) -> str | None:
         """Describes why ``more`` bytes have no room; None if they do."""
@@ -131,14 +141,16 @@ class Pool:
         return slot
 
     def commit(self, slot: Slot, receipt: FileReceipt, stored: Identity | None) -> bool:
-        """Makes a file in memory of a slot, and gives up the older ones of its path. Raises OSError, BusyError.
+        """Makes a file in memory of a slot, and gives up the older ones of its path.
 
+        Raises OSError, BusyError, and MemoryStoreError where files of other processes have used up a limit meanwhile.
         What was ``stored`` before is no newer than one that storage lacks: then nothing is done, and False returned.
         """
         with self._lock, self._store.arranging():
             older = self._store.kept.files(key_of(receipt.target))
             if stored is not None and not all(file.is_stored() for file in older):
                 return False
+            self._quota.make_room(receipt.target, receipt.nbytes)
             slot.unlock()  # before readers see the file; under the lock of the store nobody else touches it
             self._store.kept.commit(slot.path, receipt, stored)
             if slot.size > AT_ONCE:

@@ -81,7 +81,7 @@ def save_target(target: str, contents: Contents, *, placeholder: bool = False) -
     try:
         client.save(target, contents, trace)
     except MemoryStoreError as error:
-        if client.settings.when_full == "error":
+        if client.settings.raises_when_full(target):
             raise
         log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
         client.write(place, contents)
@@ -93,7 +93,7 @@ def save_target(target: str, contents: Contents, *, placeholder: bool = False) -
 
 def _write_without_memory(target: str, contents: Contents, error: MemoryStoreError) -> Literal["storage"]:
     """Writes straight to storage where there is no memory store at all."""
-    if current_settings().when_full == "error":
+    if current_settings().raises_when_full(target):
         raise error
     log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
     place = open_place(target, secrets.token_hex(8))

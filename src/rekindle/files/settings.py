@@ -9,12 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.errors import UsageError
+from rekindle.format.names import canonical_root
 from rekindle.memory.job_dir import memory_base
 from rekindle.storage.throttle import parse_rate, parse_size
 
-__all__ = ["FileSettings", "configure", "current_settings"]
+__all__ = ["FileSettings", "RootSettings", "configure", "current_settings"]
 
 _PREFIX = "REKINDLE_FILES_"
+
+
+@dataclass(frozen=True)
+class RootSettings:
+    """The settings of the files below one directory or URL. None leaves a setting to those of the node."""
+
+    root: str
+    limit: int | None = None
+    when_full: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_when_full(self.when_full or "write")
+
+    def holds(self, target: str) -> bool:
+        """True if a file lies below the root."""
+        return target.startswith(self.root.rstrip("/") + "/")
 
 
 @dataclass(frozen=True)
@@ -27,19 +44,33 @@ class FileSettings:
     when_full: str = "write"
     drain_limit: int | None = None
     idle_timeout: float = 900.0
+    roots: tuple[RootSettings, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.when_full not in ("write", "error"):
-            raise UsageError(f"when_full is {self.when_full!r}: must be 'write' or 'error'")
+        _check_when_full(self.when_full)
         if not 0 < self.idle_timeout < math.inf:
             raise UsageError(f"idle_timeout is {self.idle_timeout!r}: must be a number of seconds, more than 0")
+
+    def raises_when_full(self, target: str) -> bool:
+        """True if a save of ``target`` raises where memory is full, by the nearest root above it that says so."""
+        above = [root for root in self.roots if root.when_full is not None and root.holds(target)]
+        nearest = max(above, key=lambda root: len(root.root), default=None)
+        return (self.when_full if nearest is None else nearest.when_full) == "error"
+
+
+def _check_when_full(value: str) -> None:
+    if value not in ("write", "error"):
+        raise UsageError(f"when_full is {value!r}: must be 'write' or 'error'")
 
 
 _given: dict[str, Any] = {}
 """Settings of ``configure``. One set per process, as a process has one place for its files."""
+_roots: dict[str, RootSettings] = {}
+"""Settings of ``configure`` for single roots."""
 
 
 def configure(
+    root: str | os.PathLike[str] | None = None,
     *,
     memory: str | os.PathLike[str] | None = None,
     limit: int | str | None = None,
@@ -50,6 +81,9 @@ def configure(
     """Sets how this process saves files, from the next one on. None leaves a setting to the environment.
 
     Args:
+        root: a directory or URL. Then ``limit`` and ``when_full`` are those of files below it, and no other setting can
+            be given; with neither, the root has none of its own any more. Limits of roots within each other, and that
+            of the node, all count.
         memory: directory of the memory store. ``$REKINDLE_MEMORY``, else /dev/shm.
         limit: most bytes of files in this node's memory, as a number or such as "40GB". ``$REKINDLE_FILES_LIMIT``, else
             half of the memory store's file system.
@@ -63,6 +97,14 @@ def configure(
     Raises:
         UsageError: for a setting that makes no sense. Nothing is changed then.
     """
+    if root is not None:
+        if (memory, drain_limit, idle_timeout) != (None, None, None):
+            raise UsageError(f"configure({os.fspath(root)!r}): a root has limit and when_full; the rest is the node's")
+        settings = RootSettings(str(canonical_root(root)), _size(limit), when_full)
+        _roots.pop(settings.root, None)
+        if (limit, when_full) != (None, None):
+            _roots[settings.root] = settings
+        return
     given = {
         "memory": None if memory is None else os.fspath(memory),
         "limit": limit,
@@ -96,6 +138,7 @@ def _settings(given: dict[str, Any]) -> FileSettings:
         when_full=value("when_full") or FileSettings.when_full,
         drain_limit=parse_rate(value("drain_limit")),
         idle_timeout=seconds,
+        roots=tuple(_roots.values()),
     )
 
 

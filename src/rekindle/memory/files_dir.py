@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rekindle.errors import BusyError
 from rekindle.memory.job_dir import JobDir, directory_lock, make_private
-from rekindle.memory.kept import Kept
+from rekindle.memory.kept import Kept, KeptFile
 from rekindle.memory.lock import Lock
 from rekindle.memory.paths import matching
 
@@ -130,9 +130,17 @@ class FilesDir(JobDir):
                 for entry in os.scandir(directory):
                     with suppress(OSError):
                         info = entry.stat(follow_symlinks=False)
-                        total += max(info.st_size, info.st_blocks * 512)
+                        total += _taken(info)
                         missing += max(0, info.st_size - info.st_blocks * 512)
         return total, missing
+
+    def bytes_of(self, file: KeptFile) -> int:
+        """Returns the bytes that a file takes of those that are spoken for, with its notes."""
+        total = 0
+        for path in (file.data, file.receipt, file.stored):
+            with suppress(OSError):
+                total += _taken(path.stat())
+        return total
 
     def sweep(self) -> None:
         """Removes what killed processes left, and files that newer ones have superseded."""
@@ -148,3 +156,7 @@ class FilesDir(JobDir):
                 if match is None or not (self.path / f"{match[1]}.lock").exists():
                     path.unlink(missing_ok=True)
             self.kept.sweep()
+
+
+def _taken(info: os.stat_result) -> int:
+    return max(info.st_size, info.st_blocks * 512)

@@ -128,7 +128,7 @@ class OpenFile:
 class Kept:
     """Finds and changes the files of one directory. Safe to use from any thread or process.
 
-    ``commit``, ``remove``, ``recycle`` and ``sweep`` are to be called under the lock of the store.
+    ``commit``, ``remove``, ``remove_older``, ``recycle`` and ``sweep`` are to be called under the lock of the store.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -219,6 +219,12 @@ class Kept:
         reach("upload.evicted", file.number)
         file.stored.unlink(missing_ok=True)
         file.data.unlink(missing_ok=True)
+
+    def remove_older(self, file: KeptFile) -> None:
+        """Gives up what killed processes left of a file that is about to go: else an older one would count again."""
+        for other in self.files(file.key):
+            if other.number < file.number:
+                self.remove(other)
 
     def recycle(self, file: KeptFile, to: Path) -> int | None:
         """Gives a file up and makes its data the file ``to``, locked for writing. Returns its descriptor.

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 
-__all__ = ["AT_ONCE", "LOCKED", "Pages", "PageLock"]
+__all__ = ["AT_ONCE", "LOCKED", "Pages", "PageLock", "make_ahead"]
 
 AT_ONCE = 16 << 20
 """Bytes up to which memory is made inside of ``step()``: some milliseconds, once. More is made beside training."""
@@ -20,7 +20,7 @@ The kernel keeps the process's mappings locked for as long as one call lasts: a 
 _PIECE = 4 << 20
 """Bytes made by one call, a millisecond or two. Another thread's ``mmap``, ``munmap`` or ``fork`` waits that long, and
 no signal interrupts it."""
-_MADV_POPULATE_READ = 22  # Linux 5.14
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 
 Bytes = ctypes.Array[ctypes.c_char]
@@ -102,3 +102,15 @@ def populate(address: int, nbytes: int) -> None:
     """
     if _libc is not None:
         _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_READ)
+
+
+def make_ahead(place: memoryview) -> None:
+    """Makes the pages of a process's own memory that is about to be written, in one go: not each at its first store.
+
+    On a kernel that can't the stores take the page faults.
+    """
+    if _libc is not None and len(place) >= mmap.PAGESIZE:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(place))
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (address + len(place)) // mmap.PAGESIZE * mmap.PAGESIZE
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_POPULATE_WRITE)

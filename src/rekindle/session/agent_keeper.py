@@ -82,6 +82,11 @@ class AgentKeeper:
         if self.job.agent() is None:
             self._start()
 
+    def replace(self, agent: int) -> None:
+        """Has an agent followed by one with the environment of this process. It finishes the drain in hand before."""
+        with suppress(OSError, RekindleError):
+            self._process, self._spawned = spawn(self.job, after=agent), time.monotonic()
+
     def check(self) -> None:
         """Looks after the agent, at most twice a second. Never waits for it."""
         now = time.monotonic()
@@ -241,14 +246,20 @@ class AgentKeeper:
             self._process.poll()
 
 
-def spawn(job: JobDir) -> subprocess.Popen[bytes]:
-    """Starts an agent in a session of its own, so that a signal to the trainers' process group spares it."""
+def spawn(job: JobDir, after: int | None = None) -> subprocess.Popen[bytes]:
+    """Starts an agent in a session of its own, so that a signal to the trainers' process group spares it.
+
+    ``after`` is the agent that it is to follow, and that it tells to end.
+    """
     package = str(Path(__file__).resolve().parents[2])
     installed = Path(package).name in ("site-packages", "dist-packages")  # then it is found without our help
     path = os.pathsep.join(filter(None, ["" if installed else package, os.environ.get("PYTHONPATH", "")]))
+    command = [*_last_at_the_disk(), sys.executable, "-m", "rekindle.agent", str(job.path)]
+    if after is not None:
+        command.append(str(after))
     with open(job.paths.agent_log, "ab") as output:
         return subprocess.Popen(
-            [*_last_at_the_disk(), sys.executable, "-m", "rekindle.agent", str(job.path)],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

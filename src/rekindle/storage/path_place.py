@@ -102,6 +102,7 @@ class PathPlace(Place):
             for chunk in chunks:
                 while chunk:
                     chunk = chunk[disk.write(fd, chunk[:PIECE]) :]
+                    reach("upload.copying", 0)
 
         return self._replace(fill)
 
