@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from rekindle.common.timeouts import in_background
 from rekindle.files.contents import Contents
 from rekindle.files.pickled import of_object
 from rekindle.integrations.deepspeed.stable import freeze, stable_storages
@@ -52,3 +55,16 @@ def test_weights_that_zero_3_gathers_and_lets_go_of_are_copied() -> None:
         for weight in engine.module.parameters():
             weight.zero_()
     assert data(contents) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_another_thread_copies_after_the_work_of_the_stream_of_the_save() -> None:
+    weights = torch.zeros(64 << 20, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(50):
+            weights += 1
+        contents = of_object({"x": weights})
+        freeze(contents, {weights.untyped_storage().data_ptr()})
+    copied = in_background(lambda: data(contents), "copy").result()
+    assert bool((torch.load(io.BytesIO(copied), map_location="cpu")["x"] == 50).all())
