@@ -9,6 +9,7 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 PIN_deepspeed := deepspeed==0.19.8
+PIN_nebula    := deepspeed==0.19.6  # it still has Nebula
 PIN_lightning := lightning==2.6.6
 
 BIN    := .venv/bin
@@ -22,7 +23,7 @@ help:
 	@echo 'make test    run the tests that protect every change; ARGS="-k memory" runs some of them, WORKERS=8 more at a time'
 	@echo 'make test-all    the same with the campaigns, which take long to show more; ARGS="--campaign-share=3/10" for a tenth'
 	@echo 'make mindspore   install MindSpore, 2.8 GB, for the tests that need it'
-	@echo 'make deepspeed, make lightning   install these, for the tests that need them'
+	@echo 'make deepspeed, make lightning, make nebula   install these, for the tests that need them'
 	@echo 'make check   check style, types and import rules'
 	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
 	@echo 'make clean   remove the virtual environment and all caches'
@@ -61,6 +62,7 @@ mindspore: .venv-mindspore/ready
 # Environments of their own, each with torch: .venv needs none of these.
 deepspeed: .venv-deepspeed/ready
 lightning: .venv-lightning/ready
+nebula: .venv-nebula/ready
 
 .venv-%/ready: pyproject.toml
 	@$(PYTHON) -m venv .venv-$*
@@ -82,4 +84,4 @@ clean:
 	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo drill soak test test-all mindspore deepspeed lightning check bench clean
+.PHONY: help demo drill soak test test-all mindspore deepspeed lightning nebula check bench clean

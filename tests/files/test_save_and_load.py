@@ -153,7 +153,7 @@ def test_what_lies_on_a_device_is_copied_from_there(
     """Here by the way of devices, with tensors of the host."""
     from rekindle.files import pickled
 
-    real = pickled._of_storage
+    real = pickled.of_storage
 
     def on_a_device(storage: Any, start: int) -> Any:
         class Storage:
@@ -171,7 +171,7 @@ def test_what_lies_on_a_device_is_copied_from_there(
 
         return type(segment)(start, segment.nbytes, 0, storage, put)
 
-    monkeypatch.setattr(pickled, "_of_storage", on_a_device)
+    monkeypatch.setattr(pickled, "of_storage", on_a_device)
     saved = state()
     rekindle.save(saved, root / "x.pt")
     assert_same(rekindle.load(root / "x.pt"), saved)

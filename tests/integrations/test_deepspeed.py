@@ -58,7 +58,7 @@ def test_killed_right_after_a_save(stage: int, memory: Path, tmp_path: Path) -> 
     assert 0 not in train(python, tmp_path / "broken", root, "--stage", stage, "--die-after-save", 3, **slow)
     assert not (root / "latest").exists() or (root / "latest").read_text() != "global_step3"
     files = list((root / "global_step3").glob("*.pt"))
-    assert len(files) == 3 and all(is_placeholder(file.read_bytes()[:64]) for file in files)
+    assert len(files) == {1: 3, 3: 4}[stage] and all(is_placeholder(file.read_bytes()[:64]) for file in files)
     assert train(python, tmp_path / "resumed", root, "--stage", stage) == [0, 0]
     assert [lines(tmp_path / "resumed", PROGRAM, rank)["start"] for rank in range(2)] == ["3", "3"]
     assert ended(tmp_path / "resumed") == ended(tmp_path / "unbroken")

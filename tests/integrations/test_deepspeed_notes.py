@@ -11,7 +11,7 @@ import pytest
 
 import rekindle
 from rekindle.errors import UsageError
-from rekindle.integrations.deepspeed import attach
+from rekindle.integrations.deepspeed import attach, latest
 from rekindle.integrations.deepspeed.latest import LatestKeeper
 from rekindle.integrations.deepspeed.notes import Entry, Note, Sight, choose, is_durable, look, note_path, whole
 from rekindle.memory.files_dir import FilesDir
@@ -153,3 +153,16 @@ def test_what_cannot_go_through_memory_is_refused(changes: dict[str, Any], messa
         attach(engine, root)
     with pytest.raises(UsageError, match="directories"):
         attach(engine, "s3://bucket/run")
+
+
+def test_the_end_waits_once_for_what_does_not_come(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(latest, "_ARRIVES", 0.1)
+    keeper = LatestKeeper(root, "start")
+    keeper.add(note("a", 1))
+    keeper.finish()
+    assert "storage lacks files of a" in caplog.text
+    monkeypatch.setattr(latest, "_ARRIVES", 1000.0)
+    keeper.finish()
+    assert not (root / "latest").exists()

@@ -52,6 +52,12 @@ class LatestKeeper:
         with self._changed:
             self._waiting = {number: save for number, save in self._waiting.items() if save[0] != tag}
 
+    def give_up(self) -> None:
+        """Leaves ``latest`` as it is, to the next start."""
+        with self._changed:
+            self._waiting = {}
+            self._changed.notify_all()
+
     def wait(self, timeout: float) -> bool:
         """Waits until nothing is on its way. False if something is after ``timeout`` seconds."""
         until = time.monotonic() + timeout
@@ -73,6 +79,7 @@ class LatestKeeper:
                 tags,
                 _ARRIVES,
             )
+            self.give_up()  # destroy() has waited: the end of the process doesn't do so again
 
     def _run(self) -> None:
         while True:
@@ -90,16 +97,17 @@ class LatestKeeper:
         with self._changed:
             if number not in self._waiting:  # it is saved anew
                 return False
-            try:
-                data = tag.encode()
-                self._place.write_stream(iter([memoryview(data)]), len(data))
-            except OSError as error:
-                problem = describe_error(error)
-                if problem != self._problem:
-                    log.warning("%s: could not be written, and is tried again: %s", self._place.target, problem)
-                self._problem = problem
-                return False
-            self._problem = ""
+        data = tag.encode()
+        try:  # without the lock: storage may hang, and training must not
+            self._place.write_stream(iter([memoryview(data)]), len(data))
+        except OSError as error:
+            problem = describe_error(error)
+            if problem != self._problem:
+                log.warning("%s: could not be written, and is tried again: %s", self._place.target, problem)
+            self._problem = problem
+            return False
+        self._problem = ""
+        with self._changed:
             self._waiting = {other: save for other, save in self._waiting.items() if other > number}
             self._changed.notify_all()
         return True
