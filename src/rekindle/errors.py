@@ -55,7 +55,7 @@ class UnsupportedValueError(UsageError, TypeError):
 
 
 class NotFoundError(RekindleError, FileNotFoundError):
-    """A root, checkpoint or job does not exist."""
+    """A root, checkpoint, job or file does not exist."""
 
     exit_code = 3
 
@@ -93,7 +93,7 @@ class BusyError(RekindleError, RuntimeError):
 
 
 class NotDurableError(RekindleError, TimeoutError):
-    """A checkpoint did not reach storage in time. It stays in memory and is still being drained."""
+    """A checkpoint or a file did not reach storage in time. It stays in memory and is still being drained."""
 
     exit_code = 8
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 import rekindle
+from rekindle.agent import file_drain
 from rekindle.agent.file_drain import FileDrainer
+from rekindle.cli import terminal
 from rekindle.cli.main import main
 from rekindle.files import client as clients
 from rekindle.memory.files_dir import FilesDir
@@ -24,6 +27,7 @@ def rekindle_command(*arguments: object) -> Result:
 
 
 def test_ls_shows_files_and_what_keeps_them(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
+    assert rekindle_command("ls", "--files").output.startswith("no files are in this node's memory")
     rekindle.save(b"one", root / "one")
     assert drainer.tick()
     rekindle.save(b"three", root / "three")
@@ -49,6 +53,40 @@ def test_flush_carries_files_where_no_agent_does(store: FilesDir, root: Path) ->
     done = rekindle_command("flush", root / "x", "--timeout", 60)
     assert done.exit_code == 0, done.output
     assert (root / "x").read_bytes() == b"data" and store.agent() is None
+
+
+def test_flush_of_what_nobody_saved_is_an_error(store: FilesDir, root: Path) -> None:
+    """In a memory store that has files, and in one that has none."""
+    assert rekindle_command("flush", root / "x").exit_code == rekindle.NotFoundError.exit_code
+    rekindle.save(b"data", root / "y")
+    assert rekindle_command("flush", root / "x").exit_code == rekindle.NotFoundError.exit_code
+    assert rekindle_command("flush", root / "y").exit_code == 0
+    (root / "x").write_bytes(b"of another program")
+    assert rekindle_command("flush", root / "x").exit_code == 0
+
+
+def test_those_who_wait_are_told_why_and_how_far(store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_TELL_FIRST", 0.0)
+    monkeypatch.setattr(terminal, "_TELL_EVERY", 0.0)
+    root.mkdir()
+    assert run(_SAVE, root / "gone" / "[x]", point="upload.started") == KILLED
+    (root / "gone").write_bytes(b"in the way")
+    shown, show = threading.Event(), terminal.WaitDisplay.show
+
+    def show_and_help(self: terminal.WaitDisplay, carried: str | None, done: int, total: int, why: str) -> None:
+        show(self, carried, done, total, why)
+        if carried is not None:
+            shown.set()
+        if "[x]: " in why and (root / "gone").is_file():
+            (root / "gone").unlink()
+
+    monkeypatch.setattr(terminal.WaitDisplay, "show", show_and_help)
+    monkeypatch.setattr(file_drain, "reach", lambda *_: shown.wait(60))
+    done = rekindle_command("flush")
+    told = done.output.splitlines()
+    assert done.exit_code == 0 and (root / "gone" / "[x]").read_bytes() == b"data", told
+    assert any(line.startswith("files: 1 not on storage yet: ") and "gone/[x]: " in line for line in told), told
+    assert any(f"storage has 0 bytes of 4 bytes of {root}/gone/[x]; waits" in line for line in told), told
 
 
 def test_flush_says_why_it_can_not(store: FilesDir, root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,40 @@ from rich.filesize import decimal
 from rekindle.agent.drain import TICK
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.agent.http import send_request
-from rekindle.cli.terminal import MEMORY_OPTION, local_time, make_table, print_json, show
+from rekindle.cli.terminal import MEMORY_OPTION, WaitDisplay, local_time, make_table, print_json, progress_bar, show
 from rekindle.common.timeouts import in_background
 from rekindle.errors import AgentError, BusyError, NotDurableError
-from rekindle.files.flushing import describe_pending, pending_files
+from rekindle.files.flushing import check_there, describe_pending, pending_files
 from rekindle.files.listing import list_files
 from rekindle.files.saving import canonical_target_within
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.job_dir import memory_base
+from rekindle.memory.kept import key_of
 from rekindle.memory.lock import Lock
 
-__all__ = ["facts_of_files", "files_are_stale", "files_status", "flush_command", "list_command", "stop_files"]
+__all__ = [
+    "NO_FILES",
+    "facts_of_files",
+    "files_are_stale",
+    "files_status",
+    "flush_command",
+    "list_command",
+    "stop_files",
+]
 
+NO_FILES = "no files are in this node's memory, in {}"
 _STATES = {"memory": "in memory, on its way", "both": "on storage and in memory"}
 
 
 def list_command(memory: Path | None, *, as_json: bool) -> None:
     """Lists the files in this node's memory."""
-    found = list_files(FilesDir.below(memory_base(memory)))
+    base = memory_base(memory)
+    found = list_files(FilesDir.below(base))
     if as_json:
         print_json([file.to_json() for file in found])
+        return
+    if not found:
+        click.echo(NO_FILES.format(base))
         return
     table = make_table("saved", "size", "state", "path", "problem", may_fold=("path", "problem"))
     for file in found:
@@ -48,6 +63,8 @@ def flush_command(path: str | None, timeout: float, memory: Path | None) -> None
     """Wait until all files in this node's memory are on storage, or that of PATH. Carry them where no agent does."""
     store = FilesDir.below(memory_base(memory))
     target = None if path is None else canonical_target_within(path)
+    if target is not None and store.kept.find(key_of(target)) is None:
+        check_there(target)
     _flush(store, target, timeout)
     click.echo(f"{path or 'all files'}: on storage")
 
@@ -59,18 +76,41 @@ def _flush(store: FilesDir, target: str | None, timeout: float) -> None:
         return
     store.check()
     lock, drainer = Lock(store.paths.agent_lock), FileDrainer(store)
+    with progress_bar() as bar:
+        display = WaitDisplay(bar, "files", timeout)
+        try:
+            while pending := pending_files(store, target):
+                ours = lock.held() or lock.acquire()
+                if ours:
+                    tick = in_background(drainer.tick, "rekindle-flush")  # storage may hang
+                    while not tick.done() and time.monotonic() < until:
+                        _show(display, len(pending), vars(drainer.progress))
+                        time.sleep(TICK)
+                    store.notes.write_agent_status({"error": None, "failed": drainer.progress.failed})
+                _show(display, len(pending), vars(drainer.progress) if ours else _ask_agent(store))
+                if time.monotonic() > until:
+                    raise NotDurableError(describe_pending(store, pending, timeout))
+                time.sleep(TICK)
+        finally:
+            lock.release()
+
+
+def _ask_agent(store: FilesDir) -> Mapping[str, Any]:
+    """Returns the agent's progress; nothing of it where a process that saves is the agent, or none answers."""
     try:
-        while pending := pending_files(store, target):
-            if lock.held() or lock.acquire():
-                tick = in_background(drainer.tick, "rekindle-flush")  # storage may hang
-                while not tick.done() and time.monotonic() < until:
-                    time.sleep(TICK)
-                store.notes.write_agent_status({"error": None, "failed": drainer.progress.failed})
-            if time.monotonic() > until:
-                raise NotDurableError(describe_pending(store, pending, timeout))
-            time.sleep(TICK)
-    finally:
-        lock.release()
+        return send_request(store.paths.agent_socket, "GET", "/status", timeout=2.0)
+    except AgentError:
+        return {}
+
+
+def _show(display: WaitDisplay, pending: int, progress: Mapping[str, Any]) -> None:
+    why = f"{pending} not on storage yet"
+    path, done, total = progress.get("path"), progress.get("done", 0), progress.get("total", 0)
+    if progress.get("error"):
+        why = f"{why}: {progress['error']}"
+    elif path is not None:
+        why = f"{why}: storage has {decimal(done)} of {decimal(total)} of {path}"
+    display.show(path and path.rsplit("/", 1)[-1], done, total, why)
 
 
 def files_status(base: Path) -> dict[str, Any] | None:
@@ -127,7 +167,7 @@ def stop_files(timeout: float, memory: Path | None, *, discard: bool) -> None:
     """Ends the agent of files and gives their memory back, once all are on storage. ``discard``: at once."""
     store = FilesDir.below(memory_base(memory))
     if not store.path.is_dir():
-        click.echo("no files are in this node's memory")
+        click.echo(NO_FILES.format(store.path.parent))
         return
     store.check()
     if store.trainers():

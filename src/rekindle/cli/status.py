@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 
-from rekindle.cli.files import facts_of_files, files_status
+from rekindle.cli.files import NO_FILES, facts_of_files, files_status
 from rekindle.cli.operations import ended_status, job_status
 from rekindle.cli.terminal import (
     ANSWERS_WITHIN,
@@ -67,7 +67,7 @@ def status_command(root: Root | None, watch: bool, files: bool, as_json: bool, m
         if not found and not files:
             click.echo(f"no jobs have memory on this node, in {base}")
         if held is None and files:
-            click.echo(f"no files are in this node's memory, in {base}")
+            click.echo(NO_FILES.format(base))
         if found or held is not None:
             show(_view(found, held))
     problems = _problems(found, held)

@@ -15,6 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +31,7 @@ __all__ = [
     "ROOT_ARGUMENT",
     "STEP_ARGUMENT",
     "DrainDisplay",
+    "WaitDisplay",
     "asks_for_json",
     "progress_bar",
     "complete_directory",
@@ -129,27 +131,38 @@ def progress_bar(*, hidden: bool = False) -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden or not sys.stderr.isatty())
 
 
-class DrainDisplay:
-    """Shows what ``stop`` waits for: a bar at a terminal, and a line now and then on any stderr."""
+class WaitDisplay:
+    """Shows what a command waits for: a bar at a terminal, and a line now and then on any stderr."""
 
-    def __init__(self, bar: Progress, name: str, timeout: float, job: JobInfo | None) -> None:
-        self._bar, self._name, self._job = bar, name, job
+    def __init__(self, bar: Progress, name: str, timeout: float) -> None:
+        self._bar, self._name = bar, name
         self._task = bar.add_task("carrying to storage", total=None)
         self._began = time.monotonic()
         self._ends, self._tell_at = self._began + timeout, self._began + _TELL_FIRST
 
-    def __call__(self, progress: Mapping[str, Any]) -> None:
-        """Shows the drain's progress."""
-        step = progress["step"]
-        if step is not None:
-            self._bar.update(self._task, description=f"step {step} to storage")
-        self._bar.update(self._task, completed=progress["done"], total=progress["total"] or None)
+    def show(self, carried: str | None, done: int, total: int, why: str) -> None:
+        """Shows how much storage has of ``carried``, if that is something, and why the wait has not ended."""
+        if carried is not None:
+            self._bar.update(self._task, description=f"{escape(escaped(carried).plain)} to storage")
+        self._bar.update(self._task, completed=done, total=total or None)
         now = time.monotonic()
         if now >= self._tell_at:
             self._tell_at = now + _TELL_EVERY
-            left = max(0.0, self._ends - now)
-            line = f"{self._name}: {self._what(progress)}; waits {left:.0f} s more at most"
+            line = f"{self._name}: {why}; waits {max(0.0, self._ends - now):.0f} s more at most"
             self._bar.console.print(escaped(line), soft_wrap=True)
+
+
+class DrainDisplay(WaitDisplay):
+    """Shows what ``stop`` waits for."""
+
+    def __init__(self, bar: Progress, name: str, timeout: float, job: JobInfo | None) -> None:
+        super().__init__(bar, name, timeout)
+        self._job = job
+
+    def __call__(self, progress: Mapping[str, Any]) -> None:
+        """Shows the drain's progress."""
+        step = None if progress["step"] is None else f"step {progress['step']}"
+        self.show(step, progress["done"], progress["total"], self._what(progress))
 
     def _what(self, progress: Mapping[str, Any]) -> str:
         if progress["error"]:

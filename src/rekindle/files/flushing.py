@@ -16,7 +16,7 @@ from rekindle.memory.kept import KeptFile, key_of
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
 
-__all__ = ["describe_pending", "flush", "pending_files"]
+__all__ = ["check_there", "describe_pending", "flush", "pending_files"]
 
 _POLL = 0.01
 _LOOK = 3.0
@@ -38,7 +38,9 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0)
     client = clients.current_client()
     store = client.store if client is not None else FilesDir.below(current_settings().base)
     if target is not None and store.kept.find(key_of(target)) is None:
-        _check_there(target, client)
+        if client is not None:
+            client.check_memory(target)
+        check_there(target)
         return
     while pending := pending_files(store, target):
         if client is None:
@@ -57,10 +59,8 @@ def pending_files(store: FilesDir, target: str | None) -> list[KeptFile]:
     return pending if target is None else [file for file in pending if file.key == key_of(target)]
 
 
-def _check_there(target: str, client: clients.Client | None) -> None:
+def check_there(target: str) -> None:
     """Raises unless storage has a file that memory doesn't know: given up by memory, or never there."""
-    if client is not None:
-        client.check_memory(target)
     place = open_place(target)
     if with_timeout(_LOOK, target, place.identify) is None:
         raise NotFoundError(f"{target}: nothing was saved there, or it was removed since")

@@ -133,7 +133,8 @@ def _check_head(head: bytes, target: str, *, raw: bool) -> None:
 def _check_magic(head: bytes, target: str) -> None:
     if head != MAGIC:
         raise FormatError(
-            f"{target}: is no file of torch.save. If it was saved as bytes, load(path, raw=True) returns them"
+            f"{target}: is no file of torch.save, as torch 1.6 or newer writes it. If it was saved as bytes, "
+            "load(path, raw=True) returns them"
         )
 
 
