@@ -84,8 +84,8 @@ class Recorder:
 
     # -- one for each function of the table ------------------------------------------------------------------------
 
-    def _create(self, real: Callable[..., int], path: Path) -> int:
-        fd = real(path)
+    def _create(self, real: Callable[..., int], path: Path, *mode: int) -> int:
+        fd = real(path, *mode)
         place = self._find(path.parent)
         if place is not None:
             there = place.names.get(path.name)
@@ -97,6 +97,8 @@ class Recorder:
                 self.log.append(Data(there, 0, None, f"empty {path.name}"))
             self._files[fd], self._at[fd] = there, 0
         return fd
+
+    _create_new = _create
 
     def _open_direct(self, real: Callable[..., int], fd: int) -> int:
         other = real(fd)

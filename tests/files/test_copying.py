@@ -68,6 +68,22 @@ def test_nobody_writes_into_a_buffer_after_a_read_that_was_interrupted(monkeypat
     assert not late.is_set()
 
 
+def test_a_read_where_no_more_threads_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody copies after its return: what a thread has taken is waited for."""
+    real, left = threading.Thread.start, [1]
+
+    def start(self: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        real(self)
+
+    monkeypatch.setattr("rekindle.files.copying.reader_threads", lambda *, in_memory: 4)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with CopiedFile(memoryview(bytearray(DATA))) as file:
+        assert file.read(len(DATA)) == DATA
+
+
 def test_its_threads_end_with_it() -> None:
     with CopiedFile(memoryview(bytearray(DATA))) as file:
         file.readinto(bytearray(8 * MIB))

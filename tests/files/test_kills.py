@@ -24,7 +24,7 @@ _DIE = "; os.kill(os.getpid(), signal.SIGKILL)"
 def left(store: FilesDir) -> list[str]:
     """What memory holds beside whole files, once somebody has swept it."""
     store.sweep()
-    names = {path.name for path in store.kept_path.iterdir()}
+    names = {path.name for path in store.kept_path.iterdir()} - {"id"}
     whole = {file.data.name for file in store.kept.files()} | {file.receipt.name for file in store.kept.files()}
     return sorted(names - whole - {file.stored.name for file in store.kept.files()})
 

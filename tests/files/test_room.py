@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from rekindle.agent.file_drain import FileDrainer
 from rekindle.files import client as clients
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.job_dir import memory_base
+from rekindle.storage import disk
 from tests.faults.harness import end_agent
 from tests.files.programs import run
 
@@ -92,6 +94,19 @@ def test_a_full_file_system_is_no_sigbus(
     assert list(small.paths.slots.iterdir()) == []
     rekindle.flush(timeout=60)
     end_agent(small)
+
+
+def test_an_error_of_a_write_straight_to_storage_names_the_path(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    rekindle.files.configure(limit=1)
+    monkeypatch.setattr(disk, "allocate", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{root}/x'"):
+        rekindle.save(b"data", root / "x")
+    assert list(root.iterdir()) == []
 
 
 def test_files_of_one_size_use_the_same_memory_again(drainer: FileDrainer, store: FilesDir, root: Path) -> None:

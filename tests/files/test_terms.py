@@ -13,6 +13,7 @@ from rekindle.files.saving import save_target
 from rekindle.format.file_receipt import BYTES, FileReceipt, Terms
 from rekindle.format.receipt import checksum
 from rekindle.memory.files_dir import FilesDir
+from rekindle.storage.path_place import PathPlace
 
 
 def save(path: Path, terms: Terms, data: bytes = b"data") -> None:
@@ -51,6 +52,15 @@ def test_a_file_removes_another_before_it_comes(drainer: FileDrainer, root: Path
     save(root / "x", Terms(removes="mark"))
     drainer.tick()
     assert (root / "x").exists() and not (root / "mark").exists()
+
+
+def test_a_placeholder_of_another_node_is_not_the_file_that_comes_before(drainer: FileDrainer, root: Path) -> None:
+    assert PathPlace(root / "x", "another").put_placeholder("on its way")
+    save(root / "mark", Terms([str(root / "x")]))
+    assert not drainer.tick() and not (root / "mark").exists()
+    (root / "x").write_bytes(b"data")
+    drainer._failures.clear()
+    assert drainer.tick() and (root / "mark").exists()
 
 
 def test_a_held_file_stays_until_it_is_let_go(drainer: FileDrainer, store: FilesDir, root: Path) -> None:

@@ -126,7 +126,8 @@ class FileDrainer:
 
     def _pending(self) -> list[KeptFile]:
         pending = self._store.kept.newest(stored=False)
-        self._failures = {file: failure for file, failure in self._failures.items() if file in pending}
+        known = set(pending)
+        self._failures = {file: failure for file, failure in self._failures.items() if file in known}
         self.progress.waiting = len(pending)
         self._report()
         return pending
@@ -152,7 +153,7 @@ class FileDrainer:
         except FileNotFoundError:  # superseded since it was listed
             return False
         except CorruptError as error:
-            self._failed(file, str(file.receipt), f"stays as it was on storage: {error}", for_good=True)
+            self._failed(file, file.name(), f"stays as it was on storage: {error}", for_good=True)
             return False
         finally:
             turn.release()
@@ -168,8 +169,11 @@ class FileDrainer:
             place = open_place(receipt.target, self._store.id())
             if receipt.trace is not None:
                 place.check_mounted(receipt.trace)
+            if receipt.mode is not None:
+                place.mode = receipt.mode
             if receipt.placeholder and isinstance(place, PathPlace) and place.was_removed():
-                return self._give_up(file)
+                self._store.give_up([file])  # such as a program's oldest checkpoint, which would come back
+                return False
             if receipt.terms.removes is not None:
                 _remove(Path(receipt.target).with_name(receipt.terms.removes))
             identity = carry(opened, place, self._count, self._budget)
@@ -180,21 +184,16 @@ class FileDrainer:
         except CorruptError as error:
             self._failed(file, receipt.target, f"stays as it was on storage: {error}", for_good=True)
             return False
-        except (OSError, RekindleError) as error:
-            self._failed(file, receipt.target, describe_error(error), for_good=False)
+        except Exception as error:  # others are not to wait for this one, whatever it is
+            known = isinstance(error, (OSError, RekindleError))
+            why = describe_error(error) if known else f"{type(error).__name__}: {error}"
+            self._failed(file, receipt.target, why, for_good=False)
             return False
         reach("upload.noted", file.number)
         self.progress.drained += 1
         self._failures.pop(file, None)
         self._report()
         return True
-
-    def _give_up(self, file: KeptFile) -> bool:
-        """Gives up a file whose placeholder is gone: such as a program's oldest checkpoint, which would come back."""
-        with self._store.arranging():
-            self._store.kept.remove_older(file)
-            self._store.kept.remove(file)
-        return False
 
     def _waits(self, file: KeptFile, receipt: FileReceipt) -> bool:
         """True if storage has yet to get a file that comes before this one.
@@ -206,7 +205,7 @@ class FileDrainer:
             ours = newest.get(key_of(target))
             if ours is not None and not ours.is_stored():
                 return True
-            if ours is None and open_place(target).identify() is None:
+            if ours is None and not open_place(target).has_arrived():
                 why = f"waits for {target}, which no process of this node has saved, and storage does not have"
                 self._failed(file, receipt.target, why, for_good=False, waits=True)
                 return True
@@ -222,9 +221,8 @@ class FileDrainer:
             return
         for file in pending:
             if not self._carry(file) and self._is_waiting(file):  # its next attempt might have been due much later
-                with self._store.arranging():
-                    log.warning("%s: does not come to be: %s", self._failures[file].target, self._failures[file].why)
-                    self._store.kept.remove(file)
+                log.warning("%s: does not come to be: %s", self._failures[file].target, self._failures[file].why)
+                self._store.give_up([file])
 
     def _is_waiting(self, file: KeptFile) -> bool:
         return file in self._failures and self._failures[file].waits

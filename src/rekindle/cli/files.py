@@ -14,7 +14,7 @@ from rekindle.agent.drain import TICK
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.agent.http import send_request
 from rekindle.cli.terminal import MEMORY_OPTION, WaitDisplay, local_time, make_table, print_json, progress_bar, show
-from rekindle.common.timeouts import in_background
+from rekindle.common.timeouts import check_timeout, in_background
 from rekindle.errors import AgentError, BusyError, NotDurableError
 from rekindle.files.flushing import check_there, describe_pending, pending_files
 from rekindle.files.listing import list_files
@@ -62,7 +62,7 @@ def list_command(memory: Path | None, *, as_json: bool) -> None:
 def flush_command(path: str | None, timeout: float, memory: Path | None) -> None:
     """Wait until all files in this node's memory are on storage, or that of PATH. Carry them where no agent does."""
     store = FilesDir.below(memory_base(memory))
-    target = None if path is None else canonical_target_within(path)
+    target = None if path is None else canonical_target_within(path, follow=True)
     if target is not None and store.kept.find(key_of(target)) is None:
         check_there(target)
     _flush(store, target, timeout)
@@ -71,7 +71,7 @@ def flush_command(path: str | None, timeout: float, memory: Path | None) -> None
 
 def _flush(store: FilesDir, target: str | None, timeout: float) -> None:
     """Waits for files. Carries them in this process while nobody holds the agent's lock."""
-    until = time.monotonic() + timeout
+    until = time.monotonic() + check_timeout(timeout)
     if not store.kept_path.is_dir():
         return
     store.check()

@@ -48,9 +48,12 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
 def with_timeout(seconds: float, where: str | os.PathLike[str], work: Callable[[], T]) -> T:
     """Returns the result of ``work``. Raises TimeoutError that names ``where`` when it takes over ``seconds``.
 
-    The thread goes on waiting after that; only the caller is set free.
+    The thread goes on waiting after that; only the caller is set free. Where no thread can be had, there is no bound.
     """
-    answer = in_background(work, "rekindle-timeout")
+    try:
+        answer = in_background(work, "rekindle-timeout")
+    except RuntimeError:  # the interpreter ends, or the limit of processes is reached
+        return work()
     if not wait([answer], seconds).done:  # not result(seconds), as work itself may raise TimeoutError
         why = f"does not answer within {seconds:.0f} s: its file system hangs, see that the server is there"
         raise TimeoutError(errno.ETIMEDOUT, why, os.fspath(where))

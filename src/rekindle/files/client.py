@@ -15,6 +15,7 @@ from rekindle.common.os_errors import describe_error
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, RekindleError, UsageError
 from rekindle.files.access import lacks_access
 from rekindle.files.contents import Contents
+from rekindle.files.exclusive import Exclusive
 from rekindle.files.filling import Filler
 from rekindle.files.pool import Pool
 from rekindle.files.quota import Quota
@@ -48,7 +49,7 @@ class Client:
         self.pid = os.getpid()
         self.store = FilesDir.below(settings.base)
         self._filler = Filler()
-        self._joining = threading.Lock()
+        self._joining = Exclusive()
         self._lock = self.store.join()
         self._pool = self._new_pool()
         info = JobInfo(str(self.store.path), [], 1, None, None, settings.idle_timeout, drain_limit=settings.drain_limit)
@@ -58,14 +59,15 @@ class Client:
         """True once it was seen to that the agent reaches the object stores that this process does."""
         self._saved: dict[str, str] = {}
         """Names of the memory stores that this process saved into, by key of the file, until it is known to arrive."""
-        threading.Thread(target=self._watch, name="rekindle-files-watch", daemon=True).start()
+        with suppress(RuntimeError):  # no thread can be had, as at the end of the process: saves look after the agent
+            threading.Thread(target=self._watch, name="rekindle-files-watch", daemon=True).start()
 
     def _new_pool(self) -> Pool:
         return Pool(self.store, self._lock, self.settings.limit, Quota(self.store, self.settings.roots))
 
     def _rejoin(self) -> None:
         """Joins again after somebody removed memory."""
-        with self._joining:
+        with self._joining.entered():
             if not (self._lock.held() and self.store.kept_path.is_dir()):
                 self._lock.release()
                 self._lock = self.store.join()
@@ -92,11 +94,12 @@ class Client:
         terms: Terms,
         *,
         placeholder: bool = False,
+        mode: int | None = None,
     ) -> None:
         """Saves a file into memory. Raises MemoryStoreError where that can't be done: nothing is left of it then."""
         if "://" in target:
             self._give_access()
-        self.keep(target, contents, trace, None, terms, placeholder=placeholder)
+        self.keep(target, contents, trace, None, terms, placeholder=placeholder, mode=mode)
         self._saved[key_of(target)] = self.store.id()
         self._keeper.begin()
 
@@ -117,6 +120,7 @@ class Client:
         terms: Terms = Terms(),  # noqa: B008  never changed
         *,
         placeholder: bool = False,
+        mode: int | None = None,
     ) -> None:
         """Puts a file into memory. ``stored`` is what storage shows of one that it has: it never supersedes a save.
 
@@ -128,7 +132,9 @@ class Client:
             slot = pool.take(target, contents.nbytes)
         try:
             sums = self._filler.fill(contents, slot)
-            receipt = FileReceipt(target, contents.kind, contents.nbytes, sums, time.time(), trace, terms, placeholder)
+            receipt = FileReceipt(
+                *(target, contents.kind, contents.nbytes, sums, time.time(), trace, terms, placeholder, mode)
+            )
             with self._memory_errors():
                 committed = pool.commit(slot, receipt, stored)
         except BaseException:
@@ -187,19 +193,19 @@ class Client:
 
 
 def write_in_turn(store: FilesDir, place: Place, contents: Contents) -> None:
-    """Writes a file straight to its path, and gives up what memory has of older ones.
+    """Writes a file straight to its path, and gives up what memory has had of older ones.
 
-    Raises OSError where storage refuses, BusyError while another process writes there.
+    One that is saved meanwhile is newer. Raises OSError where storage refuses, BusyError while another process writes
+    there.
     """
     key = key_of(place.target)
+    older = store.kept.files(key)
     turn = store.writing(key)
     if not turn.acquire(_TURN):
         raise BusyError(f"{place.target}: an older file is still being written there: see that storage answers")
     try:
         place.write_stream(contents.chunks(), contents.nbytes)
-        with store.arranging():
-            for file in store.kept.files(key):
-                store.kept.remove(file)
+        store.give_up(older)
     finally:
         turn.release()
 
@@ -216,7 +222,7 @@ def current_client() -> Client | None:
 
 _client: Client | None = None
 """The process's client. One, as a process has one place for its files."""
-_making = threading.Lock()
+_making = Exclusive()
 
 
 def the_client() -> Client:
@@ -230,7 +236,7 @@ def the_client() -> Client:
             f"process {os.getpid()} was forked from process {_client.pid}, which saves files, and can't save files "
             "itself: start it by spawn, or exec"
         )
-    with _making:
+    with _making.entered():
         settings = current_settings()
         if _client is not None and _client.settings != settings:
             _client.close()

@@ -79,7 +79,7 @@ class Contents:
 def of_bytes(data: Buffer) -> Contents:
     """Returns the contents of a file of these bytes."""
     view = memoryview(data)
-    if not view.contiguous:
+    if not view.c_contiguous:
         view = memoryview(view.tobytes())
     view = view.cast("B") if view.nbytes else memoryview(b"")
     return Contents(BYTES, view.nbytes, [segment_of(view, 0)])

@@ -55,7 +55,12 @@ class CopiedFile(io.RawIOBase):
         copies: list[Future[None]] = []
         try:
             for at in range(0, nbytes, _PIECE):
-                copies.append(self._threads.submit(self._copy, place[at : min(at + _PIECE, nbytes)], start + at))
+                piece = place[at : min(at + _PIECE, nbytes)]
+                try:
+                    copies.append(self._threads.submit(self._copy, piece, start + at))
+                except RuntimeError:  # the interpreter ends, or no more threads can be had
+                    self._threads.shutdown()  # nobody copies after the return what it has taken
+                    self._copy(piece, start + at)
             for copy in copies:
                 copy.result()
         finally:  # after an interrupt the buffer is freed, and nobody may write there

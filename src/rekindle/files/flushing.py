@@ -34,7 +34,7 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0)
         UsageError: ``path`` can't name a file.
     """
     until = time.monotonic() + check_timeout(timeout)
-    target = None if path is None else canonical_target_within(path)
+    target = None if path is None else canonical_target_within(path, follow=True)
     client = clients.current_client()
     store = client.store if client is not None else FilesDir.below(current_settings().base)
     if target is not None and store.kept.find(key_of(target)) is None:
@@ -73,10 +73,6 @@ def describe_pending(store: FilesDir, pending: list[KeptFile], timeout: float) -
     failed, otherwise = failures(store), store.notes.drain_error() or "storage is slow, or hangs, or drain_limit is low"
     lines = []
     for file in pending[:_NAMED]:
-        try:
-            name = file.read_receipt().target
-        except (OSError, ValueError):
-            name = str(file.receipt)
-        lines.append(f"{name}: {failed.get(name, otherwise)}")
+        lines.append(f"{file.name()}: {failed.get(file.name(), otherwise)}")
     more = f"; and {len(pending) - _NAMED} more" if len(pending) > _NAMED else ""
     return f"not on storage after {timeout:.0f} s, memory keeps them: {'; '.join(lines)}{more}"

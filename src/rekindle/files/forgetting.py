@@ -27,9 +27,7 @@ def forget(path: str | os.PathLike[str]) -> bool:
     store = FilesDir.below(current_settings().base)
     if not store.kept_path.is_dir():
         return False
-    with store.arranging():
-        for file in store.kept.files(key):
-            store.kept.remove(file)
+    store.give_up(store.kept.files(key))
     turn = store.writing(key)
     free = turn.acquire()
     if free:

@@ -54,9 +54,7 @@ def load(
         UsageError: ``path`` can't name a file, or names a directory.
         OSError: storage refuses or fails.
     """
-    target = canonical_target_within(path)
-    if "://" not in target and os.path.islink(target):
-        target = os.path.realpath(target)
+    target = canonical_target_within(path, follow=True)
     opened = find_in_memory(FilesDir.below(current_settings().base), target)
     if opened is not None:
         with opened:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import time
+from collections import deque
 from contextlib import suppress
 
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import MemoryStoreError
+from rekindle.files.exclusive import Exclusive
 from rekindle.files.quota import Quota
 from rekindle.format.file_receipt import FileReceipt
 from rekindle.memory.files_dir import FilesDir
@@ -40,7 +41,7 @@ class Pool:
 
     def __init__(self, store: FilesDir, client: Lock, limit: int | None, quota: Quota) -> None:
         self._store, self._client, self._limit, self._quota = store, client, limit, quota
-        self._lock = threading.Lock()
+        self._lock = Exclusive()
         self._numbers = itertools.count()
         self._maker = SlotMaker(None)
         self._spares: list[Slot] = []
@@ -53,15 +54,17 @@ class Pool:
 
         Raises MemoryStoreError when there is no room within the limits, OSError when memory was removed.
         """
-        with self._lock, self._store.arranging():
+        with self._lock.entered(), self._store.arranging():
             self._used = time.monotonic()
             self._quota.make_room(target, nbytes)
             slot = self._spare(nbytes) or self._make_room(nbytes)
             try:
                 _fit(slot, nbytes)
-            except (OSError, ValueError) as error:
+            except BaseException as error:
                 self._discard(slot)
-                raise MemoryStoreError(f"memory store {self._store.path}: {describe_error(error)}") from error
+                if isinstance(error, (OSError, ValueError)):
+                    raise MemoryStoreError(f"memory store {self._store.path}: {describe_error(error)}") from error
+                raise
             return slot
 
     def _spare(self, nbytes: int) -> Slot | None:
@@ -76,48 +79,53 @@ class Pool:
 
     def _make_room(self, nbytes: int) -> Slot:
         """Returns a new slot, or that of the oldest file that storage has. Such files go until there is room."""
-        why = self._shortage(nbytes)
-        if why is not None and self._shortage(nbytes - self._bytes_that_may_go()) is not None:
+        lacking, why = self._shortage(nbytes)
+        if not lacking:
+            return self._new()
+        self._store.kept.remove_superseded()
+        stored = deque(self._store.kept.newest(stored=True))
+        if lacking > sum(slot.size for slot in self._spares) + sum(map(self._store.bytes_of, stored)):
             raise MemoryStoreError(why)  # none of them goes in vain
-        while (why := self._shortage(nbytes)) is not None:
-            if self._spares:  # they are of another size
-                self._discard(self._spares.pop(0))
-                continue
-            stored = self._store.kept.newest(stored=True)
-            if not stored:
+        while lacking:
+            if not (self._spares or stored):
                 raise MemoryStoreError(why)
-            self._store.kept.remove_older(stored[0])
-            slot = self._recycled(stored[0]) if _suits(stored[0], nbytes) else None
-            if slot is not None and self._shortage(nbytes - slot.size) is None:
-                return slot
-            if slot is not None:
-                self._discard(slot)
-            else:
-                self._store.kept.remove(stored[0])
+            freed = 0  # counted, as a look at all files for each of hundreds would take seconds
+            while freed < lacking and (self._spares or stored):
+                if self._spares:  # they are of another size
+                    freed += self._spares[0].size
+                    self._discard(self._spares.pop(0))
+                    continue
+                file = stored.popleft()
+                nbytes_of_file = self._store.bytes_of(file)
+                slot = self._recycled(file) if _suits(file, nbytes) else None
+                if slot is not None and not self._shortage(nbytes - slot.size)[0]:
+                    return slot
+                if slot is not None:
+                    self._discard(slot)
+                else:
+                    self._store.kept.remove(file)
+                freed += nbytes_of_file
+            lacking, why = self._shortage(nbytes)
         return self._new()
 
-    def _bytes_that_may_go(self) -> int:
-        stored = self._store.kept.newest(stored=True)
-        return sum(slot.size for slot in self._spares) + sum(map(self._store.bytes_of, stored))
-
-    def _shortage(self, more: int) -> str | None:
-        """Describes why ``more`` bytes have no room; None if they do."""
+    def _shortage(self, more: int) -> tuple[int, str]:
+        """Returns how many bytes have to go before ``more`` have room, and describes why; 0 if they have."""
         store = self._store
         held, promised = store.spoken_for()
         limit = store.total_bytes() // 2 if self._limit is None else self._limit
         if held + more > limit:
-            return (
+            return held + more - limit, (
                 f"memory store {store.path}: {more:,} bytes more than the {held:,} that files take would exceed their "
                 f"limit of {limit:,}, and storage lacks all that could go: see 'rekindle ls --files', or raise "
                 "REKINDLE_FILES_LIMIT"
             )
         free = store.free_bytes() - promised - Room().headroom(store)
         if more > max(free, 0):
-            return (
+            return more - free, (
                 f"memory store {store.path}: {more:,} bytes don't fit into the {max(free, 0):,} that are free beside "
                 "the headroom of other programs: make the file system larger (a container: --shm-size)"
             )
-        return None
+        return 0, ""
 
     def _new(self) -> Slot:
         path = self._store.new_slot(self._client, next(self._numbers))
@@ -146,7 +154,7 @@ class Pool:
         Raises OSError, BusyError, and MemoryStoreError where files of other processes have used up a limit meanwhile.
         What was ``stored`` before is no newer than one that storage lacks: then nothing is done, and False returned.
         """
-        with self._lock, self._store.arranging():
+        with self._lock.entered(), self._store.arranging():
             older = self._store.kept.files(key_of(receipt.target))
             if stored is not None and not all(file.is_stored() for file in older):
                 return False
@@ -183,25 +191,26 @@ class Pool:
         """
         if nbytes <= AT_ONCE:
             return
-        with suppress(OSError, MemoryStoreError), self._lock, self._store.arranging():
+        with suppress(OSError, MemoryStoreError), self._lock.entered(), self._store.arranging():
             if any(nbytes <= slot.size <= 2 * nbytes for slot in self._spares):
                 return
             if len(self._spares) == _MOST_SPARES:
                 self._discard(self._spares.pop(0))
-            if self._shortage(nbytes) is None:
+            if not self._shortage(nbytes)[0]:
                 slot = self._new()
                 os.ftruncate(slot.fd, nbytes)
                 self._spares.append(slot)
                 self._maker.make(slot, nbytes)
 
     def give_back(self, slot: Slot) -> None:
-        """Removes a slot whose file was not committed."""
-        with self._lock:
-            self._discard(slot)
+        """Removes a slot whose file was not committed. One that was, before an interrupt, stays."""
+        with self._lock.entered():
+            if slot not in self._mapped:
+                self._discard(slot)
 
     def tidy(self) -> None:
         """Lets go of memory that others have given up, and of spare slots that nobody used for long."""
-        with self._lock:
+        with self._lock.entered():
             idle = time.monotonic() - self._used > _IDLE
             gone = [slot for slot in self._spares if idle or not os.fstat(slot.fd).st_nlink]
             for slot in gone:
@@ -213,7 +222,7 @@ class Pool:
 
     def close(self) -> None:
         """Gives back the slots that were made ahead."""
-        with self._lock:
+        with self._lock.entered():
             while self._spares:
                 self._discard(self._spares.pop())
             while self._mapped:

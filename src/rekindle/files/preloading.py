@@ -32,7 +32,7 @@ def preload(*paths: str | os.PathLike[str]) -> None:
     """
     client = the_client()
     for path in paths:
-        target = canonical_target_within(path)
+        target = canonical_target_within(path, follow=True)
         opened = find_in_memory(client.store, target)
         if opened is not None:
             opened.close()

@@ -41,11 +41,12 @@ class Quota:
                     f"{root.root} that storage lacks would exceed their limit of {limit:,}: see 'rekindle ls --files', "
                     f"or raise the limit of rekindle.files.configure({root.root!r})"
                 )
+            if held + nbytes > limit:
+                self._store.kept.remove_superseded()
             for file in may_go:
                 if held + nbytes <= limit:
                     break
                 held -= files.pop(file)[1]
-                self._store.kept.remove_older(file)
                 self._store.kept.remove(file)
 
     def _others(self, target: str) -> dict[KeptFile, tuple[str, int]]:

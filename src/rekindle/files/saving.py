@@ -6,16 +6,18 @@ import logging
 import os
 import secrets
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
-from rekindle.errors import MemoryStoreError
+from rekindle.errors import FormatError, MemoryStoreError
 from rekindle.files.client import the_client, write_in_turn
 from rekindle.files.contents import Contents, of_bytes
 from rekindle.files.settings import current_settings
 from rekindle.format.file_receipt import Terms
 from rekindle.memory.files_dir import FilesDir
+from rekindle.memory.kept import key_of
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
 from rekindle.storage.place import Place, canonical_target
@@ -62,12 +64,20 @@ def _of_object(obj: object) -> Contents:
     return of_object(obj)
 
 
-def canonical_target_within(path: str | os.PathLike[str]) -> str:
-    """Returns ``canonical_target``; where storage hangs, without following links."""
+def canonical_target_within(path: str | os.PathLike[str], *, follow: bool = False) -> str:
+    """Returns ``canonical_target``; where storage hangs, without following links.
+
+    ``follow``: True follows a link at the path itself, too, as a reader does.
+    """
+
+    def look() -> str:
+        target = canonical_target(path)
+        return os.path.realpath(target) if follow and "://" not in target and os.path.islink(target) else target
+
     try:
-        return with_timeout(_LOOK, str(path), lambda: canonical_target(path))
+        return with_timeout(_LOOK, str(path), look)
     except TimeoutError:
-        return os.path.abspath(os.path.expanduser(os.fsdecode(path)))
+        return canonical_target(path, resolve=False)
 
 
 def save_target(
@@ -78,7 +88,7 @@ def save_target(
     mode: int | None = None,
     terms: Terms = Terms(),  # noqa: B008  never changed
 ) -> Literal["memory", "storage"]:
-    """Saves contents at a canonical target: see ``save``. The file keeps ``mode``, the rights of its placeholder.
+    """Saves contents at a canonical target: see ``save``. ``mode``: rights of a new file, by default as of any other.
 
     Raises MemoryStoreError, too, for a file that can't be written straight to storage: it is held, or has to wait for
     others.
@@ -88,17 +98,20 @@ def save_target(
     except MemoryStoreError as error:
         if terms != Terms():
             raise
-        return _write_without_memory(target, contents, error)
+        return _write_without_memory(target, contents, error, mode)
     place = client.place(target)
+    place.mode = _mode_of_new_files() if mode is None else mode
     trace = None
     try:
         trace = with_timeout(_LOOK, target, lambda: _checked(place))
     except TimeoutError as error:
         log.warning("%s: is saved into memory unchecked: %s", target, error)
-    stands = placeholder and isinstance(place, PathPlace) and _put_placeholder(place, mode)
+    made = stands = False
+    if placeholder and isinstance(place, PathPlace):
+        made, stands = _put_placeholder(place)
     try:
         try:
-            client.save(target, contents, trace, terms, placeholder=stands)
+            client.save(target, contents, trace, terms, placeholder=stands, mode=place.mode)
             return "memory"
         except MemoryStoreError as error:
             if client.settings.raises_when_full(target) or terms != Terms():
@@ -107,25 +120,32 @@ def save_target(
             write_in_turn(client.store, place, contents)
             return "storage"
     except BaseException:
-        _take_away(place, stands)
+        if made and client.store.kept.find(key_of(target)) is None:  # else another thread's save stands on it
+            _take_away(place)
         raise
 
 
-def _put_placeholder(place: PathPlace, mode: int | None) -> bool:
+def _put_placeholder(place: PathPlace) -> tuple[bool, bool]:
     """Lets a placeholder stand before the file is in memory: the agent, which may be quick, keeps its rights.
 
-    True if it stands. Storage that refuses doesn't keep the file from memory.
+    Returns (True if it was made, True if one stands now: that of a save before, too). Storage that refuses doesn't keep
+    the file from memory.
     """
     text = f"the file is in the memory of node {os.uname().nodename}, on its way here"
+
+    def put() -> tuple[bool, bool]:
+        made = place.put_placeholder(text)
+        return made, made or place.holds_placeholder()
+
     try:
-        return with_timeout(_LOOK, place.target, lambda: place.put_placeholder(text, mode))
-    except OSError as error:
+        return with_timeout(_LOOK, place.target, put)
+    except (OSError, FormatError) as error:
         log.warning("%s: has no placeholder until the file arrives: %s", place.target, describe_error(error))
-        return False
+        return False, False
 
 
-def _take_away(place: Place, stands: bool) -> None:
-    if stands and isinstance(place, PathPlace):
+def _take_away(place: Place) -> None:
+    if isinstance(place, PathPlace):
         with suppress(OSError):
             with_timeout(_LOOK, place.target, place.remove_placeholder)
 
@@ -137,6 +157,7 @@ def write_straight(target: str, contents: Contents) -> None:
     """
     store = FilesDir.below(current_settings().base)
     place = open_place(target, store.id() or secrets.token_hex(8))
+    place.mode = _mode_of_new_files()
     place.check()
     if store.kept_path.is_dir():
         write_in_turn(store, place, contents)
@@ -144,15 +165,29 @@ def write_straight(target: str, contents: Contents) -> None:
         place.write_stream(contents.chunks(), contents.nbytes)
 
 
-def _write_without_memory(target: str, contents: Contents, error: MemoryStoreError) -> Literal["storage"]:
+def _write_without_memory(
+    target: str, contents: Contents, error: MemoryStoreError, mode: int | None
+) -> Literal["storage"]:
     """Writes straight to storage where there is no memory store at all."""
     if current_settings().raises_when_full(target):
         raise error
     log.warning("%s: is written straight to storage, which takes longer: %s", target, error)
     place = open_place(target, secrets.token_hex(8))
+    place.mode = _mode_of_new_files() if mode is None else mode
     place.check()
     place.write_stream(contents.chunks(), contents.nbytes)
     return "storage"
+
+
+def _mode_of_new_files() -> int:
+    """Returns the rights that this process gives a new file: the agent, which writes it, may have another umask."""
+    try:
+        status = Path("/proc/self/status").read_bytes()
+        mask = int(status.partition(b"\nUmask:")[2].split(maxsplit=1)[0], 8)
+    except (OSError, ValueError, IndexError):
+        mask = os.umask(0o077)  # of all threads, for a moment
+        os.umask(mask)
+    return 0o666 & ~mask
 
 
 def _checked(place: Place) -> list[int] | None:

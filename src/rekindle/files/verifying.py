@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -38,8 +38,13 @@ def verify_crcs(read: ReadAt, nbytes: int, where: str) -> None:
     _each(verify, [record for record in read_records(read, nbytes, where) if record.crc], in_memory=False)
 
 
-def _each(work: Callable[[_T], None], todo: Iterable[_T], *, in_memory: bool) -> None:
+def _each(work: Callable[[_T], None], todo: Sequence[_T], *, in_memory: bool) -> None:
     """Calls ``work`` for each, several at a time. Raises the first error."""
     with ThreadPoolExecutor(reader_threads(in_memory=in_memory), thread_name_prefix="rekindle-verify") as pool:
-        for _ in pool.map(work, todo):
+        results: Iterator[None]
+        try:
+            results = pool.map(work, todo)
+        except RuntimeError:  # the interpreter ends, or no more threads can be had
+            results = map(work, todo)
+        for _ in results:
             pass

@@ -66,6 +66,8 @@ class FileReceipt:
     terms: Terms = Terms()
     placeholder: bool = False
     """True if a placeholder stood at its path. Whoever removes that before the file arrives has removed the file."""
+    mode: int | None = None
+    """Rights of the file at a path where none is yet; None for those of whoever writes it."""
 
     def block(self, number: int) -> tuple[int, int]:
         """Returns the first byte and the end of a block."""
@@ -83,6 +85,7 @@ class FileReceipt:
             "trace": self.trace,
             **self.terms.encode(),
             "placeholder": self.placeholder,
+            "mode": self.mode,
             "checksum": {"algorithm": CHECKSUM, "block": BLOCK},
             "checksums": self.checksums,
         }
@@ -105,6 +108,7 @@ class FileReceipt:
                 placeholder=fields.get("placeholder") is True,
                 trace=None if fields["trace"] is None else list(check_integers(fields["trace"], 3, 1 << 64)),
                 terms=Terms.decode(fields),
+                mode=None if fields.get("mode") is None else check_integer(fields["mode"], 0, 0o7777),
             )
             if kind not in (TORCH, BYTES, FOUND) or len(receipt.checksums) != -(-receipt.nbytes // BLOCK):
                 raise ValueError("its kind or the number of its checksums is none that was written")

@@ -4,11 +4,11 @@
 
     /dev/shm/rekindle-<uid>/files/
       job.json  agent.lock  agent.sock  agent.log  agent.json   as in a job's directory
-      id                                a random name: another one means that the directory was removed meanwhile
       client-<pid>-<random>.lock        held by each process that saves files, while it lives
       writing-<key>.lock                held by the process that writes that file to its path
       slots/client-<pid>-<random>-<n>.slot   free files of that process, and those that it writes
       kept/                             files that are in memory, see rekindle.memory.kept
+      kept/id                           a random name: another one means that they were removed meanwhile
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -48,6 +49,8 @@ class FilesDir(JobDir):
         super().__init__(path)
         self.kept_path = path / "kept"
         self.kept = Kept(self.kept_path)
+        self._arranger = 0
+        """Thread that holds the lock of ``arranging``."""
 
     @staticmethod
     def below(base: Path) -> FilesDir:
@@ -57,17 +60,22 @@ class FilesDir(JobDir):
     def create(self) -> None:
         super().create()
         make_private(self.kept_path)
-        with suppress(FileExistsError):
-            fd = os.open(self._id, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(fd, "w", encoding="ascii") as file:
-                file.write(secrets.token_hex(8))
+        if not self._id.exists():
+            new = self.kept_path / f".id.{secrets.token_hex(4)}"
+            try:
+                new.write_text(secrets.token_hex(8), "ascii")
+                os.link(new, self._id)  # whole, and never over that of another process
+            except FileExistsError:
+                pass
+            finally:
+                new.unlink(missing_ok=True)
 
     @property
     def _id(self) -> Path:
-        return self.path / "id"
+        return self.kept_path / "id"
 
     def id(self) -> str:
-        """Returns the random name of this directory; empty where there is none."""
+        """Returns the random name of the files in this directory; empty where there is none."""
         try:
             return self._id.read_text("ascii")
         except (OSError, ValueError):
@@ -118,6 +126,7 @@ class FilesDir(JobDir):
         """Gives up files, whatever storage has of them, and none that were saved since. Raises OSError, BusyError."""
         if self.kept_path.is_dir():
             with self.arranging():
+                self.kept.remove_superseded()
                 for file in files:
                     self.kept.remove(file)
 
@@ -129,9 +138,19 @@ class FilesDir(JobDir):
 
     @contextmanager
     def arranging(self) -> Iterator[None]:
-        """Holds the lock under which files are committed and given up. Raises BusyError, FileNotFoundError."""
-        with directory_lock(self.kept_path):
+        """Holds the lock under which files are committed and given up. Raises BusyError, FileNotFoundError.
+
+        A signal handler, which would wait for the thread that it interrupts, shares that one's.
+        """
+        if self._arranger == threading.get_ident():
             yield
+            return
+        with directory_lock(self.kept_path):
+            self._arranger = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._arranger = 0
 
     def writing(self, key: str) -> Lock:
         """Returns the lock of whoever writes the file of a key to its path: the agent, or a process without memory."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle.common.failpoints import reach
-from rekindle.errors import CorruptError
+from rekindle.errors import CorruptError, FormatError
 from rekindle.format.fields import loads
 from rekindle.format.file_receipt import FileReceipt
 from rekindle.format.receipt import checksum, open_file, read_file, write_atomic
@@ -82,6 +82,13 @@ class KeptFile:
         """Reads the receipt. Raises FileNotFoundError once the file is given up, FormatError for a damaged one."""
         return FileReceipt.decode(read_file(self.receipt), self.receipt)
 
+    def name(self) -> str:
+        """Returns its target; where the receipt is damaged or gone, the receipt's path."""
+        try:
+            return self.read_receipt().target
+        except (OSError, FormatError):
+            return str(self.receipt)
+
     def identity(self) -> Identity | None:
         """Returns what storage showed of it; None while storage lacks it."""
         try:
@@ -134,7 +141,8 @@ class OpenFile:
 class Kept:
     """Finds and changes the files of one directory. Safe to use from any thread or process.
 
-    ``commit``, ``remove``, ``remove_older``, ``recycle`` and ``sweep`` are to be called under the lock of the store.
+    ``commit``, ``remove``, ``remove_superseded``, ``recycle`` and ``sweep`` are to be called under the lock of the
+    store.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -191,7 +199,12 @@ class Kept:
     def pin(self, file: KeptFile) -> OpenFile:
         """Opens a file. Raises FileNotFoundError once it is given up, CorruptError when it is damaged."""
         receipt = file.read_receipt()
-        fd = open_file(file.data)
+        try:
+            fd = open_file(file.data)
+        except FileNotFoundError:
+            if file.receipt.exists():  # which goes first where a file is given up
+                raise CorruptError(f"{receipt.target}: its copy in memory was removed: {file.data}") from None
+            raise
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if os.stat(file.data).st_ino != os.fstat(fd).st_ino or not file.receipt.exists():
@@ -241,11 +254,12 @@ class Kept:
         file.held.unlink(missing_ok=True)
         file.data.unlink(missing_ok=True)
 
-    def remove_older(self, file: KeptFile) -> None:
-        """Gives up what killed processes left of a file that is about to go: else an older one would count again."""
-        for other in self.files(file.key):
-            if other.number < file.number:
-                self.remove(other)
+    def remove_superseded(self) -> None:
+        """Removes what killed processes left of older files: one would count again after the newest of its key goes."""
+        newest = {file.key: file.number for file in self.newest()}
+        for file in self._scan():
+            if file.number < newest.get(file.key, 0):
+                self.remove(file)
 
     def recycle(self, file: KeptFile, to: Path) -> int | None:
         """Gives a file up and makes its data the file ``to``, locked for writing. Returns its descriptor.
@@ -271,10 +285,13 @@ class Kept:
             raise
 
     def sweep(self) -> None:
-        """Removes superseded files, and what killed processes left."""
-        newest = {file.key: file.number for file in self.newest()}
+        """Removes superseded files, and what killed processes left.
+
+        A file whose bytes somebody has removed stays for as long as storage lacks it: else nobody would be told.
+        """
+        self.remove_superseded()
         for file, has in self._scan().items():
-            if not {"json", "data"} <= has or file.number < newest.get(file.key, 0):
+            if "json" not in has or ("stored" in has and "data" not in has):
                 self.remove(file)
         for path in self._directory.glob(".*"):
             with suppress(OSError):

@@ -17,6 +17,7 @@ from pathlib import Path
 __all__ = [
     "allocate",
     "create",
+    "create_new",
     "open_direct",
     "fsync",
     "make_path",
@@ -37,6 +38,11 @@ _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # Li
 def create(path: Path) -> int:
     """Opens a new or emptied file, for writing and for mapping. Returns its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+
+def create_new(path: Path, mode: int) -> int:
+    """Opens a file that isn't there yet, for writing. Returns its descriptor. ``mode`` counts as the umask allows."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def open_direct(fd: int) -> int:

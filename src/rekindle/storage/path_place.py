@@ -34,8 +34,8 @@ class PathPlace(Place):
         """``owner``: see ``rekindle.storage.open``; empty for a place that is only read."""
         self.path, self.target = path, str(path)
         mark = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
-        # Short and always the same: a name as long as the file's may be too long, and the next writer overwrites what
-        # a killed one left.
+        # Short and always the same: a name as long as the file's may be too long, and the next writer removes what a
+        # killed one left.
         self._temporary = path.with_name(f".rekindle-{mark}-{owner}.tmp")
 
     def check(self) -> None:
@@ -49,10 +49,12 @@ class PathPlace(Place):
             if not stat.S_ISREG(mode):
                 what = "a directory" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "no file"
                 raise UsageError(f"{self.path}: is {what}: a file is only saved where a regular file is, or none")
+            if not _may(self.path, os.W_OK):  # a rename would replace what its owner protects
+                raise UsageError(f"{self.path}: no right to write it: give this user that right, or remove the file")
         above = self._above()
         if not above.is_dir():
             raise UsageError(f"{self.path}: {above} is a file: see that the path is right")
-        if not os.access(above, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        if not _may(above, os.W_OK | os.X_OK):
             raise UsageError(f"{self.path}: no right to write in {above}: give this user that right")
 
     def _above(self) -> Path:
@@ -109,10 +111,11 @@ class PathPlace(Place):
     def _replace(self, fill: Callable[[int], None]) -> Identity:
         """Lets a new file, which ``fill`` writes, take the path's name once it is synced."""
         disk.make_path(self.path.parent)
-        fd = disk.create(self._temporary)
+        with suppress(OSError):  # the file that is replaced keeps its rights, as torch.save would leave them
+            self.mode = stat.S_IMODE(os.stat(self.path).st_mode)
+        disk.unlink(self._temporary)  # whatever it is: the name is no secret, and may lead to another file
+        fd = self._create(self._temporary)
         try:
-            with suppress(OSError):  # the file that is replaced keeps its rights, as torch.save would leave them
-                os.fchmod(fd, stat.S_IMODE(os.stat(self.path).st_mode))
             fill(fd)
             disk.fsync(fd)
             reach("upload.written", 0)
@@ -120,12 +123,21 @@ class PathPlace(Place):
             disk.rename(self._temporary, self.path)
             disk.sync(self.path.parent)
             return identity
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = self.target
             with suppress(OSError):
                 disk.unlink(self._temporary)
             raise
         finally:
             os.close(fd)
+
+    def _create(self, new: Path) -> int:
+        """Makes an empty file with the rights of ``mode``, for writing. Returns its descriptor."""
+        fd = disk.create_new(new, self.mode)
+        with suppress(OSError):  # some file systems have no rights
+            os.fchmod(fd, self.mode)  # the umask of an agent is that of the program which started it
+        return fd
 
     def read(self, start: int, stop: int) -> Iterator[memoryview]:
         fd = self.open()
@@ -143,14 +155,13 @@ class PathPlace(Place):
         except FormatError as error:
             raise FormatError(f"{self.path}: is not a regular file") from error
 
-    def put_placeholder(self, text: str, mode: int | None = None) -> bool:
-        """Lets a small file with rights ``mode`` stand at the path, if nothing is there yet. True if it does now."""
+    def put_placeholder(self, text: str) -> bool:
+        """Lets a small file stand at the path, if nothing is there yet. True if it was made."""
         disk.make_path(self.path.parent)
         new = self._temporary.with_name(f"{self._temporary.name}.{os.getpid()}.{threading.get_ident()}")
-        fd = disk.create(new)
+        disk.unlink(new)
+        fd = self._create(new)
         try:
-            if mode is not None:
-                os.fchmod(fd, mode)
             disk.write(fd, PLACEHOLDER + os.fsencode(text) + b"\n")
             os.link(new, self.path)  # unlike a rename, never over a file that is there
             return True
@@ -169,6 +180,9 @@ class PathPlace(Place):
         with open(self.open(), "rb") as file:
             return is_placeholder(file.read(len(PLACEHOLDER)))
 
+    def has_arrived(self) -> bool:
+        return self.identify() is not None and not self.holds_placeholder()
+
     def remove_placeholder(self) -> None:
         """Removes what stands at the path, if it is a placeholder."""
         if self.holds_placeholder():
@@ -177,6 +191,10 @@ class PathPlace(Place):
 
 def _identity(info: os.stat_result) -> Identity:
     return [info.st_ino, info.st_size, info.st_mtime_ns]
+
+
+def _may(path: Path, how: int) -> bool:
+    return os.access(path, how, effective_ids=os.access in os.supports_effective_ids)
 
 
 def is_placeholder(head: bytes) -> bool:

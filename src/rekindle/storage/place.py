@@ -24,6 +24,8 @@ class Place(ABC):
     """
 
     target: str
+    mode: int = 0o644
+    """Rights of a file at a path where none is yet."""
 
     @abstractmethod
     def check(self) -> None:
@@ -43,6 +45,10 @@ class Place(ABC):
     @abstractmethod
     def identify(self) -> Identity | None:
         """Returns what tells the file that is there from any other; None where none is."""
+
+    def has_arrived(self) -> bool:
+        """True if the file itself is there, not something that stands for it."""
+        return self.identify() is not None
 
     @abstractmethod
     def size(self) -> int:
@@ -68,11 +74,11 @@ class Place(ABC):
         """Yields a range's bytes in pieces, each valid until the next; fewer where the file ends before."""
 
 
-def canonical_target(path: str | os.PathLike[str]) -> str:
+def canonical_target(path: str | os.PathLike[str], *, resolve: bool = True) -> str:
     """Returns the one form of a file's path or URL, so that all ways to write it compare equal.
 
-    Links in the directories above are followed; that may hang with storage. Raises UsageError for what can't name a
-    file.
+    Links in the directories above are followed, which may hang with storage; not with ``resolve=False``. Raises
+    UsageError for what can't name a file.
     """
     try:
         text = os.fsdecode(path)
@@ -89,12 +95,18 @@ def canonical_target(path: str | os.PathLike[str]) -> str:
         raise UsageError(f"path {text!r}: must name a file, without '..' (os.path.abspath takes it out)")
     if "\0" in text:
         raise UsageError(f"path {text!r}: can't be the name of a file: it has a NUL")
-    whole = os.path.abspath(os.path.expanduser(text))
+    try:
+        whole = os.path.abspath(os.path.expanduser(text))
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"path {text!r}: the working directory was removed: change to another one, or give an absolute path"
+        ) from error
     try:
         os.fsencode(whole)
     except ValueError as error:  # a lone surrogate
         raise UsageError(f"path {text!r}: can't be the name of a file: {error}") from error
-    return os.path.join(os.path.realpath(os.path.dirname(whole)), os.path.basename(whole))
+    above, name = os.path.split(whole)
+    return os.path.join(os.path.realpath(above) if resolve else above, name)
 
 
 def _path_of_url(text: str) -> str:

@@ -36,7 +36,7 @@ class Unpicklable:
         raise RuntimeError("can't be pickled")
 
 
-@pytest.mark.parametrize("call", ["create", "fsync", "rename"])
+@pytest.mark.parametrize("call", ["create_new", "fsync", "rename"])
 def test_one_failed_upload_loses_the_checkpoint(
     call: str, drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
