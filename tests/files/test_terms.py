@@ -68,6 +68,8 @@ def test_a_held_file_stays_until_it_is_let_go(drainer: FileDrainer, store: Files
     save(store.path / "inside", Terms(held=True))
     assert not drainer.tick() and drainer.pending() is None and not root.exists()
     rekindle.flush(timeout=0)
+    with pytest.raises(rekindle.NotDurableError, match="held in memory"):
+        rekindle.flush(root / "x", timeout=0)
     assert rekindle.load(root / "x") == b"data"
     assert {found.path: found.state for found in rekindle.files.status()}[str(root / "x")] == "memory"
     store.let_go()

@@ -15,6 +15,7 @@ import rekindle
 from rekindle.agent import file_drain
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.cli.main import main
+from rekindle.files.client import Client
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import OpenFile
 from rekindle.storage.path_place import PathPlace
@@ -78,6 +79,20 @@ def test_a_save_that_fails_leaves_the_placeholder_of_the_one_before(drainer: Fil
     with pytest.raises(rekindle.MemoryStoreError):
         rekindle.save(bytes(200_000), root / "x", placeholder=True)
     assert drainer.tick() and (root / "x").read_bytes() == b"1"
+
+
+def test_a_flush_does_not_say_that_what_was_removed_meanwhile_is_on_storage(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rekindle.save(b"1", root / "x", placeholder=True)
+
+    def remove(self: Client) -> None:
+        (root / "x").unlink(missing_ok=True)
+        assert not drainer.tick()
+
+    monkeypatch.setattr(Client, "look", remove)
+    with pytest.raises(rekindle.NotFoundError):
+        rekindle.flush(root / "x", timeout=60)
 
 
 def test_an_error_that_nobody_foresaw_holds_up_no_other_file(

@@ -63,9 +63,9 @@ def flush_command(path: str | None, timeout: float, memory: Path | None) -> None
     """Wait until all files in this node's memory are on storage, or that of PATH. Carry them where no agent does."""
     store = FilesDir.below(memory_base(memory))
     target = None if path is None else canonical_target_within(path, follow=True)
-    if target is not None and store.kept.find(key_of(target)) is None:
-        check_there(target)
     _flush(store, target, timeout)
+    if target is not None and store.kept.find(key_of(target)) is None:  # given up, or never there
+        check_there(target)
     click.echo(f"{path or 'all files'}: on storage")
 
 

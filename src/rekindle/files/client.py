@@ -205,7 +205,8 @@ def write_in_turn(store: FilesDir, place: Place, contents: Contents) -> None:
         raise BusyError(f"{place.target}: an older file is still being written there: see that storage answers")
     try:
         place.write_stream(contents.chunks(), contents.nbytes)
-        store.give_up(older)
+        if older:  # else nothing is waited for: a process that was stopped may hold the lock of memory
+            store.give_up(older)
     finally:
         turn.release()
 

@@ -37,11 +37,6 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0)
     target = None if path is None else canonical_target_within(path, follow=True)
     client = clients.current_client()
     store = client.store if client is not None else FilesDir.below(current_settings().base)
-    if target is not None and store.kept.find(key_of(target)) is None:
-        if client is not None:
-            client.check_memory(target)
-        check_there(target)
-        return
     while pending := pending_files(store, target):
         if client is None:
             client = clients.the_client()  # nobody else may see to it that an agent runs
@@ -51,12 +46,16 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0)
         time.sleep(_POLL)
     if client is not None:
         client.check_memory(target)
+    if target is not None and store.kept.find(key_of(target)) is None:  # given up, or never there
+        check_there(target)
 
 
 def pending_files(store: FilesDir, target: str | None) -> list[KeptFile]:
-    """Lists the files that storage lacks, or that of ``target`` if it is one of them."""
-    pending = store.kept.newest(stored=False)
-    return pending if target is None else [file for file in pending if file.key == key_of(target)]
+    """Lists the files that storage lacks and is to get, or that of ``target`` if storage lacks it."""
+    if target is None:
+        return store.kept.newest(stored=False)
+    file = store.kept.find(key_of(target))
+    return [] if file is None or file.is_stored() else [file]
 
 
 def check_there(target: str) -> None:
@@ -73,6 +72,9 @@ def describe_pending(store: FilesDir, pending: list[KeptFile], timeout: float) -
     failed, otherwise = failures(store), store.notes.drain_error() or "storage is slow, or hangs, or drain_limit is low"
     lines = []
     for file in pending[:_NAMED]:
-        lines.append(f"{file.name()}: {failed.get(file.name(), otherwise)}")
+        name, held = file.name(), file.held.exists()
+        lines.append(
+            f"{name}: {'is held in memory until its program lets it go' if held else failed.get(name, otherwise)}"
+        )
     more = f"; and {len(pending) - _NAMED} more" if len(pending) > _NAMED else ""
     return f"not on storage after {timeout:.0f} s, memory keeps them: {'; '.join(lines)}{more}"
