@@ -64,7 +64,6 @@ def test_flush_is_0_while_an_upload_waits_for_its_next_try(
 def test_flush_is_0_after_the_server_has_died_with_the_data(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
     mindio_acp.save({"step": 1}, str(root / "x.pt"))
     shutil.rmtree(store.kept_path)
-    (store.path / "id").unlink()
     assert mindio_acp.flush() == 1
 
 
