@@ -14,6 +14,7 @@ from rekindle.agent.file_drain import FileDrainer
 from rekindle.common.timeouts import in_background
 from rekindle.files import pool
 from rekindle.files.quota import Quota
+from rekindle.memory import files_dir, job_dir
 from rekindle.memory.files_dir import FilesDir
 from tests.faults.harness import wait_for
 from tests.files.programs import run
@@ -49,6 +50,23 @@ def test_a_signal_handler_saves_while_its_thread_is_saving(
     assert other.read_bytes() == b"from the handler"
     assert rekindle.save(b"after", root / "after") == "memory"
     assert drainer.tick() and (root / "x").read_bytes() == b"data"
+
+
+def test_a_signal_handler_saves_when_its_thread_has_just_locked_memory(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shares the lock, whether or not its thread knows yet that it has it."""
+    monkeypatch.setattr(job_dir, "_LOCK_SECONDS", 0.2)
+    saved, real = [rekindle.save(b"older", root / "x")], job_dir.wait_for_lock
+
+    def take(fd: int, path: Path) -> None:
+        monkeypatch.setattr(files_dir, "wait_for_lock", real)
+        real(fd, path)
+        saved.append(rekindle.save(b"from the handler", root / "x"))
+
+    monkeypatch.setattr(files_dir, "wait_for_lock", take)
+    assert in_background(lambda: rekindle.save(b"data", root / "y"), "test-save").result(60) == "memory"
+    assert saved == ["memory", "storage"] and (root / "x").read_bytes() == b"from the handler"
 
 
 def test_a_signal_handler_flushes_while_its_thread_is_saving(

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -24,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rekindle.errors import BusyError
-from rekindle.memory.job_dir import JobDir, directory_lock, make_private
+from rekindle.memory.job_dir import JobDir, make_private, wait_for_lock
 from rekindle.memory.kept import Kept, KeptFile
 from rekindle.memory.lock import Lock
 from rekindle.memory.paths import matching
@@ -49,8 +50,8 @@ class FilesDir(JobDir):
         super().__init__(path)
         self.kept_path = path / "kept"
         self.kept = Kept(self.kept_path)
-        self._arranger = 0
-        """Thread that holds the lock of ``arranging``."""
+        self._arranging: dict[int, int] = {}
+        """Open files on which threads hold the lock of ``arranging``, or are about to."""
 
     @staticmethod
     def below(base: Path) -> FilesDir:
@@ -140,17 +141,21 @@ class FilesDir(JobDir):
     def arranging(self) -> Iterator[None]:
         """Holds the lock under which files are committed and given up. Raises BusyError, FileNotFoundError.
 
-        A signal handler, which would wait for the thread that it interrupts, shares that one's.
+        A signal handler would wait for the thread that it interrupts: it shares that one's lock.
         """
-        if self._arranger == threading.get_ident():
+        thread = threading.get_ident()
+        if (shared := self._arranging.get(thread)) is not None:
+            wait_for_lock(shared, self.kept_path)  # the thread may have been about to take it
             yield
             return
-        with directory_lock(self.kept_path):
-            self._arranger = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._arranger = 0
+        self._arranging[thread] = fd = os.open(self.kept_path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            wait_for_lock(fd, self.kept_path)
+            yield
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # first: a handler that comes now finds it free, or takes it again
+            self._arranging.pop(thread, None)
+            os.close(fd)
 
     def writing(self, key: str) -> Lock:
         """Returns the lock of whoever writes the file of a key to its path: the agent, or a process without memory."""

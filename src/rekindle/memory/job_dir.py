@@ -27,7 +27,7 @@ from rekindle.memory.notes import Notes
 from rekindle.memory.paths import RANK_LOCKS, JobPaths, matching, rank_of
 from rekindle.memory.snapshots import Snapshots
 
-__all__ = ["JobDir", "directory_lock", "make_private", "memory_base"]
+__all__ = ["JobDir", "directory_lock", "make_private", "memory_base", "wait_for_lock"]
 
 _LOCK_SECONDS = 10.0
 """Bound on the wait for the lock of a directory. It is held for milliseconds, and freed by the kernel at a death."""
@@ -71,19 +71,24 @@ def make_private(path: Path) -> None:
 def directory_lock(path: Path) -> Iterator[None]:
     """Holds a lock on a directory. Raises BusyError when another process, or another thread, holds it for 10 s."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    deadline = time.monotonic() + _LOCK_SECONDS
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise BusyError(f"{path}: another process has kept its lock for 10 s") from None
-                time.sleep(0.005)
+        wait_for_lock(fd, path)
         yield
     finally:
         os.close(fd)
+
+
+def wait_for_lock(fd: int, path: Path) -> None:
+    """Takes the lock on the directory that is open as ``fd``, or has it already. Raises BusyError after 10 s."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise BusyError(f"{path}: another process has kept its lock for 10 s") from None
+            time.sleep(0.005)
 
 
 class JobDir:
