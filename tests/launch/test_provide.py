@@ -23,14 +23,14 @@ import multiprocessing, subprocess, sys
 import torch_nebula
 
 def child():
-    import torch_nebula
+    import mindio_acp, torch_nebula
     assert torch_nebula.init.__module__ == "rekindle.provide.torch_nebula.settings"
 
 if __name__ == "__main__":
     import torch_nebula as again
     from rekindle.provide import torch_nebula as own
     assert again is own and torch_nebula is own
-    subprocess.run([sys.executable, "-c", "import torch_nebula; torch_nebula.Checkpoint"], check=True)
+    subprocess.run([sys.executable, "-c", "import mindio_acp, torch_nebula; torch_nebula.Checkpoint"], check=True)
     started = multiprocessing.get_context("spawn").Process(target=child)
     started.start()
     started.join()
@@ -61,9 +61,9 @@ def run(directory: Path, *arguments: object, **environment: str) -> subprocess.C
 def test_the_script_and_its_children_import_the_stand_in(by: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_CHILDREN)
     if by == "option":
-        done = run(tmp_path, "--provide", "torch_nebula", "script.py")
+        done = run(tmp_path, "--provide", "torch_nebula", "--provide", "mindio_acp", "script.py")
     else:
-        done = run(tmp_path, "script.py", **{PROVIDE: "torch_nebula"})
+        done = run(tmp_path, "-m", "script", **{PROVIDE: "torch_nebula,mindio_acp"})
     assert done.returncode == 0 and (tmp_path / "done").exists(), done.stderr
 
 
@@ -115,6 +115,46 @@ def test_folders_come_first_and_once(path: None) -> None:
         provide(" torch_nebula,, torch_nebula", None)
         assert os.environ["PYTHONPATH"] == f"{folder_of('torch_nebula')}:/before"
         assert sys.path.count(str(folder_of("torch_nebula"))) == 1
+
+
+def test_the_path_stays_as_it_was_behind_them(path: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder in it is the current one, from which programs import."""
+    monkeypatch.setenv("PYTHONPATH", ":/before:")
+    provide("torch_nebula", None)
+    assert os.environ["PYTHONPATH"] == f"{folder_of('torch_nebula')}::/before:"
+    monkeypatch.setenv("PYTHONPATH", "")
+    provide("torch_nebula", None)
+    assert os.environ["PYTHONPATH"] == str(folder_of("torch_nebula"))
+
+
+def test_a_package_that_only_the_ranks_would_find_is_not_hidden(
+    path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As python -I doesn't look into PYTHONPATH, and the ranks, which it starts, do."""
+    (tmp_path / "torch_nebula.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(rekindle.UsageError, match="never hidden"):
+        provide("torch_nebula", None)
+
+
+def test_the_stand_in_by_another_path_is_none_that_would_be_hidden(
+    path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(folder_of("torch_nebula"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "link"))
+    provide("torch_nebula", None)
+
+
+@pytest.mark.parametrize("name", stand_ins())
+def test_another_interpreter_keeps_its_own_package(name: str, tmp_path: Path) -> None:
+    """One without Rekindle, that a rank starts: here one that doesn't look for installed packages."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder_of(name)}:{tmp_path}"}
+    command = [sys.executable, "-S", "-c", f"import {name}; print({name}.__file__)"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert f"No module named '{name}'" in done.stderr
+    (tmp_path / f"{name}.py").touch()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == str(tmp_path / f"{name}.py"), done.stderr
 
 
 def test_an_unknown_name_is_told_what_there_is(path: None) -> None:

@@ -47,17 +47,25 @@ def provide(names: str, first: str | None) -> None:
                 f"--provide {name}: {real} has that name, and is never hidden: leave {name} out of --provide and "
                 f"{PROVIDE} to use it, or take it away to use Rekindle's"
             )
-    before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    before = _python_path()
     folders = [folder for name in wanted if (folder := str(folder_of(name))) not in before]
     if folders:
         os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *before])
         sys.path[1:1] = folders  # processes that Python's multiprocessing starts get this path, and not PYTHONPATH
 
 
+def _python_path() -> list[str]:
+    """Lists the folders of PYTHONPATH. An empty one among them is the current folder."""
+    value = os.environ.get("PYTHONPATH")
+    return value.split(os.pathsep) if value else []
+
+
 def _find(name: str, first: str | None) -> str | None:
     """Returns the file of a module of that name that is no stand-in; None if a program would find none."""
     own = 0 if getattr(sys.flags, "safe_path", False) else 1  # this program's own folder comes first, unless barred
-    path = [folder for folder in [*filter(None, [first]), *sys.path[own:]] if folder != str(folder_of(name))]
+    # Programs look in PYTHONPATH, though this one may have been started by python -I, which doesn't.
+    folders = [*filter(None, [first]), *_python_path(), *sys.path[own:]]
+    path = [folder for folder in folders if os.path.realpath(folder) != os.path.realpath(folder_of(name))]
     for finder in sys.meta_path:  # a package that is installed for editing has a finder of its own, behind the others
         spec = finder.find_spec(name, path if finder is PathFinder else None)
         if spec is not None and spec.origin is not None:  # a mere folder is not a module that counts

@@ -158,7 +158,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     # would seem to have ended well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _leave_hangup_ignored(args)
-    provide(args.provide, _first_on_path(args))
+    provide(",".join(args.provide) or os.environ.get(PROVIDE, ""), _first_on_path(args))
     if switched_off and is_nccl_available():  # whether the script has a guard() is not to be seen from here
         say(_NOBODY_ENDS_A_HANG)
     try:
@@ -250,7 +250,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--retry-refused", "--retry_refused", action=check_env)
     parser.add_argument("--compile-cache", "--compile_cache", action=env, metavar="ROOT")
     parser.add_argument("--no-warm", "--no_warm", action=check_env)
-    parser.add_argument("--provide", default=os.environ.get(PROVIDE, ""))
+    parser.add_argument("--provide", action="append", default=[])
 
 
 def _limits(args: Any) -> Limits:
