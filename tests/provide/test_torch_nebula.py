@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from rekindle.agent.file_drain import FileDrainer
 from rekindle.memory.files_dir import FilesDir
 from rekindle.provide import torch_nebula as tn
 from rekindle.provide.torch_nebula import catalog, keeping, settings
+from rekindle.provide.torch_nebula import checkpoint as checkpoints
 from tests.faults.harness import wait_for
 from tests.files.programs import KILLED, run
 from tests.fork_server import run_and_kill
@@ -358,6 +360,94 @@ def test_without_a_path_full_memory_is_an_error(store: FilesDir, monkeypatch: py
     with pytest.raises(rekindle.MemoryStoreError):
         tn.Checkpoint("a", -2).save("x", 1)
     assert tn.Checkpoint("a", -2).commit() is False
+
+
+def test_a_save_that_finds_no_room_leaves_the_checkpoint_of_that_tag_in_memory(
+    drainer: FileDrainer, root: Path
+) -> None:
+    tn.init(root, 0)
+    save("a", 1)
+    rekindle.files.configure(root, limit=1, when_full="error")
+    with pytest.raises(rekindle.MemoryStoreError):
+        save("a", 2)
+    found = tn.get_checkpoint("a")
+    assert found is not None and same(found.load("model.pt"), 1)
+
+
+def test_a_partition_that_finds_no_room_leaves_the_checkpoint_of_that_tag_on_storage(
+    drainer: FileDrainer, root: Path
+) -> None:
+    tn.init(root, 0)
+    save("a", 1)
+    settle(drainer)
+    rekindle.files.configure(root, limit=2000, when_full="error")  # there is room for the voucher that comes first
+    with pytest.raises(rekindle.MemoryStoreError):
+        save("a", 2)
+    settle(drainer)
+    found = tn.get_checkpoint("a")
+    assert is_ok(root, "a") and found is not None and same(found.load("model.pt"), 1)
+
+
+def test_a_save_that_failed_is_done_again_as_part_of_the_same_checkpoint(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks have agreed on it, and wait for this one."""
+    agreed: dict[str, str] = {}
+    monkeypatch.setattr(checkpoints, "agree", lambda key, value: agreed.setdefault(key, value))
+    root.mkdir()
+    (root / "a").write_text("a file in the way")
+    tn.init(root, 0)
+    checkpoint = tn.Checkpoint("a", -2)
+    with pytest.raises(rekindle.UsageError):
+        checkpoint.save("model.pt", state(1))
+    (root / "a").unlink()
+    checkpoint.save("model.pt", state(1))
+    assert checkpoint.commit()
+    (first, *_) = agreed.values()
+    assert tn.list_checkpoints()["a"]["version"] == json.loads(first)[0]
+
+
+def test_nodes_that_see_different_checkpoints_go_on_from_the_same(
+    drainer: FileDrainer, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tn.init(root, 0)
+    save("a", 1)
+    settle(drainer)
+    save("b", 2)  # complete in this node's memory, and not yet on storage
+    tn.Checkpoint("never", -2).save("model.pt", state(3))
+    agreed: dict[str, str] = {}
+    monkeypatch.setattr(checkpoints, "agree", lambda key, value: agreed.setdefault(key, value))
+    found = []
+    for place in (memory, memory / "of-a-new-node"):
+        place.mkdir(exist_ok=True)
+        monkeypatch.setenv("REKINDLE_MEMORY", str(place))
+        catalog.Versions.newest = 0
+        latest = tn.get_latest_checkpoint()
+        found.append(latest and latest.tag)
+    assert found == ["b", "b"]
+
+
+def test_a_folder_that_may_not_be_read_hides_no_other(
+    drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as lost+found, where storage is mounted."""
+    tn.init(root, 0)
+    save("a", 1)
+    settle(drainer)
+    for file in store.kept.files():
+        store.kept.remove(file)
+    (root / "lost+found").mkdir()
+    (root / "odd" / "complete.txt").mkdir(parents=True)
+    listdir = os.listdir
+
+    def refuse(path: str) -> list[str]:
+        if str(path).endswith("lost+found"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr(catalog.os, "listdir", refuse)
+    latest = tn.get_latest_checkpoint()
+    assert latest is not None and latest.tag == "a"
 
 
 def test_checkpoints_of_another_program_are_found(store: FilesDir, root: Path) -> None:

@@ -82,6 +82,27 @@ def test_ranks_that_are_killed_after_the_commit_lose_nothing(
     assert all(same(torch.load(root / "a" / f"rank_{rank}.pt", weights_only=True), rank) for rank in range(3))
 
 
+def commit_in_turn(rank: int, root: str) -> None:
+    os.environ["REKINDLE_FILES_LIMIT"] = "1"
+    tn.init(root, 0)
+    checkpoint = tn.Checkpoint("a", -2)
+    checkpoint.save(f"rank_{rank}.pt", state(rank))
+    if rank == 1:
+        dist.barrier()
+    assert tn.get_checkpoint("a") is None and checkpoint.commit() is True
+    if rank == 0:
+        dist.barrier()
+    dist.barrier()
+    assert tn.get_checkpoint("a") is not None
+
+
+def test_ranks_that_find_memory_full_commit_one_after_the_other(
+    store: FilesDir, root: Path, tmp_path: Path, memory: Path
+) -> None:
+    assert run_ranks(commit_in_turn, tmp_path, [memory] * 2, str(root)) == [0, 0]
+    assert is_ok(root, "a") and all((root / "a" / f"rank_{rank}.pt").exists() for rank in range(2))
+
+
 def count_and_die(rank: int, root: str) -> None:
     tn.init(root, 0)
     checkpoint = tn.Checkpoint("a", 4)

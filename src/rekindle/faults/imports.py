@@ -6,12 +6,13 @@ import json
 import os
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from rekindle.faults.torchelastic import LAUNCH
 from rekindle.format.receipt import write_atomic
 
-__all__ = ["IMPORTS", "ImportRecord", "imported_files"]
+__all__ = ["IMPORTS", "ImportRecord", "imported_files", "note_save"]
 
 IMPORTS = "imports"
 """File in the launcher's directory: modules with their files, and the variables that the script has set."""
@@ -48,6 +49,16 @@ class ImportRecord:
             changed = json.loads(self._path.read_bytes())["changed"] if begun is None else _changed_since(begun)
             write_atomic(self._path, json.dumps({"modules": imported_files(), "changed": changed}).encode())
         self._path = None
+
+
+@cache
+def _of_this_process() -> ImportRecord:
+    return ImportRecord(write=os.environ.get("LOCAL_RANK", "0") == "0")
+
+
+def note_save() -> None:
+    """Notes that a checkpoint was saved by a script that tells of its saves only, and has no Checkpointer."""
+    _of_this_process().write()
 
 
 def imported_files() -> dict[str, str]:

@@ -124,7 +124,8 @@ class Catalog:
         ok: dict[str, int] = {}
         with suppress(FileNotFoundError, NotADirectoryError):
             for entry in os.scandir(self.root):
-                with suppress(FileNotFoundError, NotADirectoryError):
+                # A folder that may not be read, such as lost+found, is none of ours.
+                with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
                     names = os.listdir(entry.path)
                     if COMPLETE in names:
                         with open(os.path.join(entry.path, COMPLETE), "rb") as file:

@@ -9,14 +9,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from rekindle.common.os_errors import describe_error
-from rekindle.errors import MemoryStoreError, RekindleError, UsageError
-from rekindle.faults.imports import ImportRecord
+from rekindle.errors import MemoryStoreError, NotFoundError, RekindleError, UsageError
+from rekindle.faults.imports import note_save
 from rekindle.files import flush, load
 from rekindle.files.contents import Contents, of_bytes
 from rekindle.files.saving import save_target
@@ -26,7 +25,7 @@ from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import key_of
 from rekindle.provide.torch_nebula.catalog import COMPLETE, OK, VOUCHER, Catalog, Versions, voucher_name
 from rekindle.provide.torch_nebula.keeping import flush_persistence, keep_in_background
-from rekindle.provide.torch_nebula.ranks import agree, rank_and_world
+from rekindle.provide.torch_nebula.ranks import agree, count, rank_and_world
 from rekindle.provide.torch_nebula.settings import NebulaSettings, canonical_folder, current_nebula
 
 __all__ = [
@@ -57,6 +56,8 @@ class _Writing:
     folder: str
     version: int
     held: bool
+    begun: bool = False
+    """True once memory has the voucher for nobody."""
     names: list[str] = field(default_factory=list)
     """Partitions that this process has saved."""
 
@@ -139,22 +140,32 @@ class Checkpoint:
             return False
 
     def _begin(self) -> _Writing:
-        """Returns what is written now; a new one after a commit. The older of that tag is complete no more."""
-        if self._writing is not None:
-            return self._writing
+        """Returns what is written now; a new one after a commit. The older of that tag is complete no more.
+
+        What fails here may be done again: the ranks have agreed on this one by then.
+        """
+        if self._writing is None:
+            self._writing = self._agree()
+        writing = self._writing
+        if not writing.begun:
+            self._vouch(writing, "begun", [])
+            store = FilesDir.below(current_settings().base)
+            store.give_up(store.kept.files(key_of(f"{writing.folder}/{COMPLETE}")))
+            writing.begun = True
+        return writing
+
+    def _agree(self) -> _Writing:
+        """Returns what all ranks write next under this tag."""
         key = f"{self._settings.root}/{self.tag}"
         number = _begun[key] = _begun.get(key, 0) + 1
         version = Versions.draw()
         held = self._settings.in_memory_only or self._is_soon()
         tag = self.tag or f"checkpoint-{version}"
         agreed = json.loads(agree(f"{key}/{number}", json.dumps([version, held, tag])))
+        if agreed[0] == version:
+            count(self._settings.root, 1)
         version, held, self.tag = agreed
-        writing = _Writing(f"{self._settings.root}/{self.tag}", Versions.see(version), held)
-        store = FilesDir.below(current_settings().base)
-        store.give_up(store.kept.files(key_of(f"{writing.folder}/{COMPLETE}")))
-        self._vouch(writing, "begun", [])
-        self._writing = writing
-        return writing
+        return _Writing(f"{self._settings.root}/{self.tag}", Versions.see(version), held)
 
     def _is_soon(self) -> bool:
         last = _persisted.get(self._settings.root)
@@ -165,7 +176,7 @@ class Checkpoint:
         try:
             save_target(target, contents, terms=terms)
         except MemoryStoreError:
-            if self._settings.in_memory_only:
+            if self._settings.in_memory_only or current_settings().raises_when_full(target):
                 raise
             self._let_go(writing)
             for path in terms.after:
@@ -188,11 +199,15 @@ class Checkpoint:
     def _publish(self, writing: _Writing, vouchers: list[str]) -> None:
         """Has the checkpoint declared complete once storage has all vouchers, of other ranks and nodes too."""
         after = [f"{writing.folder}/{voucher_name(writing.version, whose)}" for whose in vouchers]
-        self._put(writing, COMPLETE, of_bytes(OK), Terms(after, held=writing.held))
+        try:
+            self._put(writing, COMPLETE, of_bytes(OK), Terms(after, held=writing.held))
+        except NotFoundError:  # memory is full, and a rank has yet to commit: it finds this one's voucher on storage
+            if self._num_of_files != _ON_COMMIT:
+                raise
         if not writing.held:
             _persisted[self._settings.root] = time.monotonic()
         keep_in_background(self._settings)
-        _imports().write()
+        note_save()
 
     def _counted(self, writing: _Writing, whose: str) -> list[str]:
         """Returns the vouchers of all ranks, up to the one of ``whose``: it takes the first free place in a list."""
@@ -216,12 +231,6 @@ class Checkpoint:
             OSError: storage refuses or fails.
         """
         return load(f"{self._settings.root}/{self.tag}/{name}", map_location, weights_only=False)
-
-
-@cache
-def _imports() -> ImportRecord:
-    """Tells a launcher what a script imports that saves here only, so that its restarts are warm."""
-    return ImportRecord(write=os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 def _hash(name: str) -> str:
@@ -250,11 +259,11 @@ def get_checkpoint(tag: str, persist_path: str | os.PathLike[str] | None = None)
 def get_latest_checkpoint(persist_path: str | os.PathLike[str] | None = None) -> Checkpoint | None:
     """Returns the newest complete checkpoint, in memory or in the folder; None if there is none.
 
-    All ranks get the same one: that which the first of them finds.
+    All ranks get the same one: that which the first of them finds, until one of them begins another.
     """
     settings = settings_of(persist_path)
     newest = Catalog(settings.root).newest()
-    tag = agree(f"{settings.root}/latest/{Versions.newest}", newest.tag if newest is not None else "")
+    tag = agree(f"{settings.root}/latest/{count(settings.root)}", newest.tag if newest is not None else "")
     return Checkpoint(tag, _ON_COMMIT, settings=settings) if tag else None
 
 

@@ -1,15 +1,19 @@
-"""Tells which ranks take part, and lets them agree: on the number of a checkpoint, and on the newest one."""
+"""Tells which ranks take part, and lets them agree: on a checkpoint that they write, and on the newest one."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rekindle.common.environ import env_count
 from rekindle.errors import BusyError, UsageError
 
-__all__ = ["agree", "rank_and_world"]
+__all__ = ["agree", "count", "rank_and_world"]
+
+_PREFIX = "rekindle/torch_nebula"
 
 
 def _distributed() -> Any:
@@ -32,18 +36,31 @@ def agree(key: str, value: str) -> str:
     Raises UsageError for several ranks that have not initialised ``torch.distributed``, BusyError where its store does
     not answer.
     """
-    world = rank_and_world()[1]
-    if world == 1:
+    if rank_and_world()[1] == 1:
         return value
+    with _store() as store:
+        answer: bytes = store.compare_set(f"{_PREFIX}/{key}", "", value)
+        return answer.decode()
+
+
+def count(key: str, more: int = 0) -> int:
+    """Adds to a number that all ranks share, and returns it; 0 of a single rank. Raises as ``agree``."""
+    if rank_and_world()[1] == 1:
+        return 0
+    with _store() as store:
+        return int(store.add(f"{_PREFIX}/count/{key}", more))
+
+
+@contextmanager
+def _store() -> Iterator[Any]:
+    """Gives the store of ``torch.distributed``, and turns its errors into BusyError."""
     distributed = _distributed()
     if distributed is None:
         raise UsageError(
-            f"torch_nebula: there are {world} ranks, and torch.distributed is not initialised: call init_process_group "
-            "before the first checkpoint, so that they can agree on it"
+            f"torch_nebula: there are {rank_and_world()[1]} ranks, and torch.distributed is not initialised: call "
+            "init_process_group before the first checkpoint, so that they can agree on it"
         )
-    store = distributed.distributed_c10d._get_default_store()
     try:
-        answer: bytes = store.compare_set(f"rekindle/torch_nebula/{key}", "", value)
+        yield distributed.distributed_c10d._get_default_store()
     except RuntimeError as error:
         raise BusyError(f"torch_nebula: the ranks can't agree on a checkpoint, has rank 0 ended? {error}") from error
-    return answer.decode()
