@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import torch
 
 import rekindle
 from rekindle.agent.file_drain import FileDrainer
+from rekindle.faults.imports import IMPORTS
+from rekindle.faults.torchelastic import LAUNCH
 from rekindle.files.settings import current_settings
 from rekindle.launch.provide import folder_of, stand_ins
 from rekindle.memory.files_dir import FilesDir
@@ -123,6 +126,29 @@ def test_a_path_that_is_none_is_a_runtime_error(bad: str, drainer: FileDrainer, 
         with pytest.raises(RuntimeError):
             mindio_acp.open_file(path)
     assert rekindle.files.status() == [] and (root / "file").read_bytes() == b"kept"
+
+
+def test_a_path_may_be_an_object(drainer: FileDrainer, root: Path) -> None:
+    assert mindio_acp.save(b"x", root / "x") == 1  # type: ignore[arg-type]
+    assert mindio_acp.load(root / "x") == b"x"  # type: ignore[arg-type]
+    for call in (lambda: mindio_acp.save(b"x", root), lambda: mindio_acp.load(root)):  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="is a directory"):
+            call()
+    mindio_acp.CheckpointHelper(0).save_model_checkpoint(root / "m.pt", {"x": 1})  # type: ignore[arg-type]
+    wait_for(lambda: len(rekindle.files.status()) == 2)
+
+
+class Gone:
+    pass
+
+
+def test_an_object_whose_class_is_gone_is_a_runtime_error(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mindio_acp.save(Gone(), str(root / "x.pt"))
+    monkeypatch.delattr(sys.modules[__name__], "Gone")
+    with pytest.raises(RuntimeError, match=r"x\.pt: AttributeError.*Gone"):
+        mindio_acp.load(str(root / "x.pt"), weights_only=False)
 
 
 def test_several_paths(drainer: FileDrainer, root: Path) -> None:
@@ -294,6 +320,41 @@ def test_flush(drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
     mindio_acp.save({"x": 1}, str(root / "x.pt"))
     assert mindio_acp.flush() == 1
     assert drainer.tick() and mindio_acp.flush() == 0
+
+
+def test_what_runs_in_the_background_may_flush(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for all others, and not for itself."""
+    monkeypatch.setattr(flushing, "_LONGEST", 20.0)
+    helper, results = mindio_acp.CheckpointHelper(0), []
+
+    def save_and_flush(kwargs: dict[str, str]) -> None:
+        helper.wait_d2h_finished()
+        results.append(mindio_acp.flush())
+
+    helper.async_save_checkpoint(save_and_flush, {})
+    wait_for(lambda: results)
+    (root / "iter").mkdir(parents=True)
+    for context in range(2):
+        assert mindio_acp.register_checker(
+            lambda *result: results.append(mindio_acp.flush()), {str(root / "iter"): 1}, context, 60
+        )
+    (root / "iter" / "x").write_bytes(b"a file")
+    wait_for(lambda: len(results) == 3)
+    assert results == [0, 0, 0]
+
+
+def test_a_launcher_is_told_what_was_imported(
+    store: FilesDir, root: Path, tmp_path: Path, provided: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a restart of a script that saves here alone is warm."""
+    monkeypatch.setenv(LAUNCH, str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    code = "import mindio_acp, wave\nwith mindio_acp.create_file(sys.argv[1]) as file: file.write(b'x')\n"
+    assert run(code, root / "x") == 0
+    arrives(store)
+    assert "wave" in json.loads((tmp_path / IMPORTS).read_bytes())["modules"]
 
 
 def test_twenty_of_twenty_arrive_after_a_sigkill_right_after_the_save(

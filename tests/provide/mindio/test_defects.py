@@ -1,4 +1,10 @@
-"""Defects that MindIO's own package has, one test each, named after it. That of its files: test_format.py."""
+"""Defects that MindIO's own package has, each test named after one, and numbered by its kind.
+
+1 an upload that fails, 2 a flush that says too much, 3 a close that fails, 4 a read that fails, 5 damage, 6 torn files,
+7 code in pickles, 8 values, 9 failures behind the training, 10 the tracker, 11 limits, 13 devices, 14 forks,
+15 preload, 17 who is told. Of 5 and 7 in its own files: test_format.py. Of 12 and 16, no versions and no isolation,
+there is nothing to show.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,8 @@ import rekindle
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.memory.files_dir import FilesDir
 from rekindle.provide import mindio_acp
-from rekindle.provide.mindio_acp import checking, flushing
+from rekindle.provide.mindio_acp import checking, flushing, harmless
+from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.storage import disk
 from tests.faults.harness import wait_for
 from tests.files.programs import KILLED, run
@@ -37,7 +44,7 @@ class Unpicklable:
 
 
 @pytest.mark.parametrize("call", ["create_new", "fsync", "rename"])
-def test_one_failed_upload_loses_the_checkpoint(
+def test_01_one_failed_upload_loses_the_checkpoint(
     call: str, drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps its copy in memory, and the next upload brings it."""
@@ -51,7 +58,7 @@ def test_one_failed_upload_loses_the_checkpoint(
     assert drainer.tick() and torch.load(path, weights_only=True) == {"step": 1}
 
 
-def test_flush_is_0_while_an_upload_waits_for_its_next_try(
+def test_02_flush_is_0_while_an_upload_waits_for_its_next_try(
     drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flushing, "_LONGEST", 0.2)
@@ -61,13 +68,15 @@ def test_flush_is_0_while_an_upload_waits_for_its_next_try(
     assert mindio_acp.flush() == 1
 
 
-def test_flush_is_0_after_the_server_has_died_with_the_data(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
+def test_02_flush_is_0_after_the_server_has_died_with_the_data(
+    drainer: FileDrainer, store: FilesDir, root: Path
+) -> None:
     mindio_acp.save({"step": 1}, str(root / "x.pt"))
     shutil.rmtree(store.kept_path)
     assert mindio_acp.flush() == 1
 
 
-def test_a_save_returns_1_though_its_commit_failed(
+def test_03_a_save_returns_1_though_its_commit_failed(
     drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> None:
@@ -86,7 +95,7 @@ def test_a_save_returns_1_though_its_commit_failed(
     assert torch.load(root / "x.pt", weights_only=True) == {"step": 1} and not (root / "y").exists()
 
 
-def test_a_failed_read_gives_uninitialised_tensors(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
+def test_04_a_failed_read_gives_uninitialised_tensors(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
     mindio_acp.save({"x": torch.ones(300_000)}, str(root / "x.pt"))
     (file,) = store.kept.files()
     os.truncate(file.data, 500_000)
@@ -95,7 +104,7 @@ def test_a_failed_read_gives_uninitialised_tensors(drainer: FileDrainer, store: 
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_flipped_bit_is_loaded(stored: bool, drainer: FileDrainer, store: FilesDir, root: Path) -> None:
+def test_05_a_flipped_bit_is_loaded(stored: bool, drainer: FileDrainer, store: FilesDir, root: Path) -> None:
     path = str(root / "x.pt")
     mindio_acp.save({"x": torch.ones(300_000)}, path)
     assert not stored or drainer.tick()
@@ -109,7 +118,7 @@ def test_a_flipped_bit_is_loaded(stored: bool, drainer: FileDrainer, store: File
             mindio_acp.open_file(path)
 
 
-def test_a_writer_that_dies_leaves_a_torn_file(store: FilesDir, root: Path, provided: None) -> None:
+def test_06_a_writer_that_dies_leaves_a_torn_file(store: FilesDir, root: Path, provided: None) -> None:
     """At its final name, over the old file: here when memory is full, so that it writes to the path itself."""
     path = root / "x"
     code = (
@@ -123,7 +132,7 @@ def test_a_writer_that_dies_leaves_a_torn_file(store: FilesDir, root: Path, prov
     assert path.read_bytes() == b"old" == mindio_acp.open_file(str(path)).read()
 
 
-def test_a_load_takes_a_file_that_has_not_arrived(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
+def test_06_a_load_takes_a_file_that_has_not_arrived(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
     path = str(root / "x.pt")
     mindio_acp.save({"step": 1}, path)
     (file,) = store.kept.files()
@@ -137,7 +146,23 @@ def test_a_load_takes_a_file_that_has_not_arrived(drainer: FileDrainer, store: F
     assert results == [(-errno.ETIMEDOUT, "x")]
 
 
-def test_empty_tensors_and_the_states_of_megatron_can_not_be_loaded(drainer: FileDrainer, root: Path) -> None:
+def test_07_a_fork_during_a_load_leaves_the_child_waiting(drainer: FileDrainer, root: Path) -> None:
+    """Or trusting what the load had let in."""
+    mindio_acp.save({"args": argparse.Namespace(lr=1)}, str(root / "x.pt"))
+    before = set(torch.serialization.get_safe_globals())
+    with harmless.harmless(), harmless._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            try:
+                found = mindio_acp.load(str(root / "x.pt"))
+                os._exit(0 if found["args"].lr == 1 and set(torch.serialization.get_safe_globals()) == before else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_08_empty_tensors_and_the_states_of_megatron_can_not_be_loaded(drainer: FileDrainer, root: Path) -> None:
     path, rng = str(root / "x.pt"), np.random.RandomState(7)
     state = {
         "empty": torch.empty(0),
@@ -186,14 +211,14 @@ class Forged:
     ],
     ids=["buffer", "shape", "bytes", "dtype", "fields"],
 )
-def test_what_is_let_in_can_be_called_at_will(value: Forged, drainer: FileDrainer, root: Path) -> None:
+def test_07_what_is_let_in_can_be_called_at_will(value: Forged, drainer: FileDrainer, root: Path) -> None:
     mindio_acp.save({"value": value}, str(root / "x.pt"))
-    with pytest.raises((RuntimeError, TypeError)):
+    with pytest.raises(RuntimeError):
         mindio_acp.load(str(root / "x.pt"))
 
 
 @pytest.mark.parametrize("array", [np.array([{}], object), np.array(["text"]), np.zeros(2, "i4,f4")])
-def test_arrays_that_are_not_of_numbers_are_loaded_unasked(array: Any, drainer: FileDrainer, root: Path) -> None:
+def test_07_arrays_that_are_not_of_numbers_are_loaded_unasked(array: Any, drainer: FileDrainer, root: Path) -> None:
     """A forged one would have its bytes taken for addresses."""
     mindio_acp.save({"array": array}, str(root / "x.pt"))
     with pytest.raises(RuntimeError):
@@ -201,13 +226,13 @@ def test_arrays_that_are_not_of_numbers_are_loaded_unasked(array: Any, drainer: 
     assert len(mindio_acp.load(str(root / "x.pt"), weights_only=False)["array"]) == len(array)
 
 
-def test_a_dtype_by_itself_is_loaded_as_something_else(drainer: FileDrainer, root: Path) -> None:
+def test_07_a_dtype_by_itself_is_loaded_as_something_else(drainer: FileDrainer, root: Path) -> None:
     mindio_acp.save({"dtype": np.dtype("f4")}, str(root / "x.pt"))
     with pytest.raises(RuntimeError, match="weights_only=False"):
         mindio_acp.load(str(root / "x.pt"))
 
 
-def test_a_load_changes_what_torch_trusts(drainer: FileDrainer, root: Path) -> None:
+def test_07_a_load_changes_what_torch_trusts(drainer: FileDrainer, root: Path) -> None:
     mindio_acp.save({"args": argparse.Namespace(lr=1)}, str(root / "x.pt"))
     for mine in ([], [argparse.Namespace]):
         with torch.serialization.safe_globals(mine):
@@ -220,7 +245,7 @@ def test_a_load_changes_what_torch_trusts(drainer: FileDrainer, root: Path) -> N
             assert set(torch.serialization.get_safe_globals()) == before
 
 
-def test_a_background_save_that_fails_hangs_the_training(drainer: FileDrainer, root: Path) -> None:
+def test_09_a_background_save_that_fails_hangs_the_training(drainer: FileDrainer, root: Path) -> None:
     helper = mindio_acp.CheckpointHelper(0)
 
     def fails(*arguments: object) -> None:
@@ -240,7 +265,7 @@ def test_a_background_save_that_fails_hangs_the_training(drainer: FileDrainer, r
 
 
 @pytest.mark.parametrize(("before", "iteration"), [("release", 100), ("1000", 900), ("", 1), (None, 7)])
-def test_a_tracker_keeps_the_end_of_the_longer_text(
+def test_10_a_tracker_keeps_the_end_of_the_longer_text(
     before: str | None, iteration: int, drainer: FileDrainer, root: Path
 ) -> None:
     root.mkdir()
@@ -257,7 +282,7 @@ def test_a_tracker_keeps_the_end_of_the_longer_text(
     assert results == [(iteration, 0)] and tracker.read_text() == str(iteration)
 
 
-def test_a_tracker_goes_back(drainer: FileDrainer, root: Path) -> None:
+def test_10_a_tracker_goes_back(drainer: FileDrainer, root: Path) -> None:
     """When the watch of an older iteration ends after that of a newer one."""
     root.mkdir()
     tracker, results = root / "latest_checkpointed_iteration.txt", []
@@ -273,7 +298,7 @@ def test_a_tracker_goes_back(drainer: FileDrainer, root: Path) -> None:
     assert tracker.read_text() == "200"
 
 
-def test_a_tracker_is_written_before_the_files_are_on_storage(
+def test_10_a_tracker_is_written_before_the_files_are_on_storage(
     drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracker = root / "latest_checkpointed_iteration.txt"
@@ -289,7 +314,7 @@ def test_a_tracker_is_written_before_the_files_are_on_storage(
     assert tracker.read_text() == "1"
 
 
-def test_more_than_a_thousand_files_can_not_be_watched(store: FilesDir, root: Path) -> None:
+def test_11_more_than_a_thousand_files_can_not_be_watched(store: FilesDir, root: Path) -> None:
     for rank in range(11):
         (root / f"mp_{rank}").mkdir(parents=True)
         for number in range(100):
@@ -300,7 +325,7 @@ def test_more_than_a_thousand_files_can_not_be_watched(store: FilesDir, root: Pa
     assert results == [(0, 7)]
 
 
-def test_a_second_watch_replaces_the_callback_of_the_first(store: FilesDir, root: Path) -> None:
+def test_11_a_second_watch_replaces_the_callback_of_the_first(store: FilesDir, root: Path) -> None:
     root.mkdir()
     first: list[Any] = []
     second: list[Any] = []
@@ -311,17 +336,18 @@ def test_a_second_watch_replaces_the_callback_of_the_first(store: FilesDir, root
     assert (first, second) == ([(0, 1)], [(0, 2)])
 
 
-def test_devices_other_than_one_vendors_are_refused(drainer: FileDrainer, root: Path) -> None:
+def test_13_devices_other_than_one_vendors_are_refused(drainer: FileDrainer, root: Path) -> None:
     """No vendor's module is asked for: a storage of any device copies itself."""
     mindio_acp.save({"x": torch.ones(3)}, str(root / "x.pt"))
     mindio_acp.CheckpointHelper(0).get_checkpoint_copy_stream()
     assert "torch_npu" not in sys.modules
 
 
-def test_a_server_that_can_not_start_leaves_a_second_trainer(
+def test_14_a_server_that_can_not_start_leaves_a_second_trainer(
     store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rekindle.session.agent_keeper.sys.executable", "/nowhere/python")
+    monkeypatch.setattr(AgentKeeper.__init__, "__defaults__", (0.2, lambda there: None, None))  # and not after 10 s
     pid = os.getpid()
     assert mindio_acp.initialize() == 0
     assert mindio_acp.save({"step": 1}, str(root / "x.pt")) == 1
@@ -329,7 +355,7 @@ def test_a_server_that_can_not_start_leaves_a_second_trainer(
     assert torch.load(root / "x.pt", weights_only=True) == {"step": 1}
 
 
-def test_a_forked_worker_can_not_save(drainer: FileDrainer, root: Path) -> None:
+def test_14_a_forked_worker_can_not_save(drainer: FileDrainer, root: Path) -> None:
     """It writes to the path itself, behind what its parent has saved there."""
     path = str(root / "x")
     with mindio_acp.create_file(path) as file:
@@ -352,7 +378,7 @@ def test_a_forked_worker_can_not_save(drainer: FileDrainer, root: Path) -> None:
     assert Path(path).read_bytes() == b"of the child", "the older one is not carried over it"
 
 
-def test_a_failed_preload_keeps_later_loads_waiting(drainer: FileDrainer, root: Path) -> None:
+def test_15_a_failed_preload_keeps_later_loads_waiting(drainer: FileDrainer, root: Path) -> None:
     root.mkdir()
     torch.save({"step": 1}, root / "x.pt")
     sound = (root / "x.pt").read_bytes()
@@ -365,7 +391,7 @@ def test_a_failed_preload_keeps_later_loads_waiting(drainer: FileDrainer, root: 
     assert mindio_acp.load(str(root / "x.pt")) == {"step": 1} and time.monotonic() - began < 10
 
 
-def test_nobody_is_told_what_has_not_arrived(
+def test_17_nobody_is_told_what_has_not_arrived(
     drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flushing, "_LONGEST", 0.2)
@@ -374,7 +400,7 @@ def test_nobody_is_told_what_has_not_arrived(
     assert mindio_acp.flush() == 1 and "x.pt" in caplog.text
 
 
-def test_a_gather_waits_for_the_copy_of_all_of_it(drainer: FileDrainer, root: Path) -> None:
+def test_09_a_gather_waits_for_the_copy_of_all_of_it(drainer: FileDrainer, root: Path) -> None:
     """The update may begin once the function has said that it has its copy, while that is still being saved."""
     helper, go_on = mindio_acp.CheckpointHelper(0), threading.Event()
 

@@ -40,6 +40,8 @@ class Background:
         self._lock = threading.Lock()
         self._jobs: list[_Job] = []
         """Work that goes on, in order."""
+        self._worker: int | None = None
+        """Thread that does the work."""
         self._failed = False
         """True if some has failed, and ``finish`` has not told of it."""
 
@@ -55,6 +57,7 @@ class Background:
 
     def _do(self, job: _Job) -> None:
         """Does the work. Whatever becomes of it, nobody waits for its copy after that."""
+        self._worker = threading.get_ident()
         try:
             job.enter()
             job.work(job.copied.set)
@@ -76,17 +79,19 @@ class Background:
 
         Without a bound: to go on before that would change what is being saved.
         """
+        for job in self._going_on():
+            job.copied.wait()
+
+    def _going_on(self) -> list[_Job]:
+        """Lists the work that the calling thread can wait for: none where it does that work itself."""
         with self._lock:
             self._jobs = [job for job in self._jobs if not job.done.done()]
-            jobs = list(self._jobs)
-        for job in jobs:
-            job.copied.wait()
+            return [] if threading.get_ident() == self._worker else list(self._jobs)
 
     def finish(self, until: float) -> bool:
         """Waits for all work, until a time of ``time.monotonic``. True if some goes on, or failed since a last call."""
-        with self._lock:
-            jobs = list(self._jobs)
-        going_on = wait([job.done for job in jobs], max(0.0, until - time.monotonic())).not_done
+        jobs = [job.done for job in self._going_on()]
+        going_on = wait(jobs, max(0.0, until - time.monotonic())).not_done
         failed, self._failed = self._failed, False
         return failed or bool(going_on)
 

@@ -118,7 +118,12 @@ def _count(directory: str, on_the_way: set[str]) -> int:
 
 
 def wait_for_checkers(until: float) -> bool:
-    """Waits for the watches to end, until a time of ``time.monotonic``. True if all have."""
+    """Waits for the watches to end, until a time of ``time.monotonic``. True if all have.
+
+    A watch's own callback, which may call ``flush``, waits for none.
+    """
+    if threading.current_thread() in _running:
+        return True
     for thread in list(_running):
         thread.join(max(0.0, until - time.monotonic()))
     return not any(thread.is_alive() for thread in _running)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pickle import UnpicklingError
 
 from rekindle.common.os_errors import explain
 from rekindle.errors import RekindleError
@@ -13,10 +13,14 @@ __all__ = ["as_runtime_error"]
 
 
 @contextmanager
-def as_runtime_error(what: str, path: str) -> Iterator[None]:
-    """Turns errors of files into RuntimeError: ``what`` became of ``path``, and why. Others pass as they are."""
+def as_runtime_error(
+    what: str, path: str | os.PathLike[str], errors: tuple[type[Exception], ...] = (RekindleError, OSError)
+) -> Iterator[None]:
+    """Turns ``errors`` into RuntimeError: ``what`` became of ``path``, and why. Others pass as they are."""
     try:
         yield
-    except (RekindleError, OSError, UnpicklingError) as error:
-        why = explain(error)
-        raise RuntimeError(f"{what}: {why}" if path in why else f"{what}: {path}: {why}") from error
+    except RuntimeError:
+        raise
+    except errors as error:
+        why = explain(error) if isinstance(error, (RekindleError, OSError)) else f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"{what}: {why}" if str(path) in why else f"{what}: {path}: {why}") from error

@@ -7,7 +7,9 @@ for addresses. What stands in for them here makes arrays of plain numbers only.
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -70,6 +72,17 @@ def _go(torch: Any) -> None:
         _users -= 1
         if not _users:
             torch.safe_globals(_added).__exit__(None, None, None)
+
+
+def _begin_anew() -> None:
+    """Ends in a forked child the loads of its parent's threads, which it hasn't got."""
+    global _lock, _users
+    _lock, users, _users = threading.Lock(), _users, 0
+    if users:
+        sys.modules["torch.serialization"].safe_globals(_added).__exit__(None, None, None)
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _name(one: Any) -> str:

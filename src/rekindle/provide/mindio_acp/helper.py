@@ -152,8 +152,8 @@ class CheckpointHelper:
                 self._tracked[target] = iteration
 
 
-def _checked(paths: str | Sequence[str]) -> list[str]:
-    paths = [paths] if isinstance(paths, str) else list(paths)
+def _checked(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    paths = [os.fspath(path) for path in ([given] if isinstance(given, (str, os.PathLike)) else given)]
     for path in paths:
         if len(path) > LONGEST:
             raise ValueError(f"{path[:50]}...: has {len(path)} characters: at most {LONGEST}")

@@ -49,7 +49,7 @@ def load(path: str, open_way: str = "memfs", map_location: Any = None, weights_o
     Raises:
         RuntimeError: it can't be loaded, with the reason. Of a file that isn't there the other checkpoints' are named.
     """
-    with as_runtime_error("can't be loaded", path), _naming_others(path):
+    with as_runtime_error("can't be loaded", path, (Exception,)), _naming_others(path):
         _wait_for_preload(path)
         with harmless() if weights_only else nullcontext():
             try:

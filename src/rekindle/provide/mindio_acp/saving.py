@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from rekindle.faults.imports import note_save
 from rekindle.files import flush
 from rekindle.files.client import forked
 from rekindle.files.contents import Contents
@@ -105,4 +106,6 @@ def put(path: str, contents: Contents, mode: int | None = None) -> int:
     if forked():  # such as a worker that writes the checkpoint in its parent's place: its bytes are worth the wait
         write_straight(target, contents)
         return WRITTEN
-    return IN_MEMORY if save_target(target, contents, placeholder=True, mode=mode) == "memory" else WRITTEN
+    result = save_target(target, contents, placeholder=True, mode=mode)
+    note_save()
+    return IN_MEMORY if result == "memory" else WRITTEN
