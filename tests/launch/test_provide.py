@@ -167,17 +167,29 @@ def test_each_stand_in_is_a_package_here() -> None:
         assert (providing._FOLDERS.parent / name / "__init__.py").is_file()
 
 
-_SAVES_TWICE = """
-import os, sys, time
+_SAVES = {
+    "torch_nebula": """
 import torch_nebula
 
-start = os.environ["TORCHELASTIC_RESTART_COUNT"]
 torch_nebula.init("nebula")
 latest = torch_nebula.get_latest_checkpoint()
+found = latest and latest.load("model.pt")
 checkpoint = torch_nebula.Checkpoint(f"s{start}", -2)
 checkpoint.save("model.pt", int(start))
 assert checkpoint.commit()
-open(f"start-{start}", "w").write(f"{latest and latest.load('model.pt')}")
+""",
+    "mindio_acp": """
+import mindio_acp
+
+found = mindio_acp.load("model.pt") if os.path.exists("model.pt") else None
+assert mindio_acp.save(int(start), "model.pt") == 1
+""",
+}
+_SAVES_TWICE = """
+import os, sys, time
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+{saves}
+open(f"start-{start}", "w").write(f"{found}")
 deadline = time.monotonic() + 120
 while not os.path.exists(f"go-{start}") and time.monotonic() < deadline:
     time.sleep(0.01)
@@ -185,9 +197,10 @@ sys.exit(0 if start == "1" else 9)
 """
 
 
-def test_a_restart_of_a_script_that_saves_here_alone_is_warm(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(_SAVES_TWICE)
-    with Launcher(tmp_path, "--provide", "torch_nebula", "script.py") as job:
+@pytest.mark.parametrize("name", ["torch_nebula", pytest.param("mindio_acp", marks=pytest.mark.campaign(10))])
+def test_a_restart_of_a_script_that_saves_here_alone_is_warm(name: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SAVES_TWICE.replace("{saves}", _SAVES[name]))
+    with Launcher(tmp_path, "--provide", name, "script.py") as job:
         job.wait_for(WARM)
         (tmp_path / "go-0").touch()
         job.wait_until((tmp_path / "start-1").exists)
