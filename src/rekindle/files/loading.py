@@ -9,13 +9,13 @@ from typing import Any
 
 from rekindle.common.os_errors import explain
 from rekindle.errors import CorruptError, FormatError, NotFoundError, UsageError
-from rekindle.files.copying import CopiedFile
+from rekindle.files.copying import CopiedFile, filled_from_file, filled_from_memory
 from rekindle.files.finding import find_in_memory
 from rekindle.files.saving import canonical_target_within
 from rekindle.files.settings import current_settings
-from rekindle.files.verifying import verify_blocks, verify_crcs
+from rekindle.files.verifying import VerifiedFile, verify_blocks
 from rekindle.format.file_receipt import BYTES
-from rekindle.format.torchzip import MAGIC, ReadAt
+from rekindle.format.torchzip import MAGIC
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import OpenFile
 from rekindle.storage.open import open_place
@@ -97,8 +97,8 @@ def _load_path(place: PathPlace, map_location: Any, weights_only: bool, *, raw: 
         _check_head(os.pread(fd, 64, 0), place.target, raw=raw)
         if raw:
             return file.read()
-        verify_crcs(lambda at, n: os.pread(fd, n, at), nbytes, place.target)
-        return _torch_load(file, map_location, weights_only)
+        with VerifiedFile(nbytes, filled_from_file(fd, place.target), place.target, in_memory=False) as checked:
+            return _load_checked(checked, map_location, weights_only)
 
 
 def _load_object(place: Place, map_location: Any, weights_only: bool, *, raw: bool) -> Any:
@@ -108,13 +108,23 @@ def _load_object(place: Place, map_location: Any, weights_only: bool, *, raw: bo
         whole.write(piece)
     if whole.tell() != nbytes:
         raise CorruptError(f"{place.target}: is cut off: storage gave {whole.tell():,} of {nbytes:,} bytes")
-    read: ReadAt = lambda at, n: whole[at : min(at + n, nbytes)]  # noqa: E731
-    _check_head(read(0, 64), place.target, raw=raw)
+    data = memoryview(whole)[:nbytes]
+    _check_head(bytes(data[:64]), place.target, raw=raw)
     if raw:
-        return read(0, nbytes)
-    verify_crcs(read, nbytes, place.target)
-    with CopiedFile(memoryview(whole)[:nbytes]) as file:
-        return _torch_load(file, map_location, weights_only)
+        return bytes(data)
+    with VerifiedFile(nbytes, filled_from_memory(data), place.target, in_memory=True) as checked:
+        return _load_checked(checked, map_location, weights_only)
+
+
+def _load_checked(file: VerifiedFile, map_location: Any, weights_only: bool) -> Any:
+    try:
+        found = _torch_load(file, map_location, weights_only)
+    except Exception:
+        if file.damage is not None:
+            raise file.damage from None
+        raise
+    file.verify_rest()
+    return found
 
 
 def _check_head(head: bytes, target: str, *, raw: bool) -> None:

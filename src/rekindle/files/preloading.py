@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from rekindle.errors import CorruptError, NotFoundError, UsageError
 from rekindle.files.client import Client, the_client
 from rekindle.files.contents import Contents, Segment
+from rekindle.files.copying import filled_from_memory
 from rekindle.files.finding import find_in_memory
 from rekindle.files.saving import canonical_target_within
-from rekindle.files.verifying import verify_crcs
+from rekindle.files.verifying import VerifiedFile
 from rekindle.format.file_receipt import FOUND
 from rekindle.format.torchzip import MAGIC
 from rekindle.storage.open import open_place
@@ -53,7 +54,8 @@ def _bring(client: Client, place: Place) -> None:
         if is_placeholder(bytes(view[:64])):
             raise NotFoundError(f"{place.target}: is a placeholder of a file that has not arrived")
         if view[: len(MAGIC)] == MAGIC:
-            verify_crcs(lambda at, n: bytes(view[at : at + n]), nbytes, place.target)
+            with VerifiedFile(nbytes, filled_from_memory(view), place.target, in_memory=True) as file:
+                file.verify_rest()
         if place.identify() != identity:
             raise CorruptError(f"{place.target}: was replaced while it was read: try again")
 
