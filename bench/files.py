@@ -1,8 +1,9 @@
 """A state dict saved by its path: ``python bench/files.py``. Rekindle beside torch.save and one memory copy.
 
 Contenders take turns, each turn in a process of its own that makes the state, saves it several times to new paths, and
-loads the last one. The first save is told apart: it pays for its pages. The copy is that of the same tensors into
-memory that has been touched, by one thread, the fastest of five. Linux only.
+loads the last one: Rekindle from memory, and then from its path, once memory has forgotten it. The first save is told
+apart: it pays for its pages. The copy is that of the same tensors into memory that has been touched, by one thread, the
+fastest of five. Linux only.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def _turn(kind: str, nbytes: int, saves: int, disk: Path, memory: Path) -> Turn:
     save, load = (rekindle.save, rekindle.load) if kind == _OURS else (torch.save, torch.load)
     seconds = []
     for number in range(saves):
+        _touch(nbytes)
         began = time.perf_counter()
         save(state, str(place / f"{number}.pt"))
         seconds.append(time.perf_counter() - began)
@@ -74,16 +76,45 @@ def _turn(kind: str, nbytes: int, saves: int, disk: Path, memory: Path) -> Turn:
         time.sleep(_PAUSE)
     if kind == _OURS:
         rekindle.flush(timeout=600)
+    path = place / f"{saves - 1}.pt"
+    turn = {"copy": copy, "first": seconds[0], "next": seconds[1:]}
+    if kind != _OURS:
+        return {**turn, "load": _load(load, path, state), "stored": None}
+    assert str(path.resolve()) in [file.path for file in rekindle.files.status()], "memory has given it up"
+    turn["load"] = _load(load, path, state)
+    _forget(path)
+    with open(path, "rb") as file:  # into the page cache, where torch.save leaves its own
+        while file.read(16 * MIB):
+            pass
+    return {**turn, "stored": _load(load, path, state)}
+
+
+def _load(load: Any, path: Path, state: Any) -> float:
+    """Returns the seconds of a load, and compares all that was loaded."""
+    import torch
+
+    _touch(sum(tensor.nbytes for tensor in state.values()))
     began = time.perf_counter()
-    found = load(str(place / f"{saves - 1}.pt"), weights_only=True)
-    loaded = time.perf_counter() - began
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-    return {"copy": copy, "first": seconds[0], "next": seconds[1:], "load": loaded}
+    found = load(str(path), weights_only=True)
+    seconds = time.perf_counter() - began
+    assert found.keys() == state.keys() and all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    return seconds
+
+
+def _forget(path: Path) -> None:
+    """Gives up the copy in memory of a file that storage has."""
+    from rekindle.memory.files_dir import FilesDir
+    from rekindle.memory.job_dir import memory_base
+    from rekindle.memory.kept import key_of
+
+    store = FilesDir.below(memory_base())
+    store.give_up(store.kept.files(key_of(str(path.resolve()))))
 
 
 def _touch(nbytes: int) -> None:
-    """Touches memory, in a process that ends then: a virtual machine's host gives it at the first touch, and whoever
-    has the first turn would pay for that."""
+    """Touches memory, in a process that ends then. A virtual machine's host gives memory at its first touch, and takes
+    it back a second after it was freed: it would be slow for whoever finds less of it free."""
+    nbytes = min(nbytes, free_memory() // 2)
     touch = f"import mmap\nplace = mmap.mmap(-1, {nbytes})\nfor at in range(0, {nbytes}, 4096): place[at] = 1"
     subprocess.run([sys.executable, "-c", touch], check=True)
 
@@ -112,14 +143,29 @@ def _tabulate(turns: dict[str, list[Turn]], size: int) -> Table:
         copies = [seconds / one["copy"] for one in done for seconds in one["next"]]
         figures = [statistics.median(one["first"] for one in done), statistics.median(later), max(later)]
         loads = statistics.median(one["load"] for one in done)
+        stored = [one["stored"] for one in done if one["stored"] is not None]
         rows.append(
-            [kind, *(f"{value:.3f}" for value in figures), f"{statistics.median(copies):.2f}", f"{loads:.3f}"],
+            [
+                kind,
+                *(f"{value:.3f}" for value in figures),
+                *(f"{statistics.median(copies):.2f}", f"{loads:.3f}"),
+                f"{statistics.median(stored):.3f}" if stored else "",
+            ],
         )
-    columns = ["", "first save, s", "later saves, s", "longest, s", "later saves, copies", "load, s"]
+    columns = [
+        "",
+        "first save, s",
+        "later saves, s",
+        "longest, s",
+        "later saves, copies",
+        "load, s",
+        "from its path, s",
+    ]
     return Table("files", f"{size / GIB:.2g} GiB saved by its path, medians", columns, rows)
 
 
 def _into_docs(turns: dict[str, list[Turn]], table: Table, conditions: str) -> None:
+    """Puts table and plot into docs/benchmarks.md, and the main figures into docs/files.md."""
     from plots import draw_files
 
     draw_files(turns, _DOCS / "img")
@@ -127,8 +173,10 @@ def _into_docs(turns: dict[str, list[Turn]], table: Table, conditions: str) -> N
         "files": f"{markdown(table)}\n\n![{table.title}](img/files.svg)",
         "files conditions": conditions,
     }
-    for name in put_blocks(_DOCS / "benchmarks.md", blocks):
-        click.echo(f"docs/benchmarks.md has no place for {name!r}")
+    cost = {"files cost": f"{table.title}:\n\n{markdown(table)}"}
+    for page, own in (("benchmarks.md", blocks), ("files.md", cost)):
+        for name in put_blocks(_DOCS / page, own):
+            click.echo(f"docs/{page} has no place for {name!r}")
 
 
 def _conditions(turns: dict[str, list[Turn]], machine: dict[str, Any], saves: int) -> str:
@@ -148,7 +196,8 @@ def _conditions(turns: dict[str, list[Turn]], machine: dict[str, Any], saves: in
 @click.option("--saves", type=click.IntRange(2), default=4, help="Saves in each turn.")
 @click.option("--dir", "directory", type=click.Path(path_type=Path), default=None, help="A directory on a real disk.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="File for every sample.")
-@click.option("--docs", is_flag=True, help="Put the table and the plot into docs/benchmarks.md.")
+@click.option("--docs", is_flag=True, help="Put table and plot into docs/benchmarks.md, the table into docs/files.md.")
+@click.option("--smoke", is_flag=True, help="A quick run at 64 MiB, which checks rather than measures.")
 @click.option("--turn", default=None, hidden=True)
 @click.option("--memory", type=click.Path(path_type=Path), default=None, hidden=True)
 def main(
@@ -158,6 +207,7 @@ def main(
     directory: Path | None,
     output: Path | None,
     docs: bool,
+    smoke: bool,
     turn: str | None,
     memory: Path | None,
 ) -> None:
@@ -165,10 +215,14 @@ def main(
         assert directory is not None and memory is not None
         print(json.dumps(_turn(turn, size, saves, directory, memory)))
         return
+    if smoke and docs:
+        raise click.UsageError("--smoke gives no figures worth a --docs")
+    if smoke:
+        size, rounds, saves = 64 * MIB, 1, 2
     turns: dict[str, list[Turn]] = {kind: [] for kind in _TURNS}
     with tempfile.TemporaryDirectory(dir=directory) as disk:
         machine = describe(Path(disk), Path("/dev/shm"), 1)
-        _touch(min((saves + 5) * size, free_memory() // 2))
+        _touch((saves + 5) * size)
         for number in range(rounds):
             for kind in _TURNS[number % len(_TURNS) :] + _TURNS[: number % len(_TURNS)]:
                 turns[kind].append(_in_its_own_process(kind, size, saves, Path(disk)))

@@ -138,7 +138,7 @@ def test_a_job_under_faults_is_measured_and_has_the_bits_of_one_without(tmp_path
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads Linux's /proc")
 @pytest.mark.campaign(30)
 def test_saves_by_path_are_measured(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH / "files.py"), "--size", "64MiB", "--rounds", "1", "--saves", "2"]
+    command = [sys.executable, str(BENCH / "files.py"), "--smoke"]
     command += ["--dir", str(tmp_path), "--json", str(tmp_path / "out.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -146,6 +146,7 @@ def test_saves_by_path_are_measured(tmp_path: Path) -> None:
     for turns in found["turns"].values():
         (turn,) = turns
         assert min(turn["copy"], turn["first"], *turn["next"], turn["load"]) > 0 and len(turn["next"]) == 1
+        assert (turn["stored"] is None) == (turns != found["turns"]["rekindle.save"])
     assert list(found["turns"]) == ["rekindle.save", "torch.save to tmpfs", "torch.save to disk"]
     assert "first save" in done.stdout and sorted(os.listdir(tmp_path)) == ["out.json"]
 
