@@ -377,7 +377,9 @@ def test_run_of_what_is_not_there_starts_nothing(tmp_path: Path, memory: Path, m
 def test_the_newest_saved_step_is_told_with_its_place(crashed: JobDir, root: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     _say_what_is_saved(tmp_path, lines.append)
-    assert lines == ["this run has saved nothing: no rank on this node came as far as making a rekindle.Checkpointer"]
+    assert lines == [
+        "this run has saved nothing: no rank on this node has made a rekindle.Checkpointer or saved a file"
+    ]
     base = crashed.path.parent
     told = _saved(root, base)
     assert told.startswith("step 3 is the newest saved, in this node's memory, and nothing is on storage yet"), told

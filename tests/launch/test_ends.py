@@ -107,7 +107,7 @@ def test_a_script_that_never_gets_to_a_checkpointer_ends_after_three_starts(scri
         "rank 0 ended with exit code 1: all ranks are started again in 1 s, restart 2 of 20",
         "rank 0 ended with exit code 1",
         "the same exit code 3 times without progress: the job is not started again",
-        "this run has saved nothing: no rank on this node came as far as making a rekindle.Checkpointer",
+        "this run has saved nothing: no rank on this node has made a rekindle.Checkpointer or saved a file",
     ], done.stderr
 
 
@@ -313,3 +313,38 @@ def test_the_node_that_gives_up_ends_the_job_on_the_other_one_too(script: Path, 
     assert sum(out.count("start of 1") for out, _ in found) == 3, found
     assert any("the same exit code 3 times" in err for _, err in found), found
     assert not any("launch/torchrun.py" in err for _, err in found), "no traceback of the launcher's"
+
+
+FILES = """
+import os, sys
+import rekindle
+start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+os.write(1, f"start {start}\\n".encode())
+rekindle.save(b"epoch", os.path.join(ROOT, f"{EPOCH}.bin"))
+sys.exit(3 if start < 6 else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("epoch", "begun"),
+    [
+        pytest.param("start", 7, id="new ones"),
+        pytest.param("0", 3, id="the same one", marks=pytest.mark.campaign(seconds=10)),
+    ],
+)
+def test_files_that_are_saved_by_their_paths_are_progress(
+    script: Path, tmp_path: Path, memory: Path, epoch: str, begun: int
+) -> None:
+    """A job without a Checkpointer would be given up after two restarts: as one that repeats an error, or as idle."""
+    files = tmp_path / "files"
+    script.write_text(FILES.replace("ROOT", repr(str(files))).replace("EPOCH", epoch))
+    done = run(script, "--max-restarts", "2", "--restart-pause", "0")
+    assert starts(done) == begun, done.stderr
+    if begun == 7:
+        assert done.returncode == 0, done.stderr
+        expected = [f"restart 1 of 2 since {files / str(number)}.bin was saved" for number in range(6)]
+        assert restarts(done) == expected, done.stderr
+    else:
+        again = f"after {files}/0.bin, the newest file saved: the job is not started again"
+        assert told(done)[-2] == f"the same exit code 3 times {again}", done.stderr
+        assert told(done)[-1].startswith(f"{files}/0.bin: the only file saved, "), done.stderr

@@ -74,6 +74,52 @@ def test_to_reach_an_earlier_step_again_is_no_progress() -> None:
     ]
 
 
+def saving(*paths: str, error: str | None = None, after: float = 5.0, seconds: float = 9.0) -> Failure:
+    """The end of a start of a job that saves files only."""
+    return Failure(error, raised=True, files=dict.fromkeys(paths, after), seconds=seconds)
+
+
+def test_a_file_at_a_new_path_gives_all_restarts_back() -> None:
+    restarts = Restarts(Limits(restarts=2))
+    starts = [saving("/e1"), saving("/e1"), saving("/e2", "/e3"), saving(), saving("/e2")]
+    found = decide(restarts, *starts)
+    assert [decision.words for decision in found[:4]] == [
+        "started again, restart 1 of 2 since /e1 was saved",
+        "started again, restart 2 of 2 since /e1 was saved",
+        "started again, restart 1 of 2 since /e3 was saved",
+        "started again, restart 2 of 2 since /e3 was saved",
+    ]
+    assert not found[4].restart
+    assert found[4].words == "the job failed 3 times since /e3 was saved: --max-restarts 2 allows no more"
+
+
+def test_a_file_that_is_saved_again_is_progress_after_a_minute() -> None:
+    """A script that saves to one path when it begins would otherwise be started for ever."""
+    assert all(restarted(decide(Restarts(Limits(restarts=2)), *[saving("/last", after=61.0, seconds=62.0)] * 9)))
+    assert restarted(decide(Restarts(Limits(restarts=2)), *[saving("/last", seconds=99.0)] * 3)) == [
+        *(True, True, False)
+    ]
+
+
+def test_the_same_error_after_new_files_is_another_one() -> None:
+    found = decide(Restarts(Limits()), *[saving(f"/e{number}", error="bad") for number in range(9)])
+    assert all(restarted(found)) and found[-1].pause == 0
+    found = decide(Restarts(Limits()), *[saving("/e1", error="bad")] * 3)
+    assert restarted(found) == [True, True, False]
+    assert found[2].words == "the same error 3 times after /e1, the newest file saved: the job is not started again"
+
+
+def test_files_are_no_progress_where_a_step_is_known() -> None:
+    found = decide(Restarts(Limits(restarts=2)), *[failure(None, 6, files={f"/e{n}": 99.0}) for n in range(3)])
+    assert restarted(found) == [True, True, False]
+    assert found[1].words == "started again, restart 2 of 2 since step 6"
+
+
+def test_restarts_in_the_life_of_a_job_that_saves_files() -> None:
+    found = decide(Restarts(Limits(restarts=2, since_progress=False)), *[saving(f"/e{n}") for n in range(3)])
+    assert restarted(found) == [True, True, False]
+
+
 def test_progress_at_one_of_several_roots_is_progress() -> None:
     restarts = Restarts(Limits(restarts=1))
     for step in range(50):

@@ -66,8 +66,9 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
 
     Restarts: when a rank ends with an exit code other than 0, or is killed, the others are told to go (SIGTERM, SIGKILL
     30 s later) and all are started again. A script that calls ckpt.restore() then goes on from the newest step that
-    all ranks have. A step that is newer than all before gives all restarts back. Without one the second restart in a
-    row waits for 1 s, the next for 2 s, and so on. A script that can't be opened is an error at once.
+    all ranks have. A step that is newer than all before gives all restarts back; without steps, a file that
+    rekindle.save has put at a new path. Without progress the second restart in a row waits for 1 s, the next for 2 s,
+    and so on. A script that can't be opened is an error at once.
 
     Set where they aren't: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; TORCH_NCCL_ASYNC_ERROR_HANDLING=0 and
     TORCH_NCCL_RETHROW_CUDA_ERRORS=0, so that torch ends no rank whose state is being secured; and, as by torchrun,

@@ -1,4 +1,4 @@
-"""Reads numbers that a launcher puts into the environment."""
+"""Reads what a launcher puts into the environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 
 from rekindle.errors import UsageError
 
-__all__ = ["env_count"]
+__all__ = ["LAUNCH", "env_count"]
+
+LAUNCH = "REKINDLE_LAUNCH"
+"""Environment variable: the directory in which ``rekindle run`` learns of the job's roots and files."""
 
 
 def env_count(name: str) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rekindle.common.environ import LAUNCH
 from rekindle.errors import BusyError, StateMismatchError, UsageError
 from rekindle.faults.late_work import describe_raised
 from rekindle.format.names import Root
@@ -30,9 +31,6 @@ __all__ = [
 ]
 
 log = logging.getLogger("rekindle")
-
-LAUNCH = "REKINDLE_LAUNCH"
-"""Environment variable: the directory in which ``rekindle run`` learns of the job's roots."""
 
 REFUSED = "refused"
 """File in that directory: the class and the text of an error that each further start would meet again."""

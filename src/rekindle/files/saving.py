@@ -15,6 +15,7 @@ from rekindle.errors import FormatError, MemoryStoreError
 from rekindle.files.client import the_client, write_in_turn
 from rekindle.files.contents import Contents, of_bytes
 from rekindle.files.settings import current_settings
+from rekindle.files.telling import tell_of_saved
 from rekindle.format.file_receipt import Terms
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import key_of
@@ -93,6 +94,14 @@ def save_target(
     Raises MemoryStoreError, too, for a file that can't be written straight to storage: it is held, or has to wait for
     others.
     """
+    where = _save_first_to_memory(target, contents, placeholder=placeholder, mode=mode, terms=terms)
+    tell_of_saved(target)
+    return where
+
+
+def _save_first_to_memory(
+    target: str, contents: Contents, *, placeholder: bool, mode: int | None, terms: Terms
+) -> Literal["memory", "storage"]:
     try:
         client = the_client()
     except MemoryStoreError as error:
@@ -163,6 +172,7 @@ def write_straight(target: str, contents: Contents) -> None:
         write_in_turn(store, place, contents)
     else:
         place.write_stream(contents.chunks(), contents.nbytes)
+    tell_of_saved(target)
 
 
 def _write_without_memory(

@@ -54,6 +54,8 @@ class Failure:
     """Steps that were completed when it failed; None if that isn't known."""
     seconds: float = 0.0
     """Duration of the start."""
+    files: Mapping[str, float] = field(default_factory=dict)
+    """Files that this start has saved by their paths, oldest save first, each with the seconds that had passed."""
     refused: RekindleError | None = None
     """The error that ended it, if each further start would meet it again."""
 
@@ -85,16 +87,20 @@ class Restarts:
         """Starts in a row without progress."""
         self._best: dict[str, int] = {}
         """Newest step of each root so far."""
-        self._since: int | None = None
-        """Step up to which the last progress went, if restarts are counted from there."""
-        self._last: tuple[str, dict[str, int]] | None = None
+        self._files: set[str] = set()
+        """Files that the job has saved so far."""
+        self._newest_file: str | None = None
+        """The file that was the last progress; None while a step is known, or without one."""
+        self._since: int | str | None = None
+        """Step up to which the last progress went, or its file, if restarts are counted from there."""
+        self._last: tuple[str, dict[str, int], str | None] | None = None
         self._same = 0
         """Starts in a row that ended like the last one."""
 
     def decide(self, failure: Failure) -> Decision:
         """Counts one failure. Returns what follows from it."""
         self.failures += 1
-        self._count_progress(failure.steps)
+        self._count_progress(failure)
         self._count_same(failure)
         refused = failure.refused
         if refused is not None and not self._limits.retry_refused and self._stays(refused):
@@ -106,19 +112,37 @@ class Restarts:
         self._spent += 1
         pause = min(self._limits.pause, 2.0 ** min(self._idle - 2, 16)) if self._idle > 1 else 0.0
         later = f" in {pause:.3g} s" if pause else ""
-        since = "" if self._since is None else f" since step {self._since}"
+        since = "" if self._since is None else f" since {_name(self._since)}"
         return Decision(True, f"started again{later}, restart {self._spent} of {self._limits.restarts}{since}", pause)
 
-    def _count_progress(self, steps: Mapping[str, int]) -> None:
+    def _count_progress(self, failure: Failure) -> None:
+        steps, file = failure.steps, self._find_new_file(failure)
         new = [step for root, step in steps.items() if step > self._best.get(root, -1)]
         self._best |= {root: max(step, self._best.get(root, -1)) for root, step in steps.items()}
-        self._idle = 0 if new else self._idle + 1
-        if new and self._limits.since_progress:
-            self._spent, self._since = 0, max(new)
+        self._idle = 0 if new or file else self._idle + 1
+        if (new or file) and self._limits.since_progress:
+            self._spent, self._since = 0, file or max(new)
+
+    def _find_new_file(self, failure: Failure) -> str | None:
+        """Returns the newest file that shows progress; None where steps do, or where there is none.
+
+        One at a path that the job had not saved does. A path that is saved again may be a script's own beginning: it
+        counts after a minute.
+        """
+        new = [path for path, after in failure.files.items() if path not in self._files or after > _UNSEEN]
+        self._files.update(failure.files)
+        if _step_is_known(failure):
+            self._newest_file = None
+        elif new:
+            self._newest_file = new[-1]
+            return new[-1]
+        return None
 
     def _count_same(self, failure: Failure) -> None:
-        unseen = max(failure.steps.values(), default=-1) < 0 and failure.seconds > _UNSEEN
-        key = None if failure.error is None or unseen else (_VARIES.sub("#", failure.error), dict(failure.steps))
+        unseen = not _step_is_known(failure) and failure.seconds > _UNSEEN
+        key = None
+        if failure.error is not None and not unseen:
+            key = (_VARIES.sub("#", failure.error), dict(failure.steps), self._newest_file)
         self._same = 0 if key is None else self._same + 1 if key == self._last else 1
         self._last = key
 
@@ -135,6 +159,8 @@ class Restarts:
             place = f"at step {failure.reached + 1}"
         elif newest >= 0:
             place = f"after step {newest}, the newest saved"
+        elif self._newest_file is not None:
+            place = f"after {self._newest_file}, the newest file saved"
         else:
             place = "without progress"
         times = "once" if self._same == 1 else f"{self._same} times"
@@ -145,7 +171,14 @@ class Restarts:
         if most == 0:
             return "the job is not started again: --max-restarts is 0"
         if self._since is not None and self.failures > most + 1:
-            return (
-                f"the job failed {most + 1} times at or before step {self._since}: --max-restarts {most} allows no more"
-            )
+            when = "at or before" if isinstance(self._since, int) else "since"
+            return f"the job failed {most + 1} times {when} {_name(self._since)}: --max-restarts {most} allows no more"
         return f"the job was started {self.failures} times and failed each time: --max-restarts {most} allows no more"
+
+
+def _step_is_known(failure: Failure) -> bool:
+    return max(failure.steps.values(), default=-1) >= 0
+
+
+def _name(progress: int | str) -> str:
+    return f"step {progress}" if isinstance(progress, int) else f"{progress} was saved"

@@ -41,6 +41,7 @@ from rekindle.launch.reports import (
     traceback_of,
 )
 from rekindle.launch.restarts import MAX_RESTARTS, Decision, Failure, Limits, Restarts
+from rekindle.launch.saved_files import describe_saved_files, files_saved_since
 from rekindle.launch.waits import short_delays
 from rekindle.storage.catalog import MEMORY
 from rekindle.storage.listing import ListedCopy, list_copies_within
@@ -126,6 +127,7 @@ class _Course:
             steps=newest_steps(self._place, self._begun),
             reached=reached_step(self._place, self._begun),
             seconds=time.monotonic() - self._begun,
+            files=files_saved_since(self._place, self._since),
             refused=take_refusal(self._place, failures),
         )
 
@@ -328,8 +330,11 @@ def _say_what_is_saved(place: Path, say: Callable[[str], object]) -> None:
     found = reported_roots(place)
     for root, base in found:
         say(f"{root}: {_saved(root, base)}")
-    if not found:
-        say("this run has saved nothing: no rank on this node came as far as making a rekindle.Checkpointer")
+    files = describe_saved_files(place)
+    if files is not None:
+        say(files)
+    elif not found:
+        say("this run has saved nothing: no rank on this node has made a rekindle.Checkpointer or saved a file")
 
 
 def _saved(root: Root, base: Path) -> str:
