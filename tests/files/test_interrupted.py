@@ -16,6 +16,7 @@ from rekindle.files import pool
 from rekindle.files.quota import Quota
 from rekindle.memory import files_dir, job_dir
 from rekindle.memory.files_dir import FilesDir
+from rekindle.storage.path_place import PathPlace
 from tests.faults.harness import wait_for
 from tests.files.programs import run
 
@@ -67,6 +68,20 @@ def test_a_signal_handler_saves_when_its_thread_has_just_locked_memory(
     monkeypatch.setattr(files_dir, "wait_for_lock", take)
     assert in_background(lambda: rekindle.save(b"data", root / "y"), "test-save").result(60) == "memory"
     assert saved == ["memory", "storage"] and (root / "x").read_bytes() == b"from the handler"
+
+
+def test_a_signal_handler_does_not_wait_for_its_threads_write_to_the_same_path(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rekindle.files.configure(limit=1)
+
+    def handle() -> None:
+        with pytest.raises(rekindle.BusyError, match="signal handler"):
+            rekindle.save(b"from the handler", root / "x")
+
+    once(monkeypatch, PathPlace, "write_stream", handle)
+    assert in_background(lambda: rekindle.save(b"data", root / "x"), "test-save").result(60) == "storage"
+    assert (root / "x").read_bytes() == b"data" and rekindle.save(b"after", root / "x") == "storage"
 
 
 def test_a_signal_handler_flushes_while_its_thread_is_saving(

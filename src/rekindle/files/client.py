@@ -196,19 +196,27 @@ def write_in_turn(store: FilesDir, place: Place, contents: Contents) -> None:
     """Writes a file straight to its path, and gives up what memory has had of older ones.
 
     One that is saved meanwhile is newer. Raises OSError where storage refuses, BusyError while another process writes
-    there.
+    there, or in a signal handler that has interrupted its thread there.
     """
     key = key_of(place.target)
-    older = store.kept.files(key)
-    turn = store.writing(key)
-    if not turn.acquire(_TURN):
-        raise BusyError(f"{place.target}: an older file is still being written there: see that storage answers")
+    ours = threading.get_ident(), key
+    if ours in _writing:
+        raise BusyError(f"{place.target}: this thread is just writing it, which its signal handler has interrupted")
+    older, turn = store.kept.files(key), store.writing(key)
+    _writing.add(ours)
     try:
+        if not turn.acquire(_TURN):
+            raise BusyError(f"{place.target}: an older file is still being written there: see that storage answers")
         place.write_stream(contents.chunks(), contents.nbytes)
         if older:  # else nothing is waited for: a process that was stopped may hold the lock of memory
             store.give_up(older)
     finally:
         turn.release()
+        _writing.discard(ours)
+
+
+_writing: set[tuple[int, str]] = set()
+"""Threads that write straight to storage, each with the key of the file. Of the process, as locks of files are."""
 
 
 def forked() -> bool:
