@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import rekindle
 from rekindle.agent.file_drain import FileDrainer
+from rekindle.files import client as clients
 from rekindle.memory import kept
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import key_of
@@ -149,6 +151,29 @@ def test_a_forked_child_is_refused_by_name(parent: None, forked: str, store: Fil
     assert f"was forked from process {os.getpid()}" in forked and "spawn" in forked
     assert rekindle.load(root / "x") == b"parent"
     assert store.trainers() == {os.getpid(): os.getpid()}
+
+
+def test_a_child_that_is_forked_while_its_parent_joins_waits_for_nobody(
+    drainer: FileDrainer, store: FilesDir, root: Path
+) -> None:
+    joining, forked = threading.Event(), threading.Event()
+
+    def join() -> None:
+        with clients._making.entered():
+            joining.set()
+            forked.wait(60)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    assert joining.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        os._exit(rekindle.save(b"child", root / "x") != "memory")
+    forked.set()
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert rekindle.load(root / "x") == b"child"
 
 
 def test_an_older_one_in_memory_never_follows_one_that_was_written_straight_to_storage(

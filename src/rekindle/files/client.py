@@ -260,6 +260,15 @@ def the_client() -> Client:
         return _client
 
 
+def _renew() -> None:
+    """Lets a forked child in, which else waits for a thread of its parent that was just joining the files."""
+    global _making
+    _making = Exclusive()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
 def _close() -> None:
     if _client is not None:
         _client.close()
