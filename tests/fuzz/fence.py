@@ -48,8 +48,8 @@ _code = False
 _outside: list[str] = []
 
 
-_others: set[int | None] = set()
-"""Threads that were there before, as one that drains for an earlier test: what they do is none of this one's."""
+_others: set[threading.Thread] = set()
+"""Threads that were there before, as one that drains for an earlier test, and those that they start."""
 
 
 class Breach(BaseException):
@@ -57,7 +57,7 @@ class Breach(BaseException):
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if _place is None or threading.get_ident() in _others:
+    if _place is None or threading.current_thread() in _others:
         return
     if event == "open" and isinstance(args[0], (str, bytes)):
         writes = bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
@@ -72,6 +72,12 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
         raise ProcessLookupError(3, "nobody is ended by a test of bad input")
     elif event in _NEVER and not (_code and event == "pickle.find_class"):
         _outside.append(f"{event} {args!r:.200}")
+
+
+def _start(thread: threading.Thread, start: Callable[[threading.Thread], None] = threading.Thread.start) -> None:
+    if threading.current_thread() in _others:
+        _others.add(thread)
+    start(thread)
 
 
 def _see(event: str, name: str | bytes, writes: bool, follows: bool) -> None:
@@ -100,9 +106,10 @@ def fenced(place: Path, code: bool = False) -> Iterator[None]:
     if not _installed:
         tempfile.gettempdir()  # tries out directories when it is first asked
         sys.addaudithook(_hook)
+        threading.Thread.start = _start  # type: ignore[method-assign]
         _installed.append(True)
     _others.clear()
-    _others.update(thread.ident for thread in threading.enumerate() if thread is not threading.current_thread())
+    _others.update(thread for thread in threading.enumerate() if thread is not threading.current_thread())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     limits = resource.getrlimit(resource.RLIMIT_AS)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

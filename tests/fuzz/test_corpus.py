@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.choices import Choices
+from tests.fuzz.fence import Breach, fenced
 from tests.fuzz.targets import TARGETS, run
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -31,6 +33,32 @@ SOME = 12
 
 def test_the_corpus_is_there() -> None:
     assert {name.partition("/")[0] for name in KEPT} <= TARGETS.keys() and len(KEPT) > 10
+
+
+def test_what_a_thread_of_an_earlier_test_starts_is_not_held_against_an_input(tmp_path: Path) -> None:
+    """A thread that keeps an agent running starts others."""
+    go, names = threading.Event(), [tmp_path / "outside", tmp_path / "beyond"]
+    place = tmp_path / "place"
+    place.mkdir()
+
+    def keeper() -> None:
+        assert go.wait(60)
+        names[0].write_bytes(b"")
+        other = threading.Thread(target=names[1].write_bytes, args=(b"",))
+        other.start()
+        other.join()
+
+    thread = threading.Thread(target=keeper)
+    thread.start()
+    with fenced(place):
+        go.set()
+        thread.join(60)
+    assert all(name.exists() for name in names)
+
+    with pytest.raises(Breach, match="beyond its place"), fenced(place):
+        own = threading.Thread(target=names[1].write_bytes, args=(b"",))
+        own.start()
+        own.join()
 
 
 @pytest.mark.parametrize("name", KEPT)
