@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import rekindle
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.memory.files_dir import FilesDir
+from rekindle.storage.path_place import PathPlace
 from tests.files.test_save_and_load import forget
 
 
@@ -45,7 +47,7 @@ def test_what_can_not_be_saved_to(bad: Any, drainer: FileDrainer, tmp_path: Path
 )
 def test_urls_that_are_none(bad: str, drainer: FileDrainer, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(rekindle.UsageError):
+    with pytest.raises(rekindle.UsageError, match=r"^path "):
         rekindle.save(b"data", bad)
     assert everything(tmp_path) == {}
 
@@ -71,6 +73,15 @@ def test_what_is_not_there(store: FilesDir, root: Path) -> None:
             rekindle.load(path)
         with pytest.raises(rekindle.NotFoundError):
             rekindle.flush(path)
+
+
+def test_storage_that_refuses_a_load_says_what_to_do(store: FilesDir, root: Path, monkeypatch) -> None:
+    def refuse(_: PathPlace) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(PathPlace, "open", refuse)
+    with pytest.raises(OSError, match=f"look at the disk and the kernel's log: '{root}/x'"):
+        rekindle.load(root / "x")
 
 
 def test_a_directory_is_no_file(store: FilesDir, root: Path) -> None:

@@ -27,7 +27,7 @@ _ADVICE = {
     errno.ELOOP: "mend the links that lead there",
     errno.ETIMEDOUT: "see that its server answers",
     errno.EHOSTUNREACH: "see that its server answers, and that the bucket is there",
-    errno.ENAMETOOLONG: "choose a shorter root",
+    errno.ENAMETOOLONG: "choose a shorter path",
 }
 _ROLE = "/latest/"
 """Part of the URL that an S3 client requests from the machine when it has no keys."""

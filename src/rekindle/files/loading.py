@@ -7,8 +7,8 @@ import mmap
 import os
 from typing import Any
 
-from rekindle.common.os_errors import explain
-from rekindle.errors import CorruptError, FormatError, NotFoundError, UsageError
+from rekindle.common.os_errors import describe_error
+from rekindle.errors import CorruptError, FormatError, NotFoundError, RekindleError, UsageError
 from rekindle.files.copying import CopiedFile, filled_from_file, filled_from_memory
 from rekindle.files.finding import find_in_memory
 from rekindle.files.saving import canonical_target_within
@@ -87,6 +87,10 @@ def _load_stored(place: Place, map_location: Any, weights_only: bool, *, raw: bo
         if isinstance(error, NotFoundError):
             raise
         raise NotFoundError(f"{place.target}: there is no such file, and none in this node's memory") from error
+    except OSError as error:
+        if isinstance(error, RekindleError) or error.errno is None:
+            raise
+        raise OSError(error.errno, describe_error(error), place.target) from error
 
 
 def _load_path(place: PathPlace, map_location: Any, weights_only: bool, *, raw: bool) -> Any:
@@ -149,7 +153,4 @@ def _check_magic(head: bytes, target: str) -> None:
 def _torch_load(file: Any, map_location: Any, weights_only: bool) -> Any:
     import torch  # noqa: PLC0415  bytes are loaded without it
 
-    try:
-        return torch.load(file, map_location=map_location, weights_only=weights_only)
-    except OSError as error:
-        raise OSError(error.errno, explain(error)) from error
+    return torch.load(file, map_location=map_location, weights_only=weights_only)

@@ -116,8 +116,8 @@ class Pool:
         if held + more > limit:
             return held + more - limit, (
                 f"memory store {store.path}: {more:,} bytes more than the {held:,} that files take would exceed their "
-                f"limit of {limit:,}, and storage lacks all that could go: see 'rekindle ls --files', or raise "
-                "REKINDLE_FILES_LIMIT"
+                f"limit of {limit:,}, also without those that storage has: see 'rekindle ls --files', or raise "
+                "the limit (rekindle.files.configure, else REKINDLE_FILES_LIMIT)"
             )
         free = store.free_bytes() - promised - Room().headroom(store)
         if more > max(free, 0):

@@ -75,27 +75,27 @@ def parse_shard_name(name: str) -> tuple[int, int, str] | None:
     return (int(match[1]), int(match[2]), match[3]) if match else None
 
 
-def canonical_root(root: str | os.PathLike[str]) -> Root:
+def canonical_root(root: str | os.PathLike[str], *, what: str = "root") -> Root:
     """Returns the one form of ``root``, a path or a URL, so that all ways to write it compare equal.
 
-    Raises UsageError for what is neither, and for a URL that can't be a checkpoint root.
+    Raises UsageError for what is neither, and for a URL of another kind. Its message calls it ``what``.
     """
     try:
         text = os.fsdecode(root)
     except TypeError:
-        raise UsageError(f"root is {root!r}: must be a path or a URL, as a str or an os.PathLike") from None
+        raise UsageError(f"{what} is {root!r}: must be a path or a URL, as a str or an os.PathLike") from None
     scheme, separator, rest = text.partition("://")
     if not separator and text.partition("/")[0] in {f"{known}:" for known in (*_SCHEMES, "file")}:
-        raise UsageError(f"root {text!r}: a URL has two slashes; pass it as a str: a Path removes one of them")
+        raise UsageError(f"{what} {text!r}: a URL has two slashes; pass it as a str: a Path removes one of them")
     if not separator or scheme == "file":
         return root_path(text)
     parts = rest.split("/")
     while parts and not parts[-1]:
         parts.pop()
     if scheme not in _SCHEMES:
-        raise UsageError(f"root {text!r}: only paths and file://, s3://, gs:// and az:// URLs can be checkpoint roots")
+        raise UsageError(f"{what} {text!r}: only paths and file://, s3://, gs:// and az:// URLs are known")
     if len(parts) < 2 or not all(parts) or {".", ".."}.intersection(parts) or _UNSAFE.search(rest):
-        raise UsageError(f"root {text!r}: must be {scheme}://BUCKET/NAME, of letters, digits and !-_.*'()=+@,; /")
+        raise UsageError(f"{what} {text!r}: must be {scheme}://BUCKET/NAME, of letters, digits and !-_.*'()=+@,; /")
     return f"{scheme}://{'/'.join(parts)}"
 
 

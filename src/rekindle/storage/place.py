@@ -87,7 +87,7 @@ def canonical_target(path: str | os.PathLike[str], *, resolve: bool = True) -> s
     scheme, separator, _ = text.partition("://")
     one_slash = not separator and text.partition(os.sep)[0] in ("file:", "s3:", "gs:", "az:")
     if one_slash or (separator and scheme != "file"):
-        return str(canonical_root(text))
+        return str(canonical_root(text, what="path"))
     if separator:
         text = _path_of_url(text)
     name = text.rpartition(os.sep)[2]
