@@ -217,6 +217,8 @@ def main(
         return
     if smoke and docs:
         raise click.UsageError("--smoke gives no figures worth a --docs")
+    if docs:
+        import plots  # noqa: F401  without matplotlib that is an error now, and not after minutes
     if smoke:
         size, rounds, saves = 64 * MIB, 1, 2
     turns: dict[str, list[Turn]] = {kind: [] for kind in _TURNS}
