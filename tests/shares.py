@@ -41,7 +41,11 @@ def deal(costs: Iterable[tuple[str, float]], shares: int) -> dict[str, int]:
 def seconds_of(item: pytest.Item) -> float | None:
     """About how long a campaign takes, in seconds; None for a test that is none."""
     marker = item.get_closest_marker("campaign")
-    return None if marker is None else float(marker.kwargs.get("seconds", _SECONDS))
+    return None if marker is None else _seconds(*marker.args, **marker.kwargs)
+
+
+def _seconds(seconds: float = _SECONDS) -> float:
+    return float(seconds)
 
 
 def put_longest_first(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.shares import deal, parse, put_longest_first
+from tests.shares import deal, parse, put_longest_first, seconds_of
 
 COSTS = {f"test_{number}": 5.0 for number in range(40)} | {"test_long": 60.0, "test_longer": 90.0}
 
@@ -36,3 +36,9 @@ def test_files_with_long_campaigns_come_first_and_none_is_torn() -> None:
     items = [*some("a", None, None), *some("b", None, 5.0, None), *some("c", None), *some("d", 400.0, None)]
     put_longest_first(items)
     assert [str(item.path) for item in items] == [*"dd", *"bbb", *"aa", *"c"]
+
+
+@pytest.mark.parametrize("marker", [pytest.mark.campaign(60), pytest.mark.campaign(seconds=60)])
+def test_a_campaign_says_its_seconds_with_and_without_the_name(marker: pytest.MarkDecorator) -> None:
+    item: Any = SimpleNamespace(get_closest_marker=lambda name: marker.mark)
+    assert seconds_of(item) == 60.0
