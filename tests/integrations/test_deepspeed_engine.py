@@ -18,6 +18,7 @@ from rekindle.integrations.deepspeed import RekindleCheckpointEngine
 from rekindle.integrations.deepspeed.latest import LatestKeeper
 from rekindle.integrations.deepspeed.notes import look, note_path
 from rekindle.memory.files_dir import FilesDir
+from rekindle.memory.kept import key_of
 from rekindle.session.group import SingleProcess
 from tests.faults.harness import wait_for
 from tests.files.conftest import store  # noqa: F401  fixture
@@ -83,16 +84,16 @@ def test_a_checkpoint_is_in_memory_before_it_is_on_storage_and_latest_comes_last
     store: FilesDir,  # noqa: F811
     root: Path,
     before: Before,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("REKINDLE_FILES_DRAIN_LIMIT", "1B/s")
     engine = engine_of(root, before)
+    store.create()
+    turn = store.writing(key_of(str(root / "a" / "model.pt")))
+    assert turn.acquire()  # the agent waits for it before it carries the file
     save(engine, root, "a", 1)
     assert not (root / "latest").exists()
     assert engine.find(None) == "a"
     assert torch.equal(engine.load(str(root / "a" / "model.pt"), "cpu")["x"], torch.full((8,), 1))
-    monkeypatch.delenv("REKINDLE_FILES_DRAIN_LIMIT")
-    rekindle.save(b"", root / "other")  # by a client of the new settings
+    turn.release()
     rekindle.flush(timeout=60)
     engine.cleanup()
     assert (root / "latest").read_text() == "a" and before.calls == []
