@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rekindle.files import settings
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.job_dir import memory_base
 from rekindle.memory.lock import Lock
+from rekindle.session.agent_keeper import AgentKeeper
 from tests.objects.conftest import bucket, s3, server  # noqa: F401  fixtures
 
 
@@ -35,3 +37,10 @@ def drainer(store: FilesDir) -> Iterator[FileDrainer]:
     for file in store.kept.files():  # nothing to wait for at the end
         store.kept.remove(file)
     lock.release()
+
+
+@pytest.fixture
+def no_agent(store: FilesDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no agent start, of which a process makes sure in a second, not in ten."""
+    monkeypatch.setattr("rekindle.session.agent_keeper.sys.executable", "/nowhere/python")
+    monkeypatch.setattr(clients, "AgentKeeper", partial(AgentKeeper, within=1.0))

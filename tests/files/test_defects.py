@@ -19,7 +19,6 @@ import torch
 import rekindle
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.memory.files_dir import FilesDir
-from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.storage import disk
 from tests.faults.harness import wait_for
 
@@ -233,7 +232,7 @@ def test_a_save_that_fails_hangs_the_next(drainer: FileDrainer, store: FilesDir,
     assert list(store.paths.slots.iterdir()) == []
 
 
-@pytest.mark.campaign(10)
+@pytest.mark.campaign(seconds=20)
 def test_more_than_a_thousand_files(drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "fsync", lambda fd: None)
     monkeypatch.setattr(disk, "sync", lambda path: None)
@@ -277,12 +276,8 @@ def test_the_import_changes_torch(memory: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_an_agent_that_can_not_start_leaves_a_second_trainer(
-    store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_can_not_start_leaves_a_second_trainer(store: FilesDir, root: Path, no_agent: None) -> None:
     """Or keeps anything from arriving: this process carries its files itself."""
-    monkeypatch.setattr("rekindle.session.agent_keeper.sys.executable", "/nowhere/python")
-    monkeypatch.setattr(AgentKeeper.__init__, "__defaults__", (0.2, lambda there: None, None))  # and not after 10 s
     pid = os.getpid()
     rekindle.save(b"data", root / "x")
     rekindle.flush(timeout=60)

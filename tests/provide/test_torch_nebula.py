@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +21,8 @@ from rekindle.provide import torch_nebula as tn
 from rekindle.provide.torch_nebula import catalog, keeping, settings
 from rekindle.provide.torch_nebula import checkpoint as checkpoints
 from tests.faults.harness import wait_for
-from tests.files.programs import KILLED, run
+from tests.files.programs import run
 from tests.fork_server import run_and_kill
-
-_HEAD = "import torch\nfrom rekindle.provide import torch_nebula as tn\n"
-_DIE = "\nos.kill(os.getpid(), signal.SIGKILL)"
 
 
 def state(seed: int) -> dict[str, torch.Tensor]:
@@ -188,23 +187,41 @@ def test_checkpoints_that_come_fast_stay_in_memory_until_a_flush(drainer: FileDr
 
 def test_what_came_fast_gets_to_storage_at_the_end_of_the_process(store: FilesDir, root: Path) -> None:
     code = (
+        "from rekindle.provide import torch_nebula as tn\n"
         "tn.init(sys.argv[1], 1000)\n"
         "for n in range(3):\n"
         "    checkpoint = tn.Checkpoint(f's{n}', -2)\n"
         "    checkpoint.save('model.pt', {'n': n})\n"
         "    checkpoint.commit()\n"
     )
-    assert run(_HEAD + code, root) == 0
+    assert run(code, root) == 0
     wait_for(lambda: is_ok(root, "s2"))
     assert torch.load(root / "s2" / "model.pt", weights_only=True) == {"n": 2}
+
+
+def killed_after(work: Callable[..., object], *args: Any) -> None:
+    """Does some work in another process, with the settings of this one. It is killed then."""
+    settings = {name: value for name, value in os.environ.items() if name.startswith("REKINDLE_")}
+    run_and_kill(with_settings, settings, work, *args)
+
+
+def with_settings(variables: dict[str, str], work: Callable[..., object], *args: Any) -> None:
+    os.environ.update(variables)
+    work(*args)
+
+
+def save_two(root: Path) -> None:
+    """Saves two checkpoints. The second comes too soon for storage."""
+    tn.init(root, 1000)
+    for n in range(2):
+        tn.Checkpoint(f"s{n}").save("model.pt", n)
 
 
 def test_what_came_fast_gets_to_storage_when_memory_is_given_back(
     store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REKINDLE_FILES_IDLE_TIMEOUT", "0.2")
-    code = "tn.init(sys.argv[1], 1000)\nfor n in range(2): tn.Checkpoint(f's{n}').save('model.pt', n)" + _DIE
-    assert run(_HEAD + code, root) == KILLED
+    killed_after(save_two, root)
     wait_for(lambda: is_ok(root, "s1"))
     wait_for(lambda: not store.path.exists())
     assert tn.init(root) is None
@@ -212,7 +229,7 @@ def test_what_came_fast_gets_to_storage_when_memory_is_given_back(
     assert latest is not None and latest.tag == "s1" and latest.load("model.pt") == 1
 
 
-def _save_in_memory() -> None:
+def save_in_memory() -> None:
     tn.init(None, num_of_version_in_retention=2)
     for seed in range(4):
         save(f"s{seed}", seed)
@@ -220,8 +237,8 @@ def _save_in_memory() -> None:
     keeping.keep(settings.current_nebula())
 
 
-def test_without_a_path_checkpoints_stay_in_memory(store: FilesDir, root: Path, caplog, monkeypatch) -> None:
-    run_and_kill(in_memory, str(store.path.parent.parent))
+def test_without_a_path_checkpoints_stay_in_memory(store: FilesDir, root: Path, caplog) -> None:
+    killed_after(save_in_memory)
     latest = tn.get_latest_checkpoint()
     assert latest is not None and latest.tag == "s3" and same(latest.load("model.pt"), 3)
     older = tn.get_checkpoint("s2")
@@ -233,16 +250,10 @@ def test_without_a_path_checkpoints_stay_in_memory(store: FilesDir, root: Path, 
 
 
 def test_what_came_fast_gets_to_storage_with_the_next_start(store: FilesDir, root: Path) -> None:
-    code = "tn.init(sys.argv[1], 1000)\nfor n in range(2): tn.Checkpoint(f's{n}').save('model.pt', n)" + _DIE
-    assert run(_HEAD + code, root) == KILLED
+    killed_after(save_two, root)
     assert not is_ok(root, "s1")
     tn.init(root)
     wait_for(lambda: is_ok(root, "s1"))
-
-
-def in_memory(memory: str) -> None:
-    os.environ["REKINDLE_MEMORY"] = memory
-    _save_in_memory()
 
 
 @pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])

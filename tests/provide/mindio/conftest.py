@@ -11,7 +11,7 @@ from rekindle.provide.mindio_acp import checking, saving
 from rekindle.provide.mindio_acp.background import background
 from rekindle.provide.mindio_acp.earlier import Earlier
 from rekindle.provide.mindio_acp.helper import CheckpointHelper
-from tests.files.conftest import drainer, store  # noqa: F401  fixtures
+from tests.files.conftest import drainer, no_agent, store  # noqa: F401  fixtures
 
 PROVIDED = Path(rekindle.provide.__file__).parent / "path"
 

@@ -30,7 +30,6 @@ from rekindle.agent.file_drain import FileDrainer
 from rekindle.memory.files_dir import FilesDir
 from rekindle.provide import mindio_acp
 from rekindle.provide.mindio_acp import checking, flushing, harmless
-from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.storage import disk
 from tests.faults.harness import wait_for
 from tests.files.programs import KILLED, run
@@ -343,11 +342,7 @@ def test_13_devices_other_than_one_vendors_are_refused(drainer: FileDrainer, roo
     assert "torch_npu" not in sys.modules
 
 
-def test_14_a_server_that_can_not_start_leaves_a_second_trainer(
-    store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rekindle.session.agent_keeper.sys.executable", "/nowhere/python")
-    monkeypatch.setattr(AgentKeeper.__init__, "__defaults__", (0.2, lambda there: None, None))  # and not after 10 s
+def test_14_a_server_that_can_not_start_leaves_a_second_trainer(store: FilesDir, root: Path, no_agent: None) -> None:
     pid = os.getpid()
     assert mindio_acp.initialize() == 0
     assert mindio_acp.save({"step": 1}, str(root / "x.pt")) == 1
