@@ -8,9 +8,14 @@ WORKERS ?= 4
 # With it each of a thousand processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-PIN_deepspeed := deepspeed==0.19.8
-PIN_nebula    := deepspeed==0.19.6  # it still has Nebula
-PIN_lightning := lightning==2.6.6
+# Frameworks with environments of their own, and all frameworks' tests. Lightning is in .venv, by the dev extra.
+PACKAGES_deepspeed := deepspeed==0.19.8
+PACKAGES_mindspore := mindspore==2.10.0 aiohttp click rich xxhash
+PACKAGES_nebula    := deepspeed==0.19.6  # it still has Nebula
+TESTS_deepspeed := tests/integrations/test_deepspeed.py
+TESTS_lightning := tests/integrations/test_lightning.py
+TESTS_mindspore := tests/provide/mindio/test_mindspore.py
+TESTS_nebula    := tests/integrations/test_nebula.py tests/provide/test_torch_nebula_lightning.py
 
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -22,8 +27,8 @@ help:
 	@echo 'make soak    train under random faults; MINUTES=30 for longer'
 	@echo 'make test    run the tests that protect every change; ARGS="-k memory" runs some of them, WORKERS=8 more at a time'
 	@echo 'make test-all    the same with the campaigns, which take long to show more; ARGS="--campaign-share=3/10" for a tenth'
-	@echo 'make mindspore   install MindSpore, 2.8 GB, for the tests that need it'
-	@echo 'make deepspeed, make lightning, make nebula   install these, for the tests that need them'
+	@echo 'make deepspeed, make lightning, make nebula   run the tests with the real framework, which they install'
+	@echo 'make mindspore   the same with MindSpore, 2.8 GB'
 	@echo 'make check   check style, types and import rules'
 	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
 	@echo 'make clean   remove the virtual environment and all caches'
@@ -51,24 +56,17 @@ test: .venv/ready
 test-all: .venv/ready
 	$(PYTEST) -m '' $(ARGS)
 
-# An environment of its own: it has no torch.
-mindspore: .venv-mindspore/ready
+deepspeed mindspore nebula: %: .venv-%/ready
+deepspeed lightning mindspore nebula: .venv/ready
+	$(PYTEST) -m '' $(TESTS_$@) $(ARGS)
 
-.venv-mindspore/ready:
-	@$(PYTHON) -m venv .venv-mindspore
-	@.venv-mindspore/bin/python -m pip --disable-pip-version-check -q install mindspore==2.10.0 aiohttp click rich xxhash
-	@touch $@
-
-# Environments of their own, each with torch: .venv needs none of these.
-deepspeed: .venv-deepspeed/ready
-lightning: .venv-lightning/ready
-nebula: .venv-nebula/ready
-
-.venv-%/ready: pyproject.toml
-	@$(PYTHON) -m venv .venv-$*
-	@.venv-$*/bin/python -m pip --disable-pip-version-check -q install '$(TORCH)' setuptools wheel
-	@.venv-$*/bin/python -m pip --disable-pip-version-check -q install -e .
-	@DS_BUILD_OPS=0 .venv-$*/bin/python -m pip --disable-pip-version-check -q install --no-build-isolation $(PIN_$*)
+# It sees the packages of .venv, torch among them, so that it needs only its own. That of MindSpore has to do without torch.
+.venv-%/ready: .venv/ready
+	@echo 'Setting up .venv-$* (once)'
+	@$(BIN)/python -m venv .venv-$*
+	@$(if $(filter mindspore,$*),,cd .venv-$*/lib/python3.*/site-packages && \
+	  echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python3.*/site-packages)')" >see_venv.pth)
+	@.venv-$*/bin/python -m pip --disable-pip-version-check -q install $(PACKAGES_$*)
 	@touch $@
 
 check: .venv/ready

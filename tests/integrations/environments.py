@@ -1,17 +1,22 @@
-"""Programs of other frameworks, in environments of their own, which ``make deepspeed`` and the like install."""
+"""Programs of other frameworks. Lightning is in ``.venv``; ``make deepspeed`` and the like install what is not."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-__all__ = ["PROGRAMS", "environment", "launch", "lines"]
+__all__ = ["PROGRAMS", "REPO", "environment", "launch", "lines", "needs_lightning"]
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
+
+needs_lightning = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="lightning is not installed: pip install -e '.[dev]'"
+)
 
 
 def environment(name: str) -> str:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from rekindle.storage.path_place import is_placeholder
-from tests.integrations.environments import environment, launch, lines
+from tests.integrations.environments import launch, lines, needs_lightning
 
 PROGRAM = "train_lightning"
 
+pytestmark = needs_lightning
 
-def train(python: str, where: Path, *options: object, **variables: str) -> int:
-    where.mkdir(exist_ok=True)
-    process = launch(python, PROGRAM, *options, where=where, **variables)
+
+def train(where: Path, *options: object, **variables: str) -> int:
+    process = launch(sys.executable, PROGRAM, *options, where=where, **variables)
     try:
         return process.wait(170)
     finally:
@@ -26,22 +28,22 @@ def train(python: str, where: Path, *options: object, **variables: str) -> int:
 def test_a_checkpoint_of_a_trainer_that_was_killed_right_after_its_save_is_loaded_from_memory(
     memory: Path, tmp_path: Path
 ) -> None:
-    python, root = environment("lightning"), tmp_path / "run"
-    assert train(python, tmp_path / "unbroken", tmp_path / "other") == 0
+    root = tmp_path / "run"
     slow = {"REKINDLE_FILES_DRAIN_LIMIT": "1KB/s"}
-    assert train(python, tmp_path / "broken", root, "--die-after-save", 3, **slow) == -signal.SIGKILL
+    assert train(tmp_path, root, "--die-after-save", 3, **slow) == -signal.SIGKILL
     newest = root / "step=3.ckpt"
     assert is_placeholder(newest.read_bytes()[:64])
-    assert train(python, tmp_path / "resumed", root, "--resume", newest) == 0
-    assert lines(tmp_path / "resumed", PROGRAM)["digest"] == lines(tmp_path / "unbroken", PROGRAM)["digest"]
+    assert train(tmp_path, root, "--resume", newest, "--alone", tmp_path / "unbroken") == 0
+    ends = lines(tmp_path, PROGRAM)
+    assert ends["digest"] == ends["alone"]
     for step in range(1, 5):  # real files, when fit() has returned
         assert torch.load(root / f"step={step}.ckpt", weights_only=True)["global_step"] == step
 
 
-@pytest.mark.campaign(20)
+@pytest.mark.campaign(seconds=10)
 def test_checkpoints_that_are_removed_while_they_are_on_their_way_stay_away(memory: Path, tmp_path: Path) -> None:
-    python, root = environment("lightning"), tmp_path / "run"
+    root = tmp_path / "run"
     slow = {"REKINDLE_FILES_DRAIN_LIMIT": "4KB/s"}  # the first is being written while it is removed
-    assert train(python, tmp_path, root, "--keep", 1, "--steps", 6, **slow) == 0
+    assert train(tmp_path, root, "--keep", 1, "--steps", 6, **slow) == 0
     assert lines(tmp_path, PROGRAM)["memory"] == "step=6.ckpt"
     assert [file.name for file in root.iterdir()] == ["step=6.ckpt"]

@@ -1,4 +1,4 @@
-"""Lightning's ``Trainer`` with the stand-in's two classes, killed and resumed. Skipped where Lightning is not there."""
+"""Lightning's ``Trainer`` with the stand-in's two classes, killed and resumed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 from rekindle.launch.provide import folder_of
 from rekindle.memory.files_dir import FilesDir
 from tests.faults.harness import wait_for
+from tests.integrations.environments import needs_lightning
 
-pytest.importorskip("lightning")
+pytestmark = [needs_lightning, pytest.mark.campaign(seconds=10)]
 
 _FIT = """
 import os, signal, sys

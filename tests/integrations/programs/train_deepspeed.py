@@ -1,6 +1,6 @@
 """Trains with ZeRO on two ranks, saves each step, and dies or goes on.
 
-train_deepspeed.py ROOT --stage N --steps N [--die-after-save N | --die-after-update N] [--late]
+train_deepspeed.py ROOT --stage N --steps N [--alone | --die-after-save N | --die-after-update N] [--late]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ options.add_argument("--stage", type=int, default=1)
 options.add_argument("--steps", type=int, default=5)
 options.add_argument("--die-after-save", type=int)
 options.add_argument("--die-after-update", type=int)
+options.add_argument("--alone", action="store_true", help="DeepSpeed saves by itself")
 options.add_argument("--late", action="store_true", help="copies begin when the next update has")
 given = options.parse_args()
 rank = int(os.environ["RANK"])
@@ -75,7 +76,8 @@ config = {
     "zero_allow_untested_optimizer": True,
 }
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-attach(engine, given.root)
+if not given.alone:
+    attach(engine, given.root)
 path, client = engine.load_checkpoint(given.root)
 start = 0 if path is None else client["step"]
 assert path is None or (client["notes"] == start).all(), client

@@ -1,6 +1,6 @@
 """Trains with DeepSpeed's own engine for Nebula, on two ranks that ``rekindle run --provide torch_nebula`` starts.
 
-train_nebula.py ROOT --stage N --steps N --load true|false [--die-after-save N]
+train_nebula.py ROOT --stage N --steps N [--load true|false] [--die-after-save N]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ options = argparse.ArgumentParser()
 options.add_argument("root")
 options.add_argument("--stage", type=int, default=1)
 options.add_argument("--steps", type=int, default=4)
-options.add_argument("--load", choices=["true", "false"])
+options.add_argument("--load", choices=["true", "false"], help="without it DeepSpeed saves by itself")
 options.add_argument("--die-after-save", type=int)
 given = options.parse_args()
 rank = int(os.environ["RANK"])
@@ -36,7 +36,7 @@ config = {
     "bf16": {"enabled": True},
     "zero_allow_untested_optimizer": True,
     "nebula": {
-        "enabled": True,
+        "enabled": given.load is not None,
         "persistent_storage_path": given.root,
         "persistent_time_interval": 1,
         "num_of_version_in_retention": 2,
@@ -45,7 +45,7 @@ config = {
 }
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-assert type(engine.checkpoint_engine).__name__ == "NebulaCheckpointEngine"
+assert (type(engine.checkpoint_engine).__name__ == "NebulaCheckpointEngine") == (given.load is not None)
 path, client = engine.load_checkpoint(given.root)
 start = 0 if path is None else client["step"]
 for step in range(start + 1, given.steps + 1):
@@ -62,5 +62,5 @@ for group in engine.optimizer.optimizer.state.values():
         found.update(value.detach().float().numpy().tobytes())
 for value in engine.module.state_dict().values():
     found.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-assert torch_nebula.flush_persistence()
+assert given.load is None or torch_nebula.flush_persistence()
 sys.stdout.write(f"start-{rank} {start}\ndigest-{rank} {found.hexdigest()}\n")

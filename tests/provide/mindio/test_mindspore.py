@@ -1,4 +1,4 @@
-"""MindSpore on the CPU, as it is published, through the stand-in for mindio_acp. 'make mindspore' installs it."""
+"""MindSpore on the CPU, as it is published, through the stand-in for mindio_acp."""
 
 from __future__ import annotations
 
@@ -15,28 +15,24 @@ from rekindle.agent.file_drain import FileDrainer
 from rekindle.memory.files_dir import FilesDir
 from rekindle.storage.path_place import is_placeholder
 from tests.files.programs import KILLED
+from tests.integrations.environments import environment
 from tests.provide.mindio.conftest import PROVIDED
-from tests.test_docs import REPO, blocks_of
+from tests.test_docs import blocks_of
 
-PYTHON = Path(os.environ.get("REKINDLE_TEST_MINDSPORE", REPO / ".venv-mindspore")) / "bin" / "python"
 TRAINING = Path(__file__).with_name("mindspore_training.py")
-
-pytestmark = [
-    pytest.mark.campaign(seconds=30),
-    pytest.mark.skipif(not PYTHON.exists(), reason="there is no MindSpore: 'make mindspore' installs it, 2.8 GB"),
-]
 
 
 def mindspore(*arguments: str | Path, provided: bool = True, ends: int = 0) -> None:
     """Runs MindSpore's Python, which has no torch, with the stand-in or without it."""
     path = [str(PROVIDED / "mindio_acp"), str(Path(rekindle.__file__).parents[1])] if provided else []
-    environment = {
+    variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         "EXPECTED_BACKEND": "mindio" if provided else "basic",
         "GLOG_v": "2",
     }
-    done = subprocess.run([PYTHON, *arguments], env=environment, capture_output=True, text=True, timeout=170)
+    command = [environment("mindspore"), *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=170)
     assert done.returncode == ends, done.stdout[-2000:] + done.stderr[-4000:]
 
 
@@ -97,6 +93,7 @@ assert mindio_acp.flush() == 0
 """
 
 
+@pytest.mark.campaign(seconds=15)
 def test_each_way_to_save_arrives(store: FilesDir, root: Path) -> None:
     """In a thread, and in a forked process, after a save of this one."""
     root.mkdir()
@@ -105,6 +102,7 @@ def test_each_way_to_save_arrives(store: FilesDir, root: Path) -> None:
     assert not any(is_placeholder(path.read_bytes()) for path in root.iterdir())
 
 
+@pytest.mark.campaign(seconds=30)
 def test_training_goes_on_from_memory_as_if_it_had_not_been_killed(
     drainer: FileDrainer, store: FilesDir, root: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +122,7 @@ def test_training_goes_on_from_memory_as_if_it_had_not_been_killed(
     mindspore("-c", "import mindspore as ms, sys; ms.load_checkpoint(sys.argv[1])", root / names[-1], provided=False)
 
 
+@pytest.mark.campaign(seconds=10)
 def test_the_guide_runs(memory: Path, store: FilesDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [block.text for block in blocks_of("docs/mindspore.md") if block.language == "python" and block.runs]
     assert blocks
