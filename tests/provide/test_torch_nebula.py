@@ -320,6 +320,14 @@ def test_a_tag_is_the_name_of_a_folder(tag: str, root: Path) -> None:
         tn.Checkpoint(tag)
 
 
+@pytest.mark.parametrize("number", ["4", None, 2.0])
+def test_a_number_of_files_is_an_integer(number: object, root: Path) -> None:
+    """Or nothing could tell, after the first save, when the checkpoint is complete."""
+    tn.init(root)
+    with pytest.raises(TypeError, match="integer"):
+        tn.Checkpoint("a", number)
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..", "complete.txt", ".rekindle-1-x.json"])
 def test_a_partition_is_the_name_of_a_file(name: str, store: FilesDir, root: Path) -> None:
     tn.init(root)

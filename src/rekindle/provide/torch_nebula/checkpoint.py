@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import threading
 import time
@@ -78,9 +79,10 @@ class Checkpoint:
 
         Raises:
             UsageError: for a tag that can't name a folder.
+            TypeError: for a number of files that is no integer.
         """
         self.tag = str(tag)
-        self._num_of_files = num_of_files
+        self._num_of_files = operator.index(num_of_files)
         self._settings = current_nebula() if settings is None else settings
         self._writing: _Writing | None = None
         self._lock = threading.Lock()
