@@ -142,6 +142,7 @@ def test_the_stand_in_by_another_path_is_none_that_would_be_hidden(
 ) -> None:
     (tmp_path / "link").symlink_to(folder_of("torch_nebula"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "link"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "link")])
     provide("torch_nebula", None)
 
 
