@@ -506,6 +506,7 @@ def test_storage_that_hangs_leaves_what_is_in_memory(store: FilesDir, root: Path
 def test_a_checkpoint_that_arrives_during_a_look_is_complete(drainer: FileDrainer, root: Path, monkeypatch) -> None:
     tn.init(root)
     save("a")
+    keeping._keeping[str(root)].exception(60)  # it looks, too
     look = catalog.Catalog._look_at_storage
 
     def and_arrives(self):
