@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.common.environ import LAUNCH
+from rekindle.faults.imports import IMPORTS
 from rekindle.storage.path_place import is_placeholder
 from tests.integrations.environments import environment, launch, lines
 
@@ -69,8 +71,9 @@ def test_killed_right_after_a_save(
 ) -> None:
     """Storage has none of it yet: the step comes from memory. At the end DeepSpeed's own tool reads the files."""
     python, root = environment("deepspeed"), tmp_path / "run"
-    slow = {"REKINDLE_FILES_DRAIN_LIMIT": "1KB/s"}
+    slow = {"REKINDLE_FILES_DRAIN_LIMIT": "1KB/s", LAUNCH: str(tmp_path)}
     assert 0 not in train(python, tmp_path / "broken", root, "--stage", stage, "--die-after-save", 3, **slow)
+    assert (tmp_path / IMPORTS).exists()  # a restart by the launcher would be warm
     assert not (root / "latest").exists() or (root / "latest").read_text() != "global_step3"
     files = list((root / "global_step3").glob("*.pt"))
     assert len(files) == {1: 3, 3: 4}[stage] and all(is_placeholder(file.read_bytes()[:64]) for file in files)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rekindle.common.environ import LAUNCH
+from rekindle.faults.imports import IMPORTS
 from rekindle.storage.path_place import is_placeholder
 from tests.integrations.environments import launch, lines, needs_lightning
 
@@ -29,8 +31,9 @@ def test_a_checkpoint_of_a_trainer_that_was_killed_right_after_its_save_is_loade
     memory: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
-    slow = {"REKINDLE_FILES_DRAIN_LIMIT": "1KB/s"}
+    slow = {"REKINDLE_FILES_DRAIN_LIMIT": "1KB/s", LAUNCH: str(tmp_path), "RANK": "0"}
     assert train(tmp_path, root, "--die-after-save", 3, **slow) == -signal.SIGKILL
+    assert (tmp_path / IMPORTS).exists()  # a restart by the launcher would be warm
     newest = root / "step=3.ckpt"
     assert is_placeholder(newest.read_bytes()[:64])
     assert train(tmp_path, root, "--resume", newest, "--alone", tmp_path / "unbroken") == 0

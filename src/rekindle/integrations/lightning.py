@@ -14,6 +14,7 @@ from typing import Any
 
 from rekindle.common.timeouts import check_timeout, in_background
 from rekindle.errors import NotFoundError, UnsupportedValueError, UsageError
+from rekindle.faults.imports import note_save
 from rekindle.files import flush, load, save
 from rekindle.files.forgetting import forget, wait_for_writers
 
@@ -44,6 +45,7 @@ class RekindleCheckpointIO:
             raise UnsupportedValueError("storage_options: RekindleCheckpointIO has none: leave them out")
         save(checkpoint, path, placeholder=True)
         self._saved.add(os.fspath(path))
+        note_save()
 
     def load_checkpoint(self, path: Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
         """Loads a checkpoint, from memory if it is there. Unless ``weights_only`` is False, no code runs."""

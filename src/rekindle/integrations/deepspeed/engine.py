@@ -15,6 +15,7 @@ from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
 from rekindle.common.workers import Workers
 from rekindle.errors import CorruptError, NotDurableError
+from rekindle.faults.imports import note_save
 from rekindle.files import load, status
 from rekindle.files.contents import of_bytes
 from rekindle.files.pickled import of_object
@@ -134,6 +135,7 @@ class RekindleCheckpointEngine:
         self._copies = [self._threads.submit(conclude)]
         if at_once:
             wait(self._copies)
+        note_save()
         self._group.barrier()
 
     def get_commit_info(self) -> Any:
