@@ -17,6 +17,7 @@ import torch
 
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.save import saver
 from rekindle.storage.catalog import list_checkpoints
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import wait_for
@@ -433,7 +434,7 @@ def test_saving_the_step_that_was_restored_waits_for_no_storage(
 
     with monkeypatch.context() as patch:
         patch.setattr("rekindle.storage.posix.PosixStore.durable", durable)
-        patch.setattr("rekindle.save.saver._LOOK", 0.2)
+        patch.setattr(saver, "_LOOK", 0.2)
         began = time.monotonic()
         ckpt.save(3)
         assert time.monotonic() - began < 60

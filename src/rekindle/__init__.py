@@ -66,7 +66,7 @@ _show_warnings()
 # The import of a room puts its module here, under the room's name, once. ``save`` is the name of a function, too: with
 # the import behind us, the name is free for good, and looked up below.
 _import_module("rekindle.save")
-del globals()["save"]
+globals().pop("save", None)  # nothing to remove where this module is loaded once more
 
 _LAZY = {
     "Checkpoint": "rekindle.checkpointer",

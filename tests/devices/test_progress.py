@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rekindle.devices.events import Event
 from rekindle.errors import RekindleError
+from rekindle.save import progress
 from rekindle.save.progress import KEPT, DeviceClock, Progress, StateMoved, standing_step
 from tests.devices.fake import DEVICE, FakeBackend
 
@@ -51,7 +52,7 @@ class Queue:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.points = DeviceClock(), list[Point]()
-        monkeypatch.setattr("rekindle.save.progress.record", self.record)
+        monkeypatch.setattr(progress, "record", self.record)
         self.end(0)
         self.reach(1)
 
@@ -100,7 +101,7 @@ def test_nothing_is_recorded_while_the_state_is_on_the_host(monkeypatch: pytest.
     def fail(device: torch.device) -> Event:
         raise AssertionError(device)
 
-    monkeypatch.setattr("rekindle.save.progress.record", fail)
+    monkeypatch.setattr(progress, "record", fail)
     clock = DeviceClock()
     clock.end_step(1, {})
     clock.begin_update(2)

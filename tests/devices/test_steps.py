@@ -20,7 +20,7 @@ from rekindle.faults.late_work import late_work_counts
 from rekindle.faults.nccl import SETTINGS
 from rekindle.memory.fault import Fault
 from rekindle.memory.local_state import read_local_states
-from rekindle.save import plan
+from rekindle.save import local_state, plan
 from rekindle.save.copy import Copying
 from rekindle.save.plan import Unit
 from rekindle.save.progress import KEPT
@@ -351,7 +351,7 @@ def test_a_device_may_be_behind_for_longer_than_any_bound(
     device: FakeBackend, root: Path, memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host waits, as far ahead as local states are kept. No step fails."""
-    monkeypatch.setattr("rekindle.save.local_state._LOOK", 0.01)
+    monkeypatch.setattr(local_state, "_LOOK", 0.01)
     job = Job(device, root, memory)
     held = threading.Event()
     with caplog.at_level(logging.INFO), job.guarded():

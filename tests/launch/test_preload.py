@@ -41,7 +41,7 @@ def preload(folder: Path, *names: str) -> tuple[dict[str, str], list[str], list[
     """Returns the parts that were left out, with the reasons; the modules loaded; and the variables that were read."""
     done = subprocess.run(
         [sys.executable, "-c", PRELOAD, str(folder), *names],
-        env={**os.environ, "SOME_SETTING": "1"},
+        env={**os.environ, "SOME_SETTING": "1", "TQDM_MININTERVAL": "0.1"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -74,12 +74,19 @@ def test_a_package_of_which_many_parts_are_left_out_is_left_out() -> None:
     assert orders.without == {"other.part": "why", "large": "last"}
 
 
-@pytest.mark.parametrize("name", ["networkx", "torch._inductor.compile_fx"])
-def test_what_torchs_compiler_imports_is_loaded_ahead(tmp_path: Path, name: str) -> None:
-    """networkx searches the environment for variables of its own."""
-    without, loaded, read = preload(Path(pytest.importorskip("networkx").__file__).parents[1], name)
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [
+        ("networkx", "NETWORKX_FALLBACK_TO_NX"),
+        ("tqdm", "TQDM_MININTERVAL"),
+        ("torch._inductor.compile_fx", "NETWORKX_FALLBACK_TO_NX"),
+    ],
+)
+def test_what_torchs_compiler_imports_is_loaded_ahead(tmp_path: Path, name: str, variable: str) -> None:
+    """networkx and tqdm search the environment for variables of their own."""
+    without, loaded, read = preload(Path(pytest.importorskip(name.partition(".")[0]).__file__).parents[1], name)
     assert not without and loaded == [name]
-    assert "SOME_SETTING" not in read and "NETWORKX_FALLBACK_TO_NX" in read
+    assert "SOME_SETTING" not in read and variable in read
 
 
 def test_to_copy_the_environment_reads_all_of_it(tmp_path: Path) -> None:

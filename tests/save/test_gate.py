@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.memory.status import DONE, STABLE, UPDATING, StatusPage, read_status
+from rekindle.save import gate
 from rekindle.save.gate import Gate
 
 
@@ -31,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("rekindle.save.gate.time", clock)
+    monkeypatch.setattr(gate, "time", clock)
     return clock
 
 

@@ -18,6 +18,7 @@ import torch
 import rekindle
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.save import pending as completing
 from rekindle.save.copy import Copying
 from rekindle.save.pending import Changed
 from tests.save.overlapped import Adversaries, pending_of, snapshot_of, wait_for_memory
@@ -105,9 +106,7 @@ def test_a_late_write_that_outlasts_the_copy_is_noticed_too(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch counts a write when it is over, so a count that hasn't moved when the copy ends proves nothing yet."""
-    monkeypatch.setattr(
-        "rekindle.save.pending._LONGEST_WRITE", 60.0
-    )  # on a busy machine it may take longer than is waited for
+    monkeypatch.setattr(completing, "_LONGEST_WRITE", 60.0)  # on a busy machine it may take longer than is waited for
     model = torch.nn.Linear(2048, 2048, bias=False)
     ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": torch.optim.SGD(model.parameters())})
     ckpt.restore()
@@ -133,7 +132,7 @@ def test_a_trainer_that_comes_for_the_save_is_not_waited_for(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copying thread has begun to wait for a device, and the trainer now waits for the copying thread."""
-    monkeypatch.setattr("rekindle.save.pending._LONGEST_WRITE", 60.0)
+    monkeypatch.setattr(completing, "_LONGEST_WRITE", 60.0)
     ckpt, finish, copied = trained_by_hand(root), Copying.finish, threading.Event()
 
     def on_a_device(copying: Copying) -> list[str]:
@@ -155,7 +154,7 @@ def test_a_trainer_that_comes_for_the_save_is_not_waited_for(
 def test_a_dying_gasp_does_not_wait_for_a_trainer_that_hangs(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rekindle.save.pending._LONGEST_WRITE", 60.0)
+    monkeypatch.setattr(completing, "_LONGEST_WRITE", 60.0)
     ckpt = trained_by_hand(root)
     end, go = os.pipe()
     hangs = threading.Event()

@@ -33,9 +33,9 @@ _ENDS_WITHIN = 1.0
 """Seconds that a thread gets to end which was told to. On a busy machine the kernel lists it for a while."""
 
 
-_SEARCHES = {"networkx": b"NETWORKX_"}
-"""Packages that search the whole environment for variables of their own, and keep no others. Torch's compiler needs
-this one."""
+_SEARCHES = {"networkx": b"NETWORKX_", "tqdm": b"TQDM_"}
+"""Packages that search the whole environment for variables of their own, and keep no others. Torch's compiler loads
+both."""
 
 
 class UnfitModuleError(Exception):
