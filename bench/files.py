@@ -185,7 +185,7 @@ def _conditions(turns: dict[str, list[Turn]], machine: dict[str, Any], saves: in
     return (
         f"{machine['date'][:10]}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / GIB:.0f} GiB, "
         f"Linux {machine['kernel']}, the disk with {machine['target_file_system']}, Python {machine['python']}, torch "
-        f"{machine['torch']}; {len(turns[_OURS])} turns of {saves} saves, {_PAUSE:g} s apart; one copy by one thread "
+        f"{machine['torch']}; {len(turns[_OURS])} turn(s) of {saves} saves, {_PAUSE:g} s apart; one copy by one thread "
         f"takes {copy:.3f} s."
     )
 
