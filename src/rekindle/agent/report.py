@@ -49,7 +49,7 @@ def _in_order(text: str) -> str:
 
 
 def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
-    """Writes ``report.txt``, and beside it each rank's collectives as ``torchfrtrace`` reads them. Never raises.
+    """Writes ``report.txt``, and before it each rank's collectives as ``torchfrtrace`` reads them. Never raises.
 
     To be called when the ranks have ended, or have had time to write what they know into the job's directory.
     """
@@ -61,12 +61,12 @@ def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
         if info is None:
             return
         store, report = open_store(info.root), report_name(fault.generation, fault.step)
-        store.write_extra(report, ("\n".join(parts) + "\n").encode(errors="replace"))
         for rank in ranks:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # the report is wanted without it, too
                 store.write_extra(
                     report.replace("report.txt", f"rank_{rank}"), job.paths.flight_record(rank).read_bytes()
                 )
+        store.write_extra(report, ("\n".join(parts) + "\n").encode(errors="replace"))
         log.error("the report of the hang is %s/%s", info.root, report)
     except (OSError, RekindleError) as error:
         log.error("the report of the hang could not be written: %s", error)
