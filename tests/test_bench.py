@@ -119,6 +119,7 @@ def test_a_moment_that_comes_early_takes_no_time_of_those_before_it() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads Linux's /proc")
+@pytest.mark.campaign(40)
 @pytest.mark.timeout(600)  # three starts of two ranks, and a run without faults: 25 s where nothing else runs
 def test_a_job_under_faults_is_measured_and_has_the_bits_of_one_without(tmp_path: Path, memory: Path) -> None:
     command = [sys.executable, str(BENCH / "recovery.py"), "--only", "rekindle run --no-warm", "--faults", "1"]

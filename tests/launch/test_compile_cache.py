@@ -359,6 +359,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @has_compiler
+@pytest.mark.campaign(60)
 @pytest.mark.timeout(900)
 def test_a_fresh_node_compiles_nothing(trained):
     with Compiled(trained) as job:

@@ -198,7 +198,8 @@ sys.exit(0 if start == "1" else 9)
 """
 
 
-@pytest.mark.parametrize("name", ["torch_nebula", pytest.param("mindio_acp", marks=pytest.mark.campaign(10))])
+@pytest.mark.campaign(15)
+@pytest.mark.parametrize("name", ["torch_nebula", "mindio_acp"])
 def test_a_restart_of_a_script_that_saves_here_alone_is_warm(name: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SAVES_TWICE.replace("{saves}", _SAVES[name]))
     with Launcher(tmp_path, "--provide", name, "script.py") as job:

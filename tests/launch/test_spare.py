@@ -74,6 +74,7 @@ def test_a_killed_spare_is_replaced_while_training_goes_on(tmp_path):
         assert not run.cold
 
 
+@pytest.mark.campaign(seconds=20)
 def test_a_spare_loads_at_idle_priority_and_sleeps_while_training_runs(tmp_path):
     with job(tmp_path) as run:
         run.wait_until(lambda: bool(run.spares()))
@@ -150,6 +151,7 @@ def test_a_start_after_a_warm_one_that_came_nowhere_is_cold(tmp_path):
         assert len(run.cold) == 1
 
 
+@pytest.mark.campaign(seconds=17)
 def test_a_state_that_does_not_fit_a_warm_start_ends_the_job(tmp_path):
     (tmp_path / "unlike-1").touch()
     with job(tmp_path) as run:
