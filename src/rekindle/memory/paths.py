@@ -14,6 +14,7 @@
         rank-00000.plan .small-0 -1 -u   the rank's local state, and the plan that describes its bytes
         rank-00000.stacks .flight        at a hang: stacks of its threads, and torch's flight record
         watch.sock  fault.json           where ranks and agent tell each other of faults; the newest fault
+        nodes.json  address.json         all nodes of a start and their secret; where this node's agent listens
         start.json  gone.json            the newest start on this host; when its last process had ended after a fault
         incidents/                       records of incidents, a line of JSON in a file each, as on storage
         slots/                           free files, which hold no snapshot
@@ -72,6 +73,16 @@ class JobPaths:
     def job(self) -> Path:
         """Record of the job for its agent."""
         return self.directory / "job.json"
+
+    @property
+    def nodes(self) -> Path:
+        """Record of the nodes of the newest start on several nodes."""
+        return self.directory / "nodes.json"
+
+    @property
+    def address(self) -> Path:
+        """Address on which the agent listens to those of other nodes."""
+        return self.directory / "address.json"
 
     @property
     def fault(self) -> Path:
