@@ -35,6 +35,8 @@ _LOOK_EVERY = 0.02
 _ELSEWHERE = "192.0.2.1"
 """An address of no host, kept for examples: the way to it is the way to anywhere else. Nothing is sent there."""
 _ANY_PORT = 9
+_ASKS = ""
+"""Name under which a rank asks its own agent: that has no link with one of its own name."""
 
 
 class Introduction(NamedTuple):
@@ -147,7 +149,7 @@ def _tell_agent(job: JobDir, nodes: Nodes, until: float) -> bool:
         nodes.write(job)
     except OSError:
         return False
-    here, credentials = nodes.here, Credentials(nodes.secret, nodes.start, nodes.here.name)
+    here, credentials = nodes.here, Credentials(nodes.secret, nodes.start, _ASKS)
 
     def ask() -> bool | None:
         try:
