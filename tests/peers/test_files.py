@@ -20,7 +20,7 @@ from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.slots import Slots
 from rekindle.peers import files as peer_files
-from rekindle.peers import wire
+from rekindle.peers import stream
 from rekindle.peers.snapshots import snapshot_handlers
 from tests.memory.saved import FIRST, SIZE, content, save
 from tests.peers.peer import Memory, blocks_of, far_job, files_at, put, serving, serving_alone
@@ -131,7 +131,7 @@ def test_a_connection_that_lay_idle_is_made_anew(job, port):
     put(job, 7, blocks_of(2))
     with files_at(port).shard(0, 1) as shard:
         for _, link in peer_files._IDLE._links:
-            link._socket.shutdown(2)
+            link._stream._socket.shutdown(2)
         sink = Memory(shard)
         assert read_blocks(ShardReader(shard), sink, range(2)) == []
         assert sink.whole() == b"".join(blocks_of(2).values())
@@ -176,7 +176,7 @@ def test_a_node_that_dies_meanwhile_is_an_error(job):
 
 
 def test_a_node_that_stalls_is_an_error_in_time(job, monkeypatch):
-    monkeypatch.setattr(wire, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(stream, "STALL", 1.0)
     monkeypatch.setattr(peer_files, "_REPLY_SECONDS", 1.0)
     put(job, 7, blocks_of(6))
     with serving_alone(job) as (process, port), files_at(port).shard(0, 1) as shard:

@@ -118,9 +118,9 @@ def test_nonsense_is_refused_and_the_link_goes_on(job, link, message):
     assert len(call(link, {"verb": "list"}, 30)["shards"]) == 1
 
 
-def test_links_are_not_followed_out_of_the_directory(job, link, tmp_path):
+def test_links_are_not_followed_out_of_the_directory(job, link, memory):
     shard = put(job, 7, DATA)
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere = memory / "elsewhere"
     shard.rename(elsewhere)
     shard.symlink_to(elsewhere)
     with pytest.raises(WireError, match="link"):
