@@ -209,7 +209,9 @@ class Checkpointer:
         if session.slots is not None and step != 0:
             rebuild(session.job_dir, session.slots)
         state, job, store = self._capture.state, session.job, session.store
-        done, seen = restore(self._group, state, job, store, step, allow_pickle=allow_pickle, parts=parts)
+        done, seen = restore(
+            self._group, state, job, store, step, allow_pickle=allow_pickle, parts=parts, nodes=session.nodes
+        )
         first, chosen = not session.begun, step is not None
         if done is None:
             session.go_on_from(None, None, chosen=chosen, seen_generation=seen)

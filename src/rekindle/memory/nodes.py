@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from rekindle.format.names import MAX_RANKS
 from rekindle.format.receipt import read_file
 from rekindle.memory.job_dir import JobDir
 
-__all__ = ["SECRET_BYTES", "Node", "Nodes"]
+__all__ = ["LONGEST_TEXT", "SECRET_BYTES", "Node", "Nodes"]
 
 SECRET_BYTES = 32
 """Size of the secret by which the agents of a start know each other."""
-_LONGEST_TEXT = 256
+LONGEST_TEXT = 256
 """Characters of a name, an address or a domain."""
 
 
@@ -42,7 +42,7 @@ class Node:
     def from_json(value: Any) -> Node:
         """Reads a node from JSON. Raises ValueError, TypeError or KeyError when a field is missing or malformed."""
         name, host, domain = check_texts([value["name"], value["host"], value["domain"]])
-        if not name or max(len(name), len(host), len(domain)) > _LONGEST_TEXT:
+        if not name or max(len(name), len(host), len(domain)) > LONGEST_TEXT:
             raise ValueError("a name, an address or a domain is too long, or missing")
         ranks = list(check_integers(value["ranks"], MAX_RANKS, MAX_RANKS - 1))
         if not ranks or ranks != sorted(set(ranks)):
@@ -58,7 +58,7 @@ class Nodes:
     """Id of the incarnation. A record of another start says nothing about this one."""
     generation: int
     """Generation of the start when its ranks met."""
-    secret: bytes
+    secret: bytes = field(repr=False)
     """Secret of the start, by which its agents know each other."""
     own: int
     """Number of this node in ``nodes``."""
