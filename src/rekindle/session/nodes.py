@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import RekindleError
-from rekindle.format.fields import check_integer, check_texts, loads
+from rekindle.format.fields import check_integer, loads
 from rekindle.format.receipt import read_file
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import LONGEST_TEXT, SECRET_BYTES, Node, Nodes
@@ -128,7 +128,7 @@ def _introduce(session: Session, host: str, until: float) -> Introduction:
     """Waits for the agent of this node to listen, and introduces the node."""
     address = None
     if session.keeper is not None and host:
-        address = _await(lambda: _read_address(session.job_dir), until)
+        address = _await(lambda: _read_address(session.job_dir, host), until)
     domain = os.environ.get("REKINDLE_DOMAIN") or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
     name = socket.gethostname()[: LONGEST_TEXT - 8] or "node"
     return Introduction(
@@ -141,13 +141,13 @@ def _introduce(session: Session, host: str, until: float) -> Introduction:
     )
 
 
-def _read_address(job: JobDir) -> tuple[str, int] | None:
-    """Returns the address on which the living agent listens; None if it doesn't. Another agent's counts no more."""
+def _read_address(job: JobDir, host: str) -> tuple[str, int] | None:
+    """Returns ``host`` and the port on which the living agent listens there; None if it doesn't, or not yet."""
     try:
         found = loads(read_file(job.paths.address))
-        if check_integer(found["pid"]) != job.agent():
+        if (found["pid"], found["host"]) != (job.agent(), host):
             return None
-        return check_texts([found["host"]])[0], check_integer(found["port"], 1, 65535)
+        return host, check_integer(found["port"], 1, 65535)
     except (OSError, RekindleError, ValueError, TypeError, KeyError):
         return None
 
