@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from rekindle.format.fields import check_integer, check_texts, loads
 from rekindle.format.receipt import read_file
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import LONGEST_TEXT, SECRET_BYTES, Node, Nodes
+from rekindle.peers.local_states import Kept, fetch_local_state, find_holder, kept_local_states
 from rekindle.peers.wire import Credentials, connect
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.session import Session
@@ -35,6 +36,8 @@ _LOOK_EVERY = 0.02
 _ELSEWHERE = "192.0.2.1"
 """An address of no host, kept for examples: the way to it is the way to anywhere else. Nothing is sent there."""
 _ANY_PORT = 9
+_ASKS = ""
+"""Name under which a rank asks its own agent: that has no link with one of its own name."""
 
 
 class Introduction(NamedTuple):
@@ -48,6 +51,8 @@ class Introduction(NamedTuple):
     domain: str
     secret: bytes
     """Secret for this start. That of the first node counts."""
+    kept: Mapping[int, Kept] = {}
+    """Newest local state that it has of each rank."""
 
 
 def find_host() -> str:
@@ -74,22 +79,24 @@ def find_host() -> str:
 
 
 def enter_mesh(group: SingleProcess | ProcessGroup, session: Session, host: str) -> None:
-    """Tells all nodes of each other, and sees that their agents know it. A collective of a start on several nodes.
+    """Tells all nodes of each other, sees that their agents know it, and has ranks get their newest local states.
 
-    ``host`` is the address on which the agent of this node was told to listen. A node whose agent can't be reached is
-    in no mesh: the job goes on as if it had none there, and one warning says so.
+    A collective of a start on several nodes. ``host`` is the address on which the agent of this node was told to
+    listen. A node whose agent can't be reached is in no mesh: the job goes on as if it had none there, and one warning
+    says so.
     """
     until = time.monotonic() + _ANSWERS_WITHIN
-    introductions: list[Introduction | None] = group.gather(
-        _introduce(session, host, until) if session.is_first_on_node else None
-    )
-    nodes = arrange([one for one in introductions if one is not None], session)
+    own = _introduce(session, host, until) if session.is_first_on_node else None
+    introductions: list[Introduction] = [one for one in group.gather(own) if one is not None]
+    nodes = arrange(introductions, session)
     answers: list[bool] = group.gather(not session.is_first_on_node or _tell_agent(session.job_dir, nodes, until))
     reached = [
         node if answers[node.ranks[0]] else replace(node, host="", port=0)  # its agent has no word of this start
         for node in nodes.nodes
     ]
     session.nodes = replace(nodes, nodes=reached)
+    kept = {one.ranks[0]: one.kept for one in introductions}
+    _fetch_local_state(session, session.nodes, [kept[node.ranks[0]] for node in reached])
     absent = [f"{node.name} (rank {node.ranks[0]})" for node in reached if not node.port]
     if absent and group.rank == 0:
         log.warning(
@@ -124,7 +131,14 @@ def _introduce(session: Session, host: str, until: float) -> Introduction:
         address = _await(lambda: _read_address(session.job_dir), until)
     domain = os.environ.get("REKINDLE_DOMAIN") or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
     name = socket.gethostname()[: LONGEST_TEXT - 8] or "node"
-    return Introduction(name, address, session.local_ranks, domain[:LONGEST_TEXT], secrets.token_bytes(SECRET_BYTES))
+    return Introduction(
+        name=name,
+        address=address,
+        ranks=session.local_ranks,
+        domain=domain[:LONGEST_TEXT],
+        secret=secrets.token_bytes(SECRET_BYTES),
+        kept={} if session.job is None else kept_local_states(session.job),
+    )
 
 
 def _read_address(job: JobDir) -> tuple[str, int] | None:
@@ -147,7 +161,7 @@ def _tell_agent(job: JobDir, nodes: Nodes, until: float) -> bool:
         nodes.write(job)
     except OSError:
         return False
-    here, credentials = nodes.here, Credentials(nodes.secret, nodes.start, nodes.here.name)
+    here, credentials = nodes.here, Credentials(nodes.secret, nodes.start, _ASKS)
 
     def ask() -> bool | None:
         try:
@@ -157,6 +171,15 @@ def _tell_agent(job: JobDir, nodes: Nodes, until: float) -> bool:
         return True
 
     return _await(ask, until) or False
+
+
+def _fetch_local_state(session: Session, nodes: Nodes, kept: Sequence[Mapping[int, Kept]]) -> None:
+    """Gets this rank's newest local state from the node that has it, by what each has ``kept``, if it isn't here."""
+    if session.job is None or session.rank is None:
+        return
+    holder = find_holder(session.rank, kept, nodes)
+    if holder is not None:
+        fetch_local_state(session.job, session.rank, nodes, holder)
 
 
 def _await(look: Callable[[], T | None], until: float) -> T | None:
