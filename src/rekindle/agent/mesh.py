@@ -21,9 +21,11 @@ from rekindle.agent.monitor import RankMonitor
 from rekindle.agent.neighbour import Neighbour
 from rekindle.agent.others import Others
 from rekindle.errors import FormatError
+from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import LOST, Fault
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.status import DONE
+from rekindle.peers.elsewhere import OtherNodes
 from rekindle.peers.membership import PATIENCE, Event, Membership
 from rekindle.peers.wire import Credentials, Link, WireError
 
@@ -210,6 +212,9 @@ class Mesh(Others):
 
     def cleared(self) -> bool:
         return all(self._beats[number].cleared for number in self._speaking() if self._beats[number].pages)
+
+    def elsewhere(self) -> Elsewhere:
+        return OtherNodes(self.nodes)
 
     def status(self) -> list[dict[str, Any]]:
         now, own = time.monotonic(), replace(self._monitor.account(), durable=self._durable())

@@ -100,7 +100,7 @@ class Agent(Service):
         alone = not self.job.trainers()
         if alone and not self._idle:
             try:
-                rebuild_dead_ranks(self.job)
+                rebuild_dead_ranks(self.job, self.monitor.others.elsewhere())
             except OSError as error:  # no open files are left, for one: the next round tries again
                 self.drainer.progress.error = explain(error)
                 return False
