@@ -123,7 +123,7 @@ class Candidate:
             self.verdict.reasons += self._sources.reasons
             self._sources.reasons = []
         if found:
-            places = {source.place for source, _ in self._fillings}
+            places = {source.place for source in (self._sources.home, *dict(self._fillings)) if source is not None}
             self.verdict.place = next((place for place in (STORAGE, PEER) if place in places), MEMORY)
             self.verdict.nbytes = sum(filling.nbytes for _, filling in self._fillings)
             self.verdict.surplus, self.verdict.counts = self.match.surplus, self.match.counts

@@ -84,11 +84,7 @@ def enter_mesh(group: SingleProcess | ProcessGroup, session: Session, host: str)
         _introduce(session, host, until) if session.is_first_on_node else None
     )
     nodes = arrange([one for one in introductions if one is not None], session)
-    if session.is_first_on_node and nodes.here.port:
-        with suppress(OSError):  # then the agent doesn't learn of it
-            nodes.write(session.job_dir)
-    known = not nodes.here.port or not session.is_first_on_node or _agent_answers(nodes, until)
-    answers: list[bool] = group.gather(known)
+    answers: list[bool] = group.gather(not session.is_first_on_node or _tell_agent(session.job_dir, nodes, until))
     reached = [
         node if answers[node.ranks[0]] else replace(node, host="", port=0)  # its agent has no word of this start
         for node in nodes.nodes
@@ -142,8 +138,15 @@ def _read_address(job: JobDir) -> tuple[str, int] | None:
         return None
 
 
-def _agent_answers(nodes: Nodes, until: float) -> bool:
-    """True once the agent of this node speaks with whoever has the secret of this start, so that all nodes can."""
+def _tell_agent(job: JobDir, nodes: Nodes, until: float) -> bool:
+    """Tells the agent of this node of the others. True once it speaks with whoever has the secret of this start."""
+    try:
+        if not nodes.here.port:
+            job.paths.nodes.unlink(missing_ok=True)  # an earlier start's
+            return False
+        nodes.write(job)
+    except OSError:
+        return False
     here, credentials = nodes.here, Credentials(nodes.secret, nodes.start, nodes.here.name)
 
     def ask() -> bool | None:
