@@ -8,9 +8,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from rekindle.common.os_errors import describe_error
@@ -19,6 +20,7 @@ from rekindle.format.fields import check_integer, check_texts, loads
 from rekindle.format.receipt import read_file
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import LONGEST_TEXT, SECRET_BYTES, Node, Nodes
+from rekindle.peers.local_states import Kept, bring_local_state, kept_local_states
 from rekindle.peers.wire import Credentials, connect
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.session import Session
@@ -48,6 +50,8 @@ class Introduction(NamedTuple):
     domain: str
     secret: bytes
     """Secret for this start. That of the first node counts."""
+    kept: Mapping[int, Kept] = MappingProxyType({})
+    """Local states of ranks in its memory."""
 
 
 def find_host() -> str:
@@ -80,16 +84,20 @@ def enter_mesh(group: SingleProcess | ProcessGroup, session: Session, host: str)
     in no mesh: the job goes on as if it had none there, and one warning says so.
     """
     until = time.monotonic() + _ANSWERS_WITHIN
-    introductions: list[Introduction | None] = group.gather(
+    words: list[Introduction | None] = group.gather(
         _introduce(session, host, until) if session.is_first_on_node else None
     )
-    nodes = arrange([one for one in introductions if one is not None], session)
+    introductions = [one for one in words if one is not None]
+    nodes = arrange(introductions, session)
     answers: list[bool] = group.gather(not session.is_first_on_node or _tell_agent(session.job_dir, nodes, until))
     reached = [
         node if answers[node.ranks[0]] else replace(node, host="", port=0)  # its agent has no word of this start
         for node in nodes.nodes
     ]
     session.nodes = replace(nodes, nodes=reached)
+    if session.slots is not None:
+        kept = {one.ranks[0]: one.kept for one in introductions}
+        bring_local_state(session.job_dir, session.slots.rank, session.nodes, [kept[n.ranks[0]] for n in reached])
     absent = [f"{node.name} (rank {node.ranks[0]})" for node in reached if not node.port]
     if absent and group.rank == 0:
         log.warning(
@@ -124,7 +132,14 @@ def _introduce(session: Session, host: str, until: float) -> Introduction:
         address = _await(lambda: _read_address(session.job_dir), until)
     domain = os.environ.get("REKINDLE_DOMAIN") or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
     name = socket.gethostname()[: LONGEST_TEXT - 8] or "node"
-    return Introduction(name, address, session.local_ranks, domain[:LONGEST_TEXT], secrets.token_bytes(SECRET_BYTES))
+    return Introduction(
+        name=name,
+        address=address,
+        ranks=session.local_ranks,
+        domain=domain[:LONGEST_TEXT],
+        secret=secrets.token_bytes(SECRET_BYTES),
+        kept=kept_local_states(session.job_dir),
+    )
 
 
 def _read_address(job: JobDir) -> tuple[str, int] | None:
