@@ -26,6 +26,8 @@ from rekindle.format.fields import check_integer, loads
 from rekindle.format.receipt import read_file, write_atomic
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Nodes
+from rekindle.peers.local_state_sender import LocalStateSender
+from rekindle.peers.local_states import local_state_handlers
 from rekindle.peers.server import PeerServer
 from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.wire import Credentials, Link, WireError
@@ -53,6 +55,7 @@ class MeshKeeper:
         self._nodes_mark: _Mark = None
         self._server: PeerServer | None = None
         self._mesh: Mesh | None = None
+        self._sender: LocalStateSender | None = None
         self._beat_at = 0.0
 
     async def serve(self) -> None:
@@ -109,7 +112,11 @@ class MeshKeeper:
         try:
             listener = _bind(self._host, self._former_port())
             port = listener.getsockname()[1]
-            handlers = {**dict.fromkeys(VERBS, self._handle), **snapshot_handlers(self._job)}
+            handlers = {
+                **dict.fromkeys(VERBS, self._handle),
+                **snapshot_handlers(self._job),
+                **local_state_handlers(self._job, self._nodes),
+            }
             self._server = PeerServer(listener, self._credentials, handlers)
             self._server.start()
             address = {"pid": os.getpid(), "host": self._host, "port": port}
@@ -131,6 +138,10 @@ class MeshKeeper:
         mesh = self._mesh
         return None if mesh is None else Credentials(mesh.nodes.secret, mesh.nodes.start, mesh.name)
 
+    def _nodes(self) -> Nodes | None:
+        mesh = self._mesh
+        return None if mesh is None else mesh.nodes
+
     def _handle(self, link: Link, message: dict[str, Any]) -> dict[str, Any] | None:
         mesh = self._mesh
         if mesh is None:
@@ -146,12 +157,17 @@ class MeshKeeper:
             return
         self._leave()
         self._monitor.others = self._mesh = Mesh(nodes, self._monitor, self._durable)
+        self._sender = LocalStateSender(self._job, nodes)
+        self._sender.start()
         log.info("is node %s, one of %d", nodes.here.name, len(nodes.nodes))
 
     def _leave(self) -> None:
         if self._mesh is not None:
             self._mesh.close()
             self._mesh, self._monitor.others = None, Others()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
 
 def _mark(path: Path) -> _Mark:
