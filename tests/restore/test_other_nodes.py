@@ -119,7 +119,7 @@ def test_a_rank_on_a_new_node_reads_its_state_from_the_one_that_it_was_on(root: 
 
 
 def _read(rank: int, root: Path, memories: list[Path]) -> tuple[int, int, float]:
-    """Saves what all ranks have alike, or restores it. Returns the bytes that this rank wanted and read, and a value."""
+    """Saves what all ranks have alike, or restores it. Returns the bytes that it wanted, those that it read, a sum."""
     torch.manual_seed(0)
     model = torch.nn.Linear(2500, 2500)  # 25 MB
     ckpt = rekindle.Checkpointer(root, {"model": model}, memory=memories[rank], persist_every=10**6)
