@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,7 +292,7 @@ def test_a_reader_that_takes_no_bytes_frees_the_shard(monkeypatch: pytest.Monkey
         link.close()
 
 
-def test_a_file_that_nobody_reads_is_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_file_that_nobody_reads_is_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stream_module, "STALL", 0.3)
     freed = threading.Event()
     path = tmp_path / "shard"
@@ -400,3 +402,13 @@ def test_credentials_that_appear_later_count_at_once() -> None:
             served.link()
         current[0] = B
         assert call(served.link(), {"verb": "echo"}, LONG)
+
+
+def test_each_line_of_the_page_on_security_names_tests_that_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith("| ") and not line.endswith("| test |")]
+    here = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for line in lines:
+        tests = re.findall(r"`(?:tests/\w+/)?(test_\w+)(\.py)?`", line.rpartition("| ")[2] or line)
+        assert tests, line
+        assert all(path or f"def {test}(" in here for test, path in tests), line
