@@ -25,7 +25,7 @@ from rekindle.errors import FormatError
 from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import LOST, Fault
 from rekindle.memory.nodes import Node, Nodes
-from rekindle.memory.status import DONE
+from rekindle.memory.status import DONE, describe_status
 from rekindle.peers.elsewhere import OtherNodes
 from rekindle.peers.membership import PATIENCE, Event, Membership
 from rekindle.peers.wire import Credentials, Link, WireError
@@ -232,6 +232,7 @@ class Mesh(Others):
             "ranks": node.ranks,
             "state": "here" if here else self._membership.state(number),
             "steps": {rank: page.status.step for rank, page in sorted(beat.pages.items())},
+            "pages": {rank: describe_status(page.status) for rank, page in sorted(beat.pages.items())},
             "newest": None if beat.newest < 0 else beat.newest,
             "durable": None if beat.durable < 0 else beat.durable,
             "seconds": None if here else self._membership.silence(number, now),
