@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -110,8 +111,9 @@ class Mesh(Others):
         return {"known": None if fault is None else fault_to_json(fault)}
 
     def _hear_fault(self, fault: Fault) -> None:
-        news = self._monitor.hear(fault)
-        if news and len(self._neighbours) + 1 < len(self.nodes.nodes):
+        if self._monitor.others is not self:  # the next start has begun meanwhile
+            return
+        if self._monitor.hear(fault) and len(self._neighbours) + 1 < len(self.nodes.nodes):
             self.tell(fault)  # who told this node does not know all others
 
     def _note(self, number: int, note: Callable[[Membership, int, float], None]) -> None:
@@ -130,9 +132,9 @@ class Mesh(Others):
                 self._membership.progressed(now)
             events = self._membership.tick(now)
             hears = self._membership.hears(now)
-        beat = replace(account, hears=hears, durable=self._durable())
+        beat = self._message("beat", replace(account, hears=hears, durable=self._durable()).to_json())
         for neighbour in self._neighbours.values():
-            neighbour.beat(lambda: self._message("beat", beat.to_json()))
+            neighbour.beat(beat)
         for event in events:
             self._changed[event.node] = now
             self._act_on(event)
@@ -205,7 +207,7 @@ class Mesh(Others):
         for number, changed in self._changed.items():
             if self._membership.state(number) in ("silent", "agent gone", "unknown") and now - changed < PATIENCE:
                 return now
-        return max((beat.paused_at for beat in self._beats.values() if beat.paused_at is not None), default=self.since)
+        return max((beat.paused_at for beat in self._beats.values() if beat.paused_at is not None), default=-math.inf)
 
     def judges(self) -> bool:
         return all(number > self.nodes.own for number in self._neighbours if self._membership.state(number) == "there")

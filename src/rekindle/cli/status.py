@@ -155,7 +155,7 @@ def _ranks_table(ranks: dict[int, dict[str, Any]]) -> Table:
         longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
         does = f"{page['does']}: {page['note']}" if page["note"] else page["does"]
         times = f"{page['age']:.2f} s", longest
-        node = [escaped(page["node"] or "-")] if several else []
+        node = [page["node"] or "-"] if several else []
         table.add_row(str(rank), *node, does, _step(page["step"]), _step(page["in_memory"]), *times)
     return table
 
@@ -168,7 +168,7 @@ def _nodes_table(nodes: list[dict[str, Any]]) -> Table:
         steps = sorted({*node["steps"].values()})
         heard = "-" if node["seconds"] is None else f"{node['seconds']:.1f} s ago"
         table.add_row(
-            *(escaped(node["name"]), ranges(node["ranks"]), node["state"]),
+            *(node["name"], ranges(node["ranks"]), node["state"]),
             *("-".join(map(str, steps[:1] + steps[1:][-1:])) if steps and steps[0] >= 0 else "-",),
             *(_step(node["newest"]), _step(node["durable"]), heard),
         )
