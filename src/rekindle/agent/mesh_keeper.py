@@ -28,7 +28,7 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Nodes
 from rekindle.peers.local_state_sender import LocalStateSender
 from rekindle.peers.local_states import local_state_handlers
-from rekindle.peers.server import PeerServer
+from rekindle.peers.server import Handler, PeerServer, listen
 from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.wire import Credentials, Link, WireError
 
@@ -112,12 +112,7 @@ class MeshKeeper:
         try:
             listener = _bind(self._host, self._former_port())
             port = listener.getsockname()[1]
-            handlers = {
-                **dict.fromkeys(VERBS, self._handle),
-                **snapshot_handlers(self._job),
-                **local_state_handlers(self._job, self._nodes),
-            }
-            self._server = PeerServer(listener, self._credentials, handlers)
+            self._server = PeerServer(listener, self._credentials, self._handlers())
             self._server.start()
             address = {"pid": os.getpid(), "host": self._host, "port": port}
             write_atomic(self._job.paths.address, json.dumps(address).encode())
@@ -133,14 +128,19 @@ class MeshKeeper:
                 return check_integer(address["port"], 0, 65535)
         return 0
 
-    def _credentials(self) -> Credentials | None:
-        """Returns the credentials of the start that trains; None while its nodes aren't known. For any thread."""
-        mesh = self._mesh
-        return None if mesh is None else Credentials(mesh.nodes.secret, mesh.nodes.start, mesh.name)
+    def _handlers(self) -> dict[str, Handler]:
+        own: dict[str, Handler] = dict.fromkeys(VERBS, self._handle)
+        return {**own, **snapshot_handlers(self._job), **local_state_handlers(self._job, self._nodes)}
 
     def _nodes(self) -> Nodes | None:
+        """Returns the nodes of the start that trains; None while they aren't known. For any thread."""
         mesh = self._mesh
         return None if mesh is None else mesh.nodes
+
+    def _credentials(self) -> Credentials | None:
+        """Returns the credentials of that start; None while its nodes aren't known. For any thread."""
+        nodes = self._nodes()
+        return None if nodes is None else Credentials(nodes.secret, nodes.start, nodes.here.name)
 
     def _handle(self, link: Link, message: dict[str, Any]) -> dict[str, Any] | None:
         mesh = self._mesh
@@ -166,7 +166,7 @@ class MeshKeeper:
             self._mesh.close()
             self._mesh, self._monitor.others = None, Others()
         if self._sender is not None:
-            self._sender.close()
+            asyncio.get_running_loop().run_in_executor(None, self._sender.close)  # it may wait for its partner
             self._sender = None
 
 
@@ -181,13 +181,12 @@ def _mark(path: Path) -> _Mark:
 
 def _bind(host: str, port: int) -> socket.socket:
     """Returns a socket that listens on ``port`` if it can, else on another one. Raises OSError."""
-    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     try:
-        return socket.create_server((host, port), family=family)
+        return listen(host, port)
     except OSError:
         if not port:
             raise
-        return socket.create_server((host, 0), family=family)
+        return listen(host, 0)
 
 
 def _words(error: Exception) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from rekindle.agent.beat import Page
+from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import Fault
 
 __all__ = ["Others"]
@@ -47,6 +48,10 @@ class Others:
     def cleared(self) -> bool:
         """True if no debugger holds a rank of another node, as far as they have said."""
         return True
+
+    def elsewhere(self) -> Elsewhere:
+        """Returns their memory, to be asked by another thread."""
+        return Elsewhere()
 
     def status(self) -> list[dict[str, Any]]:
         """Describes all nodes for people, this one included; empty where there is only one."""

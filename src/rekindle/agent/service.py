@@ -25,7 +25,6 @@ from rekindle.agent.serving import IDLE, Service
 from rekindle.common.os_errors import explain
 from rekindle.errors import FormatError, RekindleError
 from rekindle.memory.compile_dir import CompileDir
-from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.files_dir import FILES, FilesDir
 from rekindle.memory.incidents import open_incident, read_start
 from rekindle.memory.job import JobInfo
@@ -101,7 +100,7 @@ class Agent(Service):
         alone = not self.job.trainers()
         if alone and not self._idle:
             try:
-                rebuild_dead_ranks(self.job, Elsewhere())
+                rebuild_dead_ranks(self.job, self.monitor.others.elsewhere())
             except OSError as error:  # no open files are left, for one: the next round tries again
                 self.drainer.progress.error = explain(error)
                 return False

@@ -19,7 +19,7 @@ __all__ = ["LONGEST_TEXT", "SECRET_BYTES", "Node", "Nodes"]
 
 SECRET_BYTES = 32
 """Size of the secret by which the agents of a start know each other."""
-LONGEST_TEXT = 256
+LONGEST_TEXT = 255
 """Characters of a name, an address or a domain."""
 
 

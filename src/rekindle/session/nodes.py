@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import RekindleError
-from rekindle.format.fields import check_integer, check_texts, loads
+from rekindle.format.fields import check_integer, loads
 from rekindle.format.receipt import read_file
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import LONGEST_TEXT, SECRET_BYTES, Node, Nodes
@@ -37,6 +37,8 @@ _LOOK_EVERY = 0.02
 _ELSEWHERE = "192.0.2.1"
 """An address of no host, kept for examples: the way to it is the way to anywhere else. Nothing is sent there."""
 _ANY_PORT = 9
+_ASKS = ""
+"""Name under which a rank asks its own agent: that has no link with one of its own name."""
 
 
 class Introduction(NamedTuple):
@@ -51,7 +53,7 @@ class Introduction(NamedTuple):
     secret: bytes
     """Secret for this start. That of the first node counts."""
     kept: Mapping[int, Kept] = MappingProxyType({})
-    """Local states of ranks in its memory."""
+    """Newest local state that it has of each rank."""
 
 
 def find_host() -> str:
@@ -78,16 +80,15 @@ def find_host() -> str:
 
 
 def enter_mesh(group: SingleProcess | ProcessGroup, session: Session, host: str) -> None:
-    """Tells all nodes of each other, and sees that their agents know it. A collective of a start on several nodes.
+    """Tells all nodes of each other, sees that their agents know it, and has ranks get their newest local states.
 
-    ``host`` is the address on which the agent of this node was told to listen. A node whose agent can't be reached is
-    in no mesh: the job goes on as if it had none there, and one warning says so.
+    A collective of a start on several nodes. ``host`` is the address on which the agent of this node was told to
+    listen. A node whose agent can't be reached is in no mesh: the job goes on as if it had none there, and one warning
+    says so.
     """
     until = time.monotonic() + _ANSWERS_WITHIN
-    words: list[Introduction | None] = group.gather(
-        _introduce(session, host, until) if session.is_first_on_node else None
-    )
-    introductions = [one for one in words if one is not None]
+    own = _introduce(session, host, until) if session.is_first_on_node else None
+    introductions: list[Introduction] = [one for one in group.gather(own) if one is not None]
     nodes = arrange(introductions, session)
     answers: list[bool] = group.gather(not session.is_first_on_node or _tell_agent(session.job_dir, nodes, until))
     reached = [
@@ -97,7 +98,7 @@ def enter_mesh(group: SingleProcess | ProcessGroup, session: Session, host: str)
     session.nodes = replace(nodes, nodes=reached)
     if session.slots is not None:
         kept = {one.ranks[0]: one.kept for one in introductions}
-        bring_local_state(session.job_dir, session.slots.rank, session.nodes, [kept[n.ranks[0]] for n in reached])
+        bring_local_state(session.job_dir, session.slots.rank, session.nodes, [kept[one.ranks[0]] for one in reached])
     absent = [f"{node.name} (rank {node.ranks[0]})" for node in reached if not node.port]
     if absent and group.rank == 0:
         log.warning(
@@ -129,7 +130,7 @@ def _introduce(session: Session, host: str, until: float) -> Introduction:
     """Waits for the agent of this node to listen, and introduces the node."""
     address = None
     if session.keeper is not None and host:
-        address = _await(lambda: _read_address(session.job_dir), until)
+        address = _await(lambda: _read_address(session.job_dir, host), until)
     domain = os.environ.get("REKINDLE_DOMAIN") or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
     name = socket.gethostname()[: LONGEST_TEXT - 8] or "node"
     return Introduction(
@@ -138,17 +139,17 @@ def _introduce(session: Session, host: str, until: float) -> Introduction:
         ranks=session.local_ranks,
         domain=domain[:LONGEST_TEXT],
         secret=secrets.token_bytes(SECRET_BYTES),
-        kept=kept_local_states(session.job_dir),
+        kept={} if session.job is None else kept_local_states(session.job),
     )
 
 
-def _read_address(job: JobDir) -> tuple[str, int] | None:
-    """Returns the address on which the living agent listens; None if it doesn't. Another agent's counts no more."""
+def _read_address(job: JobDir, host: str) -> tuple[str, int] | None:
+    """Returns ``host`` and the port on which the living agent listens there; None if it doesn't, or not yet."""
     try:
         found = loads(read_file(job.paths.address))
-        if check_integer(found["pid"]) != job.agent():
+        if (found["pid"], found["host"]) != (job.agent(), host):
             return None
-        return check_texts([found["host"]])[0], check_integer(found["port"], 1, 65535)
+        return host, check_integer(found["port"], 1, 65535)
     except (OSError, RekindleError, ValueError, TypeError, KeyError):
         return None
 
@@ -162,7 +163,7 @@ def _tell_agent(job: JobDir, nodes: Nodes, until: float) -> bool:
         nodes.write(job)
     except OSError:
         return False
-    here, credentials = nodes.here, Credentials(nodes.secret, nodes.start, nodes.here.name)
+    here, credentials = nodes.here, Credentials(nodes.secret, nodes.start, _ASKS)
 
     def ask() -> bool | None:
         try:
