@@ -19,6 +19,7 @@ from typing import Any
 
 from rekindle.agent.drain import TICK, Drainer
 from rekindle.agent.file_service import FilesAgent
+from rekindle.agent.mesh_loader import serve_mesh
 from rekindle.agent.monitor import RankMonitor
 from rekindle.agent.serving import IDLE, Service
 from rekindle.common.os_errors import explain
@@ -39,6 +40,8 @@ _LAST_DRAIN = 600.0
 """Seconds that an agent's successor gives it for the drain in hand."""
 _NO_JOB = 60.0
 """Seconds that an agent waits for a trainer to write down the job."""
+_SECURED_WITHIN = 5.0
+"""Seconds after the last trainer's end in which ranks of other nodes may still secure replicas of what it held."""
 
 
 class Agent(Service):
@@ -70,6 +73,7 @@ class Agent(Service):
             "trainers": self.job.trainers(),
             "memory_bytes": self.job.held_bytes(),
             "fault": self.monitor.fault.what if self.monitor.fault is not None else None,
+            "nodes": self.monitor.others.status(),
             **self._progress(),
         }
 
@@ -85,16 +89,20 @@ class Agent(Service):
         self.drainer.hurry(on=on or self.quitting)
 
     def _watches(self) -> list[Coroutine[Any, Any, None]]:
-        return [self.monitor.serve()]
+        return [self.monitor.serve(), serve_mesh(self.job, self.monitor, self._durable)]
+
+    def _durable(self) -> int:
+        durable = self.drainer.progress.durable
+        return -1 if durable is None else durable
 
     def _send_to(self, rank: int, message: dict[str, Any]) -> bool:
         return self.monitor.send_to(rank, message)
 
     def _work(self) -> bool:
         alone = not self.job.trainers()
-        if alone and not self._idle:
+        if alone and (not self._idle or self._others_may_secure()):
             try:
-                rebuild_dead_ranks(self.job)
+                rebuild_dead_ranks(self.job, self.monitor.others.elsewhere())
             except OSError as error:  # no open files are left, for one: the next round tries again
                 self.drainer.progress.error = explain(error)
                 return False
@@ -110,6 +118,10 @@ class Agent(Service):
         busy = self.drainer.tick()
         self._write_status()
         return busy
+
+    def _others_may_secure(self) -> bool:
+        """True for a while if there are other nodes, whose ranks may end later than those of this one."""
+        return bool(self.monitor.others.name) and time.monotonic() < self._alone_since + _SECURED_WITHIN
 
     def _done(self) -> bool:
         now = time.monotonic()

@@ -11,11 +11,14 @@ from typing import Any
 from rekindle.errors import CorruptError, NotFoundError, UsageError
 from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.nodes import Nodes
+from rekindle.restore.broadcast import readers_together
 from rekindle.restore.candidate import Candidate, Verdict, half_loaded
 from rekindle.restore.choose import SUPERSEDED, Choice, choose
 from rekindle.restore.match import mismatch
 from rekindle.restore.options import differences, options_of
 from rekindle.restore.partial import keep, refuse_empty
+from rekindle.restore.peers import see_peers
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.inventory import (
     FreshStart,
@@ -70,20 +73,26 @@ def restore(
     *,
     allow_pickle: bool,
     parts: frozenset[str] | None = None,
+    nodes: Nodes | None = None,
 ) -> tuple[Restored | None, int]:
     """Loads the newest readable checkpoint, or that of ``step``. None when there is none to load. A collective.
 
     ``parts``: entries of the state to load as far as they match, something of each at least; None when all has to.
+    ``nodes``: those of the start, whose memory is read too; None where there is one, or they don't know each other.
 
     Returns the highest generation that any rank sees, too: storage may have been away when the start was given its own.
 
     Raises CorruptError when checkpoints exist and none is sound, NotFoundError when ``step`` isn't there, or storage
     shows less than it had, StateMismatchError when the checkpoint doesn't match the live state: on all ranks alike.
     """
+    if nodes is not None:
+        group.barrier()  # ranks of all nodes have put into memory what they can give
     inventories = group.gather(take_inventory(job, store, group.rank))
     if len({inventory.stored for inventory in inventories}) > 1:
         # A step became durable between two ranks' looks; or one of them sees none, and will see none this time either.
         inventories = group.gather(take_inventory(job, store, group.rank))
+    if nodes is not None:
+        inventories = see_peers(inventories, group.rank, nodes)
     overwritten = any(group.gather(half_loaded(state)))
     generation = max((offer.incarnation.generation for one in inventories for offer in one.offers), default=0)
     if step is None and deleted_for_all([inventory.storage_state for inventory in inventories]):
@@ -92,8 +101,8 @@ def restore(
         if group.rank == 0:
             log.warning("%s", describe_fresh_start(store.root))
         return None, generation
-    work = _Restore(group, state, store, step, parts, inventories, allow_pickle=allow_pickle, overwritten=overwritten)
-    return work.run(), generation
+    given = group, state, store, step, parts, inventories, nodes
+    return _Restore(*given, allow_pickle=allow_pickle, overwritten=overwritten).run(), generation
 
 
 class _Restore:
@@ -107,13 +116,14 @@ class _Restore:
         step: int | None,
         parts: frozenset[str] | None,
         inventories: list[Inventory],
+        nodes: Nodes | None,
         *,
         allow_pickle: bool,
         overwritten: bool,
     ) -> None:
         self._group, self._state, self._store = group, state, store
         self._step, self._allow_pickle, self._parts = step, allow_pickle, parts
-        self._inventories, self._ours = inventories, inventories[group.rank]
+        self._inventories, self._ours, self._nodes = inventories, inventories[group.rank], nodes
         self._overwritten = overwritten
         """True if the live state of a rank is neither what it was nor what a checkpoint holds."""
         self._fresh_start = newest_fresh_start(inventories)
@@ -148,7 +158,8 @@ class _Restore:
             verdicts = _agree(group, candidate.verdict)
             _check_match(key.step, verdicts, self._parts)
             if all(verdict.place for verdict in verdicts):
-                candidate.fill(group, verdicts)
+                with readers_together(group, [verdict.far for verdict in verdicts], self._nodes) as together:
+                    candidate.fill(together)
                 candidate.verdict.seconds = time.monotonic() - began
                 verdicts = _agree(group, candidate.verdict)
             self._overwritten = self._overwritten or any(verdict.half_loaded for verdict in verdicts)
