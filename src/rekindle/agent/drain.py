@@ -52,6 +52,9 @@ class DrainProgress:
     """Bytes of it in all."""
     durable: int | None = None
     """Newest step that this drainer saw on storage."""
+    brought: tuple[int, str] | None = None
+    """Step, and id of the incarnation, of the last checkpoint of which storage got this node's shards: all that this
+    node can do for it."""
     drained: int = 0
     """Checkpoints carried to storage."""
     seconds: float = 0.0
@@ -82,7 +85,7 @@ class Drainer:
         self.records = RecordCarrier(job)
         self._compile_caches = CompileCarrier(job, self._note_answer)
         self._backlog = Backlog(job)
-        self._unfinished = Unfinished()
+        self._unfinished = Unfinished(job)
         self._retry_at = 0.0
         self._delay = _RETRY_FIRST
         self._limit_at = 0.0
@@ -272,7 +275,9 @@ class Drainer:
         began = time.monotonic()
         shards = [replace(copy.stamp, rank=rank) for rank in local_ranks(info, copy)]
         self._write(info, committer, copy, shards)
-        if not committer.commit(shards[0], shards):
+        published = committer.commit(shards[0], shards)
+        self.progress.brought = copy.step, copy.incarnation.id
+        if not published:
             for withdrawn in self._unfinished.add(open_store(info.root), shards):
                 self._backlog.give_up(withdrawn)  # newer ones wait, and it is not to be written again
             return False
