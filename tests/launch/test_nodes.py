@@ -24,7 +24,7 @@ from rekindle.launch.meeting import SILENT_FOR, MeetingPoint
 from rekindle.launch.nodes import fit_settings, forget_defaults
 from rekindle.launch.places import VACANT_FOR, keep_places
 
-LONG = 60.0
+LONG = 150.0
 """Seconds that nothing here may take."""
 SIGNS = ["keep_alive_interval=1", "keep_alive_max_attempt=3", "last_call_timeout=1"]
 POWER_LOSS = Path(__file__).with_name("power_loss.py")
