@@ -31,6 +31,7 @@ ROOMS = {
     "devices": Room(2),
     "state": Room(3),
     "storage": Room(4, torch="never"),
+    "peers": Room(4, torch="never"),
     "agent": Room(5, torch="never"),
     "testing": Room(5),
     "settings": Room(5),

@@ -24,6 +24,7 @@ from rekindle.faults.torchelastic import introduce, tell_of_uncaught_errors, war
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.rebuild import rebuild
+from rekindle.peers.elsewhere import elsewhere_of
 from rekindle.restore.choose import check_chosen_step
 from rekindle.restore.partial import choose_parts
 from rekindle.restore.restore import restore
@@ -207,9 +208,11 @@ class Checkpointer:
             raise UsageError("restore() comes before the first save of a run")
         session = self._session
         if session.slots is not None and step != 0:
-            rebuild(session.job_dir, session.slots)
+            rebuild(session.job_dir, session.slots, elsewhere_of(session.nodes))
         state, job, store = self._capture.state, session.job, session.store
-        done, seen = restore(self._group, state, job, store, step, allow_pickle=allow_pickle, parts=parts)
+        done, seen = restore(
+            self._group, state, job, store, step, allow_pickle=allow_pickle, parts=parts, nodes=session.nodes
+        )
         first, chosen = not session.begun, step is not None
         if done is None:
             session.go_on_from(None, None, chosen=chosen, seen_generation=seen)

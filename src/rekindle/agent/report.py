@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.open import open_store
 
-__all__ = ["main_stack", "report_name", "write_report"]
+__all__ = ["main_stack", "report_name", "report_place", "write_report"]
 
 log = logging.getLogger("rekindle.agent")
 
@@ -21,9 +22,22 @@ _OURS = str(Path(__file__).parents[1])
 _IDLE = "concurrent/futures/thread.py"
 
 
-def report_name(generation: int, step: int) -> str:
-    """Returns the name of a hang's report, beside the checkpoints, where it outlives the node."""
-    return f"hang-{generation}-step-{step}/report.txt"
+def report_name(generation: int, step: int, node: str = "") -> str:
+    """Returns the name of a hang's report, beside the checkpoints, where it outlives the node.
+
+    Each of several nodes writes one of its own, which bears its name.
+    """
+    mark = re.sub(r"[^\w.-]", "_", node)
+    return f"{_folder(generation, step)}/report{mark and '-'}{mark}.txt"
+
+
+def report_place(generation: int, step: int, *, several: bool) -> str:
+    """Returns the place of a hang's report: a folder for the reports of several nodes."""
+    return f"{_folder(generation, step)}/" if several else report_name(generation, step)
+
+
+def _folder(generation: int, step: int) -> str:
+    return f"hang-{generation}-step-{step}"
 
 
 def main_stack(text: str) -> str:
@@ -48,8 +62,10 @@ def _in_order(text: str) -> str:
     return "\n\n".join(sorted(kept, key=lambda part: not part.startswith("Current thread")))
 
 
-def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
-    """Writes ``report.txt``, and before it each rank's collectives as ``torchfrtrace`` reads them. Never raises.
+def write_report(job: JobDir, fault: Fault, ranks: list[int], node: str = "") -> None:
+    """Writes the report on this node's ``ranks``, and before it each one's collectives as ``torchfrtrace`` reads them.
+
+    ``node`` is the node's name, if there are several. Never raises.
 
     To be called when the ranks have ended, or have had time to write what they know into the job's directory.
     """
@@ -60,11 +76,12 @@ def write_report(job: JobDir, fault: Fault, ranks: list[int]) -> None:
         info = job.read_job()
         if info is None:
             return
-        store, report = open_store(info.root), report_name(fault.generation, fault.step)
+        store, report = open_store(info.root), report_name(fault.generation, fault.step, node)
         for rank in ranks:
             with suppress(OSError):  # the report is wanted without it, too
                 store.write_extra(
-                    report.replace("report.txt", f"rank_{rank}"), job.paths.flight_record(rank).read_bytes()
+                    f"{_folder(fault.generation, fault.step)}/rank_{rank}",
+                    job.paths.flight_record(rank).read_bytes(),
                 )
         store.write_extra(report, ("\n".join(parts) + "\n").encode(errors="replace"))
         log.error("the report of the hang is %s/%s", info.root, report)

@@ -19,6 +19,7 @@ from typing import Any
 
 from rekindle.agent.drain import TICK, Drainer
 from rekindle.agent.file_service import FilesAgent
+from rekindle.agent.mesh_loader import serve_mesh
 from rekindle.agent.monitor import RankMonitor
 from rekindle.agent.serving import IDLE, Service
 from rekindle.common.os_errors import explain
@@ -70,6 +71,7 @@ class Agent(Service):
             "trainers": self.job.trainers(),
             "memory_bytes": self.job.held_bytes(),
             "fault": self.monitor.fault.what if self.monitor.fault is not None else None,
+            "nodes": self.monitor.others.status(),
             **self._progress(),
         }
 
@@ -85,7 +87,11 @@ class Agent(Service):
         self.drainer.hurry(on=on or self.quitting)
 
     def _watches(self) -> list[Coroutine[Any, Any, None]]:
-        return [self.monitor.serve()]
+        return [self.monitor.serve(), serve_mesh(self.job, self.monitor, self._durable)]
+
+    def _durable(self) -> int:
+        durable = self.drainer.progress.durable
+        return -1 if durable is None else durable
 
     def _send_to(self, rank: int, message: dict[str, Any]) -> bool:
         return self.monitor.send_to(rank, message)
@@ -94,7 +100,7 @@ class Agent(Service):
         alone = not self.job.trainers()
         if alone and not self._idle:
             try:
-                rebuild_dead_ranks(self.job)
+                rebuild_dead_ranks(self.job, self.monitor.others.elsewhere())
             except OSError as error:  # no open files are left, for one: the next round tries again
                 self.drainer.progress.error = explain(error)
                 return False

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import xxhash
@@ -17,7 +18,7 @@ import xxhash
 from rekindle.common.environ import env_count
 from rekindle.format.layout import PAGE, Layout
 from rekindle.format.receipt import checksum
-from rekindle.format.shard import OpenShard, Stream
+from rekindle.format.shard import OpenShard, Receive, Remote, Stream
 
 __all__ = ["NullSink", "ShardReader", "Sink", "copy_from_address", "read_blocks", "consecutive_runs", "reader_threads"]
 
@@ -30,7 +31,7 @@ _MAX_VIEWS = 256
 _BUFFER_BYTES = 4 << 20
 """Bytes of a direct read, and of each thread's buffer. Measured: 1 to 8 MiB are equally fast."""
 _STORAGE_READS = 4
-"""Least number of concurrent reads from storage. Disks need more than one, whatever the number of cores."""
+"""Least number of concurrent reads from storage, and of connections to another node, whatever the number of cores."""
 
 _REQUESTS = 8
 """Concurrent requests to an object store. Each one waits for its first byte."""
@@ -78,7 +79,7 @@ def consecutive_runs(layout: Layout, numbers: Iterable[int]) -> Iterator[list[in
 def reader_threads(*, in_memory: bool) -> int:
     """Returns how many threads read a shard: this process's share of the cores, at most 8.
 
-    From storage at least as many read as keep a disk busy.
+    From elsewhere at least as many read as keep a disk or a connection busy.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = max(1, min(8, cores // env_count("LOCAL_WORLD_SIZE")))
@@ -111,7 +112,7 @@ class ShardReader:
         self.nbytes = 0
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._direct = -1 if shard.in_memory or shard.stream else _open_direct(shard.fd)
+        self._direct = -1 if shard.in_memory or shard.fd < 0 else _open_direct(shard.fd)
         self._resident = None if self._direct < 0 else _residency(shard.fd)
 
     def close(self) -> None:
@@ -124,11 +125,16 @@ class ShardReader:
         """True if the header has the checksum that the receipt gives. Raises OSError."""
         receipt = self.shard.receipt
         header = memoryview(bytearray(receipt.header_bytes))
-        if self.shard.stream is None:
-            return self._fill(self.shard.fd, [header], 0) and checksum(header) == receipt.header_checksum
-        data = b"".join(self.shard.stream(0, receipt.header_bytes))
-        self._count(len(data))
-        return checksum(data) == receipt.header_checksum
+        if self.shard.stream is not None:
+            data = b"".join(self.shard.stream(0, receipt.header_bytes))
+            self._count(len(data))
+            return checksum(data) == receipt.header_checksum
+        if self.shard.remote is not None:
+            with self.shard.remote.ask(0, len(header)) as receive:
+                self._receive(receive, [header])
+        elif not self._fill([header], 0):
+            return False
+        return checksum(header) == receipt.header_checksum
 
     def read(self, run: list[int], sink: Sink) -> list[int]:
         """Reads a run of blocks into ``sink`` and returns the numbers of damaged ones.
@@ -140,22 +146,28 @@ class ShardReader:
         places = {number: sink.place(number) for number in run}
         if self.shard.stream is not None:
             return self._read_stream(self.shard.stream, run, places, sink)
-        first, last = receipt.layout.blocks[run[0]][0], receipt.layout.blocks[run[-1]][1]
+        start = receipt.header_bytes + receipt.layout.blocks[run[0]][0]
+        stop = receipt.header_bytes + receipt.layout.blocks[run[-1]][1]
+        if self.shard.remote is not None:
+            return self._read_remote(self.shard.remote, run, places, sink, (start, stop))
         resident = self._resident
-        direct = resident is not None and not resident.holds(receipt.header_bytes + first, receipt.header_bytes + last)
+        direct = resident is not None and not resident.holds(start, stop)
         if direct or None in places.values():
-            return self._read_by_buffer(run, places, sink, direct=direct)
-        return self._read_in_place(run, places)
+            return self._read_by_buffer(run, places, sink, partial(self._refill, direct=direct))
+        return self._read_in_place(run, places, self._fill)
 
-    # -- into place: from memory, or from the page cache --------------------------------------------------
+    # -- into place: from memory, from the page cache, or from another node ---------------------------------------
 
-    def _read_in_place(self, run: list[int], places: dict[int, Any]) -> list[int]:
+    def _read_in_place(
+        self, run: list[int], places: dict[int, Any], fill: Callable[[list[memoryview], int], bool]
+    ) -> list[int]:
+        """Reads a run straight into place. ``fill`` fills views with the bytes from an offset on, as ``_fill`` does."""
         receipt = self.shard.receipt
         blocks, bad = receipt.layout.blocks, []
         for group in _groups([(n, len(places[n])) for n in run]):
             views = [places[number][at:stop] for number, at, stop in group]
             offset = receipt.header_bytes + blocks[group[0][0]][0] + group[0][1]
-            whole = self._fill(self.shard.fd, views, offset)
+            whole = fill(views, offset)
             for (number, at, stop), view in zip(group, views, strict=True):
                 if at == 0:
                     state = xxhash.xxh3_64()
@@ -166,6 +178,30 @@ class ShardReader:
                 number, _, stop = group[-1]
                 return bad + run[run.index(number) + (stop == len(places[number])) :]
         return bad
+
+    # -- from another node ----------------------------------------------------------------------------------------
+
+    def _read_remote(
+        self, remote: Remote, run: list[int], places: dict[int, Any], sink: Sink, bounds: tuple[int, int]
+    ) -> list[int]:
+        """Reads a run, which lies between ``bounds`` in the file, with one request."""
+        start, stop = bounds
+        if None not in places.values():
+            with remote.ask(start, stop) as receive:
+                return self._read_in_place(run, places, lambda views, _: self._receive(receive, views))
+
+        def refill(buffer: _Buffer, begin: int, stop: int) -> int:
+            size = min(_BUFFER_BYTES, stop - begin)
+            self._receive(receive, [buffer.data[:size]])
+            return begin + size
+
+        with remote.ask(start // PAGE * PAGE, stop) as receive:  # the buffer begins with a page
+            return self._read_by_buffer(run, places, sink, refill)
+
+    def _receive(self, receive: Receive, views: list[memoryview]) -> bool:
+        receive(views)
+        self._count(sum(map(len, views)))
+        return True
 
     # -- as it arrives: from an object store --------------------------------------------------------------------------
 
@@ -195,7 +231,10 @@ class ShardReader:
 
     # -- through a buffer: direct I/O, or bytes without a place --------------------------------------------------
 
-    def _read_by_buffer(self, run: list[int], places: dict[int, Any], sink: Sink, *, direct: bool) -> list[int]:
+    def _read_by_buffer(
+        self, run: list[int], places: dict[int, Any], sink: Sink, refill: Callable[[_Buffer, int, int], int]
+    ) -> list[int]:
+        """Reads a run by way of this thread's buffer. ``refill`` fills it, as ``_refill`` does."""
         receipt = self.shard.receipt
         base = receipt.header_bytes
         bad: list[int] = []
@@ -209,7 +248,7 @@ class ShardReader:
             while at < stop:
                 if at >= end:
                     begin = at // PAGE * PAGE
-                    end = self._refill(buffer, begin, base + receipt.layout.blocks[run[-1]][1], direct=direct)
+                    end = refill(buffer, begin, base + receipt.layout.blocks[run[-1]][1])
                     if end <= at:
                         return bad + run[run.index(number) :]
                 size = min(stop, end, at + _PIECE_BYTES) - at
@@ -239,10 +278,10 @@ class ShardReader:
         self._count(got)
         return min(begin + got, stop)
 
-    def _fill(self, fd: int, views: list[memoryview], offset: int) -> bool:
+    def _fill(self, views: list[memoryview], offset: int) -> bool:
         """Fills all of ``views``. False if the file ends before."""
         while views:
-            got = os.preadv(fd, views, offset)
+            got = os.preadv(self.shard.fd, views, offset)
             if got == 0:
                 return False
             self._count(got)

@@ -30,6 +30,7 @@ __all__ = [
     "checksum",
     "open_file",
     "parse_document",
+    "parse_stamp",
     "read_file",
     "read_stamp",
     "encode_document",
@@ -139,7 +140,12 @@ def read_stamp(path: Path) -> ShardId:
     Raises FileNotFoundError when the file is gone, FormatError when it doesn't start with a sound stamp.
     """
     with open(open_file(path), "rb") as file:
-        head = file.read(_STAMP_LIMIT)
+        return parse_stamp(file.read(_STAMP_LIMIT), path)
+
+
+def parse_stamp(data: bytes, path: Path) -> ShardId:
+    """Returns what ``read_stamp`` does, from the bytes of the document at ``path``. Raises FormatError."""
+    head = data[:_STAMP_LIMIT]
     text = head[_DIGEST_END:].decode("ascii", "replace")
     if not _PREFIX.match(head) or not text.startswith('"stamp":'):
         raise FormatError(f"{path}: does not start with a stamp")

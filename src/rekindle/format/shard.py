@@ -1,4 +1,4 @@
-"""Opens a committed shard for reading, and pins it while it lies in the memory store."""
+"""Opens a committed shard for reading, and pins it while it lies in a memory store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 from rekindle.errors import CorruptError, FormatError
 from rekindle.format.receipt import Receipt, open_file, read_file
 
-__all__ = ["OpenShard", "Stream"]
+__all__ = ["OpenShard", "Receive", "Remote", "Stream", "open_pinned"]
 
 
 Stream = Callable[[int, int], Iterator[memoryview]]
@@ -21,43 +23,85 @@ Stream = Callable[[int, int], Iterator[memoryview]]
 May be called from any thread. Raises OSError.
 """
 
+Receive = Callable[[list[memoryview]], None]
+"""Fills each of these views in turn with the bytes that come next. Raises OSError."""
+
+
+class Remote(Protocol):
+    """Gives the bytes of a shard in another node's memory. Safe to use from any thread, except for ``close``."""
+
+    def ask(self, start: int, stop: int) -> AbstractContextManager[Receive]:
+        """Asks for the bytes between two offsets, all of which are then received in this thread. Raises OSError."""
+
+    def close(self) -> None:
+        """Closes all connections. May be called again."""
+
+
+def open_pinned(receipt_path: Path) -> tuple[bytes, int]:
+    """Returns the receipt at ``receipt_path``, not parsed, and a descriptor of its shard's file that pins it.
+
+    Raises FileNotFoundError when the shard is gone or being recycled, FormatError when a name is a symbolic link.
+    """
+    path = _shard_of(receipt_path)
+    raw = read_file(receipt_path)  # before the shard: after the pin it must still be the same
+    fd = open_file(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if os.stat(path).st_ino != os.fstat(fd).st_ino or read_file(receipt_path) != raw:
+            raise FileNotFoundError(errno.ENOENT, "was recycled meanwhile", str(path))
+        return raw, fd
+    except BlockingIOError:
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "is being rewritten", str(path)) from None
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _shard_of(receipt_path: Path) -> Path:
+    """Returns the file of the receipt's shard. Nothing is read outside of the checkpoint's directory."""
+    if os.path.islink(str(receipt_path.parent)):
+        raise FormatError(f"{receipt_path.parent}: is a symbolic link, not a directory of checkpoints")
+    return receipt_path.with_suffix(".safetensors")
+
 
 class OpenShard:
     """Holds an open shard and its receipt. In memory it is pinned: its bytes stay, whatever its writer does next."""
 
     def __init__(
-        self, receipt: Receipt, fd: int, path: Path | str, *, in_memory: bool, stream: Stream | None = None
+        self,
+        receipt: Receipt,
+        fd: int,
+        path: Path | str,
+        *,
+        in_memory: bool,
+        stream: Stream | None = None,
+        remote: Remote | None = None,
     ) -> None:
-        """Takes over ``fd``. For a shard that is not on a file system it is -1, and ``stream`` reads the bytes."""
+        """Takes over ``fd``, or ``remote``.
+
+        For a shard that is not on a file system ``fd`` is -1: ``stream`` or ``remote`` gives the bytes.
+        """
         self.receipt = receipt
         self.fd = fd
         self.path = path
         self.in_memory = in_memory
         self.stream = stream
+        self.remote = remote
 
     @staticmethod
     def open(receipt_path: Path, *, in_memory: bool) -> OpenShard:
         """Opens the shard of the receipt at ``receipt_path``, and pins it if it is ``in_memory``.
 
         Raises FileNotFoundError when it is gone or being recycled, CorruptError when its receipt or size is wrong, or
-        when one of the two is a symbolic link: nothing is read outside of the checkpoint's directory.
+        when one of the two is a symbolic link.
         """
-        path = receipt_path.with_suffix(".safetensors")
-        if os.path.islink(str(path.parent)):
-            raise FormatError(f"{path.parent}: is a symbolic link, not a directory of checkpoints")
-        raw = read_file(receipt_path)  # before the shard: after the pin it must still be the same
-        fd = open_file(path)
+        path = _shard_of(receipt_path)
+        raw, fd = open_pinned(receipt_path) if in_memory else (read_file(receipt_path), open_file(path))
         try:
-            if in_memory:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if os.stat(path).st_ino != os.fstat(fd).st_ino or read_file(receipt_path) != raw:
-                    raise FileNotFoundError(errno.ENOENT, "was recycled meanwhile", str(path))
             receipt = Receipt.decode(raw, receipt_path)
             receipt.check_size(os.fstat(fd).st_size, path, in_memory=in_memory)
             return OpenShard(receipt, fd, path, in_memory=in_memory)
-        except BlockingIOError:
-            os.close(fd)
-            raise FileNotFoundError(errno.ENOENT, "is being rewritten", str(path)) from None
         except BaseException:
             os.close(fd)
             raise
@@ -72,7 +116,9 @@ class OpenShard:
         return CorruptError(f"{self.path}: {where} of step {self.receipt.stamp.step} differs from its checksum")
 
     def close(self) -> None:
-        """Closes the file. May be called again."""
+        """Closes the file, or the connections. May be called again."""
+        if self.remote is not None:
+            self.remote.close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -9,7 +9,10 @@ from typing import Any
 from rekindle.errors import FormatError
 from rekindle.format.fields import check_integer, check_seconds, check_texts
 
-__all__ = ["Fault"]
+__all__ = ["LOST", "Fault"]
+
+LOST = "lost"
+"""Cause of the fault that a whole node is lost. Its rank is the node's first."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,8 @@ class Fault:
     """Describes one fault as it was first noticed."""
 
     cause: str
-    """``exception``, ``exit``, ``signal``, ``oom``, ``notice`` (the process was told to end), ``hang`` or ``loss``."""
+    """``exception``, ``exit``, ``signal``, ``oom``, ``notice`` (the process was told to end), ``hang``, ``loss`` (of
+    training: it is not a number) or ``lost`` (the rank's node is)."""
     rank: int
     generation: int
     """Generation of the start in which it happened."""

@@ -13,42 +13,51 @@ from dataclasses import replace
 from typing import Any
 
 from rekindle.errors import FormatError
+from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.local_state import (
-    LocalState,
-    LocalStatePlan,
-    padded,
-    read_before_update,
-    read_local_state_plan,
-    read_local_states,
-)
+from rekindle.memory.local_state import LocalFiles, LocalState, LocalStatePlan, padded, read_local_files
 
 __all__ = ["infer_local_state"]
 
+_ASKED = 4
+"""Ranks of other nodes that are asked, at most. They all do the same, so the first one mostly knows."""
 
-def infer_local_state(job: JobDir, plan: LocalStatePlan, rank: int) -> LocalState | None:
+
+def infer_local_state(job: JobDir, ours: LocalFiles, rank: int, elsewhere: Elsewhere) -> LocalState | None:
     """Returns the local state of the step that ``rank`` was about to complete.
 
     None if the rank was not inside of an update, or no other rank allows an inference.
     """
-    before = read_before_update(job, rank)
-    if before is None or not plan.fits(before):
+    before = ours.before
+    if before is None:
         return None
-    others = sorted({other for ranks in plan.replicas.values() for other in ranks} - {rank})
-    for other in others:
+    for theirs in _others(job, ours.plan, rank, elsewhere):
+        if theirs.before is None or theirs.before.stamp.checkpoint != before.stamp.checkpoint:
+            continue
+        if theirs.plan.static != ours.plan.static or theirs.plan.blocks != ours.plan.blocks:
+            continue
+        for after in theirs.states:
+            if after.stamp.checkpoint == before.stamp.checkpoint:
+                return _apply_change(ours.plan, before, theirs.before, after)
+    return None
+
+
+def _others(job: JobDir, plan: LocalStatePlan, rank: int, elsewhere: Elsewhere) -> Iterator[LocalFiles]:
+    """Yields the local states of ranks that hold replicas: those of this node, then some of other nodes."""
+    away = []
+    for other in sorted({other for ranks in plan.replicas.values() for other in ranks} - {rank}):
         try:
-            theirs = read_local_state_plan(job, other)
+            found = read_local_files(job.paths, other)
         except FormatError:
             continue
-        theirs_before = read_before_update(job, other)
-        if theirs is None or theirs_before is None or theirs_before.stamp.checkpoint != before.stamp.checkpoint:
-            continue
-        if theirs.static != plan.static or theirs.blocks != plan.blocks or not theirs.fits(theirs_before):
-            continue
-        for after in read_local_states(job, other):
-            if after.stamp.checkpoint == before.stamp.checkpoint and theirs.fits(after):
-                return _apply_change(plan, before, theirs_before, after)
-    return None
+        if found is not None:
+            yield found
+        else:
+            away.append(other)
+    for other in away[:_ASKED]:
+        found = elsewhere.local_files(other)
+        if found is not None:
+            yield found
 
 
 def _apply_change(plan: LocalStatePlan, ours: LocalState, before: LocalState, after: LocalState) -> LocalState | None:

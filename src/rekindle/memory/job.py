@@ -35,6 +35,8 @@ class JobInfo:
     """Least seconds between drains of snapshots that were not asked for on storage. None: such ones are not drained."""
     start: str = ""
     """Id of the incarnation that trains now; empty if an earlier version of Rekindle wrote the record."""
+    host: str = ""
+    """Address on which the agent listens to those of other nodes; empty for a job on one node."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as JSON. ``keep`` is a number in it: an older agent, if it serves the job, needs one."""
@@ -64,4 +66,5 @@ class JobInfo:
             drain_limit=None if limit is None else check_integer(limit, 1),
             persist_seconds=rest,
             start=check_texts([value.get("start", "")])[0],
+            host=check_texts([value.get("host", "")])[0],
         )

@@ -109,6 +109,11 @@ class JobDir:
         """Returns the directory, in the memory store ``base``, of the job that saves to ``root``."""
         return JobDir(base / job_name(root))
 
+    @property
+    def others(self) -> JobPaths:
+        """Names of the local states that this node keeps for ranks of other nodes."""
+        return JobPaths(self.path / "others")
+
     def create(self) -> None:
         """Makes the directory. Raises MemoryStoreError when it can't be made or isn't this user's alone."""
         try:

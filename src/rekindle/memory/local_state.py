@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rekindle.errors import FormatError
 from rekindle.format.fields import check_integers, check_structure, check_values
@@ -25,15 +25,20 @@ from rekindle.format.lineage import ShardId
 from rekindle.format.names import MAX_RANKS
 from rekindle.format.receipt import Receipt, checksum, encode_document, parse_document, read_file
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.paths import JobPaths
 
 __all__ = [
+    "LocalFiles",
     "LocalState",
     "LocalStatePlan",
     "LocalStateWriter",
+    "decode_local_state",
+    "decode_local_state_plan",
+    "local_state_paths",
     "padded",
-    "read_before_update",
-    "read_local_state_plan",
-    "read_local_states",
+    "read_local_bytes",
+    "read_local_files",
+    "replace_file",
 ]
 
 _LENGTH = struct.Struct("<Q")
@@ -81,6 +86,45 @@ class LocalState:
     tensors: memoryview
     """Bytes of the plan's blocks, in its order, each at a multiple of 16 bytes."""
 
+    @property
+    def made(self) -> bool:
+        """True if training has made it. The one with which a start begins has no snapshot to go with it."""
+        return self.stamp.step > self.stamp.incarnation.parent_step
+
+
+class LocalFiles(NamedTuple):
+    """All that the files of a rank tell of its local states."""
+
+    plan: LocalStatePlan
+    states: list[LocalState]
+    """Those of the plan, newest first."""
+    before: LocalState | None
+    """The one before the newest update, if it is of the plan. Its stamp is that of the step which the update makes."""
+
+    @property
+    def newest(self) -> tuple[int, int] | None:
+        """Generation and step of the newest local state that training has made; None if there is none."""
+        made = [state.stamp for state in self.states if state.made]
+        return (made[0].incarnation.generation, made[0].step) if made else None
+
+    @staticmethod
+    def decode(files: Mapping[str, bytes], rank: int, where: object) -> LocalFiles | None:
+        """Returns the content of ``files``, as ``read_local_bytes`` returns them; None if there is no plan among them.
+
+        Raises FormatError, which names ``where``, when the plan is damaged. Damaged local states are left out.
+        """
+        if "plan" not in files:
+            return None
+        plan, found = decode_local_state_plan(files["plan"], f"{where}: plan of rank {rank}"), dict[str, LocalState]()
+        for which in files.keys() - {"plan"}:
+            with suppress(FormatError):
+                state = decode_local_state(files[which], rank, f"{where}: local state {which} of rank {rank}")
+                if plan.fits(state):
+                    found[which] = state
+        before = found.pop("u", None)
+        states = sorted(found.values(), key=lambda s: (s.stamp.incarnation, s.stamp.step), reverse=True)
+        return LocalFiles(plan, states, before)
+
 
 class LocalStateWriter:
     """Writes a rank's local states. For one thread at a time. Methods raise OSError when memory is full, or gone."""
@@ -100,32 +144,51 @@ class LocalStateWriter:
         self._plan = checksum(text)
         for path in self._paths:
             path.unlink(missing_ok=True)
-        _replace(self._plan_path, [text])
+        replace_file(self._plan_path, [text])
 
     def write(self, stamp: ShardId, values: bytes, tensors: memoryview) -> None:
         """Replaces the older of the two local states."""
         head = f'"plan":"{self._plan}","tensors":"{checksum(tensors)}","values":'.encode()
         text = encode_document(stamp, _STATE, head + values)
-        _replace(self._paths[self._next], [_LENGTH.pack(len(text)), text, tensors])
+        replace_file(self._paths[self._next], [_LENGTH.pack(len(text)), text, tensors])
         self._next = (self._next + 1) % len(self._paths)
 
 
-def read_local_state_plan(job: JobDir, rank: int) -> LocalStatePlan | None:
-    """Returns the plan of a rank's local states; None if there is none. Raises FormatError when it is damaged."""
-    path = job.paths.local_state_plan(rank)
+def local_state_paths(paths: JobPaths, rank: int) -> dict[str, Path]:
+    """Returns the files of a rank's local states, by the part of the name that tells them apart."""
+    return {"plan": paths.local_state_plan(rank), **{which: paths.local_state(rank, which) for which in "01u"}}
+
+
+def read_local_bytes(paths: JobPaths, rank: int) -> dict[str, bytes]:
+    """Returns the bytes of those of a rank's files that are there. Raises FormatError for a plan that is no file."""
+    found = {}
+    for which, path in local_state_paths(paths, rank).items():
+        try:
+            found[which] = read_file(path)
+        except OSError:
+            continue
+        except FormatError:
+            if which == "plan":
+                raise
+    return found
+
+
+def read_local_files(paths: JobPaths, rank: int) -> LocalFiles | None:
+    """Returns the content of a rank's files; None if it has no plan. Raises FormatError when that is damaged."""
+    return LocalFiles.decode(read_local_bytes(paths, rank), rank, paths.directory)
+
+
+def decode_local_state_plan(raw: bytes, where: str) -> LocalStatePlan:
+    """Returns the plan in the bytes of its file. Raises FormatError, which names ``where``."""
+    fields = parse_document(raw, _PLAN, where)
     try:
-        raw = read_file(path)
-    except FileNotFoundError:
-        return None
-    fields = parse_document(raw, _PLAN, path)
-    try:
-        return _plan(fields, checksum(raw), path)
+        return _plan(fields, checksum(raw), where)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: is not the plan of a local state: {error}") from error
+        raise FormatError(f"{where}: is not the plan of a local state: {error}") from error
 
 
-def _plan(fields: dict[str, Any], digest: str, path: Path) -> LocalStatePlan:
-    layout = Receipt.decode_layout(fields, path)
+def _plan(fields: dict[str, Any], digest: str, where: str) -> LocalStatePlan:
+    layout = Receipt.decode_layout(fields, where)
     kept = {name: fields[name] for name in ("checksum", "shard", "structure", "tensors")}
     static = json.dumps(kept, separators=(",", ":")).encode()[1:-1]
     check_structure(fields["structure"])
@@ -145,45 +208,28 @@ def _plan(fields: dict[str, Any], digest: str, path: Path) -> LocalStatePlan:
     return LocalStatePlan(layout, fields["structure"], static, known, replicas, digest, nbytes)
 
 
-def read_local_states(job: JobDir, rank: int) -> list[LocalState]:
-    """Returns a rank's local states, newest first, without damaged ones."""
-    found = []
-    for which in "01":
-        with suppress(OSError, FormatError):
-            found.append(_read(job.paths.local_state(rank, which), rank))
-    return sorted(found, key=lambda state: (state.stamp.incarnation, state.stamp.step), reverse=True)
-
-
-def read_before_update(job: JobDir, rank: int) -> LocalState | None:
-    """Returns a rank's local state before its newest update; None if there is none, or it is damaged.
-
-    Its stamp is that of the step which the update makes.
-    """
-    with suppress(OSError, FormatError):
-        return _read(job.paths.local_state(rank, "u"), rank)
-    return None
-
-
-def _read(path: Path, rank: int) -> LocalState:
-    raw = memoryview(read_file(path))
+def decode_local_state(data: bytes, rank: int, where: str) -> LocalState:
+    """Returns the local state of ``rank`` in the bytes of its file. Raises FormatError, which names ``where``."""
+    raw = memoryview(data)
     try:
         (length,) = _LENGTH.unpack_from(raw)
         text, tensors = bytes(raw[_LENGTH.size : _LENGTH.size + length]), raw[_LENGTH.size + length :]
-        fields: dict[str, Any] = parse_document(text, _STATE, path)
+        fields: dict[str, Any] = parse_document(text, _STATE, where)
         if checksum(tensors) != fields["tensors"]:
-            raise FormatError(f"{path}: is damaged: its bytes differ from their digest")
+            raise FormatError(f"{where}: is damaged: its bytes differ from their digest")
         values = json.dumps(check_values(fields["values"]), separators=(",", ":"), allow_nan=False).encode()
         stamp = ShardId.from_json(fields["stamp"])
         if stamp.rank != rank:
-            raise FormatError(f"{path}: belongs to rank {stamp.rank}, not to rank {rank}")
+            raise FormatError(f"{where}: belongs to rank {stamp.rank}, not to rank {rank}")
         return LocalState(stamp, str(fields["plan"]), values, tensors)
     except (KeyError, ValueError, struct.error) as error:
         if isinstance(error, FormatError):
             raise
-        raise FormatError(f"{path}: is not a local state: {error}") from error
+        raise FormatError(f"{where}: is not a local state: {error}") from error
 
 
-def _replace(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+def replace_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """Replaces ``path`` by a file of ``parts``, which only this user can read. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

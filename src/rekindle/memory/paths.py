@@ -12,8 +12,10 @@
         rank-00000.lock                  held by that rank's trainer while it lives
         rank-00000.status                the rank's status page
         rank-00000.plan .small-0 -1 -u   the rank's local state, and the plan that describes its bytes
+        others/                          local states of ranks of other nodes
         rank-00000.stacks .flight        at a hang: stacks of its threads, and torch's flight record
         watch.sock  fault.json           where ranks and agent tell each other of faults; the newest fault
+        nodes.json  address.json         all nodes of a start and their secret; where this node's agent listens
         start.json  gone.json            the newest start on this host; when its last process had ended after a fault
         incidents/                       records of incidents, a line of JSON in a file each, as on storage
         slots/                           free files, which hold no snapshot
@@ -27,7 +29,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["JobPaths", "matching", "rank_of"]
+__all__ = ["LOCAL_STATE_PLANS", "JobPaths", "matching", "rank_of"]
 
 _RANK = "rank-" + 5 * "[0-9]"
 
@@ -36,6 +38,9 @@ RANK_LOCKS = f"{_RANK}.lock"
 
 STATUS_PAGES = f"{_RANK}.status"
 """Matches the names of all ranks' status pages."""
+
+LOCAL_STATE_PLANS = f"{_RANK}.plan"
+"""Matches the names of the plans of all ranks' local states."""
 
 RANK_SLOTS = f"{_RANK}-*.slot"
 """Matches the names of all ranks' free files."""
@@ -72,6 +77,16 @@ class JobPaths:
     def job(self) -> Path:
         """Record of the job for its agent."""
         return self.directory / "job.json"
+
+    @property
+    def nodes(self) -> Path:
+        """Record of the nodes of the newest start on several nodes."""
+        return self.directory / "nodes.json"
+
+    @property
+    def address(self) -> Path:
+        """Address on which the agent listens to those of other nodes."""
+        return self.directory / "address.json"
 
     @property
     def fault(self) -> Path:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from rekindle.errors import FormatError, RekindleError
 from rekindle.format.boxes import uncovered
 from rekindle.format.layout import Chunk, Layout, block_ranges
-from rekindle.format.lineage import ShardId
+from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.format.names import receipt_name, step_dir
 from rekindle.format.receipt import Receipt, checksum
 from rekindle.format.shard import OpenShard
+from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.infer import infer_local_state
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.local_state import LocalState, LocalStatePlan, padded, read_local_state_plan, read_local_states
+from rekindle.memory.local_state import LocalFiles, LocalState, LocalStatePlan, padded, read_local_files
 from rekindle.memory.slot import Slot
 from rekindle.memory.slots import Slots
 
@@ -24,36 +27,43 @@ __all__ = ["rebuild", "rebuild_dead_ranks"]
 log = logging.getLogger("rekindle")
 
 
-def rebuild(job: JobDir, slots: Slots) -> list[int]:
+def rebuild(job: JobDir, slots: Slots, elsewhere: Elsewhere) -> list[int]:
     """Rebuilds snapshots of the rank's newest steps, and returns these steps.
 
     The caller must hold the rank's lock. A step that can't be rebuilt is skipped, with a warning if something failed.
     """
     rank, made = slots.rank, []
     try:
-        plan = read_local_state_plan(job, rank)
+        files = read_local_files(job.paths, rank)
     except FormatError as error:
         log.warning("%s", error)
         return []
-    if plan is None:
+    if files is None:
         return []
     own = {stamp.checkpoint for stamp, _ in job.snapshots.shard_ids() if stamp.rank == rank}
-    states = [state for state in read_local_states(job, rank)[::-1] if plan.fits(state)]
-    inferred = infer_local_state(job, plan, rank)
-    if inferred is not None and all(state.stamp.checkpoint != inferred.stamp.checkpoint for state in states):
-        states.append(inferred)
-    for state in states:
-        if state.stamp.checkpoint in own:
-            continue
+    for state in _states(job, rank, files, own, elsewhere):
         try:
-            if _rebuild_step(job, slots, plan, state):
+            if _rebuild_step(job, slots, files.plan, state, elsewhere):
                 made.append(state.stamp.step)
         except (OSError, RekindleError) as error:
             log.warning("step %d of rank %d can't be rebuilt from its local state: %s", state.stamp.step, rank, error)
     return made
 
 
-def rebuild_dead_ranks(job: JobDir) -> None:
+def _states(
+    job: JobDir, rank: int, files: LocalFiles, own: Collection[CheckpointKey], elsewhere: Elsewhere
+) -> list[LocalState]:
+    """Returns the local states of steps of which the rank has no snapshot, ``own`` ones left out; oldest first."""
+    known = {*own, *(state.stamp.checkpoint for state in files.states)}
+    states = [state for state in files.states[::-1] if state.stamp.checkpoint not in own]
+    if files.before is not None and files.before.stamp.checkpoint not in known:
+        inferred = infer_local_state(job, files, rank, elsewhere)
+        if inferred is not None:
+            states.append(inferred)
+    return states
+
+
+def rebuild_dead_ranks(job: JobDir, elsewhere: Elsewhere) -> None:
     """Rebuilds the newest snapshots of all ranks of this node after their trainers died, so that they reach storage.
 
     A restarted rank would do it too, but the node may be gone before there is one. Uses no memory beyond the files that
@@ -73,7 +83,7 @@ def rebuild_dead_ranks(job: JobDir) -> None:
             lock = job.lock_rank(rank, 0.0)
             try:
                 slots.adopt()
-                rebuild(job, slots)
+                rebuild(job, slots, elsewhere)
             finally:
                 slots.close()
                 lock.release()
@@ -81,7 +91,7 @@ def rebuild_dead_ranks(job: JobDir) -> None:
             log.warning("rank %d: its newest snapshots are not rebuilt: %s", rank, error)
 
 
-def _rebuild_step(job: JobDir, slots: Slots, plan: LocalStatePlan, state: LocalState) -> bool:
+def _rebuild_step(job: JobDir, slots: Slots, plan: LocalStatePlan, state: LocalState, elsewhere: Elsewhere) -> bool:
     """Commits a snapshot of the local state. False if no other ranks have the rest of the step."""
     kept = set(plan.blocks)
     ours: list[tuple[Chunk, int]] = []
@@ -93,7 +103,8 @@ def _rebuild_step(job: JobDir, slots: Slots, plan: LocalStatePlan, state: LocalS
         else:
             wanted.append(chunk)
         block += len(block_ranges(chunk))
-    if not _others_have(job, state.stamp, wanted, plan):
+    ranks = sorted({rank for chunk in wanted for rank in plan.replicas.get(chunk.name, [])} - {state.stamp.rank})
+    if not _others_have(job, state.stamp, wanted, ranks, elsewhere):
         return False
     layout = Layout.build(chunk for chunk, _ in ours)
     slot = slots.acquire(state.stamp.step, state.stamp.incarnation, layout.file_bytes)
@@ -107,23 +118,26 @@ def _rebuild_step(job: JobDir, slots: Slots, plan: LocalStatePlan, state: LocalS
     return True
 
 
-def _others_have(job: JobDir, stamp: ShardId, wanted: Sequence[Chunk], plan: LocalStatePlan) -> bool:
-    """True if snapshots of the step by other ranks of this node have all of ``wanted``."""
+def _others_have(job: JobDir, stamp: ShardId, wanted: list[Chunk], ranks: Sequence[int], elsewhere: Elsewhere) -> bool:
+    """True if snapshots of the step by ``ranks`` have all of ``wanted``: this node's first, then other nodes'.
+
+    No more are looked at than it takes.
+    """
     there: dict[str, list[Chunk]] = {}
-    for rank in sorted({rank for chunk in wanted for rank in plan.replicas.get(chunk.name, [])} - {stamp.rank}):
-        for chunk in _chunks(job, stamp, rank):
-            there.setdefault(chunk.name, []).append(chunk)
-    return all(
-        not uncovered(
-            chunk.box,
-            [
-                other.box
-                for other in there.get(chunk.name, [])
-                if not other.own and (other.dtype, other.global_shape) == (chunk.dtype, chunk.global_shape)
-            ],
-        )
-        for chunk in wanted
-    )
+    begin = bisect(ranks, stamp.rank)  # of other nodes each rank asks another one first
+    for chunks_of, order in ((partial(_chunks, job), ranks), (elsewhere.chunks, [*ranks[begin:], *ranks[:begin]])):
+        for rank in order:
+            if not wanted:
+                return True
+            for chunk in chunks_of(stamp, rank):
+                there.setdefault(chunk.name, []).append(chunk)
+            wanted = [chunk for chunk in wanted if not _covered(chunk, there.get(chunk.name, []))]
+    return not wanted
+
+
+def _covered(chunk: Chunk, others: list[Chunk]) -> bool:
+    alike = [c for c in others if not c.own and (c.dtype, c.global_shape) == (chunk.dtype, chunk.global_shape)]
+    return not uncovered(chunk.box, [other.box for other in alike])
 
 
 def _chunks(job: JobDir, stamp: ShardId, rank: int) -> tuple[Chunk, ...]:

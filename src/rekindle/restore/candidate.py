@@ -28,7 +28,7 @@ from rekindle.restore.saved import Saved
 from rekindle.restore.sources import ShardSource, Sources
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.state.tree import entries
-from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy
+from rekindle.storage.catalog import MEMORY, PEER, STORAGE, StoredCopy
 
 __all__ = ["Candidate", "Verdict", "half_loaded"]
 
@@ -49,7 +49,7 @@ class Verdict:
     """The state of one candidate on one rank. ``reasons`` tell why copies were passed over."""
 
     place: str | None = None
-    """Place of all that is wanted, storage if a part of it is there; None when it is not to be had."""
+    """Farthest place that a part of what is wanted comes from; None when it is not to be had."""
     nbytes: int = 0
     """Bytes of the blocks that hold what is wanted."""
     read: int = 0
@@ -123,7 +123,8 @@ class Candidate:
             self.verdict.reasons += self._sources.reasons
             self._sources.reasons = []
         if found:
-            self.verdict.place = MEMORY if all(source.place == MEMORY for source, _ in self._fillings) else STORAGE
+            places = {source.place for source in (self._sources.home, *dict(self._fillings)) if source is not None}
+            self.verdict.place = next((place for place in (STORAGE, PEER) if place in places), MEMORY)
             self.verdict.nbytes = sum(filling.nbytes for _, filling in self._fillings)
             self.verdict.surplus, self.verdict.counts = self.match.surplus, self.match.counts
             self.verdict.there = set(entries(self.match.saved.home.structure))

@@ -11,11 +11,13 @@ from typing import Any
 from rekindle.errors import CorruptError, NotFoundError, UsageError
 from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.nodes import Nodes
 from rekindle.restore.candidate import Candidate, Verdict, half_loaded
 from rekindle.restore.choose import SUPERSEDED, Choice, choose
 from rekindle.restore.match import mismatch
 from rekindle.restore.options import differences, options_of
 from rekindle.restore.partial import keep, refuse_empty
+from rekindle.restore.peers import see_peers
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.inventory import (
     FreshStart,
@@ -70,20 +72,26 @@ def restore(
     *,
     allow_pickle: bool,
     parts: frozenset[str] | None = None,
+    nodes: Nodes | None = None,
 ) -> tuple[Restored | None, int]:
     """Loads the newest readable checkpoint, or that of ``step``. None when there is none to load. A collective.
 
     ``parts``: entries of the state to load as far as they match, something of each at least; None when all has to.
+    ``nodes``: those of the start, whose memory is read too; None where there is one, or they don't know each other.
 
     Returns the highest generation that any rank sees, too: storage may have been away when the start was given its own.
 
     Raises CorruptError when checkpoints exist and none is sound, NotFoundError when ``step`` isn't there, or storage
     shows less than it had, StateMismatchError when the checkpoint doesn't match the live state: on all ranks alike.
     """
+    if nodes is not None:
+        group.barrier()  # ranks of all nodes have put into memory what they can give
     inventories = group.gather(take_inventory(job, store, group.rank))
     if len({inventory.stored for inventory in inventories}) > 1:
         # A step became durable between two ranks' looks; or one of them sees none, and will see none this time either.
         inventories = group.gather(take_inventory(job, store, group.rank))
+    if nodes is not None:
+        inventories = see_peers(inventories, group.rank, nodes)
     overwritten = any(group.gather(half_loaded(state)))
     generation = max((offer.incarnation.generation for one in inventories for offer in one.offers), default=0)
     if step is None and deleted_for_all([inventory.storage_state for inventory in inventories]):

@@ -1,4 +1,4 @@
-"""Opens the shards of one checkpoint that a rank can read: its own, those in its node's memory, those on storage."""
+"""Opens the shards of one checkpoint that a rank can read: its own, those in memory anywhere, those on storage."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rekindle.errors import CorruptError
+from rekindle.errors import RekindleError
 from rekindle.format.files import Files
 from rekindle.format.lineage import CheckpointKey
 from rekindle.format.names import receipt_name
 from rekindle.format.reader import ShardReader
 from rekindle.format.receipt import checksum
-from rekindle.storage.catalog import MEMORY, StoredCopy
+from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy
 from rekindle.storage.verify import read_manifest
 
 __all__ = ["ShardSource", "Sources"]
@@ -36,7 +36,7 @@ class ShardSource:
 
 
 class Sources:
-    """Opens shards as they are needed: this rank's own, then those in memory, then those on storage, more and more."""
+    """Opens shards as they are needed: this rank's own, then those in memory, then those elsewhere, more and more."""
 
     def __init__(self, key: CheckpointKey, copies: Sequence[StoredCopy], home: int) -> None:
         """``copies``: from the nearest to the farthest. ``home``: the rank whose shard is this rank's own.
@@ -106,9 +106,9 @@ class Sources:
         """Opens a shard, if it is sound and of this checkpoint; else notes the reason."""
         name = receipt_name(rank, copy.world)
         try:
-            expected = None if copy.place == MEMORY else self._manifest(copy.files).get(name)
+            expected = self._manifest(copy.files).get(name) if copy.place == STORAGE else None
             shard = copy.files.shard(rank, copy.world)
-        except (OSError, CorruptError) as error:
+        except (OSError, RekindleError) as error:
             self.reasons.append(f"{copy.place}: {error}")
             return False
         reader = ShardReader(shard)
@@ -119,9 +119,17 @@ class Sources:
             self.drop(source, f"{copy.files.named(name)}: belongs to another checkpoint")
         elif expected is not None and checksum(shard.receipt.raw) != expected:
             self.drop(source, f"{copy.files.named(name)}: is not the receipt that the manifest names")
-        elif not reader.header_is_sound():
-            self.drop(source, shard.corruption(-1))
+        else:
+            self._check_header(source)
         return source in self.opened
+
+    def _check_header(self, source: ShardSource) -> None:
+        """Drops a source whose header is damaged, or can't be read any more."""
+        try:
+            if not source.reader.header_is_sound():
+                self.drop(source, source.reader.shard.corruption(-1))
+        except OSError as error:
+            self.drop(source, error)
 
     def _manifest(self, files: Files) -> dict[str, str]:
         if files not in self._manifests:

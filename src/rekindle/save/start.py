@@ -13,6 +13,7 @@ from rekindle.save.metrics import Metrics
 from rekindle.save.saver import Saver
 from rekindle.save.schedule import Schedule
 from rekindle.session.group import ProcessGroup, SingleProcess
+from rekindle.session.nodes import enter_mesh, find_host
 from rekindle.session.session import Session
 from rekindle.settings import Settings
 
@@ -38,20 +39,25 @@ def start_saver(
     schedule = Schedule(settings, meeting.nodes, group.world, metrics)
     if group.rank == 0:
         schedule.warn_of_ignored_seconds()
+    host = find_host() if meeting.nodes > 1 and session.is_first_on_node else ""
     if meeting.no_memory is None:
-        _open_memory(session, capture, settings, schedule, metrics)
+        _open_memory(session, capture, settings, schedule, metrics, host)
     elif settings.strict:
         raise MemoryStoreError(meeting.no_memory)
     elif session.is_first_on_node:
         schedule.warn_of_direct_saves(meeting.no_memory)
+    if meeting.nodes > 1:
+        enter_mesh(group, session, host)
     saver = Saver(capture, fence, session, settings, schedule, metrics, overlap=overlap, in_step=in_step)
     if session.slots is not None and not meeting.found:
         session.slots.reserve(meeting.nbytes)  # else after the restore, which needs the cores itself
     return saver
 
 
-def _open_memory(session: Session, capture: Capture, settings: Settings, schedule: Schedule, metrics: Metrics) -> None:
-    """Open the memory store, and start its agent on one rank of each node."""
+def _open_memory(
+    session: Session, capture: Capture, settings: Settings, schedule: Schedule, metrics: Metrics, host: str
+) -> None:
+    """Open the memory store, and start its agent, which listens on ``host``, on one rank of each node."""
     meeting, incarnation = session.agreed, session.incarnation
     if session.is_first_on_node:
         schedule.tell_cost_of_a_node()
@@ -65,6 +71,7 @@ def _open_memory(session: Session, capture: Capture, settings: Settings, schedul
         drain_limit=settings.drain_rate,
         persist_seconds=schedule.pause,
         start=incarnation.id,
+        host=host,
     )
     session.open_memory(info, settings.room, settings.fallback_after, metrics.agent, capture.devices())
     log.info(

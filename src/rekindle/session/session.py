@@ -36,6 +36,7 @@ from rekindle.memory.clean_up import remove_superfluous
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.lock import Lock
+from rekindle.memory.nodes import Nodes
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.session.agent_keeper import AgentKeeper
@@ -100,6 +101,8 @@ class Session:
         """On one rank of each node that has a memory store."""
         self.slots: Slots | None = None
         """None where snapshots don't go into memory."""
+        self.nodes: Nodes | None = None
+        """All nodes, as far as they reach each other; None on a single one."""
         self.begun = False
         """True once it is known what this start goes on from."""
         self.joined = 0.0

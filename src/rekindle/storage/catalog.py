@@ -13,6 +13,7 @@ from rekindle.storage.store import Contents, Store
 
 __all__ = [
     "MEMORY",
+    "PEER",
     "STORAGE",
     "Checkpoint",
     "StoredCopy",
@@ -22,18 +23,19 @@ __all__ = [
 ]
 
 MEMORY = "memory"
+PEER = "peer"
 STORAGE = "storage"
 
 
 @dataclass(frozen=True)
 class StoredCopy:
-    """One copy of a checkpoint, or this node's part of one, in memory or on storage."""
+    """One copy of a checkpoint, or a node's part of one, in its memory or on storage."""
 
     step: int
     incarnation: Incarnation
     world: int
     place: str
-    """``memory`` or ``storage``."""
+    """``memory``, that of this node; ``peer``, that of another one; or ``storage``."""
     files: Files
     ranks: frozenset[int]
     """Ranks whose shards are there. On storage these are all ranks."""

@@ -1,0 +1,306 @@
+"""A snapshot read from another node's memory: ``python bench/nodes.py``. Rekindle beside iperf3 and plain sockets.
+
+Contenders take turns over loopback, each with a process that sends and one that receives, over as many connections as
+Rekindle has. iperf3 only moves bytes. Plain sockets send a file on tmpfs by sendfile and receive it into place, as a
+program could do that trusts everybody and checks nothing. Rekindle proves who is there, receives into place, and
+verifies every block. Memory of the receiver has been touched. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import resource
+import shutil
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from sizes import GIB, MIB, Size
+
+_OURS, _PLAIN, _IPERF = "Rekindle, verified", "sendfile to recv_into", "iperf3"
+_KINDS = (_OURS, _PLAIN, _IPERF)
+_TENSOR = 32 * MIB
+_PIECE = 512 << 10
+_RUN = 8 * MIB
+_RANGE = struct.Struct("!QQ")
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+Turn = dict[str, float]
+
+
+def _connections() -> int:
+    from rekindle.format.reader import reader_threads
+
+    return reader_threads(in_memory=False)
+
+
+def _start() -> Any:
+    from rekindle.format.lineage import Incarnation, ShardId
+
+    return ShardId(1, 0, 1, Incarnation(1, "ab" * 8))
+
+
+# -- the node that sends --------------------------------------------------------------------------------------------
+
+
+def _make(memory: Path, nbytes: int) -> Any:
+    """Returns a job with one snapshot of so many bytes."""
+    from rekindle.format.names import receipt_name, shard_name, step_dir
+    from rekindle.memory.job_dir import JobDir, memory_base
+    from rekindle.testing import make_shard
+
+    job = JobDir.of("/nowhere/bench", memory_base(memory))
+    job.create()
+    content = random.Random(0).randbytes(_TENSOR)
+    tensors = {f"layer{n:04}": content[n:] + content[:n] for n in range(nbytes // _TENSOR)}
+    receipt, raw = make_shard(_start(), tensors)
+    place = job.path / step_dir(1)
+    place.mkdir()
+    (place / shard_name(0, 1)).write_bytes(raw)
+    (place / receipt_name(0, 1)).write_bytes(receipt.raw)
+    return job
+
+
+def _serve(memory: Path, nbytes: int, secret: str) -> None:
+    """Serves both ways until standard input ends. Prints the two ports."""
+    from rekindle.format.names import shard_name, step_dir
+    from rekindle.peers.server import PeerServer
+    from rekindle.peers.snapshots import snapshot_handlers
+    from rekindle.peers.wire import Credentials
+
+    job = _make(memory, nbytes)
+    listener, plain = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    credentials = Credentials(bytes.fromhex(secret), "ab" * 8, "sender")
+    server = PeerServer(listener, lambda: credentials, snapshot_handlers(job))
+    server.start()
+    fd = os.open(job.path / step_dir(1) / shard_name(0, 1), os.O_RDONLY)
+    threading.Thread(target=_accept, args=(plain, fd), daemon=True).start()
+    print(json.dumps([listener.getsockname()[1], plain.getsockname()[1]]), flush=True)
+    sys.stdin.read()
+    server.close()
+
+
+def _accept(listener: socket.socket, fd: int) -> None:
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=_send_ranges, args=(connection, fd), daemon=True).start()
+
+
+def _send_ranges(connection: socket.socket, fd: int) -> None:
+    with connection:
+        while len(asked := connection.recv(_RANGE.size, socket.MSG_WAITALL)) == _RANGE.size:
+            at, stop = _RANGE.unpack(asked)
+            while at < stop:
+                at += os.sendfile(connection.fileno(), fd, at, stop - at)
+
+
+# -- the node that receives -----------------------------------------------------------------------------------------
+
+
+def _receive_ours(port: int, nbytes: int, secret: str) -> Turn:
+    from rekindle.format.reader import NullSink, ShardReader, read_blocks
+    from rekindle.peers.files import PeerFiles
+
+    stamp = _start()
+    files = PeerFiles(
+        "sender", "127.0.0.1", port, bytes.fromhex(secret), stamp.incarnation.id, "receiver", stamp.checkpoint
+    )
+    room = memoryview(bytearray(b"\1") * nbytes)
+
+    with _measured(nbytes) as turn, files.shard(0, 1) as shard:
+        blocks = shard.receipt.layout.blocks
+
+        class Room(NullSink):
+            def place(self, block: int) -> memoryview:
+                start, stop = blocks[block]
+                return room[start:stop]
+
+        reader = ShardReader(shard)
+        assert reader.header_is_sound() and read_blocks(reader, Room(), range(len(blocks))) == []
+        reader.close()
+    return turn
+
+
+def _receive_plainly(port: int, nbytes: int) -> Turn:
+    room = memoryview(bytearray(b"\1") * nbytes)
+    runs: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for at in range(0, nbytes, _RUN):
+        runs.put(at)
+
+    def receive() -> None:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            while True:
+                try:
+                    at = runs.get_nowait()
+                except queue.Empty:
+                    return
+                stop = min(nbytes, at + _RUN)
+                connection.sendall(_RANGE.pack(at, stop))
+                while at < stop:
+                    at += connection.recv_into(room[at : min(stop, at + _PIECE)])
+
+    with _measured(nbytes) as turn:
+        threads = [threading.Thread(target=receive) for _ in range(_connections())]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return turn
+
+
+@contextmanager
+def _measured(nbytes: int) -> Iterator[Turn]:
+    turn: Turn = {"bytes": nbytes}
+    used, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    yield turn
+    turn["seconds"], after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    turn["cpu"] = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+
+
+def _iperf(nbytes: int) -> Turn:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    receiver = subprocess.Popen(["iperf3", "-s", "-1", "-J", "-p", port], stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    sender = ["iperf3", "-c", "127.0.0.1", "-p", port, "-n", str(nbytes), "-P", str(_connections()), "-J"]
+    until = time.monotonic() + 30
+    while subprocess.run(sender, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode:
+        assert time.monotonic() < until, "iperf3 does not answer"
+        time.sleep(0.1)
+    found = json.loads(receiver.stdout.read())["end"]["sum_received"]
+    _, _, used = os.wait4(receiver.pid, 0)
+    return {"bytes": found["bytes"], "seconds": found["seconds"], "cpu": used.ru_utime + used.ru_stime}
+
+
+# -- turns ----------------------------------------------------------------------------------------------------------
+
+
+def _turn(kind: str, nbytes: int, ports: list[int], secret: str) -> Turn:
+    if kind == _IPERF:
+        return _iperf(nbytes)
+    port = ports[0] if kind == _OURS else ports[1]
+    command = [sys.executable, __file__, "--turn", kind, "--port", str(port), "--size", str(nbytes)]
+    done = subprocess.run(command, env={**os.environ, "BENCH_SECRET": secret}, stdout=subprocess.PIPE, check=True)
+    turn: Turn = json.loads(done.stdout)
+    return turn
+
+
+def _all_turns(nbytes: int, rounds: int) -> dict[str, list[Turn]]:
+    secret = os.urandom(32).hex()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        command = [sys.executable, __file__, "--serve", memory, "--size", str(nbytes)]
+        sender = subprocess.Popen(
+            command, env={**os.environ, "BENCH_SECRET": secret}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert sender.stdin is not None and sender.stdout is not None
+        try:
+            ports = json.loads(sender.stdout.readline())
+            kinds = [kind for kind in _KINDS if kind != _IPERF or shutil.which("iperf3")]
+            turns: dict[str, list[Turn]] = {kind: [] for kind in kinds}
+            for number in range(rounds):
+                first = number % len(kinds)
+                for kind in kinds[first:] + kinds[:first]:
+                    turns[kind].append(_turn(kind, nbytes, ports, secret))
+            return turns
+        finally:
+            sender.stdin.close()
+            sender.wait()
+
+
+def _rates(turns: list[Turn]) -> list[float]:
+    return [turn["bytes"] / turn["seconds"] / 1e9 for turn in turns]
+
+
+def _tabulate(turns: dict[str, list[Turn]]) -> Any:
+    from report import Table
+
+    rows = []
+    for kind, done in turns.items():
+        row = [kind, f"{statistics.median(_rates(done)):.2f}", f"{min(_rates(done)):.2f} to {max(_rates(done)):.2f}"]
+        for other in (_IPERF, _PLAIN):
+            pairs = zip(_rates(done), _rates(turns.get(other, [])), strict=False)
+            ratios = [ours / theirs for ours, theirs in pairs]
+            row.append(f"{statistics.median(ratios):.2f}" if ratios else "")
+        cpu = statistics.median(turn["cpu"] / turn["bytes"] * 1e9 for turn in done)
+        rows.append([*row, f"{cpu:.2f}"])
+    columns = ["", "GB/s", "from, to", f"of {_IPERF}", f"of {_PLAIN}", "receiver, CPU s/GB"]
+    return Table("nodes", f"A snapshot read over {_connections()} connections, medians", columns, rows)
+
+
+def _conditions(turns: dict[str, list[Turn]]) -> str:
+    """One paragraph: on what, when and how many."""
+    from machine import describe
+
+    machine = describe(Path(__file__).parent, Path("/dev/shm"), 1)
+    (first, *_), rounds = turns[_OURS], len(turns[_OURS])
+    return (
+        f"{machine['date'][:10]}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / GIB:.0f} GiB, "
+        f"Linux {machine['kernel']}, loopback, Python {machine['python']}; {first['bytes'] / GIB:.2g} GiB in each of "
+        f"{rounds} turn(s), ratios of turns that follow each other."
+    )
+
+
+@click.command(context_settings={"show_default": True}, help=__doc__)
+@click.option("--size", type=Size(), default="1GiB", help="Bytes of the snapshot.")
+@click.option("--rounds", type=click.IntRange(1), default=7, help="Times that every contender has its turn.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="File for every sample.")
+@click.option("--docs", is_flag=True, help="Put the table into docs/benchmarks.md.")
+@click.option("--smoke", is_flag=True, help="A quick run at 64 MiB, which checks rather than measures.")
+@click.option("--turn", type=click.Choice(_KINDS), default=None, hidden=True)
+@click.option("--port", type=int, default=0, hidden=True)
+@click.option("--serve", type=click.Path(path_type=Path), default=None, hidden=True)
+def main(
+    size: int,
+    rounds: int,
+    output: Path | None,
+    docs: bool,
+    smoke: bool,
+    turn: str | None,
+    port: int,
+    serve: Path | None,
+) -> None:
+    secret, size = os.environ.get("BENCH_SECRET", ""), max(1, size // _TENSOR) * _TENSOR
+    if serve is not None:
+        _serve(serve, size, secret)
+        return
+    if turn is not None:
+        print(json.dumps(_receive_ours(port, size, secret) if turn == _OURS else _receive_plainly(port, size)))
+        return
+    if smoke and docs:
+        raise click.UsageError("--smoke gives no figures worth a --docs")
+    if smoke:
+        size, rounds = 64 * MIB, 1
+    turns = _all_turns(size, rounds)
+    _show(turns, output, docs=docs)
+
+
+def _show(turns: dict[str, list[Turn]], output: Path | None, *, docs: bool) -> None:
+    from report import console_table, markdown, put_blocks
+    from rich.console import Console
+
+    table, conditions = _tabulate(turns), _conditions(turns)
+    if output is not None:
+        output.write_text(json.dumps({"conditions": conditions, "turns": turns}, indent=1) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    console_table(console, table)
+    console.print(conditions, markup=False)
+    if docs:
+        for name in put_blocks(_DOCS / "benchmarks.md", {"nodes": markdown(table), "nodes conditions": conditions}):
+            click.echo(f"docs/benchmarks.md has no place for {name!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Notices that ranks hang, on any node, unless a pause, a debugger or a silent node excuses them; names who is behind.
+
+The agent of one node judges, by the pages of all ranks. Those of the others ask their own ranks for debuggers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from rekindle.agent.beat import Page
+from rekindle.agent.others import Others
+from rekindle.agent.rank import WatchedRank
+from rekindle.agent.report import report_place
+from rekindle.agent.watchdog import SilenceLimit, is_traced, silence_limit
+from rekindle.errors import FormatError
+from rekindle.memory.fault import Fault
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.status import DONE, PHASE_TEXTS
+
+__all__ = ["HangWatch"]
+
+log = logging.getLogger("rekindle.agent")
+
+_AGAIN = 1.0
+"""Seconds between two checks of a job that a pause or a debugger holds up."""
+_REPLY = 0.5
+"""Seconds that a rank gets to say if a Python debugger holds it. A debugger that lets no thread run can't answer."""
+_OTHERS_REPLY = 1.0
+"""Seconds that the other nodes get to say if a debugger holds one of their ranks."""
+
+Ranks = Mapping[int, WatchedRank]
+
+
+class HangWatch:
+    """Watches the ranks of one job for a hang. Used in the agent's event loop."""
+
+    def __init__(self, job: JobDir) -> None:
+        self._job = job
+        self.paused_at: float | None = None
+        """Time at which a rank of this node was last seen to pause, or to be held by a debugger; None for never."""
+        self.cleared = False
+        """True if ranks are late, and none of this node's is held by a debugger."""
+        self._excused_at = 0.0
+        """Time of the newest excuse for the silence of all ranks, on any node."""
+        self._told_at = 0.0
+        """Time at which the ranks were last told that a pause holds them up."""
+        self._late_since = 0.0
+        """Time at which the ranks were first late, of this silence; 0 while they aren't."""
+        self._asked_at = 0.0
+        """Time at which the ranks were asked for a debugger; 0 when no answer is awaited."""
+        self._debugger_seen_at = 0.0
+        """Time at which a debugger was last seen to hold a rank; 0 when none does."""
+        self._blind_until = 0.0
+
+    def slept(self, now: float, ranks: Ranks) -> None:
+        """Takes note that this process did not run for a while: a rank's silence in it proves nothing."""
+        limit = _limit({rank.rank: rank.shown() for rank in ranks.values()})
+        self._blind_until = now + (limit.seconds if limit is not None else 0.0)
+
+    def check(self, now: float, ranks: Ranks, others: Others) -> Fault | None:
+        """Returns the hang of a rank of the job, if this node's agent is the one to announce it; else None."""
+        own = {rank.rank: rank.shown() for rank in ranks.values()}
+        pages = {**others.pages(), **own}
+        if any(page.status.paused for page in own.values()):
+            self._note_pause(now, ranks)
+        elsewhere = others.paused_at()
+        if elsewhere > self._excused_at:
+            self._excuse(elsewhere, now, ranks)
+        limit = _limit(pages)
+        if limit is None:
+            self._asked_at = self._debugger_seen_at = 0.0  # of an earlier start
+        if limit is None or now < self._blind_until:
+            return None
+        statuses = [page.status for page in pages.values()]
+        ages = [min(status.age, now - self._excused_at) for status in statuses if status.phase != DONE]
+        if not any(age > limit.seconds for age in ages):
+            self._late_since, self.cleared = 0.0, False
+            if self._debugger_seen_at:
+                self._debugger_holds(now, ranks)
+            else:
+                self._asked_at = 0.0  # progress before all had answered: ask again at the next silence
+            return None
+        self._late_since = self._late_since or now
+        self.cleared = self.cleared or self._debugger_holds(now, ranks) is False
+        waited = now - self._late_since > _OTHERS_REPLY
+        if self.cleared and others.judges() and (waited or others.cleared()):
+            return self._describe(pages, limit, several=bool(others.name))
+        return None
+
+    def note_debugger(self, what: str, ranks: Ranks) -> None:
+        """Takes note of a debugger that holds a rank of this node."""
+        now = time.monotonic()
+        if not self._debugger_seen_at:
+            log.info("%s: the watchdog waits until it is gone", what)
+        self._asked_at, self._debugger_seen_at = 0.0, now
+        self._note_pause(now, ranks)
+
+    def _note_pause(self, now: float, ranks: Ranks) -> None:
+        self.paused_at = now
+        self._excuse(now, now, ranks)
+
+    def _excuse(self, at: float, now: float, ranks: Ranks) -> None:
+        """Excuses the silence of all ranks up to ``at``, as they wait for one that pauses.
+
+        Silence then counts from the pause's end only, and the ranks don't take such a step's time as a measure.
+        """
+        self._excused_at = at
+        if now - self._told_at > _AGAIN:
+            self._told_at = now
+            for rank in ranks.values():
+                rank.send({"pause": True})
+
+    def _debugger_holds(self, now: float, ranks: Ranks) -> bool | None:
+        """Returns True if a debugger holds one of the ranks, which is no hang; None while they are being asked."""
+        if self._debugger_seen_at and now - self._debugger_seen_at < _AGAIN:
+            self._note_pause(now, ranks)
+            return True
+        if any(is_traced(rank.process.pid) for rank in ranks.values()):
+            self.note_debugger("a debugger is attached to a rank", ranks)
+            return True
+        if not self._asked_at:
+            self._asked_at = now
+            for rank in ranks.values():
+                rank.debugger_answered = rank.process.look().stopped
+                rank.send({"debugger": True})
+        if now - self._asked_at < _REPLY and not all(rank.debugger_answered for rank in ranks.values()):
+            return None
+        ended, self._asked_at, self._debugger_seen_at = self._debugger_seen_at > 0, 0.0, 0.0
+        if ended:
+            self._note_pause(now, ranks)
+        return ended
+
+    def _describe(self, pages: dict[int, Page], limit: SilenceLimit, *, several: bool) -> Fault:
+        """Describes the hang. The rank that is stopped or furthest behind is the one that the others wait for."""
+        behind = min(
+            pages, key=lambda rank: (not pages[rank].stopped, pages[rank].status.step, pages[rank].status.progress)
+        )
+        status = pages[behind].status
+        lines = [f"rank {behind} made no progress for {limit.seconds:.2f} s, the limit: {limit.why}"]
+        lines.append(
+            'if this was no hang: run what takes longer inside of `with ckpt.pause_watchdog("evaluation"):`, or allow '
+            "more with ckpt.guard(watchdog=SECONDS); watchdog=False switches it off"
+        )
+        lines += [_describe_page(rank, page) for rank, page in sorted(pages.items())]
+        found = sorted(
+            rank
+            for rank, page in pages.items()
+            if (page.stopped, page.status.step) == (pages[behind].stopped, status.step)
+        )
+        where = f"after step {status.step}, {PHASE_TEXTS[status.phase]}"
+        what = f"rank {behind} hangs {where}"
+        if len(found) > 1:  # only their stacks can tell which one the others wait for
+            what = f"ranks {', '.join(map(str, found))} hang {where}"
+        info = None
+        with suppress(FormatError):
+            info = self._job.read_job()
+        if info is not None:
+            place = report_place(status.generation, status.step, several=several)
+            lines.append(f"the stacks of all ranks will be in {info.root}/{place}")
+        began = status.progress / 1e9
+        return Fault("hang", behind, status.generation, status.step, what, "\n".join(lines), began=began)
+
+
+def _limit(pages: Mapping[int, Page]) -> SilenceLimit | None:
+    return silence_limit((page.floor for page in pages.values()), [page.status for page in pages.values()])
+
+
+def _describe_page(rank: int, page: Page) -> str:
+    status = page.status
+    more = (f", {status.note}" if status.note else "") + (", stopped by a signal" if page.stopped else "")
+    return f"rank {rank}: after step {status.step}, {PHASE_TEXTS[status.phase]}, for {status.age:.2f} s{more}"

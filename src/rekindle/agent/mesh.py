@@ -1,0 +1,240 @@
+"""Connects this node's agent with those of the other nodes of a start: beats, faults, losses.
+
+Beats are sent and answered by threads; all else happens in the agent's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rekindle.agent.beat import Beat, Page, fault_from_json, fault_to_json
+from rekindle.agent.monitor import RankMonitor
+from rekindle.agent.neighbour import Neighbour
+from rekindle.agent.others import Others
+from rekindle.errors import FormatError
+from rekindle.memory.elsewhere import Elsewhere
+from rekindle.memory.fault import LOST, Fault
+from rekindle.memory.nodes import Node, Nodes
+from rekindle.memory.status import DONE
+from rekindle.peers.elsewhere import OtherNodes
+from rekindle.peers.membership import PATIENCE, Event, Membership
+from rekindle.peers.wire import Credentials, Link, WireError
+
+__all__ = ["VERBS", "Mesh"]
+
+log = logging.getLogger("rekindle.agent")
+
+VERBS = ("beat", "fault", "asked")
+"""Verbs of the messages that the agents of a start send each other."""
+_ANSWER = 1.0
+"""Seconds that the event loop gets to answer another node. Whoever asks waits for less."""
+
+
+class Mesh(Others):
+    """The other nodes of one start. Used in the event loop, except for ``handle``, which the server's threads call."""
+
+    def __init__(self, nodes: Nodes, monitor: RankMonitor, durable: Callable[[], int]) -> None:
+        """``durable`` returns the newest step that this node has seen on storage; -1 if it is unknown.
+
+        Raises RuntimeError if no thread can be had.
+        """
+        self.nodes, self.name, self.since = nodes, nodes.here.name, time.monotonic()
+        self._monitor, self._durable = monitor, durable
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        """Guards the membership and the beats."""
+        absent = [number for number, node in enumerate(nodes.nodes) if not node.port]
+        self._membership = Membership(nodes.own, len(nodes.nodes), self.since, absent=absent)
+        self._beats: dict[int, Beat] = {}
+        self._numbers = {node.name: number for number, node in enumerate(nodes.nodes)}
+        self._changed = dict.fromkeys(self._membership.neighbours, self.since)
+        """Time at which the state of each neighbour last changed."""
+        self._step = -1
+        credentials = Credentials(nodes.secret, nodes.start, self.name)
+        self._neighbours: dict[int, Neighbour] = {}
+        for number in self._membership.neighbours:
+            note = partial(self._note, number)
+            self._neighbours[number] = Neighbour(
+                nodes.nodes[number], credentials, partial(note, Membership.refused), partial(note, Membership.closed)
+            )
+
+    def close(self) -> None:
+        """Ends all links that this node has made."""
+        for neighbour in self._neighbours.values():
+            neighbour.close()
+
+    # -- being told, in threads of the server -------------------------------------------------------------------
+
+    def handle(self, link: Link, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a message of another node. Raises WireError for one that makes no sense."""
+        number = self._numbers.get(link.peer)
+        if message.get("start") != self.nodes.start or number is None:
+            raise WireError("this node trains in another start of the job")
+        try:
+            if message["verb"] == "beat":
+                self._hear_beat(number, Beat.from_json(message))
+            elif message["verb"] == "fault":
+                self._loop.call_soon_threadsafe(self._hear_fault, fault_from_json(message))
+            else:
+                return self._answer()
+        except (FormatError, ValueError, KeyError, TypeError) as error:
+            raise WireError(f"the message makes no sense: {error!r}") from error
+        return {}
+
+    def _hear_beat(self, number: int, beat: Beat) -> None:
+        with self._lock:
+            self._beats[number] = beat
+            self._membership.heard(number, time.monotonic(), beat.hears)
+
+    def _answer(self) -> dict[str, Any]:
+        """Has the event loop look at the ranks, and returns the fault that it knows of then."""
+        known: Future[Fault | None] = Future()
+
+        def look() -> None:
+            try:
+                known.set_result(self._monitor.known_fault())
+            except Exception as error:
+                known.set_exception(error)
+
+        self._loop.call_soon_threadsafe(look)
+        fault = known.result(_ANSWER)
+        return {"known": None if fault is None else fault_to_json(fault)}
+
+    def _hear_fault(self, fault: Fault) -> None:
+        news = self._monitor.hear(fault)
+        if news and len(self._neighbours) + 1 < len(self.nodes.nodes):
+            self.tell(fault)  # who told this node does not know all others
+
+    def _note(self, number: int, note: Callable[[Membership, int, float], None]) -> None:
+        with self._lock:
+            note(self._membership, number, time.monotonic())
+
+    # -- telling ------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Sends a beat to each neighbour, and acts on what has changed. To be called each ``BEAT_EVERY`` seconds."""
+        account = self._monitor.account()
+        step = max((page.status.step for page in account.pages.values()), default=-1)
+        with self._lock:
+            if step > self._step:
+                self._step = step
+                self._membership.progressed(now)
+            events = self._membership.tick(now)
+            hears = self._membership.hears(now)
+        beat = replace(account, hears=hears, durable=self._durable())
+        for neighbour in self._neighbours.values():
+            neighbour.beat(lambda: self._message("beat", beat.to_json()))
+        for event in events:
+            self._changed[event.node] = now
+            self._act_on(event)
+
+    def _message(self, verb: str, fields: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"verb": verb, "start": self.nodes.start, **(fields or {})}
+
+    def tell(self, fault: Fault) -> None:
+        for neighbour in self._neighbours.values():
+            neighbour.tell(lambda: self._message("fault", fault_to_json(fault)))
+
+    async def ask(self, seconds: float) -> list[Fault]:
+        asked = [
+            asyncio.wrap_future(neighbour.ask(lambda: self._message("asked")))
+            for number, neighbour in self._neighbours.items()
+            if self._membership.state(number) == "there"
+        ]
+        if asked:
+            await asyncio.wait(asked, timeout=seconds)
+        found = []
+        for reply in asked:
+            if reply.done() and not reply.cancelled():
+                with suppress(FormatError, ValueError, KeyError, TypeError):  # no reply, or nothing known
+                    found.append(fault_from_json((reply.result() or {})["known"]))
+            else:
+                reply.cancel()
+        return found
+
+    def collective_failed(self) -> None:
+        with self._lock:
+            self._membership.collective_failed(time.monotonic())
+
+    def _act_on(self, event: Event) -> None:
+        node = self.nodes.nodes[event.node]
+        words = _describe(node)
+        if event.kind == "silent":
+            log.warning("%s is silent: %s", words, event.why)
+        elif event.kind == "back":
+            log.warning("%s is back: %s", words, event.why)
+        elif event.kind == "agent gone":
+            log.warning("%s has no agent: %s", words, event.why)
+        elif not self._lose(event.node, f"{words} is lost: {event.why}"):
+            log.warning("%s is lost: %s", words, event.why)
+
+    def _lose(self, number: int, what: str) -> bool:
+        """Announces that a node is lost. Returns False if its ranks had ended well, or nothing follows from it."""
+        beat = self._beats.get(number, Beat())
+        statuses = [page.status for page in beat.pages.values()]
+        if statuses and all(status.phase == DONE for status in statuses):
+            return False
+        step = min((status.step for status in statuses), default=-1)
+        generation = max((status.generation for status in statuses), default=self.nodes.generation)
+        fault = Fault(LOST, self.nodes.nodes[number].ranks[0], generation, step, what)
+        if not self._monitor.hear(fault):
+            return False
+        self.tell(fault)
+        return True
+
+    # -- what the others are like -------------------------------------------------------------------------------
+
+    def pages(self) -> dict[int, Page]:
+        return {rank: page for number in self._speaking() for rank, page in self._beats[number].pages.items()}
+
+    def _speaking(self) -> list[int]:
+        return [number for number in self._beats if self._membership.state(number) in ("there", "silent")]
+
+    def paused_at(self) -> float:
+        """Returns now while a node is not heard that may be back: nobody knows then who holds up whom."""
+        now = time.monotonic()
+        for number, changed in self._changed.items():
+            if self._membership.state(number) in ("silent", "agent gone", "unknown") and now - changed < PATIENCE:
+                return now
+        return max((beat.paused_at for beat in self._beats.values() if beat.paused_at is not None), default=self.since)
+
+    def judges(self) -> bool:
+        return all(number > self.nodes.own for number in self._neighbours if self._membership.state(number) == "there")
+
+    def cleared(self) -> bool:
+        return all(self._beats[number].cleared for number in self._speaking() if self._beats[number].pages)
+
+    def elsewhere(self) -> Elsewhere:
+        return OtherNodes(self.nodes)
+
+    def status(self) -> list[dict[str, Any]]:
+        now, own = time.monotonic(), replace(self._monitor.account(), durable=self._durable())
+        return [
+            self._describe_node(number, node, own if number == self.nodes.own else self._beats.get(number, Beat()), now)
+            for number, node in enumerate(self.nodes.nodes)
+        ]
+
+    def _describe_node(self, number: int, node: Node, beat: Beat, now: float) -> dict[str, Any]:
+        here = number == self.nodes.own
+        return {
+            "name": node.name,
+            "ranks": node.ranks,
+            "state": "here" if here else self._membership.state(number),
+            "steps": {rank: page.status.step for rank, page in sorted(beat.pages.items())},
+            "newest": None if beat.newest < 0 else beat.newest,
+            "durable": None if beat.durable < 0 else beat.durable,
+            "seconds": None if here else self._membership.silence(number, now),
+        }
+
+
+def _describe(node: Node) -> str:
+    return f"node {node.name} (rank{'s' if len(node.ranks) > 1 else ''} {', '.join(map(str, node.ranks))})"

@@ -1,0 +1,193 @@
+"""Keeps this node's agent reachable for those of other nodes, and a mesh of them while a start trains on several nodes.
+
+The agent listens at the address that a trainer has named in ``job.json``, and joins the mesh that ``nodes.json``
+describes. All is in files: an agent that follows a dead one takes its port and its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rekindle.agent.mesh import VERBS, Mesh
+from rekindle.agent.monitor import RankMonitor
+from rekindle.agent.others import Others
+from rekindle.common.os_errors import describe_error
+from rekindle.errors import FormatError
+from rekindle.format.fields import check_integer, loads
+from rekindle.format.receipt import read_file, write_atomic
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.nodes import Nodes
+from rekindle.peers.local_state_sender import LocalStateSender
+from rekindle.peers.local_states import local_state_handlers
+from rekindle.peers.server import Handler, PeerServer, listen
+from rekindle.peers.snapshots import snapshot_handlers
+from rekindle.peers.wire import Credentials, Link, WireError
+
+__all__ = ["MeshKeeper"]
+
+log = logging.getLogger("rekindle.agent")
+
+_TICK = 0.05
+"""Seconds between two looks at the files, which take some microseconds."""
+_BEAT = 0.09
+"""Seconds after a beat from which on the next look sends another one."""
+
+_Mark = tuple[int, int] | None
+
+
+class MeshKeeper:
+    """Serves one job's agent, in its event loop. A mesh that can't be had is one warning: the job goes on without."""
+
+    def __init__(self, job: JobDir, monitor: RankMonitor, durable: Callable[[], int]) -> None:
+        """``durable`` returns the newest step that this node has seen on storage; -1 if it is unknown."""
+        self._job, self._monitor, self._durable = job, monitor, durable
+        self._host = self._start = ""
+        self._job_mark: _Mark = None
+        self._nodes_mark: _Mark = None
+        self._server: PeerServer | None = None
+        self._mesh: Mesh | None = None
+        self._sender: LocalStateSender | None = None
+        self._beat_at = 0.0
+
+    async def serve(self) -> None:
+        """Looks after the mesh until cancelled."""
+        warned = False
+        try:
+            while True:
+                try:
+                    self._check()
+                except Exception as error:
+                    if not warned:
+                        log.warning("this node's agent is in no mesh with others now: %s: %s", *_words(error))
+                    warned = True
+                await asyncio.sleep(_TICK)
+        finally:
+            self._leave()
+            if self._server is not None:
+                self._server.close()
+
+    def _check(self) -> None:
+        mark = _mark(self._job.paths.job)
+        if mark != self._job_mark:
+            self._job_mark = mark
+            self._read_job()
+        mark = _mark(self._job.paths.nodes)
+        if mark != self._nodes_mark and self._server is not None:
+            self._nodes_mark = mark
+            self._join()
+        now = time.monotonic()
+        if self._mesh is not None and now >= self._beat_at + _BEAT:
+            self._beat_at = now
+            self._mesh.tick(now)
+
+    def _read_job(self) -> None:
+        info = None
+        with suppress(FormatError):  # the drain reports it
+            info = self._job.read_job()
+        if info is None:
+            return
+        if info.start != self._start:
+            self._start, self._nodes_mark = info.start, None  # its nodes may have been named already
+            self._leave()
+        if info.host and (info.host != self._host or not self._job.paths.address.exists()):
+            self._host = info.host
+            self._listen()
+
+    # -- being reachable ----------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Listens on the job's address, and tells the trainers of it."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        try:
+            listener = _bind(self._host, self._former_port())
+            port = listener.getsockname()[1]
+            self._server = PeerServer(listener, self._credentials, self._handlers())
+            self._server.start()
+            address = {"pid": os.getpid(), "host": self._host, "port": port}
+            write_atomic(self._job.paths.address, json.dumps(address).encode())
+            log.info("listens to other nodes on %s port %d", self._host, port)
+        except OSError as error:
+            log.warning("can't listen to other nodes on %s, and does without: %s", self._host, describe_error(error))
+
+    def _former_port(self) -> int:
+        """Returns the port on which the agent before has listened: other nodes know it. 0 if there was none."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            address = loads(read_file(self._job.paths.address))
+            if address["host"] == self._host:
+                return check_integer(address["port"], 0, 65535)
+        return 0
+
+    def _handlers(self) -> dict[str, Handler]:
+        own: dict[str, Handler] = dict.fromkeys(VERBS, self._handle)
+        return {**own, **snapshot_handlers(self._job), **local_state_handlers(self._job, self._nodes)}
+
+    def _nodes(self) -> Nodes | None:
+        """Returns the nodes of the start that trains; None while they aren't known. For any thread."""
+        mesh = self._mesh
+        return None if mesh is None else mesh.nodes
+
+    def _credentials(self) -> Credentials | None:
+        """Returns the credentials of that start; None while its nodes aren't known. For any thread."""
+        nodes = self._nodes()
+        return None if nodes is None else Credentials(nodes.secret, nodes.start, nodes.here.name)
+
+    def _handle(self, link: Link, message: dict[str, Any]) -> dict[str, Any] | None:
+        mesh = self._mesh
+        if mesh is None:
+            raise WireError("this node's start has ended")
+        return mesh.handle(link, message)
+
+    # -- the mesh -----------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Joins the mesh of the start that trains, once its nodes are known."""
+        nodes = Nodes.read(self._job)
+        if nodes is None or nodes.start != self._start or not nodes.here.port:
+            return
+        self._leave()
+        self._monitor.others = self._mesh = Mesh(nodes, self._monitor, self._durable)
+        self._sender = LocalStateSender(self._job, nodes)
+        self._sender.start()
+        log.info("is node %s, one of %d", nodes.here.name, len(nodes.nodes))
+
+    def _leave(self) -> None:
+        if self._mesh is not None:
+            self._mesh.close()
+            self._mesh, self._monitor.others = None, Others()
+        if self._sender is not None:
+            asyncio.get_running_loop().run_in_executor(None, self._sender.close)  # it may wait for its partner
+            self._sender = None
+
+
+def _mark(path: Path) -> _Mark:
+    """Returns the identity of a file's contents; None without a file."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_ino, info.st_mtime_ns
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens on ``port`` if it can, else on another one. Raises OSError."""
+    try:
+        return listen(host, port)
+    except OSError:
+        if not port:
+            raise
+        return listen(host, 0)
+
+
+def _words(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, describe_error(error)

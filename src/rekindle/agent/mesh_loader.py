@@ -1,0 +1,43 @@
+"""Loads what connects this agent with those of other nodes, once a trainer has named an address to listen on.
+
+Most jobs train on one node: their agents save the time and the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from rekindle.agent.monitor import RankMonitor
+from rekindle.errors import FormatError
+from rekindle.memory.job_dir import JobDir
+
+__all__ = ["serve_mesh"]
+
+log = logging.getLogger("rekindle.agent")
+
+_TICK = 0.05
+"""Seconds between two looks at ``job.json``: trainers that wait for an address are held up that long."""
+
+
+async def serve_mesh(job: JobDir, monitor: RankMonitor, durable: Callable[[], int]) -> None:
+    """Serves as ``rekindle.agent.mesh_keeper.MeshKeeper`` does, as soon as the job needs it, until cancelled."""
+    while not _has_host(job):
+        await asyncio.sleep(_TICK)
+    try:  # in a thread: faults are noticed meanwhile
+        module: Any = await asyncio.to_thread(importlib.import_module, "rekindle.agent.mesh_keeper")
+    except Exception as error:  # no memory, no open files
+        log.warning("the agent can't speak with other nodes: %s: %s", type(error).__name__, error)
+        return
+    await module.MeshKeeper(job, monitor, durable).serve()
+
+
+def _has_host(job: JobDir) -> bool:
+    with suppress(OSError, FormatError):  # the drain reports it
+        info = job.read_job()
+        return info is not None and bool(info.host)
+    return False

@@ -1,0 +1,58 @@
+"""Defines what an agent's monitor asks and tells of the other nodes. A job on one node has none."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rekindle.agent.beat import Page
+from rekindle.memory.elsewhere import Elsewhere
+from rekindle.memory.fault import Fault
+
+__all__ = ["Others"]
+
+
+class Others:
+    """The other nodes of the start, of which there are none. ``rekindle.agent.mesh`` knows those that there are.
+
+    Used in the agent's event loop. Nothing here waits for another node.
+    """
+
+    name = ""
+    """Name of this node among them; empty while there are none."""
+    since = -math.inf
+    """Time from which on they are known. Earlier faults are not of this start."""
+
+    def tell(self, fault: Fault) -> None:
+        """Tells all of a fault."""
+
+    async def ask(self, seconds: float) -> list[Fault]:
+        """Asks all for a fault that they know of, and returns those that are told of in so many seconds."""
+        return []
+
+    def collective_failed(self) -> None:
+        """Notes that a collective of this node's ranks has failed."""
+
+    def pages(self) -> dict[int, Page]:
+        """Returns the newest pages of their ranks."""
+        return {}
+
+    def paused_at(self) -> float:
+        """Returns when a rank of another node was last known to pause, or to be excused otherwise."""
+        return -math.inf
+
+    def judges(self) -> bool:
+        """True if this node is the one to say that ranks hang, and which one."""
+        return True
+
+    def cleared(self) -> bool:
+        """True if no debugger holds a rank of another node, as far as they have said."""
+        return True
+
+    def elsewhere(self) -> Elsewhere:
+        """Returns their memory, to be asked by another thread."""
+        return Elsewhere()
+
+    def status(self) -> list[dict[str, Any]]:
+        """Describes all nodes for people, this one included; empty where there is only one."""
+        return []

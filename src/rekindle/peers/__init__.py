@@ -1,0 +1,1 @@
+"""Lets the agents and the trainers of several nodes speak with each other, over TCP; never imports torch."""

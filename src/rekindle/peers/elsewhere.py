@@ -1,0 +1,102 @@
+"""Asks other nodes what their memory holds, for the rebuilding of a dead rank's snapshot."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rekindle.errors import RekindleError
+from rekindle.format.layout import Chunk
+from rekindle.format.lineage import CheckpointKey, ShardId
+from rekindle.memory.elsewhere import Elsewhere
+from rekindle.memory.local_state import LocalFiles
+from rekindle.memory.nodes import Node, Nodes
+from rekindle.peers.files import PeerFiles
+from rekindle.peers.local_states import ask_for_files
+from rekindle.peers.wire import Credentials, call, connect
+
+__all__ = ["OtherNodes", "elsewhere_of"]
+
+log = logging.getLogger("rekindle")
+
+_MOST_ASKED = 16
+"""Nodes, at most, that are asked for the snapshot of a rank which they don't have now. They may have had it before."""
+_PATIENCE = 5.0
+"""Seconds in which a node must answer."""
+_ALL = 15.0
+"""Seconds after which no node is asked any more: all ranks wait for those that rebuild."""
+
+
+def elsewhere_of(nodes: Nodes | None) -> Elsewhere:
+    """Returns the memory of the other nodes of a start. ``nodes`` is None for a start on one node."""
+    return Elsewhere() if nodes is None else OtherNodes(nodes)
+
+
+class OtherNodes(Elsewhere):
+    """The memory of a start's other nodes. A node that fails to answer is not asked again. For one thread."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._until = time.monotonic() + _ALL
+        self._snapshots: dict[str, set[tuple[CheckpointKey, int, int]]] = {}
+        """By node: checkpoint, rank and world of its snapshots."""
+        self._silent: set[str] = set()
+
+    def chunks(self, stamp: ShardId, rank: int) -> tuple[Chunk, ...]:
+        for node in self._asked(rank):
+            if (stamp.checkpoint, rank, stamp.world) in self._list(node):
+                try:
+                    with self._files(node, stamp.checkpoint).shard(rank, stamp.world) as shard:
+                        return shard.receipt.layout.chunks
+                except (OSError, RekindleError) as error:  # recycled meanwhile, for one
+                    log.info("node %s: rank %d's snapshot of step %d: %s", node.name, rank, stamp.step, error)
+        return ()
+
+    def local_files(self, rank: int) -> LocalFiles | None:
+        for node in self._asked(rank)[:1]:
+            try:
+                return LocalFiles.decode(ask_for_files(self._nodes, node, rank), rank, node.name)
+            except (OSError, RekindleError) as error:
+                self._give_up(node, error)
+        return None
+
+    def _asked(self, rank: int) -> list[Node]:
+        """Returns the nodes that may have what a rank has left: first its own, then those that follow this one."""
+        own, nodes = self._nodes.own, self._nodes.nodes
+        others = [node for node in (*nodes[own + 1 :], *nodes[:own]) if node.port]
+        first = [node for node in others if rank in node.ranks]
+        found = first + [node for node in others if node not in first][:_MOST_ASKED]
+        return [node for node in found if node.name not in self._silent and time.monotonic() < self._until]
+
+    def _list(self, node: Node) -> set[tuple[CheckpointKey, int, int]]:
+        if node.name not in self._snapshots:
+            self._snapshots[node.name] = set()
+            try:
+                self._snapshots[node.name].update(self._ask_for_list(node))
+            except (OSError, RekindleError) as error:
+                self._give_up(node, error)
+        return self._snapshots[node.name]
+
+    def _ask_for_list(self, node: Node) -> Iterator[tuple[CheckpointKey, int, int]]:
+        link = connect(node.host, node.port, self._credentials, _PATIENCE)
+        try:
+            shards: Any = call(link, {"verb": "list"}, _PATIENCE).get("shards")
+        finally:
+            link.close()
+        for value in shards if type(shards) is list else ():
+            stamp = ShardId.from_json(value)
+            yield stamp.checkpoint, stamp.rank, stamp.world
+
+    def _give_up(self, node: Node, error: Exception) -> None:
+        log.warning("node %s doesn't tell what its memory holds of dead ranks' steps: %s", node.name, error)
+        self._silent.add(node.name)
+
+    @property
+    def _credentials(self) -> Credentials:
+        return Credentials(self._nodes.secret, self._nodes.start, self._nodes.here.name)
+
+    def _files(self, node: Node, key: CheckpointKey) -> PeerFiles:
+        nodes = self._nodes
+        return PeerFiles(node.name, node.host, node.port, nodes.secret, nodes.start, nodes.here.name, key)
