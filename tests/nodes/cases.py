@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -67,6 +68,8 @@ class Outcome:
 
     noticed: dict[str, tuple[float, str]] = field(default_factory=dict)
     """By node: when its agent noted the fault, and its words."""
+    silent: dict[str, float] = field(default_factory=dict)
+    """By node: when its agent told people that another one is silent."""
     secured: float | None = None
     """When the last rank that still could had secured its state."""
     reached: int = -1
@@ -127,6 +130,7 @@ def observe(job: Job, struck: float) -> Outcome:
     for name, faults in job.faults.items():
         if late := [fault for fault in faults if fault.noticed >= struck]:
             out.noticed[name] = late[0].noticed - struck, f"{late[-1].cause}: {late[-1].what}"
+    out.silent = {name: at - struck for name, log in job.agent_logs.items() for at in _silences(log) if at >= struck}
     starts = sorted({row["start"] for row in job.rows("restored")})
     out.restarts = len(starts) - 1
     steps = job.rows("step")
@@ -144,6 +148,13 @@ def observe(job: Job, struck: float) -> Outcome:
         out.again = max(whole) - struck
         out.secured = _secured(job, struck)
     return out
+
+
+def _silences(log: str) -> list[float]:
+    """Times by the monotonic clock at which an agent's log first has a node silent, newest first."""
+    since = time.time() - time.monotonic()
+    lines = re.findall(r"^(\S+ \S+),(\d+) WARNING node \S+ .* is silent", log, re.MULTILINE)
+    return [time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(ms) / 1e3 - since for at, ms in reversed(lines)]
 
 
 def _by_rank(row: dict[str, Any]) -> int:

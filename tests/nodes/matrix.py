@@ -70,7 +70,9 @@ def _texts(case: Case, kind: str, out: Outcome, wrong: list[str]) -> Row:
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
 
-    noticed = ", ".join(f"{name[4:].upper()} {at:.2f}" for name, (at, _) in sorted(out.noticed.items()))
+    signs = [(name, at, " (silent)") for name, at in out.silent.items()]
+    signs += [(name, at, "") for name, (at, _) in out.noticed.items()]
+    noticed = ", ".join(f"{name[4:].upper()} {at:.2f}{words}" for name, at, words in sorted(signs))
     where = f"{out.resumed}, {' and '.join(dict.fromkeys(out.places))}" if out.restarts else "-"
     again = seconds(out.again) if out.restarts else "-"
     said = "; ".join(line.splitlines()[0][:120] for line in wrong if line) or "ok"

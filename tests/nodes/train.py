@@ -49,7 +49,7 @@ class Trace:
 
     def __init__(self, task: Task, rank: int) -> None:
         self._file = os.open(task.trace(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        start = task.trace(rank).read_text().count('"begun"')  # torchrun doesn't count starts for want of a node
         self._always = {"rank": rank, "host": os.uname().nodename, "pid": os.getpid(), "start": start}
 
     def say(self, event: str, **more: Any) -> None:
