@@ -152,6 +152,19 @@ def test_saves_by_path_are_measured(tmp_path: Path) -> None:
     assert "first save" in done.stdout and sorted(os.listdir(tmp_path)) == ["out.json"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads Linux's /proc")
+@pytest.mark.campaign(15)
+def test_reads_from_another_node_are_measured(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH / "nodes.py"), "--smoke", "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    turns = json.loads((tmp_path / "out.json").read_bytes())["turns"]
+    assert [*turns][:2] == ["Rekindle, verified", "sendfile to recv_into"]
+    for (turn,) in turns.values():
+        assert turn["bytes"] >= 64 << 20 and turn["seconds"] > 0 and turn["cpu"] > 0
+    assert "GB/s" in done.stdout
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the benchmark reads Linux's /proc")
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, memory: Path) -> None:
     target = tmp_path / "target"

@@ -25,6 +25,7 @@ from rekindle.format.layout import DTYPES, Chunk, Layout
 from rekindle.format.names import MANIFEST, job_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import checksum
 from rekindle.memory.clean_up import remove_departed_ranks
+from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.incidents import StartRecord, describe_end, note_gone, open_incident, write_incident, write_start
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
@@ -296,7 +297,7 @@ class memory:
         refused(lambda: job_status(job))
         refused(lambda: str(job.notes.drain_error()) + str(job.notes.durable()))
         refused(lambda: open_incident(job))
-        refused(lambda: rebuild_dead_ranks(job))
+        refused(lambda: rebuild_dead_ranks(job, Elsewhere()))
         refused(
             lambda: [remove_departed_ranks(job, stamp.checkpoint) for stamp, _ in list(job.snapshots.shard_ids())[:1]]
         )

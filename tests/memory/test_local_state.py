@@ -12,15 +12,10 @@ import pytest
 from rekindle.format.layout import Chunk, Layout
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.receipt import Receipt
+from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.infer import infer_local_state
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.local_state import (
-    LocalStateWriter,
-    padded,
-    read_before_update,
-    read_local_state_plan,
-    read_local_states,
-)
+from rekindle.memory.local_state import LocalFiles, LocalStateWriter, padded, read_local_files
 
 FIRST = Incarnation(1, "a" * 16)
 LAYOUT = Layout.build([Chunk("buffer", "uint8", (5,), (0,), (5,)), Chunk("weight", "float32", (4,), (0,), (4,))])
@@ -45,6 +40,12 @@ def writer(job: JobDir, rank: int = 0, before_update: bool = False) -> LocalStat
     return smalls
 
 
+def files_of(job: JobDir, rank: int) -> LocalFiles:
+    found = read_local_files(job.paths, rank)
+    assert found is not None
+    return found
+
+
 def body(text: bytes) -> memoryview:
     return memoryview(text.ljust(padded(5), b"\0"))
 
@@ -53,12 +54,12 @@ def test_the_newest_two_steps_are_there(job: JobDir) -> None:
     smalls = writer(job)
     for step in range(1, 6):
         smalls.write(stamp(step), json.dumps([step]).encode(), body(b"step%d" % step))
-    halves = read_local_states(job, 0)
+    plan, halves, before = files_of(job, 0)
+    assert before is None
     assert [half.stamp.step for half in halves] == [5, 4]
     assert [json.loads(half.values) for half in halves] == [[5], [4]]
     assert bytes(halves[0].tensors[:5]) == b"step5"
-    plan = read_local_state_plan(job, 0)
-    assert plan is not None and plan.digest == halves[0].plan == halves[1].plan
+    assert plan.digest == halves[0].plan == halves[1].plan
     assert plan.layout == LAYOUT and plan.blocks == [1] and plan.replicas == REPLICAS
     assert not list(job.path.glob(".*"))
 
@@ -72,16 +73,16 @@ def test_a_damaged_one_is_left_out(job: JobDir, at: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[at] ^= 0xFF
     path.write_bytes(raw)
-    assert [half.stamp.step for half in read_local_states(job, 0)] == [1]
+    assert [half.stamp.step for half in files_of(job, 0).states] == [1]
     path.write_bytes(raw[:4])
-    assert [half.stamp.step for half in read_local_states(job, 0)] == [1]
+    assert [half.stamp.step for half in files_of(job, 0).states] == [1]
 
 
 def test_a_new_plan_takes_the_old_states_along(job: JobDir) -> None:
     smalls = writer(job)
     smalls.write(stamp(1), b"[1]", body(b"12345"))
     smalls.set_plan(stamp(1), STATIC, [0], REPLICAS)
-    assert read_local_states(job, 0) == []
+    assert files_of(job, 0).states == []
 
 
 def put(job: JobDir, rank: int, before: tuple[list[int], bytes], after: tuple[list[int], bytes] | None) -> None:
@@ -111,9 +112,9 @@ def test_what_a_dead_rank_would_have_become(
 ) -> None:
     put(job, 0, theirs_before, theirs_after)
     put(job, 1, ours, None)
-    plan = read_local_state_plan(job, 1)
-    assert plan is not None and read_before_update(job, 1) is not None
-    found = infer_local_state(job, plan, 1)
+    files = files_of(job, 1)
+    assert files.before is not None
+    found = infer_local_state(job, files, 1, Elsewhere())
     if expected is None:
         assert found is None
     else:
@@ -124,6 +125,7 @@ def test_what_a_dead_rank_would_have_become(
 def test_another_program_says_nothing(job: JobDir) -> None:
     put(job, 0, ([3], b"other"), ([4], b"other"))
     put(job, 1, ([3], b"mine."), None)
-    plan = read_local_state_plan(job, 1)
-    assert plan is not None
-    assert infer_local_state(job, replace(plan, static=b"another layout"), 1) is None
+    files = files_of(job, 1)
+    other = files._replace(plan=replace(files.plan, static=b"another layout"))
+    assert infer_local_state(job, files, 1, Elsewhere()) is not None
+    assert infer_local_state(job, other, 1, Elsewhere()) is None

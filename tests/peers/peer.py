@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -108,6 +110,18 @@ class Memory(NullSink):
 
     def whole(self) -> bytes:
         return b"".join(self.blocks)
+
+
+def pinned(path: Path) -> bool:
+    """True if a writer would find the file pinned."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def wait_until(true: Callable[[], Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir
 from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.wire import Link, WireError, call
-from tests.peers.peer import FIRST, far_job, link_to, put, serving, wait_until
+from tests.peers.peer import FIRST, far_job, link_to, pinned, put, serving, wait_until
 
 DATA = {"a": bytes(range(200)), "b": b"b" * 5000}
 WANTED = ShardId(7, 0, 1, FIRST).to_json()
@@ -39,18 +38,6 @@ def bytes_after(link: Link, message: dict[str, object]) -> bytes:
     return bytes(room)
 
 
-def locked(path: Path) -> bool:
-    """True if a writer would find the file pinned."""
-    fd = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
 def test_a_snapshot_is_listed_opened_and_read(job, link):
     shard = put(job, 7, DATA)
     put(job, 8, DATA, rank=1, world=2)
@@ -68,11 +55,11 @@ def test_a_snapshot_is_listed_opened_and_read(job, link):
 def test_an_open_snapshot_is_pinned_until_another_is_or_the_link_ends(job, link):
     first, second = put(job, 7, DATA), put(job, 8, DATA)
     bytes_after(link, {"verb": "open", **WANTED})
-    assert locked(first) and not locked(second)
+    assert pinned(first) and not pinned(second)
     bytes_after(link, {"verb": "open", **WANTED, "step": 8})
-    assert locked(second) and not locked(first)
+    assert pinned(second) and not pinned(first)
     link.close()
-    wait_until(lambda: not locked(second))
+    wait_until(lambda: not pinned(second))
 
 
 @pytest.mark.parametrize(

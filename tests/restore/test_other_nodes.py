@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,16 @@ import torch
 
 import rekindle
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.local_state import read_local_files
 from tests.faults.harness import end_agent
-from tests.integrations.dcp.ranks import ranks
+from tests.integrations.dcp.ranks import attempt, ranks
 
 STEPS = 3
+
+
+def _job(memory: Path) -> JobDir:
+    (directory,) = memory.glob("rekindle-*/*/")
+    return JobDir(directory)
 
 
 @pytest.fixture
@@ -26,44 +36,75 @@ def memories(small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
     places = [small_tmpfs(64 << 20), small_tmpfs(64 << 20)]
     yield places
     for place in places:
-        for directory in place.glob("rekindle-*/*"):
+        for directory in place.glob("rekindle-*/*/"):
             end_agent(JobDir(directory))
 
 
-def _train(rank: int, root: Path, memories: list[Path], steps: int) -> dict[str, Any]:
+def _train(rank: int, root: Path, memories: list[Path], steps: int, lost_after: int = 0) -> dict[str, Any]:
     """Trains one replica of two, which has a tensor and a random generator of its own, and says what it came to.
 
-    It does not close, so memory has the newest step, as after a fault.
+    It does not close, so memory has the newest step, as after a fault. After step ``lost_after`` the node of rank 1 is
+    lost, with its memory.
     """
     torch.manual_seed(rank)
-    linear = torch.nn.Linear(64, 64)
     own = rekindle.Values(weights=torch.randn(1000))
+    linear = torch.nn.Linear(64, 64)
     model = torch.nn.parallel.DistributedDataParallel(linear)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    state = {"model": model, "optimizer": optimizer, "own": own}
+    state = {"model": linear, "optimizer": optimizer, "own": own}
     ckpt = rekindle.Checkpointer(root, state, memory=memories[rank], persist_every=10**6)
     begun = ckpt.restore()
-    for n in range(begun + 1, steps + 1):
-        model(torch.rand(8, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        own.weights += torch.rand(1000)
-        ckpt.step(n)
-    ckpt.save(steps, wait="memory") if begun < steps else None
-    tensors = [*model.state_dict().values(), own.weights, *(s["exp_avg"] for s in optimizer.state.values())]
-    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
-    return {"begun": begun, "from": ckpt.metrics.restored_from, "digest": digest, "next": float(torch.rand(1))}
+    came_to = {begun: _digest(linear, optimizer, own)}
+    with ckpt.guard(watchdog=False) if lost_after else nullcontext():
+        for n in range(begun + 1, steps + 1):
+            model(torch.rand(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.weights += torch.rand(1000)
+            came_to[n] = _digest(linear, optimizer, own)
+            (root.parent / f"rank-{rank}-step-{n}").write_text(came_to[n])
+            ckpt.step(n)
+            if n == lost_after and rank == 1:
+                _lose_node(memories, n)
+    return {"begun": begun, "from": ckpt.metrics.restored_from, "came to": came_to}
 
 
-def _came_to(results: list[dict[str, Any]]) -> list[tuple[str, float]]:
-    return [(one["digest"], one["next"]) for one in results]
+def _digest(linear: torch.nn.Module, optimizer: torch.optim.Optimizer, own: rekindle.Values) -> str:
+    """Names all bits of the state, the random generator's among them."""
+    moments = [one[name] for one in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    tensors = [*linear.state_dict().values(), *moments, own.weights, torch.get_rng_state()]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def _lose_node(memories: list[Path], step: int) -> None:
+    """Ends rank 1, its agent and its memory, once the other node has what only rank 1 had."""
+    here, partner = (_job(memory) for memory in memories[::-1])
+    until = time.monotonic() + 60
+    while (kept := read_local_files(partner.others, 1)) is None or (kept.newest or (0, 0))[1] < step:
+        assert time.monotonic() < until, "the partner has not been sent the local state"
+        time.sleep(0.01)
+    agent = here.agent()
+    assert agent is not None
+    os.kill(agent, signal.SIGKILL)
+    shutil.rmtree(here.path.parent)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_ranks_that_have_changed_nodes_read_their_state_from_there(root: Path, memories: list[Path]) -> None:
     trained = ranks(2, _train, root, memories, STEPS)
     swapped = ranks(2, _train, root, memories[::-1], STEPS)
     assert [(one["begun"], one["from"]) for one in swapped] == [(STEPS, "peer")] * 2
-    assert _came_to(swapped) == _came_to(trained)
+    assert [one["came to"][STEPS] for one in swapped] == [one["came to"][STEPS] for one in trained]
+
+
+def test_a_lost_node_costs_at_most_one_step_though_nothing_was_on_storage(root: Path, memories: list[Path]) -> None:
+    attempt(2, _train, root, memories, STEPS + 2, STEPS)
+    assert not list(memories[1].glob("rekindle-*/*"))
+    again = ranks(2, _train, root, memories, STEPS + 2)
+    assert [one["begun"] for one in again] in ([STEPS] * 2, [STEPS - 1] * 2)
+    assert again[1]["from"] == "peer"
+    for rank, one in enumerate(again):
+        assert one["came to"][one["begun"]] == (root.parent / f"rank-{rank}-step-{one['begun']}").read_text()
 
 
 @pytest.mark.campaign(seconds=15)
@@ -73,10 +114,7 @@ def test_a_rank_on_a_new_node_reads_its_state_from_the_one_that_it_was_on(root: 
     trained = ranks(2, _train, root, [one, one], STEPS)
     moved = ranks(2, _train, root, [one, other], STEPS)
     assert [(one["begun"], one["from"]) for one in moved] == [(STEPS, "memory"), (STEPS, "peer")]
-    assert _came_to(moved) == _came_to(trained)
-    trained, moved = (ranks(2, _train, root, places, 2 * STEPS) for places in ([one, other], [other, one]))
-    assert [(one["begun"], one["from"]) for one in trained] == [(STEPS, "memory"), (STEPS, "peer")]
-    assert [one["begun"] for one in moved] == [2 * STEPS] * 2 and _came_to(moved) == _came_to(trained)
+    assert [one["came to"][STEPS] for one in moved] == [one["came to"][STEPS] for one in trained]
 
 
 @pytest.mark.campaign(seconds=25)
@@ -87,5 +125,5 @@ def test_without_a_mesh_the_job_goes_on_as_if_there_were_none(
     trained = ranks(2, _train, root, memories, STEPS)
     again = ranks(2, _train, root, memories, STEPS)
     assert [(one["begun"], one["from"]) for one in again] == [(STEPS, "memory")] * 2
-    assert _came_to(again) == _came_to(trained)
-    assert not any(os.path.exists(directory / "nodes.json") for place in memories for directory in place.glob("*/*"))
+    assert [one["came to"][STEPS] for one in again] == [one["came to"][STEPS] for one in trained]
+    assert not any(_job(memory).paths.nodes.exists() for memory in memories)

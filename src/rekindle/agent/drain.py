@@ -52,6 +52,9 @@ class DrainProgress:
     """Bytes of it in all."""
     durable: int | None = None
     """Newest step that this drainer saw on storage."""
+    brought: tuple[int, str] | None = None
+    """Step, and id of the incarnation, of the last checkpoint of which storage got this node's shards: all that this
+    node can do for it."""
     drained: int = 0
     """Checkpoints carried to storage."""
     seconds: float = 0.0
@@ -272,7 +275,9 @@ class Drainer:
         began = time.monotonic()
         shards = [replace(copy.stamp, rank=rank) for rank in local_ranks(info, copy)]
         self._write(info, committer, copy, shards)
-        if not committer.commit(shards[0], shards):
+        published = committer.commit(shards[0], shards)
+        self.progress.brought = copy.step, copy.incarnation.id
+        if not published:
             for withdrawn in self._unfinished.add(open_store(info.root), shards):
                 self._backlog.give_up(withdrawn)  # newer ones wait, and it is not to be written again
             return False

@@ -204,8 +204,11 @@ class Gasp:
         return bool(past if planned else past - self.peers.holding(step))
 
     def _wait_for_storage(self, step: int, end: float) -> None:
-        """Return when the step is on storage, or never will be, because another rank has ended without it."""
-        while time.monotonic() < end and not self.securer.is_durable(step):
+        """Return when storage has this node's part of the step, or never will, because a rank ended without it.
+
+        The other nodes' parts are theirs to bring: nobody here could do more for them.
+        """
+        while time.monotonic() < end and not (self.securer.is_brought(step) or self.securer.is_durable(step)):
             live = self.peers.live()
             over = [page for rank, page in self.peers.all().items() if page.stage > SECURING or rank not in live]
             if any(page.secured != step for page in over):

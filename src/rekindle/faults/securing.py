@@ -69,3 +69,8 @@ class StateSecurer:
     def is_durable(self, step: int) -> bool:
         """True if ``step`` is on storage."""
         return self._session.store.durable(self._session.shard_id(step))
+
+    def is_brought(self, step: int) -> bool:
+        """True if storage has all that this node can bring of ``step``, or of a later step."""
+        job, start = self._session.job, self._session.incarnation.id
+        return job is not None and job.notes.is_brought(step, start)

@@ -111,6 +111,14 @@ class Notes:
         """Replaces the status of the process that drains: the agent, or a trainer in its place."""
         write_atomic(self._agent_status, json.dumps(status).encode())
 
+    def is_brought(self, step: int, start: str) -> bool:
+        """True if storage has got this node's shards of a step, or of a later one, of the incarnation ``start``."""
+        try:
+            brought, its_start = loads(read_file(self._agent_status))["brought"]
+            return bool(its_start == start and brought >= step)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
     def drain_error(self) -> str:
         """Returns the error or the wait that the status of who drains names; empty when there is none."""
         try:

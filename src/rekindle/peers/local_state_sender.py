@@ -55,10 +55,8 @@ class LocalStateSender:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. What changed last may not have been sent."""
+        """Has the thread end soon. What changed last may not have been sent."""
         self._closed.set()
-        if self._thread.ident is not None:
-            self._thread.join(_PATIENCE)
 
     def _run(self) -> None:
         lower_priority()

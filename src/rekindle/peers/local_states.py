@@ -33,8 +33,7 @@ from rekindle.memory.paths import LOCAL_STATE_PLANS, JobPaths, matching, rank_of
 from rekindle.peers.server import Handler
 from rekindle.peers.wire import Credentials, Link, WireError, call, connect
 
-__all__ = ["MOST", "Kept", "ask_for_files", "fetch_local_state", "find_holder", "kept_local_states"]
-__all__ += ["local_state_handlers"]
+__all__ = ["MOST", "Kept", "ask_for_files", "bring_local_state", "kept_local_states", "local_state_handlers"]
 
 log = logging.getLogger("rekindle")
 
@@ -188,28 +187,19 @@ def kept_local_states(job: JobDir) -> dict[int, Kept]:
         for rank in map(rank_of, matching(paths.directory, LOCAL_STATE_PLANS)):
             newest = _newest(paths, rank)
             if newest is not None:
-                found[rank] = max(found.get(rank, (-1, -1, False)), (*newest, paths is not job.others))
+                found[rank] = max(found.get(rank, (-1, -1, False)), (*newest, paths == job.paths))
     return found
 
 
-def find_holder(rank: int, kept: Sequence[Mapping[int, Kept]], nodes: Nodes) -> int | None:
-    """Returns the number of the node from which ``rank`` is to fetch its local state; None if it has the newest.
+def bring_local_state(job: JobDir, rank: int, nodes: Nodes, kept: Sequence[Mapping[int, Kept]]) -> None:
+    """Puts the newest local state of ``rank`` where it looks for its own, if another node has a newer one.
 
-    ``kept`` has the ``kept_local_states`` of each node, in the order of ``nodes``.
+    ``kept`` has the ``kept_local_states`` of each node, in the order of ``nodes``. The caller holds the rank's lock.
+    A failure is logged.
     """
-    own = kept[nodes.own].get(rank, (-1, -1, False))
-    reached = [number for number, node in enumerate(nodes.nodes) if node.port and rank in kept[number]]
-    best = max(reached, key=lambda number: kept[number][rank][:2], default=nodes.own)
-    if own[:2] >= kept[best].get(rank, own)[:2]:
-        return nodes.own if own[0] >= 0 and not own[2] else None
-    return best
-
-
-def fetch_local_state(job: JobDir, rank: int, nodes: Nodes, holder: int) -> None:
-    """Puts the local state of ``rank`` where it looks for its own. ``holder`` is the number of the node that has it.
-
-    The caller must hold the rank's lock. A failure is logged.
-    """
+    holder = _find_holder(rank, nodes, kept)
+    if holder is None:
+        return
     node = nodes.nodes[holder]
     try:
         files = read_local_bytes(job.others, rank) if holder == nodes.own else ask_for_files(nodes, node, rank)
@@ -221,6 +211,13 @@ def fetch_local_state(job: JobDir, rank: int, nodes: Nodes, holder: int) -> None
             "the newest local state of rank %d can't be had from node %s, so the job may go on from an older step: %s",
             *(rank, node.name, describe_error(error)),
         )
+
+
+def _find_holder(rank: int, nodes: Nodes, kept: Sequence[Mapping[int, Kept]]) -> int | None:
+    """Returns the number of the node that has the newest; None if there is none, or it lies where it should."""
+    found = {n: has[rank] for n, has in enumerate(kept) if rank in has and (nodes.nodes[n].port or n == nodes.own)}
+    best = max(found, key=lambda n: (found[n][:2], n == nodes.own), default=nodes.own)
+    return None if best not in found or (best == nodes.own and found[best][2]) else best
 
 
 def ask_for_files(nodes: Nodes, node: Node, rank: int) -> dict[str, bytes]:

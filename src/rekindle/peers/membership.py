@@ -24,6 +24,8 @@ _CLOSED = 0.3
 """Seconds without a beat after which a node that has closed its links, and a failed collective, make a loss."""
 _TOGETHER = 1.0
 """Seconds by which a collective may fail before the last beat of the node that it failed by: beats are delayed too."""
+_OVERTAKEN = 0.5
+"""Seconds for which beats may still come after the end of a link: they came by another one."""
 _REFUSED = 3.0
 """Seconds for which a refused connection shows that the host is up. A node that isn't heard is tried each second."""
 _ALL_HEAR_ALL = 16
@@ -52,8 +54,8 @@ class _Peer:
         self.hears: frozenset[int] = frozenset()
         self.known = False
         """True once a beat came. A node that was never heard may be behind a firewall: it is no loss."""
-        self.closed = False
-        """True if it has closed a link since its last beat."""
+        self.closed: float | None = None
+        """The time at which it closed a link."""
         self.refused: float | None = None
         """The time of its last refusal since its last beat."""
         self.lost = False
@@ -62,8 +64,14 @@ class _Peer:
         """The seconds without a beat before it came back."""
         self.state: State = "unknown"
 
+    @property
+    def has_ended(self) -> bool:
+        """True if it closed or refused a link, and no beat says otherwise."""
+        return self.refused is not None or (self.closed is not None and self.heard < self.closed + _OVERTAKEN)
+
     def speaks(self, time: float) -> bool:
-        return self.known and not self.closed and self.refused is None and time - self.heard < SUSPECT
+        """True if its word counts: it sends beats."""
+        return self.known and not self.has_ended and time - self.heard < SUSPECT
 
     def last_sign(self, stepped: float) -> float:
         return max(self.heard, stepped, self.refused or 0.0)
@@ -95,7 +103,7 @@ class Membership:
             if peer.state not in ("there", "unknown"):
                 peer.away = max(peer.away, time - peer.heard)
             peer.heard, peer.hears, peer.known = time, frozenset(hears), True
-            peer.closed, peer.refused, peer.lost = False, None, False
+            peer.refused, peer.lost = None, False
 
     def refused(self, node: int, now: float) -> None:
         """Notes that a node's host is up, and nobody listens there."""
@@ -105,7 +113,7 @@ class Membership:
     def closed(self, node: int, now: float) -> None:
         """Notes that a node has ended a link with this one."""
         if node in self._peers:
-            self._peers[node].closed = True
+            self._peers[node].closed = self._time(now)
 
     def collective_failed(self, now: float) -> None:
         """Notes that a rank of this node failed in an exchange with others."""
@@ -161,12 +169,11 @@ class Membership:
         if silence < _CLOSED or not peer.known:
             return False
         over = not self._refuses(peer) and self._clock - peer.last_sign(self._stepped) >= self.patience
-        return (over or self._has_ended(peer)) and not self._is_heard_by_others(node)
+        return (over or self._has_failed(peer)) and not self._is_heard_by_others(node)
 
-    def _has_ended(self, peer: _Peer) -> bool:
+    def _has_failed(self, peer: _Peer) -> bool:
         """Returns True if a node ended and ranks of this one noticed. The end of an agent alone fails no collective."""
-        gone = peer.closed or peer.refused is not None
-        return gone and self._failed is not None and self._failed >= peer.heard - _TOGETHER
+        return peer.has_ended and self._failed is not None and self._failed >= peer.heard - _TOGETHER
 
     def _refuses(self, peer: _Peer) -> bool:
         return peer.refused is not None and self._clock - peer.refused < _REFUSED
@@ -182,7 +189,7 @@ class Membership:
         silence = f"no sign of it for {self._clock - peer.heard:.1f} s"
         if peer.state == "silent":
             return f"{silence}, though another node hears it" if self._is_heard_by_others(node) else silence
-        if self._has_ended(peer):
+        if self._has_failed(peer):
             silence = "its connections are closed, and a rank's exchange with others has failed"
         others = len(self._peers)
         heard = sum(peer.speaks(self._clock) for peer in self._peers.values())

@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import RekindleError
-from rekindle.format.fields import check_integer, check_texts, loads
+from rekindle.format.fields import check_integer, loads
 from rekindle.format.receipt import read_file
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import LONGEST_TEXT, SECRET_BYTES, Node, Nodes
-from rekindle.peers.local_states import Kept, fetch_local_state, find_holder, kept_local_states
+from rekindle.peers.local_states import Kept, bring_local_state, kept_local_states
 from rekindle.peers.wire import Credentials, connect
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.session import Session
@@ -51,7 +52,7 @@ class Introduction(NamedTuple):
     domain: str
     secret: bytes
     """Secret for this start. That of the first node counts."""
-    kept: Mapping[int, Kept] = {}
+    kept: Mapping[int, Kept] = MappingProxyType({})
     """Newest local state that it has of each rank."""
 
 
@@ -95,8 +96,9 @@ def enter_mesh(group: SingleProcess | ProcessGroup, session: Session, host: str)
         for node in nodes.nodes
     ]
     session.nodes = replace(nodes, nodes=reached)
-    kept = {one.ranks[0]: one.kept for one in introductions}
-    _fetch_local_state(session, session.nodes, [kept[node.ranks[0]] for node in reached])
+    if session.slots is not None:
+        kept = {one.ranks[0]: one.kept for one in introductions}
+        bring_local_state(session.job_dir, session.slots.rank, session.nodes, [kept[one.ranks[0]] for one in reached])
     absent = [f"{node.name} (rank {node.ranks[0]})" for node in reached if not node.port]
     if absent and group.rank == 0:
         log.warning(
@@ -128,7 +130,7 @@ def _introduce(session: Session, host: str, until: float) -> Introduction:
     """Waits for the agent of this node to listen, and introduces the node."""
     address = None
     if session.keeper is not None and host:
-        address = _await(lambda: _read_address(session.job_dir), until)
+        address = _await(lambda: _read_address(session.job_dir, host), until)
     domain = os.environ.get("REKINDLE_DOMAIN") or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
     name = socket.gethostname()[: LONGEST_TEXT - 8] or "node"
     return Introduction(
@@ -141,13 +143,13 @@ def _introduce(session: Session, host: str, until: float) -> Introduction:
     )
 
 
-def _read_address(job: JobDir) -> tuple[str, int] | None:
-    """Returns the address on which the living agent listens; None if it doesn't. Another agent's counts no more."""
+def _read_address(job: JobDir, host: str) -> tuple[str, int] | None:
+    """Returns ``host`` and the port on which the living agent listens there; None if it doesn't, or not yet."""
     try:
         found = loads(read_file(job.paths.address))
-        if check_integer(found["pid"]) != job.agent():
+        if (found["pid"], found["host"]) != (job.agent(), host):
             return None
-        return check_texts([found["host"]])[0], check_integer(found["port"], 1, 65535)
+        return host, check_integer(found["port"], 1, 65535)
     except (OSError, RekindleError, ValueError, TypeError, KeyError):
         return None
 
@@ -171,15 +173,6 @@ def _tell_agent(job: JobDir, nodes: Nodes, until: float) -> bool:
         return True
 
     return _await(ask, until) or False
-
-
-def _fetch_local_state(session: Session, nodes: Nodes, kept: Sequence[Mapping[int, Kept]]) -> None:
-    """Gets this rank's newest local state from the node that has it, by what each has ``kept``, if it isn't here."""
-    if session.job is None or session.rank is None:
-        return
-    holder = find_holder(session.rank, kept, nodes)
-    if holder is not None:
-        fetch_local_state(session.job, session.rank, nodes, holder)
 
 
 def _await(look: Callable[[], T | None], until: float) -> T | None:
