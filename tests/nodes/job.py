@@ -19,8 +19,6 @@ from tests.nodes.train import Task
 
 __all__ = ["POLL", "Job"]
 
-_STARTS = 5
-"""Starts of a job, at most."""
 POLL = 0.05
 """Seconds between looks at anything."""
 _GRACE = 30.0
@@ -41,11 +39,11 @@ class Job:
 
     It does what a launcher on each node would: nodes that are up and connected are taken by their addresses, and no
     rank runs on one that is lost. ``keep_alive``: seconds until the launchers notice a lost node, and end the ranks of
-    all others.
+    all others. ``starts``: the most that there are.
     """
 
-    def __init__(self, lab: Lab, task: Task, *, nodes: int = 2, keep_alive: float = 5.0) -> None:
-        self.lab, self.task, self.nodes, self.keep_alive = lab, task, nodes, keep_alive
+    def __init__(self, lab: Lab, task: Task, *, nodes: int = 2, keep_alive: float = 5.0, starts: int = 5) -> None:
+        self.lab, self.task, self.nodes, self.keep_alive, self.starts = lab, task, nodes, keep_alive, starts
         self.faults: dict[str, list[Fault]] = {}
         """By node: the faults that its agent has noted, in order."""
         self.agent_logs: dict[str, str] = {}
@@ -99,6 +97,12 @@ class Job:
         self._threads[0].join(_LIMIT)
         assert not self._threads[0].is_alive() and not self.problem, f"no end: {self.problem}\n{self.log()}"
 
+    def wait_for_failure(self) -> str:
+        """Waits until the job has been given up. Returns all that its ranks and agents have said last."""
+        self._threads[0].join(_LIMIT)
+        assert self.problem, f"the job has not failed\n{self.log()}"
+        return self.log()
+
     def log(self) -> str:
         """The last words of all ranks and agents."""
         parts = []
@@ -136,12 +140,12 @@ class Job:
 
     def _launch(self) -> None:
         """Starts the ranks, until they have trained to the end or the job is left."""
-        for number in range(_STARTS):
+        for number in range(self.starts):
             self._ranks = self._start(number, self._members())
             self._await_end()
             if self.over.is_set() or not any(process.exitcode for _, process in self._ranks):
                 return
-        raise AssertionError(f"{_STARTS} starts were not enough")
+        raise AssertionError(f"{self.starts} starts were not enough")
 
     def _members(self) -> list[Node]:
         deadline = time.monotonic() + _ENOUGH
