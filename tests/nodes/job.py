@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
@@ -134,9 +135,8 @@ class Job:
     def _launch_well(self) -> None:
         try:
             self._launch()
-        except BaseException as error:
-            self.problem = repr(error)
-            raise
+        except Exception:
+            self.problem = traceback.format_exc()
 
     def _launch(self) -> None:
         """Starts the ranks, until they have trained to the end or the job is left."""

@@ -29,7 +29,7 @@ def test_a_node_without_the_storage_does_not_train(lab: Lab) -> None:
     lab.add(mounted=False)
     with Job(lab, Task(str(lab.mount / "run"), str(lab.directory)), starts=1) as job:
         said = job.wait_for_failure()
-    assert "UsageError" in said and "mounted" in said, said
+    assert "UsageError" in said and "mount the same file system" in said, said
     assert not job.rows("step")
 
 
