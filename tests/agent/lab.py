@@ -29,7 +29,8 @@ from tests.faults.harness import end_agent, wait_for
 RANK = """
 import json, os, socket, sys, threading, time
 rank, path, floor, now = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), time.monotonic()
-hello = {"rank": rank, "pid": os.getpid(), "watchdog": floor, "deadline": 25.0, "stacks": 0, "since": now, "joined": now}
+hello = {"rank": rank, "pid": os.getpid(), "watchdog": floor, "deadline": 25.0, "stacks": 0}
+hello |= {"since": now, "joined": now}
 
 def listen():
     while True:

@@ -1,0 +1,141 @@
+"""Agents of several nodes know of each other's ranks, and act as one at a fault."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rekindle.peers.wire import Credentials, WireError, connect
+from tests.agent.lab import Lab, Rank
+from tests.faults.harness import wait_for
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    made = Lab(tmp_path_factory.mktemp("nodes"), 3)
+    yield made
+    made.close()
+
+
+def culprits(lab: Lab, count: int) -> list[tuple[str, int]]:
+    """The cause and the rank in each node's record of the fault."""
+    faults = [host.fault() for host in lab.hosts[:count]]
+    return [("", -1) if fault is None else (fault.cause, fault.rank) for fault in faults]
+
+
+def step(ranks: list[Rank], number: int) -> None:
+    for rank in ranks:
+        rank.page.step, rank.page.longest, rank.page.progress = number, 0.02, time.monotonic_ns()
+        rank.page.write()
+
+
+def test_a_death_is_known_on_all_nodes_at_once_and_by_one_name(lab: Lab) -> None:
+    ranks = lab.begin(3)
+    killed = ranks[1].kill()
+    for rank in (ranks[0], ranks[2]):
+        told, fault = rank.fault()
+        assert fault.what == "rank 1 was killed by SIGKILL" and fault.cause == "signal"
+        assert told - killed < 1.0, "50 ms on a machine that is not busy"
+        assert killed - 0.1 < fault.noticed <= told, "its time is by this node's clock"
+    wait_for(lambda: culprits(lab, 3) == [("signal", 1)] * 3)
+
+
+def test_all_nodes_tell_what_they_know_of_all(lab: Lab) -> None:
+    ranks = lab.begin(2)
+    step(ranks, 17)
+    wait_for(lambda: [node["steps"] for node in lab.hosts[0].nodes()] == [{"0": 17}, {"1": 17}])
+    here, there = lab.hosts[1].nodes()[1], lab.hosts[1].nodes()[0]
+    assert (here["name"], here["state"], here["ranks"]) == ("n1", "here", [1])
+    assert (there["name"], there["state"], there["ranks"]) == ("n0", "there", [0]) and there["seconds"] < 1
+
+
+def test_an_exception_that_follows_from_a_death_elsewhere_is_not_its_cause(lab: Lab) -> None:
+    ranks = lab.begin(2)
+    lab.hosts[1].signal_agent(signal.SIGSTOP)  # it notices the death later than the other node the exception
+    ranks[1].kill()
+    ranks[0].raises("RuntimeError: Connection closed by peer")
+    lab.hosts[1].signal_agent(signal.SIGCONT)
+    wait_for(lambda: culprits(lab, 2) == [("signal", 1)] * 2, what="one culprit on both nodes")
+
+
+def test_of_two_exceptions_that_of_a_collective_is_not_the_cause(lab: Lab) -> None:
+    ranks = lab.begin(2)
+    ranks[0].raises("RuntimeError: [gloo] Connection closed by peer")
+    ranks[1].raises("ValueError: odd")
+    wait_for(lambda: culprits(lab, 2) == [("exception", 1)] * 2)
+
+
+def test_a_hang_is_judged_once_and_each_node_reports_its_ranks(lab: Lab) -> None:
+    ranks = lab.begin(2, floor=0.0)
+    step(ranks, 7)
+    step(ranks[:1], 8)
+    for rank in ranks:
+        _, fault = rank.fault()
+        assert (fault.cause, fault.rank, fault.step) == ("hang", 1, 7)
+        assert "rank 0: after step 8" in fault.detail and "rank 1: after step 7" in fault.detail
+        assert len(rank.faults()) == 1
+    for rank in ranks:
+        rank.process.wait(60)  # the agent ends it
+    reports = [lab.root / f"hang-{lab.generation}-step-7" / f"report-n{number}.txt" for number in (0, 1)]
+    for report, own, other in zip(reports, "01", "10", strict=True):
+        wait_for(report.exists)
+        assert f"== rank {own} ==" in report.read_text() and f"== rank {other} ==" not in report.read_text()
+
+
+def test_an_agent_that_is_killed_is_no_loss_and_the_next_one_takes_its_place(lab: Lab) -> None:
+    ranks = lab.begin(2)
+    port = lab.hosts[1].port()
+    lab.hosts[1].signal_agent(signal.SIGKILL)
+    wait_for(lambda: lab.hosts[0].state(1) == "agent gone")
+    lab.hosts[1].run_agent()
+    assert lab.hosts[1].port() == port
+    wait_for(lambda: lab.hosts[0].state(1) == "there" and lab.hosts[1].state(0) == "there")
+    assert culprits(lab, 2) == [("", -1)] * 2
+    ranks[0].raises("ValueError: odd")
+    assert ranks[1].fault()[1].what == "rank 0 raised ValueError: odd"
+
+
+def test_an_agent_that_stands_still_for_a_while_is_no_loss(lab: Lab) -> None:
+    ranks = lab.begin(2, floor=0.0)
+    step(ranks, 3)
+    lab.hosts[1].signal_agent(signal.SIGSTOP)
+    wait_for(lambda: lab.hosts[0].state(1) == "silent")
+    lab.hosts[1].signal_agent(signal.SIGCONT)
+    wait_for(lambda: lab.hosts[0].state(1) == "there")
+    step(ranks, 4)
+    assert "node n1 (rank 1) is silent" in lab.hosts[0].log() and "node n1 (rank 1) is back" in lab.hosts[0].log()
+    assert culprits(lab, 2) == [("", -1)] * 2 and not ranks[0].faults(), "nor do ranks hang that waited for it"
+
+
+def test_a_node_that_is_lost_is_the_cause_of_what_follows(lab: Lab) -> None:
+    ranks = lab.begin(2)
+    step(ranks, 5)
+    ranks[1].kill()
+    lab.hosts[1].signal_agent(signal.SIGKILL)
+    ranks[0].raises("RuntimeError: Connection closed by peer")
+    wait_for(lambda: culprits(lab, 1) in ([("lost", 1)], [("signal", 1)]), what="the right culprit")
+
+
+def test_agents_of_another_start_are_refused(lab: Lab) -> None:
+    lab.begin(2)
+    before, port = lab.nodes[1], lab.hosts[0].port()
+    lab.begin(2)
+    assert lab.hosts[0].port() == port, "agents go on listening"
+    for secret, start in ((before.secret, before.start), (before.secret, lab.nodes[1].start)):
+        with pytest.raises((WireError, ConnectionError)):
+            connect(lab.hosts[0].address, port, Credentials(secret, start, "n1"), 30.0)
+
+
+@pytest.mark.campaign
+def test_a_node_that_nobody_hears_is_lost_once_patience_is_over(lab: Lab) -> None:
+    ranks = lab.begin(3)
+    lab.hosts[2].signal_agent(signal.SIGSTOP)
+    stopped = time.monotonic()
+    for rank in ranks[:2]:
+        told, fault = rank.fault()
+        assert (fault.cause, fault.rank) == ("lost", 2) and told - stopped > 9
+        assert fault.what.startswith("node n2 (rank 2) is lost: no sign of it for 1")
+    lab.hosts[2].signal_agent(signal.SIGCONT)
