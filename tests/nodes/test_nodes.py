@@ -23,7 +23,7 @@ def test_a_lost_node_costs_one_step_at_most(unbroken: Unbroken, tmp_path: Path) 
     """Nothing has reached storage: the state comes from the other node's memory."""
     out = outcome_of("node lost, power", unbroken, tmp_path)
     assert set(out.places) <= {"memory", "peer"} and "peer" in out.places
-    assert out.silent.keys() == {"nodea"}
+    assert "nodea" in out.silent
 
 
 def test_a_blip_restarts_nothing(unbroken: Unbroken, tmp_path: Path) -> None:
