@@ -126,9 +126,10 @@ def test_with_storage_hanging_and_no_memory_a_job_still_ends(
     troubled: Troubled, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = f"""
-import os, signal, time, torch, rekindle, rekindle.save.to_storage, logging
+import os, signal, time, torch, rekindle, logging
+from rekindle.save import to_storage
 logging.basicConfig()
-rekindle.save.to_storage._WRITE_TIMEOUT = 2.0
+to_storage._WRITE_TIMEOUT = 2.0
 weights = torch.zeros(1000)
 state = {{"v": rekindle.Values(w=weights)}}
 ckpt = rekindle.Checkpointer({str(troubled.path / "run")!r}, state, memory_limit=1, persist_seconds=0)
