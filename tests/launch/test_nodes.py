@@ -152,7 +152,7 @@ def until(holds: Any) -> None:
     limit = time.monotonic() + LONG
     while not holds():
         assert time.monotonic() < limit, "it did not come to be"
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def test_a_spare_node_takes_no_place_of_one_that_comes_back(nodes: Any) -> None:
@@ -208,6 +208,7 @@ def test_a_job_that_may_grow_is_told_of_a_node_that_comes(nodes: Any) -> None:
 
 RUN = [sys.executable, "-m", "rekindle", "run", "--nnodes=2", "--local-addr=127.0.0.1", "--no-python"]
 """The launcher of one node of two, which meet on this machine."""
+CAMPAIGN = pytest.mark.campaign(seconds=10)
 NO_ROOT = "rekindle: this run has saved nothing: no rank on this node has made a rekindle.Checkpointer or saved a file"
 
 
@@ -222,15 +223,20 @@ class Nodes:
         self._begun.touch()
         self._word = place / "word"
         os.mkfifo(self._word)
-        self.script = f"echo $$ >> {self._begun}; exec cat {self._word}"
+        self.script = place / "rank.sh"
+        self.script.write_text(f"echo $$ >> {self._begun}; exec cat {self._word}")
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self) -> subprocess.Popen[str]:
         """Starts one more. The first one has the store."""
-        command = [*RUN, f"--rdzv-endpoint=127.0.0.1:{self.port}", "sh", "-c", self.script]
+        command = [*RUN, f"--rdzv-endpoint=127.0.0.1:{self.port}", "sh", str(self.script)]
         self.started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-        until(lambda: not socket.socket().connect_ex(("127.0.0.1", self.port)))
+        until(self._store_is_there)
         return self.started[-1]
+
+    def _store_is_there(self) -> bool:
+        with socket.socket() as probe:
+            return not probe.connect_ex(("127.0.0.1", self.port))
 
     @property
     def ranks(self) -> list[int]:
@@ -272,8 +278,24 @@ def test_the_end_of_the_launcher_with_the_store_is_told_in_few_lines(job: Nodes)
         f"rekindle: ended: {place}, where the nodes met, is lost: the launcher that had the store has ended",
         NO_ROOT,
         f"rekindle: to go on, start this on 2 nodes: rekindle run --rdzv-endpoint {place} --nnodes=2 "
-        f"--local-addr=127.0.0.1 --no-python sh -c {shlex.quote(job.script)}",
+        f"--local-addr=127.0.0.1 --no-python sh {job.script}",
     ], "\n".join(told)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "why"),
+    [
+        ("127.0.0.1:{}", "nobody listens there: start 'rekindle run' on that node too"),
+        pytest.param("no-such-node.invalid:{}", "the name no-such-node.invalid is not known here", marks=CAMPAIGN),
+    ],
+)
+def test_a_launcher_that_reaches_nobody_says_why_in_one_line(job: Nodes, endpoint: str, why: str) -> None:
+    options = [f"--rdzv-endpoint={endpoint.format(job.port)}", "--rdzv-conf=is_host=0,read_timeout=1"]
+    done = subprocess.run([*RUN, *options, "true"], capture_output=True, text=True, timeout=LONG, check=False)
+    assert done.returncode == 1
+    told = done.stderr.splitlines()
+    assert ", where the nodes are to meet, was not reached: " in told[0] and why in told[0], done.stderr
+    assert told[1:] == [NO_ROOT], done.stderr
 
 
 def in_own_network(*command: str) -> Any:

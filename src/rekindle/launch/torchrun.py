@@ -78,6 +78,8 @@ _LOGGERS = (
     "elastic.rendezvous.dynamic_rendezvous",
 )
 
+_CPP_LOG = "TORCH_CPP_LOG_LEVEL"
+
 
 def _not_quiet(record: logging.LogRecord) -> bool:
     """Returns False for a message of torchrun's that Rekindle replaces by a line of its own."""
@@ -155,7 +157,8 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     switched_off = nccl.set_defaults(os.environ)
     os.environ.setdefault("PET_MAX_RESTARTS", str(MAX_RESTARTS))  # torchrun's own default is not to restart at all
     # Imported here, as the other commands need no torch.
-    from torch.distributed import is_nccl_available  # noqa: PLC0415
+    with _quiet_cpp():
+        from torch.distributed import is_nccl_available  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes  # noqa: PLC0415
 
@@ -197,6 +200,7 @@ def _train(args: Any, arguments: list[str], nodes: int, place: Path, say: Callab
 
     course = _Course(_limits(args), one_node=nodes == 1, place=place, say=say)
     meeting = MeetingPoint(args, nodes)
+    meeting.expect(say)
     if "LOGLEVEL" not in os.environ:  # torchrun's own setting: a user who sets it wants to read its log
         for name in _LOGGERS:
             logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
@@ -229,6 +233,22 @@ def _train(args: Any, arguments: list[str], nodes: int, place: Path, say: Callab
         return 1
     meeting.leave()
     return 0
+
+
+@contextmanager
+def _quiet_cpp() -> Iterator[None]:
+    """Has the part of torch that is C++, which is loaded inside of it, warn of nothing in this process.
+
+    It would show 20 lines of its own frames for each question to a store that is lost. The ranks' is left alone.
+    """
+    if _CPP_LOG in os.environ or "LOGLEVEL" in os.environ:
+        yield
+        return
+    os.environ[_CPP_LOG] = "ERROR"
+    try:
+        yield
+    finally:
+        del os.environ[_CPP_LOG]
 
 
 def _open_standard_streams() -> None:
