@@ -90,7 +90,8 @@ class MeetingPoint:
         if not _breaks_connection(error):
             return f"ended: {error}"
         if self._handler is None:
-            return f"can't begin: {self._where}, where the nodes are to meet, was not reached: {self._why_unreached(self._probe())}"
+            why = self._why_unreached(self._probe())
+            return f"can't begin: {self._where}, where the nodes are to meet, was not reached: {why}"
         return f"ended: {self._where}, where the nodes met, is lost: {self._why_lost()}"
 
     def lost(self, error: Exception) -> bool:

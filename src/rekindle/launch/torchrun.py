@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.machinery
-import logging
 import math
 import os
 import shutil
@@ -31,6 +30,7 @@ from rekindle.launch.meeting import MeetingPoint
 from rekindle.launch.nodes import fit_settings, forget_defaults
 from rekindle.launch.places import keep_places
 from rekindle.launch.provide import PROVIDE, provide
+from rekindle.launch.quiet import quiet_cpp, quiet_loggers
 from rekindle.launch.reports import (
     describe_exit,
     describe_fault,
@@ -61,29 +61,6 @@ _NOBODY_ENDS_A_HANG = (
     f"guard() nobody ends a job that hangs in a collective. For a script without guard() set {nccl.SETTINGS[0]}=3, "
     "which is torch's own value"
 )
-_QUIET = (
-    "failed (exitcode:",
-    "Sending process %s closing",
-    "Received %s death signal",
-    "Got termination signal",
-    "The node '",
-    "Error waiting on exit barrier",
-    "\n****",
-)
-"""Beginnings of torchrun's messages at each failure and start, in place of which Rekindle writes its own."""
-_LOGGERS = (
-    "run",
-    "elastic.agent.server.api",
-    "elastic.multiprocessing.api",
-    "elastic.rendezvous.dynamic_rendezvous",
-)
-
-_CPP_LOG = "TORCH_CPP_LOG_LEVEL"
-
-
-def _not_quiet(record: logging.LogRecord) -> bool:
-    """Returns False for a message of torchrun's that Rekindle replaces by a line of its own."""
-    return not str(record.msg).startswith(_QUIET)
 
 
 class _Course:
@@ -157,7 +134,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     switched_off = nccl.set_defaults(os.environ)
     os.environ.setdefault("PET_MAX_RESTARTS", str(MAX_RESTARTS))  # torchrun's own default is not to restart at all
     # Imported here, as the other commands need no torch.
-    with _quiet_cpp():
+    with quiet_cpp():
         from torch.distributed import is_nccl_available  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes  # noqa: PLC0415
@@ -201,9 +178,7 @@ def _train(args: Any, arguments: list[str], nodes: int, place: Path, say: Callab
     course = _Course(_limits(args), one_node=nodes == 1, place=place, say=say)
     meeting = MeetingPoint(args, nodes)
     meeting.expect(say)
-    if "LOGLEVEL" not in os.environ:  # torchrun's own setting: a user who sets it wants to read its log
-        for name in _LOGGERS:
-            logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
+    quiet_loggers()
     try:
         with (
             short_delays(nodes),
@@ -233,22 +208,6 @@ def _train(args: Any, arguments: list[str], nodes: int, place: Path, say: Callab
         return 1
     meeting.leave()
     return 0
-
-
-@contextmanager
-def _quiet_cpp() -> Iterator[None]:
-    """Has the part of torch that is C++, which is loaded inside of it, warn of nothing in this process.
-
-    It would show 20 lines of its own frames for each question to a store that is lost. The ranks' is left alone.
-    """
-    if _CPP_LOG in os.environ or "LOGLEVEL" in os.environ:
-        yield
-        return
-    os.environ[_CPP_LOG] = "ERROR"
-    try:
-        yield
-    finally:
-        del os.environ[_CPP_LOG]
 
 
 def _open_standard_streams() -> None:
