@@ -249,10 +249,11 @@ class Nodes:
     def end(self) -> None:
         for process in self.started:
             process.kill()
-            process.communicate()
-        for rank in self.ranks:
+        for rank in self.ranks:  # which hold the launchers' stderr
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
+        for process in self.started:
+            process.communicate(timeout=LONG)
 
 
 @pytest.fixture
