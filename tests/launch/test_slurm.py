@@ -139,7 +139,7 @@ class Cluster:
         """Kill all of a node at once."""
         self._daemons[node].kill()
         found = _processes_of(node, self._environment["SLURM_CONF"])
-        for pid in [*(_parent(pid) for pid in found if _parent(pid) not in (1, *found)), *found]:
+        for pid in [*filter(_is_slurms, map(_parent, found)), *found]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -175,6 +175,13 @@ def _parent(pid: int) -> int:
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return 1
+
+
+def _is_slurms(pid: int) -> bool:
+    """True for a process that watches the tasks of a step."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")
+    return False
 
 
 @pytest.fixture
