@@ -130,7 +130,7 @@ class Node:
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes nodes that meet each other."""
-    from torch.distributed import HashStore
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
