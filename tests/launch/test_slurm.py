@@ -135,6 +135,9 @@ class Cluster:
         """Do what Slurm does at the time of --signal."""
         self.tell("scancel", "--signal=TERM", self._job)
 
+    def requeue(self) -> None:
+        self.tell("scontrol", "requeue", self._job)
+
     def lose(self, node: str) -> None:
         """Kill all of a node at once."""
         self._daemons[node].kill()
@@ -206,9 +209,11 @@ def test_the_spare_steps_in_for_a_lost_node(cluster: Cluster) -> None:
     assert cluster.state["Restarts"] == "0"
 
 
-def test_the_job_begins_anew_when_its_first_node_is_lost(cluster: Cluster) -> None:
+def test_the_job_begins_anew_by_hand_when_its_first_node_is_lost(cluster: Cluster) -> None:
     until(lambda: len(cluster.begun) == 2)
     cluster.lose("n1")
+    until(lambda: "n1" not in cluster.state["NodeList"])
+    cluster.requeue()
     until(lambda: cluster.state["Restarts"] == "1")
     cluster.start_node("n1")
     until(lambda: len(cluster.begun) == 4)
