@@ -191,6 +191,23 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(nodes: Any) -> None:
     assert first.handler.num_nodes_waiting() == 0 and first.state.redundancy_list == {further.name}
 
 
+def test_a_node_that_was_taken_for_lost_becomes_the_spare(nodes: Any) -> None:
+    """Three nodes want two places. The one that comes last waits without being waited for."""
+    first, second, spare = nodes(3, 2, 2)
+    for node in (first, second):
+        node.join()
+    until(lambda: first.joined.is_set() and second.joined.is_set())
+    spare.join()
+    until(lambda: spare.name in first.state.redundancy_list)
+    second.lose()
+    until(lambda: first.handler.num_nodes_waiting() == 1)
+    second.join()
+    until(lambda: first.handler.num_nodes_waiting() == 2)
+    first.join()
+    until(lambda: len(first.state.redundancy_list) == 1)
+    assert first.handler.num_nodes_waiting() == 0 and len(first.state.participants) == 2
+
+
 def test_a_job_that_may_grow_is_told_of_a_node_that_comes(nodes: Any) -> None:
     first, second, third = nodes(3, 2, 3)
     for node in (first, second):
