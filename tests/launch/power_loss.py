@@ -53,13 +53,15 @@ def lose_connections() -> None:
 def lose_store(*command: str) -> None:
     """Start two launchers with this command, and lose the first one's node. Print how the other one ends."""
     begun = Path(command[-1])
+    script = begun.with_name("rank.sh")
+    script.write_text(f"echo $$ >> {begun}; exec sleep 600")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     started = []
     until = time.monotonic() + LONG
     for count in (1, 2):
-        line = [*command[:-1], f"--rdzv-endpoint=127.0.0.1:{port}", "sh", "-c", f"echo $$ >> {begun}; exec sleep 600"]
+        line = [*command[:-1], f"--rdzv-endpoint=127.0.0.1:{port}", "sh", str(script)]
         started.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True))
         while count == 1 and socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until:
             time.sleep(0.05)

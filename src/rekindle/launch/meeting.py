@@ -8,8 +8,9 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from threading import Timer
 from typing import Any
 
 __all__ = ["SILENT_FOR", "MeetingPoint"]
@@ -21,6 +22,8 @@ _PROBE_EVERY = 5
 """Seconds between the kernel's own questions over a connection on which the store's answer is awaited."""
 _ANSWERS_WITHIN = 3.0
 """Seconds that an address gets to take a connection, when it is asked why it is lost."""
+_PATIENCE = 10.0
+"""Seconds after which a launcher that can't reach the store says so. Nodes start that far apart."""
 _LEAVE_WITHIN = 2.0
 """Seconds that other launchers get to read that the job has ended, before the store ends with this one."""
 _OPTIONS = ("--rdzv-endpoint", "--rdzv_endpoint")
@@ -39,10 +42,25 @@ class MeetingPoint:
         with suppress(ValueError):  # torch raises it, too
             self._host, self._port = parse_rendezvous_endpoint(endpoint, default_port=29400)
         self._handler: Any = None
+        self._patience: Timer | None = None
+
+    def expect(self, say: Callable[[str], object]) -> None:
+        """Says once, after a while without a connection, why there is none: torch tries for a minute."""
+
+        def complain() -> None:
+            if self._handler is None and (found := self._probe()) is not None:
+                say(f"{self._where}, where the nodes are to meet, is not reached yet: {self._why_unreached(found)}")
+
+        if self._nodes > 1:
+            self._patience = Timer(_PATIENCE, complain)
+            self._patience.daemon = True
+            self._patience.start()
 
     def enter(self, handler: Any) -> None:
         """Notes that the store has taken this launcher's connection; bounds how long it may be silent from now on."""
         self._handler = handler  # and with it the store, which torch would end before others have read its last word
+        if self._patience is not None:
+            self._patience.cancel()
         if self._nodes > 1:
             _bound_silence(self._port)
 
@@ -72,7 +90,8 @@ class MeetingPoint:
         if not _breaks_connection(error):
             return f"ended: {error}"
         if self._handler is None:
-            return f"can't begin: {self._where}, where the nodes are to meet, was not reached: {self._why_unreached()}"
+            why = self._why_unreached(self._probe())
+            return f"can't begin: {self._where}, where the nodes are to meet, was not reached: {why}"
         return f"ended: {self._where}, where the nodes met, is lost: {self._why_lost()}"
 
     def lost(self, error: Exception) -> bool:
@@ -91,8 +110,7 @@ class MeetingPoint:
     def _where(self) -> str:
         return f"{self._host}:{self._port}"
 
-    def _why_unreached(self) -> str:
-        found = self._probe()
+    def _why_unreached(self, found: OSError | None) -> str:
         if isinstance(found, socket.gaierror):
             return f"the name {self._host} is not known here: see that --rdzv-endpoint names a node of the job"
         if isinstance(found, ConnectionRefusedError):

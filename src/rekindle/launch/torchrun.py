@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.machinery
-import logging
 import math
 import os
 import shutil
@@ -31,6 +30,7 @@ from rekindle.launch.meeting import MeetingPoint
 from rekindle.launch.nodes import fit_settings, forget_defaults
 from rekindle.launch.places import keep_places
 from rekindle.launch.provide import PROVIDE, provide
+from rekindle.launch.quiet import quiet_cpp, quiet_loggers
 from rekindle.launch.reports import (
     describe_exit,
     describe_fault,
@@ -61,27 +61,6 @@ _NOBODY_ENDS_A_HANG = (
     f"guard() nobody ends a job that hangs in a collective. For a script without guard() set {nccl.SETTINGS[0]}=3, "
     "which is torch's own value"
 )
-_QUIET = (
-    "failed (exitcode:",
-    "Sending process %s closing",
-    "Received %s death signal",
-    "Got termination signal",
-    "The node '",
-    "Error waiting on exit barrier",
-    "\n****",
-)
-"""Beginnings of torchrun's messages at each failure and start, in place of which Rekindle writes its own."""
-_LOGGERS = (
-    "run",
-    "elastic.agent.server.api",
-    "elastic.multiprocessing.api",
-    "elastic.rendezvous.dynamic_rendezvous",
-)
-
-
-def _not_quiet(record: logging.LogRecord) -> bool:
-    """Returns False for a message of torchrun's that Rekindle replaces by a line of its own."""
-    return not str(record.msg).startswith(_QUIET)
 
 
 class _Course:
@@ -155,7 +134,8 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     switched_off = nccl.set_defaults(os.environ)
     os.environ.setdefault("PET_MAX_RESTARTS", str(MAX_RESTARTS))  # torchrun's own default is not to restart at all
     # Imported here, as the other commands need no torch.
-    from torch.distributed import is_nccl_available  # noqa: PLC0415
+    with quiet_cpp():
+        from torch.distributed import is_nccl_available  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes  # noqa: PLC0415
 
@@ -197,9 +177,8 @@ def _train(args: Any, arguments: list[str], nodes: int, place: Path, say: Callab
 
     course = _Course(_limits(args), one_node=nodes == 1, place=place, say=say)
     meeting = MeetingPoint(args, nodes)
-    if "LOGLEVEL" not in os.environ:  # torchrun's own setting: a user who sets it wants to read its log
-        for name in _LOGGERS:
-            logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
+    meeting.expect(say)
+    quiet_loggers()
     try:
         with (
             short_delays(nodes),
