@@ -119,6 +119,7 @@ def test_what_a_lost_node_had_is_brought_to_the_next_one(near: JobDir, far: JobD
 def test_a_start_replaces_what_is_kept_once_it_has_made_a_step(near: JobDir, far: JobDir) -> None:
     """Until then the job would go on from what the start before had left."""
     with keeping(far) as port, sending(near, port):
+        Rank(near, before_update=True).put(3)  # the next start may have no such file
         rank = Rank(near)
         rank.put(3)
         wait_until(lambda: kept(far) == (1, 3))
@@ -127,11 +128,13 @@ def test_a_start_replaces_what_is_kept_once_it_has_made_a_step(near: JobDir, far
         rank.put(3, (1,))  # with which it begins
         rank.put(3, (2,))
         link = link_to(port)
-        files = read_local_bytes(near.paths, 0)
-        assert keep(link, 0, files) == {"kept": False} and read_local_bytes(far.others, 0) == before
+        first = read_local_bytes(near.paths, 0)
+        assert keep(link, 0, first) == {"kept": False} and read_local_bytes(far.others, 0) == before
         rank.put(4)
         wait_until(lambda: kept(far) == (2, 4))
         assert keep(link, 0, before) == {"kept": False} and kept(far) == (2, 4)
+        files = read_local_files(far.others, 0)
+        assert files is not None and files.before is None
         link.close()
 
 
