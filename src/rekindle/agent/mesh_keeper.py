@@ -47,9 +47,14 @@ _Mark = tuple[int, int] | None
 class MeshKeeper:
     """Serves one job's agent, in its event loop. A mesh that can't be had is one warning: the job goes on without."""
 
-    def __init__(self, job: JobDir, monitor: RankMonitor, durable: Callable[[], int]) -> None:
-        """``durable`` returns the newest step that this node has seen on storage; -1 if it is unknown."""
-        self._job, self._monitor, self._durable = job, monitor, durable
+    def __init__(
+        self, job: JobDir, monitor: RankMonitor, durable: Callable[[], int], stop: Callable[[], dict[str, Any]]
+    ) -> None:
+        """``durable`` returns the newest step that this node has seen on storage; -1 if it is unknown.
+
+        ``stop`` ends the job on this node, and returns the answer to whoever asks for that; for any thread.
+        """
+        self._job, self._monitor, self._durable, self._stop = job, monitor, durable, stop
         self._host = self._start = ""
         self._job_mark: _Mark = None
         self._nodes_mark: _Mark = None
@@ -129,7 +134,7 @@ class MeshKeeper:
         return 0
 
     def _handlers(self) -> dict[str, Handler]:
-        own: dict[str, Handler] = dict.fromkeys(VERBS, self._handle)
+        own: dict[str, Handler] = {**dict.fromkeys(VERBS, self._handle), "stop": lambda link, message: self._stop()}
         return {**own, **snapshot_handlers(self._job), **local_state_handlers(self._job, self._nodes)}
 
     def _nodes(self) -> Nodes | None:
