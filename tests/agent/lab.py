@@ -24,6 +24,7 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.status import STABLE, StatusPage
+from rekindle.peers.wire import Credentials, WireError, connect
 from tests.faults.harness import end_agent, wait_for
 
 RANK = """
@@ -31,6 +32,7 @@ import json, os, socket, sys, threading, time
 rank, path, floor, now = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), time.monotonic()
 hello = {"rank": rank, "pid": os.getpid(), "watchdog": floor, "deadline": 25.0, "stacks": 0}
 hello |= {"since": now, "joined": now}
+leaves = 0
 
 def listen():
     while True:
@@ -46,12 +48,16 @@ def listen():
                 print(json.dumps([time.monotonic(), message]), flush=True)
         except OSError:
             pass
+        if leaves:
+            os._exit(0)
         time.sleep(0.02)
 
 thread = threading.Thread(target=listen, daemon=True)
 thread.start()
 for words in sys.stdin:
+    leaves += "bye" in words
     thread.link.sendall(words.encode())
+thread.join()
 """
 
 
@@ -97,11 +103,10 @@ class Rank:
         return found
 
     def end(self) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError):  # it is dead
             self.say({"bye": True})
-            self.process.stdin.close()  # type: ignore[union-attr]
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(0.5)
+        with suppress(subprocess.TimeoutExpired):  # until its agent hangs up
+            self.process.wait(10.0)
         self.process.kill()
         self.process.wait()
 
@@ -140,6 +145,15 @@ class Host:
 
         found: int = wait_for(read, what=f"address of node {self.number}")
         return found
+
+    def is_in(self, nodes: Nodes) -> bool:
+        """True if its agent speaks with those who know the secret of a start, as trainers see to before they train."""
+        credentials = Credentials(nodes.secret, nodes.start, "a trainer")
+        try:
+            connect(nodes.here.host, nodes.here.port, credentials, 10.0).close()
+        except (OSError, WireError):
+            return False
+        return True
 
     def nodes(self) -> list[dict[str, Any]]:
         """All nodes, as this one's agent sees them."""
@@ -189,7 +203,7 @@ class Lab:
         self.nodes = [Nodes(start, self.generation, secret, host.number, nodes) for host in hosts]
         for host, known in zip(hosts, self.nodes, strict=True):
             known.write(host.job)
-            wait_for(host.job.paths.watch_socket.exists)
+            wait_for(lambda host=host, known=known: host.is_in(known), what=f"node {host.number} in the mesh")
             self.ranks.append(Rank(host.job, host.number, self.generation, floor))
         wait_for(lambda: all(self._knows_all(host, count) for host in hosts), what="a mesh")
         return self.ranks

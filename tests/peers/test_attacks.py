@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,13 @@ def frame(text: bytes) -> bytes:
 def hello(**changed: Any) -> bytes:
     said = {"rekindle": 1, "name": A.name, "start": A.start, "nonce": "0" * 64, **changed}
     return frame(json.dumps(said).encode())
+
+
+def say_all(intruder: socket.socket, text: bytes) -> None:
+    """Sends it and ends; the server may have closed the connection meanwhile."""
+    with suppress(OSError):
+        intruder.sendall(text)
+        intruder.shutdown(socket.SHUT_WR)
 
 
 # ---- no secret
@@ -211,8 +220,7 @@ NONSENSE = {
 def test_nonsense_is_refused_and_others_are_served(text: bytes) -> None:
     with serving({}) as served:
         with served.raw() as intruder:
-            intruder.sendall(text)
-            intruder.shutdown(socket.SHUT_WR)
+            say_all(intruder, text)
             assert is_closed(intruder)
         assert call(served.link(), {"verb": "echo"}, LONG)
 
@@ -244,8 +252,7 @@ def answer(listener: socket.socket, text: bytes) -> None:
 @given(st.binary(max_size=300), st.booleans())
 def test_no_bytes_do_harm(noise: bytes, framed: bool) -> None:
     with between() as there:
-        there.to_server.sendall(frame(noise) if framed else noise)
-        there.to_server.shutdown(socket.SHUT_WR)
+        say_all(there.to_server, frame(noise) if framed else noise)
         with pytest.raises((WireError, OSError)):
             there.server()
 
@@ -285,7 +292,7 @@ def test_a_reader_that_takes_no_bytes_frees_the_shard(monkeypatch: pytest.Monkey
         link.close()
 
 
-def test_a_file_that_nobody_reads_is_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_file_that_nobody_reads_is_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stream_module, "STALL", 0.3)
     freed = threading.Event()
     path = tmp_path / "shard"
@@ -395,3 +402,13 @@ def test_credentials_that_appear_later_count_at_once() -> None:
             served.link()
         current[0] = B
         assert call(served.link(), {"verb": "echo"}, LONG)
+
+
+def test_each_line_of_the_page_on_security_names_tests_that_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith("| ") and not line.endswith("| test |")]
+    here = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for line in lines:
+        tests = re.findall(r"`(?:tests/\w+/)?(test_\w+)(\.py)?`", line.rpartition("| ")[2] or line)
+        assert tests, line
+        assert all(path or f"def {test}(" in here for test, path in tests), line

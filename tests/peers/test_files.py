@@ -19,10 +19,21 @@ from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.slots import Slots
 from rekindle.peers import files as peer_files
-from rekindle.peers import stream
+from rekindle.peers import server, stream
 from rekindle.peers.snapshots import snapshot_handlers
 from tests.memory.saved import FIRST, SIZE, content, save
-from tests.peers.peer import Memory, blocks_of, far_job, files_at, pinned, put, serving, serving_alone, wait_until
+from tests.peers.peer import (
+    Memory,
+    blocks_of,
+    far_job,
+    files_at,
+    link_to,
+    pinned,
+    put,
+    serving,
+    serving_alone,
+    wait_until,
+)
 
 SIZES = [0, 1, 4095, 4097, (512 << 10) + 1, 3_000_001, (4 << 20) + 3, BLOCK + 5]
 
@@ -151,6 +162,15 @@ def test_many_open_shards_need_few_connections(job, port):
     for shard in shards:
         shard.close()
     assert peer_files._IDLE._links == []
+
+
+def test_a_node_with_too_many_connections_is_waited_for(job, port, monkeypatch):
+    monkeypatch.setattr(server, "_MOST", 1)
+    put(job, 7, {"a": b"12345"})
+    busy = link_to(port)
+    threading.Timer(0.5, busy.close).start()
+    with files_at(port).shard(0, 1) as shard:
+        assert ShardReader(shard).header_is_sound()
 
 
 class Striking(Memory):

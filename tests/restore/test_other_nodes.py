@@ -18,6 +18,7 @@ import torch
 import rekindle
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.local_state import read_local_files
+from rekindle.restore.restore import restore
 from tests.faults.harness import end_agent
 from tests.integrations.dcp.ranks import attempt, ranks
 
@@ -33,7 +34,7 @@ def _job(memory: Path) -> JobDir:
 def memories(small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     """The memory of two nodes on this host."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    places = [small_tmpfs(64 << 20), small_tmpfs(64 << 20)]
+    places = [small_tmpfs(256 << 20), small_tmpfs(256 << 20)]
     yield places
     for place in places:
         for directory in place.glob("rekindle-*/*/"):
@@ -115,6 +116,32 @@ def test_a_rank_on_a_new_node_reads_its_state_from_the_one_that_it_was_on(root: 
     moved = ranks(2, _train, root, [one, other], STEPS)
     assert [(one["begun"], one["from"]) for one in moved] == [(STEPS, "memory"), (STEPS, "peer")]
     assert [one["came to"][STEPS] for one in moved] == [one["came to"][STEPS] for one in trained]
+
+
+def _read(rank: int, root: Path, memories: list[Path]) -> tuple[int, int, float]:
+    """Saves what all ranks have alike, or restores it. Returns the bytes that it wanted, those that it read, a sum."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2500, 2500)  # 25 MB
+    ckpt = rekindle.Checkpointer(root, {"model": model}, memory=memories[rank], persist_every=10**6)
+    session = ckpt._session
+    done, _ = restore(
+        ckpt._group, ckpt._capture.state, session.job, session.store, None, allow_pickle=False, nodes=session.nodes
+    )
+    if done is not None:
+        return done.nbytes, done.read, float(model.bias.sum())
+    with torch.no_grad():
+        model.bias.fill_(3.0)
+    ckpt.save(1, wait="memory")
+    return 0, 0, 0.0
+
+
+@pytest.mark.campaign(seconds=20)
+def test_ranks_of_a_new_node_read_once_what_they_have_in_common(root: Path, memories: list[Path]) -> None:
+    one, other = memories
+    ranks(3, _read, root, [one] * 3)
+    (near, *_), *far = ranks(3, _read, root, [one, other, other])
+    assert all(value == 7500.0 for _, _, value in far)
+    assert near < sum(read for _, read, _ in far) < 1.2 * near
 
 
 @pytest.mark.campaign(seconds=25)

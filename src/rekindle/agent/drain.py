@@ -85,7 +85,7 @@ class Drainer:
         self.records = RecordCarrier(job)
         self._compile_caches = CompileCarrier(job, self._note_answer)
         self._backlog = Backlog(job)
-        self._unfinished = Unfinished()
+        self._unfinished = Unfinished(job)
         self._retry_at = 0.0
         self._delay = _RETRY_FIRST
         self._limit_at = 0.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from rekindle.errors import FormatError
 from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import LOST, Fault
 from rekindle.memory.nodes import Node, Nodes
-from rekindle.memory.status import DONE
+from rekindle.memory.status import DONE, describe_status
 from rekindle.peers.elsewhere import OtherNodes
 from rekindle.peers.membership import PATIENCE, Event, Membership
 from rekindle.peers.wire import Credentials, Link, WireError
@@ -110,8 +111,9 @@ class Mesh(Others):
         return {"known": None if fault is None else fault_to_json(fault)}
 
     def _hear_fault(self, fault: Fault) -> None:
-        news = self._monitor.hear(fault)
-        if news and len(self._neighbours) + 1 < len(self.nodes.nodes):
+        if self._monitor.others is not self:  # the next start has begun meanwhile
+            return
+        if self._monitor.hear(fault) and len(self._neighbours) + 1 < len(self.nodes.nodes):
             self.tell(fault)  # who told this node does not know all others
 
     def _note(self, number: int, note: Callable[[Membership, int, float], None]) -> None:
@@ -130,9 +132,9 @@ class Mesh(Others):
                 self._membership.progressed(now)
             events = self._membership.tick(now)
             hears = self._membership.hears(now)
-        beat = replace(account, hears=hears, durable=self._durable())
+        beat = self._message("beat", replace(account, hears=hears, durable=self._durable()).to_json())
         for neighbour in self._neighbours.values():
-            neighbour.beat(lambda: self._message("beat", beat.to_json()))
+            neighbour.beat(beat)
         for event in events:
             self._changed[event.node] = now
             self._act_on(event)
@@ -205,7 +207,7 @@ class Mesh(Others):
         for number, changed in self._changed.items():
             if self._membership.state(number) in ("silent", "agent gone", "unknown") and now - changed < PATIENCE:
                 return now
-        return max((beat.paused_at for beat in self._beats.values() if beat.paused_at is not None), default=self.since)
+        return max((beat.paused_at for beat in self._beats.values() if beat.paused_at is not None), default=-math.inf)
 
     def judges(self) -> bool:
         return all(number > self.nodes.own for number in self._neighbours if self._membership.state(number) == "there")
@@ -230,6 +232,7 @@ class Mesh(Others):
             "ranks": node.ranks,
             "state": "here" if here else self._membership.state(number),
             "steps": {rank: page.status.step for rank, page in sorted(beat.pages.items())},
+            "pages": {rank: describe_status(page.status) for rank, page in sorted(beat.pages.items())},
             "newest": None if beat.newest < 0 else beat.newest,
             "durable": None if beat.durable < 0 else beat.durable,
             "seconds": None if here else self._membership.silence(number, now),

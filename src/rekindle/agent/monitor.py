@@ -279,14 +279,22 @@ class RankMonitor:
 
     def known_fault(self) -> Fault | None:
         """Returns the fault of this node's ranks that other nodes should know of, after a look at all of them."""
-        self._check_ranks()
+        self._look_first()
         return self.current or self._held
+
+    def _look_first(self) -> None:
+        """Notices what befell this node's ranks before another node's word is taken up, which may follow from that."""
+        try:
+            self._check_ranks()
+        except Exception:
+            log.exception("a check of the ranks failed; the next one follows")
 
     def hear(self, fault: Fault) -> bool:
         """Takes up a fault that concerns ranks of other nodes first. Returns True if nothing was known of it.
 
         One that comes soon after another fault may be what that one followed from; it is recorded instead, then.
         """
+        self._look_first()
         known = self.current
         if any(not self._is_dying(rank) for rank in self.ranks.values()) or (known is None and self.job.trainers()):
             since = max((rank.since for rank in self.ranks.values()), default=fault.noticed)

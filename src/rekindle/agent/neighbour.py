@@ -25,12 +25,12 @@ _NEWS_FOR = 10.0
 _MOST_NEWS = 32
 """News that wait to be sent. The oldest go first: a start has one fault, and then a better account of it or two."""
 
-Message = Callable[[], dict[str, Any]]
-"""Makes a message as it is sent: it says how long ago things were."""
+Message = dict[str, Any]
 
 
 class _News(NamedTuple):
-    message: Message
+    message: Callable[[], Message]
+    """Makes the message as it is sent: it says how long ago things were."""
     until: float
     """Time after which nobody wants to know any more."""
     reply: Future[dict[str, Any] | None] | None
@@ -57,11 +57,11 @@ class Neighbour:
             self._beat = message
             self._changed.notify()
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Callable[[], Message]) -> None:
         """Sends news before any beat, again and again until they are delivered or old."""
         self._add(_News(message, time.monotonic() + _NEWS_FOR, None))
 
-    def ask(self, message: Message) -> Future[dict[str, Any] | None]:
+    def ask(self, message: Callable[[], Message]) -> Future[dict[str, Any] | None]:
         """Sends a question once. Returns the reply to come: None if there is none."""
         reply: Future[dict[str, Any] | None] = Future()
         self._add(_News(message, 0.0, reply))
@@ -86,9 +86,8 @@ class Neighbour:
                 return None
             if self._news:
                 return self._news.popleft()
-            assert self._beat is not None
-            news, self._beat = _News(self._beat, 0.0, None), None
-            return news
+            beat, self._beat = self._beat, None
+            return _News(lambda: beat or {}, 0.0, None)
 
     def _run(self) -> None:
         link: Link | None = None

@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
+from rekindle.errors import FormatError
 from rekindle.format.lineage import CheckpointKey, ShardId
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.nodes import Nodes
 from rekindle.storage.checks import describe_missing_shards
 from rekindle.storage.store import Store
 
@@ -25,7 +29,8 @@ _MOST = 3
 class Unfinished:
     """Holds one node's unfinished checkpoints. The last node to finish publishes them, and the others ask for that."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: JobDir) -> None:
+        self._job = job
         self._waiting: dict[CheckpointKey, tuple[ShardId, float]] = {}
         """A shard of this node, and since when it waits."""
         self._ask_at = 0.0
@@ -69,6 +74,12 @@ class Unfinished:
         if key not in self._waiting or time.monotonic() < self._describe_at:
             return
         self._describe_at = time.monotonic() + _TELL_EVERY
-        before, self.problem = self.problem, describe_missing_shards(store, self._waiting[key][0])
+        before, self.problem = self.problem, self._describe(store, self._waiting[key][0])
         if self.problem not in (None, before):
             log.warning("%s", self.problem)
+
+    def _describe(self, store: Store, shard: ShardId) -> str | None:
+        nodes = None
+        with suppress(OSError, FormatError):
+            nodes = Nodes.read(self._job)
+        return describe_missing_shards(store, shard, nodes)

@@ -14,6 +14,7 @@ from typing import Any
 from rekindle.agent.drain import TICK, Drainer
 from rekindle.agent.http import send_request
 from rekindle.agent.service import describe_orphan
+from rekindle.cli.nodes import describe_missed, ranks_of_nodes, take_nodes
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import in_background
 from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError
@@ -23,7 +24,7 @@ from rekindle.format.receipt import read_file
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
-from rekindle.memory.status import PHASE_TEXTS, PHASES, STAGES, Status, read_status
+from rekindle.memory.status import Status, describe_status, read_status
 from rekindle.storage.catalog import StoredCopy, find_copies
 from rekindle.storage.listing import describe_deleted, job_info, root_hint
 from rekindle.storage.open import open_store
@@ -54,11 +55,14 @@ def job_status(job: JobDir) -> dict[str, Any]:
     info, agent, trainers = job.read_job(), job.agent(), job.trainers()
     memory = find_copies(job, None)
     drain, silence = _ask_agent(job, agent, trainers)
+    nodes = take_nodes(drain)
+    own = {rank: describe_status(page) for rank, page in status_pages(job).items()}
     status: dict[str, Any] = {
         "root": info.root if info else None,
         "directory": str(job.path),
         "trainers": trainers,
-        "ranks": {rank: _described(page) for rank, page in status_pages(job).items()},
+        "ranks": ranks_of_nodes(nodes, own),
+        "nodes": nodes,
         "fault": _last_fault(job),
         "agent": agent,
         "memory_bytes": job.held_bytes(),
@@ -68,7 +72,8 @@ def job_status(job: JobDir) -> dict[str, Any]:
         "drain": drain,
     }
     deleted = None if trainers else describe_deleted(job, _ANSWERS_WITHIN)
-    problem = deleted or describe_orphan(job) or _drain_problem(status, memory) or silence
+    missed = describe_missed(nodes, status["fault"], trains=bool(trainers))
+    problem = deleted or describe_orphan(job) or missed or _drain_problem(status, memory) or silence
     status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
     if deleted is not None:
         status["durable_step"] = None
@@ -111,21 +116,10 @@ def ended_status(root: Root, base: Path) -> dict[str, Any]:
         instead = root_hint(root, base)
         raise NotFoundError(f"{root}: has nothing in memory on this node, and no checkpoint on storage{instead}")
     return {
-        **{"root": str(root), "directory": None, "trainers": {}, "ranks": {}, "fault": None, "agent": None},
+        **{"root": str(root), "directory": None, "trainers": {}, "ranks": {}, "nodes": []},
+        **{"fault": None, "agent": None},
         **{"memory_bytes": 0, "memory_steps": [], "durable_step": published[-1].stamp.step},
         **{"problem": None, "drain": None},
-    }
-
-
-def _described(page: Status) -> dict[str, Any]:
-    return {
-        "phase": "paused" if page.paused else STAGES[page.stage] if page.stage else PHASES[page.phase],
-        "does": "pauses" if page.paused else STAGES[page.stage] if page.stage else PHASE_TEXTS[page.phase],
-        "step": page.step,
-        "in_memory": page.snapshot if page.snapshot >= 0 else None,
-        "age": round(page.age, 3),
-        "longest_step": round(page.longest, 3),
-        "note": page.note,
     }
 
 

@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from rekindle.cli.files import NO_FILES, facts_of_files, files_status
+from rekindle.cli.nodes import ranges
 from rekindle.cli.operations import ended_status, job_status
 from rekindle.cli.terminal import (
     ANSWERS_WITHIN,
@@ -118,6 +119,8 @@ def _view(found: list[dict[str, Any]], held: dict[str, Any] | None) -> Group:
                 yield ""
             yield escaped(_name(one))
             yield Padding(make_facts_table(_facts(one)), _INDENT, expand=False)
+            if one["nodes"]:
+                yield Padding(_nodes_table(one["nodes"]), _INDENT, expand=False)
             if one["ranks"]:
                 yield Padding(_ranks_table(one["ranks"]), _INDENT, expand=False)
         if held is not None:
@@ -145,11 +148,32 @@ def _facts(one: dict[str, Any]) -> dict[str, str]:
 
 
 def _ranks_table(ranks: dict[int, dict[str, Any]]) -> Table:
-    table = make_table("rank", "does", "step", "in memory", "for", "longest step", may_fold=["does"])
+    several = any(page["node"] for page in ranks.values())
+    columns = ["rank", *(["node"] if several else []), "does", "step", "in memory", "for", "longest step"]
+    table = make_table(*columns, may_fold=["node", "does"])
     for rank, page in ranks.items():
         longest = f"{page['longest_step']:.2f} s" if page["longest_step"] else "-"
-        step = "-" if page["step"] < 0 else str(page["step"])
-        kept = "-" if page["in_memory"] is None else str(page["in_memory"])
         does = f"{page['does']}: {page['note']}" if page["note"] else page["does"]
-        table.add_row(str(rank), does, step, kept, f"{page['age']:.2f} s", longest)
+        times = f"{page['age']:.2f} s", longest
+        node = [page["node"] or "-"] if several else []
+        table.add_row(str(rank), *node, does, _step(page["step"]), _step(page["in_memory"]), *times)
     return table
+
+
+def _nodes_table(nodes: list[dict[str, Any]]) -> Table:
+    table = make_table(
+        *("node", "ranks", "is", "steps", "in memory", "durable", "last heard"), may_fold=["node", "ranks", "is"]
+    )
+    for node in nodes:
+        steps = sorted({*node["steps"].values()})
+        heard = "-" if node["seconds"] is None else f"{node['seconds']:.1f} s ago"
+        table.add_row(
+            *(node["name"], ranges(node["ranks"]), node["state"]),
+            *("-".join(map(str, steps[:1] + steps[1:][-1:])) if steps and steps[0] >= 0 else "-",),
+            *(_step(node["newest"]), _step(node["durable"]), heard),
+        )
+    return table
+
+
+def _step(step: int | None) -> str:
+    return "-" if step is None or step < 0 else str(step)

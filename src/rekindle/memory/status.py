@@ -16,7 +16,7 @@ from rekindle.errors import FormatError
 
 __all__ = ["DONE", "STABLE", "STARTING", "STEPPING", "UPDATING"]
 __all__ += ["FAILED", "SECURED", "SECURING", "TRAINING"]
-__all__ += ["PHASE_TEXTS", "PHASES", "STAGES", "StatusReader", "Status", "StatusPage", "read_status"]
+__all__ += ["PHASE_TEXTS", "PHASES", "STAGES", "StatusReader", "Status", "StatusPage", "describe_status", "read_status"]
 
 STARTING, STABLE, UPDATING, STEPPING, DONE = range(5)
 PHASES = ("starting", "stable", "updating", "stepping", "done")
@@ -73,6 +73,19 @@ class Status:
     def age(self) -> float:
         """Seconds since the last progress."""
         return (time.monotonic_ns() - self.progress) / 1e9
+
+
+def describe_status(page: Status) -> dict[str, Any]:
+    """Returns what a page says as JSON, for people and programs."""
+    return {
+        "phase": "paused" if page.paused else STAGES[page.stage] if page.stage else PHASES[page.phase],
+        "does": "pauses" if page.paused else STAGES[page.stage] if page.stage else PHASE_TEXTS[page.phase],
+        "step": page.step,
+        "in_memory": page.snapshot if page.snapshot >= 0 else None,
+        "age": round(page.age, 3),
+        "longest_step": round(page.longest, 3),
+        "note": page.note,
+    }
 
 
 class StatusPage:

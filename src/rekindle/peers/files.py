@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ __all__ = ["PeerFiles"]
 
 _CONNECT_SECONDS = 10.0
 """Bound on making a connection, its handshake included."""
+_BUSY_SECONDS = 0.1
+"""Pause before the next try at a node that has too many connections."""
 _REPLY_SECONDS = 30.0
 """Bound on the wait for a reply. A node that is alive answers within milliseconds, unless it is short of memory."""
 _MAX_RECEIPT = 256 << 20
@@ -140,9 +143,8 @@ class _Remote:
     def _connect(self) -> Link:
         """Returns a new connection, for which the shard is pinned."""
         files = self._files
-        credentials = Credentials(files.secret, files.start, files.own)
         with self._os_errors():
-            link = connect(files.host, files.port, credentials, _CONNECT_SECONDS)
+            link = _connect_to(files)
         with self._closed_at_errors(link):
             if link.peer != files.node:
                 raise OSError(errno.EPROTO, f"{link.peer} answers in place of {files.node}", self._where)
@@ -191,6 +193,19 @@ class _Remote:
             raise OSError(errno.EPROTO, str(error), self._where) from error
         except OSError as error:
             raise OSError(_number(error), error.strerror or str(error), self._where) from error
+
+
+def _connect_to(files: PeerFiles) -> Link:
+    """Returns a connection. A node that has as many as it serves closes new ones at once: that one is retried."""
+    credentials = Credentials(files.secret, files.start, files.own)
+    until = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            return connect(files.host, files.port, credentials, _CONNECT_SECONDS)
+        except (BrokenPipeError, ConnectionResetError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(_BUSY_SECONDS)
 
 
 def _number(error: OSError) -> int:

@@ -23,6 +23,8 @@ Handler = Callable[[Link, dict[str, Any]], dict[str, Any] | None]
 
 _MOST = 128
 """Connections at a time. Each has a thread and an open file."""
+_WAITING = 128
+"""Connections that may wait to be accepted."""
 _HANDSHAKE = 5.0
 """Seconds that a client has to prove itself."""
 _IDLE = 600.0
@@ -42,7 +44,7 @@ _LONGEST_ERROR = 1000
 def listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens at an address of this host, IPv4 or IPv6. The port 0 stands for any free one."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address, family=family, backlog=_MOST)
+    return socket.create_server(address, family=family, backlog=_WAITING)
 
 
 class _Connection:

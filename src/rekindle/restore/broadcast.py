@@ -1,10 +1,14 @@
-"""Broadcasts bytes that all ranks want, such as those of replicas: one rank reads them from storage for all."""
+"""Broadcasts bytes that ranks want alike, such as those of replicas: one reads them for all, from afar.
+
+That is from storage or from another node: a node that comes without memory has a link, and a disk, for all its ranks.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +16,10 @@ import torch
 from rekindle.format.layout import BLOCK
 from rekindle.format.reader import NullSink, ShardReader, Sink, consecutive_runs, copy_from_address
 from rekindle.format.receipt import checksum
-from rekindle.session.group import ProcessGroup
+from rekindle.memory.nodes import Nodes
+from rekindle.session.group import ProcessGroup, SingleProcess
 
-__all__ = ["BlockRequest", "broadcast_common"]
+__all__ = ["BlockRequest", "broadcast_common", "readers_together"]
 
 _PARCEL = 4 << 20
 """Bytes that are sent in one go; a block of 16 MiB goes as it is."""
@@ -50,6 +55,27 @@ class BlockRequest:
     """Numbers of the blocks that are still to be read, ascending."""
     damaged: list[int] = field(default_factory=list)
     """Numbers of blocks that this rank has read, and that differ from their checksums."""
+
+
+@contextmanager
+def readers_together(
+    group: SingleProcess | ProcessGroup, far: Sequence[bool], nodes: Nodes | None
+) -> Iterator[ProcessGroup | None]:
+    """Gives the group in which this rank reads what it has in common with others; None if it reads all by itself.
+
+    ``far`` tells by rank if it reads from afar. If all do they are the group, else those of a node if all of them do.
+    A collective, in which a group may be made for as long as the context lasts.
+    """
+    here = nodes.here.ranks if nodes is not None else []
+    if isinstance(group, SingleProcess) or group.world == 1:
+        yield None
+    elif all(far):
+        yield group
+    elif len(here) > 1 and all(far[rank] for rank in here):
+        with group.part(here) as part:
+            yield part
+    else:
+        yield None
 
 
 def broadcast_common(group: ProcessGroup, requests: Sequence[BlockRequest]) -> None:

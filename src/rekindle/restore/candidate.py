@@ -26,7 +26,7 @@ from rekindle.restore.partial import Counts, table, unloaded
 from rekindle.restore.reshard import Have, ReadPlan, plan
 from rekindle.restore.saved import Saved
 from rekindle.restore.sources import ShardSource, Sources
-from rekindle.session.group import ProcessGroup, SingleProcess
+from rekindle.session.group import ProcessGroup
 from rekindle.state.tree import entries
 from rekindle.storage.catalog import MEMORY, PEER, STORAGE, StoredCopy
 
@@ -50,6 +50,8 @@ class Verdict:
 
     place: str | None = None
     """Farthest place that a part of what is wanted comes from; None when it is not to be had."""
+    far: bool = False
+    """True if bytes of tensors come from afar: from storage, or another node."""
     nbytes: int = 0
     """Bytes of the blocks that hold what is wanted."""
     read: int = 0
@@ -123,8 +125,10 @@ class Candidate:
             self.verdict.reasons += self._sources.reasons
             self._sources.reasons = []
         if found:
-            places = {source.place for source in (self._sources.home, *dict(self._fillings)) if source is not None}
+            home, read = self._sources.home, {source.place for source, _ in self._fillings}
+            places = read if home is None else {*read, home.place}
             self.verdict.place = next((place for place in (STORAGE, PEER) if place in places), MEMORY)
+            self.verdict.far = bool(read - {MEMORY})
             self.verdict.nbytes = sum(filling.nbytes for _, filling in self._fillings)
             self.verdict.surplus, self.verdict.counts = self.match.surplus, self.match.counts
             self.verdict.there = set(entries(self.match.saved.home.structure))
@@ -234,19 +238,18 @@ class Candidate:
                             "this name, and another number of ranks can't tell whose is whose"
                         )
 
-    def fill(self, group: SingleProcess | ProcessGroup, verdicts: list[Verdict]) -> None:
+    def fill(self, together: ProcessGroup | None) -> None:
         """Fills in what is wanted. A copy that turns out damaged is dropped, and others are looked for.
 
-        ``verdicts`` are those of all ranks.
+        ``together`` is the group whose ranks read once what they want alike from afar.
         """
-        together = isinstance(group, ProcessGroup) and group.world > 1 and all(v.place != MEMORY for v in verdicts)
         while self.verdict.place is not None and self.verdict.error is None:
             self._mark()
             requests = [BlockRequest(source.reader, filling, filling.blocks) for source, filling in self._fillings]
-            if together:
-                together = False  # the other ranks take part once
-                assert isinstance(group, ProcessGroup)
-                broadcast_common(group, requests)
+            if together is not None:
+                far = zip(requests, self._fillings, strict=True)
+                broadcast_common(together, [request for request, (source, _) in far if source.place != MEMORY])
+                together = None  # the other ranks take part once
             if self._read(requests):
                 for _, filling in self._fillings:
                     filling.finish()

@@ -12,6 +12,7 @@ from rekindle.errors import CorruptError, NotFoundError, UsageError
 from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Nodes
+from rekindle.restore.broadcast import readers_together
 from rekindle.restore.candidate import Candidate, Verdict, half_loaded
 from rekindle.restore.choose import SUPERSEDED, Choice, choose
 from rekindle.restore.match import mismatch
@@ -100,8 +101,8 @@ def restore(
         if group.rank == 0:
             log.warning("%s", describe_fresh_start(store.root))
         return None, generation
-    work = _Restore(group, state, store, step, parts, inventories, allow_pickle=allow_pickle, overwritten=overwritten)
-    return work.run(), generation
+    given = group, state, store, step, parts, inventories, nodes
+    return _Restore(*given, allow_pickle=allow_pickle, overwritten=overwritten).run(), generation
 
 
 class _Restore:
@@ -115,13 +116,14 @@ class _Restore:
         step: int | None,
         parts: frozenset[str] | None,
         inventories: list[Inventory],
+        nodes: Nodes | None,
         *,
         allow_pickle: bool,
         overwritten: bool,
     ) -> None:
         self._group, self._state, self._store = group, state, store
         self._step, self._allow_pickle, self._parts = step, allow_pickle, parts
-        self._inventories, self._ours = inventories, inventories[group.rank]
+        self._inventories, self._ours, self._nodes = inventories, inventories[group.rank], nodes
         self._overwritten = overwritten
         """True if the live state of a rank is neither what it was nor what a checkpoint holds."""
         self._fresh_start = newest_fresh_start(inventories)
@@ -156,7 +158,8 @@ class _Restore:
             verdicts = _agree(group, candidate.verdict)
             _check_match(key.step, verdicts, self._parts)
             if all(verdict.place for verdict in verdicts):
-                candidate.fill(group, verdicts)
+                with readers_together(group, [verdict.far for verdict in verdicts], self._nodes) as together:
+                    candidate.fill(together)
                 candidate.verdict.seconds = time.monotonic() - began
                 verdicts = _agree(group, candidate.verdict)
             self._overwritten = self._overwritten or any(verdict.half_loaded for verdict in verdicts)

@@ -104,6 +104,28 @@ class ProcessGroup:
 
         return wait
 
+    @contextmanager
+    def part(self, ranks: list[int]) -> Iterator[ProcessGroup]:
+        """Makes a group of some ranks, this one among them, for as long as the context lasts. A collective of these."""
+        part = _Part(ranks, self._timeout)
+        try:
+            yield part
+        finally:
+            dist.destroy_process_group(part._group)
+
+
+class _Part(ProcessGroup):
+    """Some ranks of a process group, with numbers of their own."""
+
+    def __init__(self, ranks: list[int], timeout: timedelta) -> None:
+        self.rank, self.world = ranks.index(dist.get_rank()), len(ranks)
+        self._ranks, self._timeout = ranks, timeout
+        with self._ranks_missed():
+            self._group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+
+    def broadcast(self, data: torch.Tensor, source: int) -> Callable[[], object]:
+        return super().broadcast(data, self._ranks[source])
+
 
 def _gloo_timeout() -> timedelta | None:
     """Returns the timeout of the process group's own gloo; None where torch doesn't tell."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from rekindle.format.lineage import Incarnation, ShardId, drop_superseded
 from rekindle.format.names import Root
+from rekindle.memory.nodes import Nodes
 from rekindle.memory.notes import RootIdentity
 from rekindle.storage.store import Store
 
@@ -77,16 +78,21 @@ def describe_rival(root: Root, newest: ShardId, consequence: str) -> str:
     )
 
 
-def describe_missing_shards(store: Store, stamp: ShardId) -> str | None:
+def describe_missing_shards(store: Store, stamp: ShardId, nodes: Nodes | None = None) -> str | None:
     """Returns the message of a step whose shards are not all on storage, though this node's are; None if all are.
 
-    Costs a look-up for each rank of the job.
+    ``nodes`` are those of the job, if they are known, by which it says whose they are. Costs a look-up for each rank of
+    the job.
     """
     missing = [rank for rank in range(stamp.world) if not store.has_shard(replace(stamp, rank=rank))]
     if not missing:
         return None
     some = ", ".join(map(str, missing[:_SOME])) + (", ..." if len(missing) > _SOME else "")
+    names: list[str] = []
+    if nodes is not None and nodes.start == stamp.incarnation.id:
+        names = sorted({nodes.node_of(rank).name for rank in missing})[:_SOME]
+    whose = f" ({', '.join(names)})" if names else ""
     return (
-        f"step {stamp.step} is not whole on storage: {store.root} lacks the shard of rank(s) {some}, and another node "
-        "has to write it: run 'rekindle status' there, and see that it has the same root mounted"
+        f"step {stamp.step} is not whole on storage: {store.root} lacks the shard of rank(s) {some}, and another node"
+        f"{whose} has to write it: run 'rekindle status' there, and see that it has the same root mounted"
     )

@@ -1,0 +1,68 @@
+"""Reads what an agent tells of all nodes of a job. Leaves tables to the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rekindle.memory.fault import LOST
+
+__all__ = ["describe_missed", "describe_node", "ranges", "ranks_of_nodes", "take_nodes"]
+
+
+def take_nodes(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Takes the nodes out of an agent's answer; none of a job on one node, or without an agent."""
+    nodes: list[dict[str, Any]] = answer.pop("nodes", []) if answer is not None else []
+    for node in nodes:
+        for field in ("steps", "pages"):  # in JSON a rank became a text
+            node[field] = {int(rank): value for rank, value in node[field].items()}
+    return nodes
+
+
+def ranks_of_nodes(nodes: list[dict[str, Any]], own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Returns the pages of all ranks of a job, each with the name of its node. Takes those of other nodes out of nodes.
+
+    ``own`` are those of this node: newer than what its agent has told others.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    here = None
+    for node in nodes:
+        pages = node.pop("pages")
+        if node["state"] == "here":
+            here = node["name"]
+        else:
+            found |= {rank: {**page, "node": node["name"]} for rank, page in pages.items()}
+    found |= {rank: {**page, "node": here} for rank, page in own.items()}
+    return dict(sorted(found.items()))
+
+
+def describe_missed(nodes: list[dict[str, Any]], fault: dict[str, Any] | None, *, trains: bool) -> str | None:
+    """Names the nodes that should be there and are not; None if there are none.
+
+    The agents of a job that ended leave one by one. ``trains`` is True while it has trainers on this node.
+    """
+    told = []
+    for node in nodes:
+        struck = fault is not None and fault["cause"] == LOST and fault["rank"] in node["ranks"]
+        heard = "" if node["seconds"] is None else f": last heard {node['seconds']:.1f} s ago"
+        if node["state"] == "agent gone" and trains:
+            told.append(f"{describe_node(node)} has no agent{heard}")
+        elif node["state"] in ("silent", "lost") and (trains or struck):
+            told.append(f"{describe_node(node)} is {node['state']}{heard or ', and was never heard'}")
+    return "; ".join(told) or None
+
+
+def describe_node(node: dict[str, Any]) -> str:
+    """Returns a node's name and ranks, for a sentence."""
+    return f"node {node['name']} (rank{'s' if len(node['ranks']) > 1 else ''} {ranges(node['ranks'])})"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Returns whole numbers in words, such as "0-3, 8"."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ", ".join("-".join(map(str, span)) for span in spans)
