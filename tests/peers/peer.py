@@ -58,9 +58,9 @@ def blocks_of(count: int) -> dict[str, bytes]:
 
 
 @contextmanager
-def serving(handlers: Mapping[str, Handler]) -> Iterator[int]:
+def serving(handlers: Mapping[str, Handler], port: int = 0) -> Iterator[int]:
     """Serves from threads of this process. Gives the port."""
-    listener = socket.create_server((HOST, 0))
+    listener = socket.create_server((HOST, port))
     server = PeerServer(listener, lambda: OWN, handlers)
     server.start()
     try:

@@ -40,6 +40,8 @@ _LAST_DRAIN = 600.0
 """Seconds that an agent's successor gives it for the drain in hand."""
 _NO_JOB = 60.0
 """Seconds that an agent waits for a trainer to write down the job."""
+_SECURED_WITHIN = 5.0
+"""Seconds after the last trainer's end in which ranks of other nodes may still secure replicas of what it held."""
 
 
 class Agent(Service):
@@ -109,7 +111,7 @@ class Agent(Service):
 
     def _work(self) -> bool:
         alone = not self.job.trainers()
-        if alone and not self._idle:
+        if alone and (not self._idle or self._others_may_secure()):
             try:
                 rebuild_dead_ranks(self.job, self.monitor.others.elsewhere())
             except OSError as error:  # no open files are left, for one: the next round tries again
@@ -127,6 +129,10 @@ class Agent(Service):
         busy = self.drainer.tick()
         self._write_status()
         return busy
+
+    def _others_may_secure(self) -> bool:
+        """True for a while if there are other nodes, whose ranks may end later than those of this one."""
+        return bool(self.monitor.others.name) and time.monotonic() < self._alone_since + _SECURED_WITHIN
 
     def _done(self) -> bool:
         now = time.monotonic()

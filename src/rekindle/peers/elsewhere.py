@@ -23,8 +23,8 @@ log = logging.getLogger("rekindle")
 
 _MOST_ASKED = 16
 """Nodes, at most, that are asked for the snapshot of a rank which they don't have now. They may have had it before."""
-_PATIENCE = 5.0
-"""Seconds in which a node must answer."""
+_PATIENCE = 2.0
+"""Seconds in which a node must answer. One that was lost with power answers nothing."""
 _ALL = 15.0
 """Seconds after which no node is asked any more: all ranks wait for those that rebuild."""
 

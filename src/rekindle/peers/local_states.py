@@ -20,7 +20,6 @@ from rekindle.format.names import MAX_RANKS
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.local_state import (
     LocalFiles,
-    LocalState,
     decode_local_state,
     decode_local_state_plan,
     local_state_paths,
@@ -72,34 +71,38 @@ class _Keeper:
 
     def keep(self, link: Link, message: dict[str, Any]) -> dict[str, Any]:
         """Keeps files of a rank that have changed. Answers False if they say nothing new."""
-        rank = check_integer(message["rank"], 0, MAX_RANKS - 1)
+        rank = check_integer(message.get("rank"), 0, MAX_RANKS - 1)
         files = _receive(link, message)
         nodes = self._nodes()
         if nodes is None or not any(node.name == link.peer and rank in node.ranks for node in nodes.nodes):
             raise WireError(f"rank {rank} is not on node {link.peer}")
         with self._lock:
-            kept = self._keep(rank, files)
+            kept = self._keep(rank, files, nodes.start)
             if kept and "plan" not in files and self._tidy_start != nodes.start:  # the start has made two steps
                 self._tidy_start = nodes.start
                 self._tidy(nodes)
         return {"kept": kept}
 
-    def _keep(self, rank: int, files: Mapping[str, bytes]) -> bool:
+    def _keep(self, rank: int, files: dict[str, bytes], start: str) -> bool:
+        """Replaces what is kept, unless ``files`` are of an older start, or fit no plan, or training has made none."""
         known = self._known.get(rank) or self._read(rank)
         digest, nbytes = (known.plan, known.nbytes) if known is not None else ("", 0)
         if "plan" in files:
             plan = decode_local_state_plan(files["plan"], f"plan of rank {rank}")
             digest, nbytes = plan.digest, plan.nbytes
         states = {which: decode_local_state(files[which], rank, f"rank {rank}") for which in files if which != "plan"}
-        if any((state.plan, len(state.tensors)) != (digest, nbytes) for state in states.values()):
+        unfit = {which for which, state in states.items() if (state.plan, len(state.tensors)) != (digest, nbytes)}
+        if not unfit <= {"u"}:
             return False
-        ages = [_age(state) for which, state in states.items() if which != "u" and state.made]
+        made = [state.stamp for which, state in states.items() if which != "u" and state.made]
+        ages = [(stamp.incarnation.generation, stamp.step) for stamp in made]
         newest = max(ages, default=known.newest if known is not None and known.plan == digest else None)
-        if newest is None or (known is not None and newest[0] < known.newest[0]):
+        present = any(stamp.incarnation.id == start for stamp in made)
+        if newest is None or (known is not None and newest[0] < known.newest[0] and not present):
             return False
         self._job.others.directory.mkdir(mode=0o700, exist_ok=True)
         self._known.pop(rank, None)  # until all is written
-        _put(self._job.others, rank, files)
+        _put(self._job.others, rank, {which: raw for which, raw in files.items() if which not in unfit})
         self._known[rank] = _Known(digest, nbytes, newest)
         return True
 
@@ -123,7 +126,7 @@ class _Keeper:
 
     def give(self, link: Link, message: dict[str, Any]) -> None:
         """Sends the newest files that this node has of a rank; none if it has none."""
-        rank = check_integer(message["rank"], 0, MAX_RANKS - 1)
+        rank = check_integer(message.get("rank"), 0, MAX_RANKS - 1)
         found = max(_places(self._job), key=lambda paths: _newest(paths, rank) or (-1, -1))
         files = {which: raw for which, raw in read_local_bytes(found, rank).items() if len(raw) <= MOST}
         link.send({"files": {which: len(raw) for which, raw in files.items()}, "bytes": sum(map(len, files.values()))})
@@ -135,10 +138,6 @@ def local_state_handlers(job: JobDir, nodes: Callable[[], Nodes | None]) -> dict
     """Returns the handlers of the verbs "keep" and "kept". ``nodes`` returns those of the present start."""
     keeper = _Keeper(job, nodes)
     return {"keep": keeper.keep, "kept": keeper.give}
-
-
-def _age(state: LocalState) -> tuple[int, int]:
-    return state.stamp.incarnation.generation, state.stamp.step
 
 
 def _places(job: JobDir) -> list[JobPaths]:
@@ -165,10 +164,13 @@ def _put(paths: JobPaths, rank: int, files: Mapping[str, bytes]) -> None:
 
 
 def _receive(link: Link, message: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns the files that a message announces. Raises ValueError or KeyError for nonsense."""
-    sizes = {which: check_integer(size, 0, MOST) for which, size in dict(message["files"]).items()}
+    """Returns the files that a message announces. Raises WireError for nonsense."""
+    try:
+        sizes = {which: check_integer(size, 0, MOST) for which, size in message["files"].items()}
+    except (AttributeError, KeyError, ValueError) as error:
+        raise WireError(f"the files of a local state make no sense: {error}") from error
     if not sizes.keys() <= {"plan", "0", "1", "u"} or message.get("bytes", 0) != sum(sizes.values()):
-        raise ValueError("the files of a local state are not told right")
+        raise WireError("the files of a local state make no sense")
     files = {}
     for which, size in sizes.items():
         raw = bytearray(size)
@@ -225,9 +227,5 @@ def ask_for_files(nodes: Nodes, node: Node, rank: int) -> dict[str, bytes]:
     link = connect(node.host, node.port, Credentials(nodes.secret, nodes.start, nodes.here.name), _PATIENCE)
     try:
         return _receive(link, call(link, {"verb": "kept", "rank": rank}, _PATIENCE))
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, RekindleError):
-            raise
-        raise WireError(f"its answer makes no sense: {error}") from error
     finally:
         link.close()

@@ -1,0 +1,80 @@
+"""Two nodes with a rank each, of which one is killed: only the other node has replicas of what it held."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.memory.job_dir import JobDir
+from tests.faults.harness import end_agent
+from tests.integrations.dcp.ranks import attempt, ranks
+
+STEPS, STRUCK = 7, 5
+
+
+@pytest.fixture
+def memories(small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """The memory of two nodes on this host."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    places = [small_tmpfs(256 << 20), small_tmpfs(256 << 20)]
+    yield places
+    for place in places:
+        for directory in place.glob("rekindle-*/*/"):
+            end_agent(JobDir(directory))
+
+
+def _train(rank: int, root: Path, memories: list[Path], optimizer: str, moment: str = "") -> tuple[int, str, str]:
+    """Trains a replica with dropout, a random generator and an order of data of its own, and takes no snapshots.
+
+    Rank 1 is killed at ``moment``: once step ``STRUCK`` is complete, or in the middle of its update.
+    """
+    torch.manual_seed(rank)
+    order = rekindle.Values(seen=0.0)
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 1))
+    )
+    made = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer](model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": made, "order": order}
+    ckpt = rekindle.Checkpointer(root, state, memory=memories[rank], persist_every=10**6, snapshot_every=10**9)
+    begun, step = ckpt.restore(), 0
+
+    def strike(*_: Any) -> None:
+        if rank == 1 and step == STRUCK and moment == "update":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    made.register_step_pre_hook(strike)
+    with ckpt.guard(fence=moment == "update", watchdog=False):
+        for step in range(begun + 1, STEPS + 1):
+            data = torch.rand(8, 64)
+            order.seen += float(data.sum())
+            model(data).square().mean().backward()
+            made.step()
+            made.zero_grad()
+            ckpt.step(step)
+            if rank == 1 and step == STRUCK and moment == "step":
+                os.kill(os.getpid(), signal.SIGKILL)
+    moments = [tensor for one in made.state.values() for tensor in one.values()]
+    bits = [*model.state_dict().values(), *moments, torch.get_rng_state(), torch.tensor(order.seen)]
+    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in bits)).hexdigest()
+    return begun, ckpt.metrics.restored_from, digest
+
+
+@pytest.mark.campaign(seconds=90)
+@pytest.mark.parametrize(("optimizer", "moment"), [("adam", "step"), ("sgd", "step"), ("adam", "update")])
+def test_a_killed_rank_loses_no_step_though_only_another_node_has_replicas(
+    optimizer: str, moment: str, root: Path, memories: list[Path], tmp_path: Path
+) -> None:
+    _, codes = attempt(2, _train, root, memories, optimizer, moment)
+    assert codes[1] == -signal.SIGKILL
+    again = ranks(2, _train, root, memories, optimizer)
+    unbroken = ranks(2, _train, tmp_path / "unbroken", memories, optimizer)
+    assert [begun for begun, _, _ in again] == [STRUCK, STRUCK] and again[1][1] == "peer"
+    assert [digest for *_, digest in again] == [digest for *_, digest in unbroken]
