@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from rich.console import Console
 
 from rekindle.cli import status
 from rekindle.cli.nodes import describe_missed, ranges, ranks_of_nodes, take_nodes
-from rekindle.cli.operations import job_status
+from rekindle.cli.operations import job_status, stop
+from rekindle.errors import BusyError
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.nodes import Node, Nodes
 from tests.agent.lab import Lab
 from tests.faults.harness import wait_for
 
@@ -132,3 +136,35 @@ def test_a_node_that_falls_silent_is_named_and_one_without_an_agent_too(lab: Lab
     lab.hosts[1].signal_agent(signal.SIGKILL)
     wait_for(lambda: "node n1 (rank 1) has no agent: last heard " in problem(lab), what="a word on the agent")
     assert lab.hosts[0].fault() is None
+
+
+def test_stop_ends_a_job_on_all_of_its_nodes_and_on_none_while_one_trains(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, 3)
+    try:
+        lab.begin(3)
+        lab.end()
+        one, other, third = lab.hosts
+        one.trainer.release()
+        third.trainer.release()
+        with pytest.raises(
+            BusyError, match=rf"on other nodes: node n1 \(rank 1\) by processes {os.getpid()}: end them"
+        ):
+            stop(one.job, 30.0, lambda progress: None)
+        assert one.job.path.exists() and other.job.path.exists() and one.job.agent() and third.job.agent()
+        other.trainer.release()
+        third.signal_agent(signal.SIGKILL)
+        told = stop(one.job, 60.0, lambda progress: None)
+        assert told == {"node n1 (rank 1)": "its agent has ended", "node n2 (rank 2)": "no agent listens there"}
+        assert not one.job.path.exists() and not other.job.path.exists() and third.job.path.exists()
+    finally:
+        lab.close()
+
+
+def test_stop_does_not_discard_what_other_nodes_hold(tmp_path: Path) -> None:
+    job = JobDir(tmp_path / "job")
+    job.create()
+    nodes = [Node("A", "127.0.0.1", 1, [0, 1]), Node("B", "127.0.0.1", 1, [2, 3])]
+    Nodes("a" * 16, 1, b"s" * 32, 0, nodes).write(job)
+    told = stop(job, 5.0, lambda progress: None, discard=True)
+    assert told == {"node B (ranks 2-3)": "keeps its memory: run 'rekindle stop --discard' there, too"}
+    assert not job.path.exists()

@@ -24,7 +24,9 @@ _TICK = 0.05
 """Seconds between two looks at ``job.json``: trainers that wait for an address are held up that long."""
 
 
-async def serve_mesh(job: JobDir, monitor: RankMonitor, durable: Callable[[], int]) -> None:
+async def serve_mesh(
+    job: JobDir, monitor: RankMonitor, durable: Callable[[], int], stop: Callable[[], dict[str, Any]]
+) -> None:
     """Serves as ``rekindle.agent.mesh_keeper.MeshKeeper`` does, as soon as the job needs it, until cancelled."""
     while not _has_host(job):
         await asyncio.sleep(_TICK)
@@ -33,7 +35,7 @@ async def serve_mesh(job: JobDir, monitor: RankMonitor, durable: Callable[[], in
     except Exception as error:  # no memory, no open files
         log.warning("the agent can't speak with other nodes: %s: %s", type(error).__name__, error)
         return
-    await module.MeshKeeper(job, monitor, durable).serve()
+    await module.MeshKeeper(job, monitor, durable, stop).serve()
 
 
 def _has_host(job: JobDir) -> bool:

@@ -89,7 +89,18 @@ class Agent(Service):
         self.drainer.hurry(on=on or self.quitting)
 
     def _watches(self) -> list[Coroutine[Any, Any, None]]:
-        return [self.monitor.serve(), serve_mesh(self.job, self.monitor, self._durable)]
+        return [self.monitor.serve(), serve_mesh(self.job, self.monitor, self._durable, self._stop_with_others)]
+
+    def _stop_with_others(self) -> dict[str, Any]:
+        """Ends the job when another node's ``rekindle stop`` asks, unless it is trained here. Returns the answer.
+
+        For any thread.
+        """
+        trainers = sorted(set(self.job.trainers().values()) - {os.getpid()})  # this agent holds those of dead ranks
+        if not trainers:
+            self._stop()
+        progress = self._progress()
+        return {"trainers": trainers, "why": progress["error"] or progress["waits"]}
 
     def _durable(self) -> int:
         durable = self.drainer.progress.durable

@@ -282,7 +282,7 @@ def drill_command(root: Root, fault: str, rank: int | None, timeout: float, as_j
 def stop_command(
     root: Root | None, stale: bool, files: bool, discard: bool, timeout: float, memory: Path | None
 ) -> None:
-    """End the job of ROOT on this node: drain what only memory holds to storage, then give the memory back."""
+    """End the job of ROOT on all of its nodes: drain what only memory holds to storage, then give the memory back."""
     if (root is not None) + stale + files != 1:
         raise click.UsageError("give one of ROOT, --stale and --files")
     if files:
@@ -308,8 +308,10 @@ def stop_command(
             held, info = job.held_bytes(), job_info(job)
             try:
                 name = info.root if info is not None else str(job.path)
-                stop(job, timeout, DrainDisplay(bar, name, timeout, info), discard=discard)
+                elsewhere = stop(job, timeout, DrainDisplay(bar, name, timeout, info), discard=discard)
                 click.echo(f"{job.path}: ended, {decimal(held)} given back")
+                for node, what in elsewhere.items():
+                    click.echo(f"{node}: {what}")
             except RekindleError as error:
                 failures.append(error)
     CompileDir.remove_abandoned(base)

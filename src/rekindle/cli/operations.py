@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rekindle.agent.drain import TICK, Drainer
+from rekindle.agent.drain import TICK, Drainer, DrainProgress
 from rekindle.agent.http import send_request
 from rekindle.agent.service import describe_orphan
 from rekindle.cli.nodes import describe_missed, ranks_of_nodes, take_nodes
+from rekindle.cli.stopping import OtherAgents
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import in_background
 from rekindle.errors import AgentError, BusyError, FormatError, NotDurableError, NotFoundError
@@ -130,11 +131,14 @@ def _last_fault(job: JobDir) -> dict[str, Any] | None:
         return None
 
 
-def stop(job: JobDir, timeout: float, progress: Callable[[dict[str, Any]], object], *, discard: bool = False) -> None:
-    """Ends a job for good: drains what only memory holds, then gives the memory back.
+def stop(
+    job: JobDir, timeout: float, progress: Callable[[dict[str, Any]], object], *, discard: bool = False
+) -> dict[str, str]:
+    """Ends a job for good: drains what only memory holds, then gives the memory back. Other nodes do the same.
 
-    With ``discard`` the memory is given back at once, and what only memory held is lost. Raises BusyError while
+    With ``discard`` this node's memory is given back at once, and what only memory held is lost. Raises BusyError while
     trainers live, NotDurableError when storage didn't take everything in ``timeout`` seconds: the memory then stays.
+    Returns what became of each other node.
     """
     deadline = time.monotonic() + timeout
     rebuilt_by = time.monotonic() + _REBUILT_WITHIN
@@ -147,11 +151,18 @@ def stop(job: JobDir, timeout: float, progress: Callable[[dict[str, Any]], objec
         raise NotDurableError(f"{job.path}: {why}")
     if not discard and job.path.exists():
         _refuse_deleted(job, deadline)
+    others = OtherAgents(job)
+    if discard:
+        others.leave("keeps its memory: run 'rekindle stop --discard' there, too")
+    else:
+        others.ask()  # before anything ends: a step is whole on storage once each node has written its part
     agent = job.agent()
     if agent is not None:
         _end_agent(job, agent, deadline, progress, discard=discard)
     if job.path.exists():
         _end_here(job, deadline, progress, discard=discard)
+    others.wait(deadline, lambda: progress(vars(DrainProgress())))
+    return others.said
 
 
 def _refuse_deleted(job: JobDir, deadline: float) -> None:

@@ -1,0 +1,96 @@
+"""Has the agents of a job's other nodes end it too, for ``rekindle stop``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import partial
+from typing import Any
+
+from rekindle.cli.nodes import ranges
+from rekindle.errors import BusyError, FormatError, NotDurableError, RekindleError
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.nodes import Node, Nodes
+from rekindle.peers.wire import Credentials, WireError, call, connect
+
+__all__ = ["OtherAgents"]
+
+_ANSWERS_WITHIN = 3.0
+"""Seconds that a node gets to answer."""
+_AT_A_TIME = 16
+"""Nodes that are asked at a time."""
+_AGAIN = 0.2
+"""Seconds between two questions whether an agent has ended."""
+_ENDED = "its agent has ended"
+
+
+class OtherAgents:
+    """The agents of the other nodes of a job's newest start; none of a job on one node."""
+
+    def __init__(self, job: JobDir) -> None:
+        self._nodes: Nodes | None = None
+        with suppress(OSError, FormatError):
+            self._nodes = Nodes.read(job)
+        nodes = self._nodes.nodes if self._nodes is not None else []
+        self._others = [node for number, node in enumerate(nodes) if self._nodes and number != self._nodes.own]
+        self.said: dict[str, str] = {}
+        """The words of each node that needs no further waiting, by its name and ranks."""
+
+    def ask(self) -> None:
+        """Asks all to end the job. Raises BusyError where it is still trained."""
+        answers = self._ask_all(self._others)
+        busy = [
+            f"{name} by processes {', '.join(map(str, answer['trainers']))}"
+            for name, answer in answers.items()
+            if answer.get("trainers")
+        ]
+        if busy:
+            raise BusyError(f"the job is being trained on other nodes: {'; '.join(busy)}: end them first")
+
+    def wait(self, deadline: float, progress: Callable[[], object]) -> None:
+        """Waits until the agents that were asked have ended. Raises NotDurableError if they don't in time."""
+        while left := [node for node in self._others if _describe(node) not in self.said]:
+            answers = self._ask_all(left, _ENDED)
+            if answers and time.monotonic() > deadline:
+                late = "; ".join(f"{name}: {answer.get('why') or 'not ready'}" for name, answer in answers.items())
+                raise NotDurableError(f"other nodes have not finished in time: {late}")
+            progress()
+            time.sleep(_AGAIN)
+
+    def leave(self, words: str) -> None:
+        """Asks none of them."""
+        self.said = dict.fromkeys(map(_describe, self._others), words)
+
+    def _ask_all(self, nodes: list[Node], refused: str = "no agent listens there") -> dict[str, dict[str, Any]]:
+        """Returns the answers, by name and ranks. ``said`` gets those that will not answer."""
+        answers: dict[str, dict[str, Any]] = {}
+        if not nodes:
+            return answers
+        with ThreadPoolExecutor(min(_AT_A_TIME, len(nodes))) as pool:
+            for node, answer in zip(nodes, pool.map(partial(self._ask, refused=refused), nodes), strict=True):
+                if isinstance(answer, str):
+                    self.said[_describe(node)] = answer
+                else:
+                    answers[_describe(node)] = answer
+        return answers
+
+    def _ask(self, node: Node, refused: str) -> dict[str, Any] | str:
+        assert self._nodes is not None
+        if not node.port:
+            return "can't be reached from other nodes: run 'rekindle stop' there, too"
+        credentials = Credentials(self._nodes.secret, self._nodes.start, self._nodes.here.name)
+        try:
+            with closing(connect(node.host, node.port, credentials, _ANSWERS_WITHIN)) as link:
+                if link.peer != node.name:
+                    raise WireError(f"node {link.peer} answers in its place")
+                return call(link, {"verb": "stop", "start": self._nodes.start}, _ANSWERS_WITHIN)
+        except ConnectionError:  # refused, or closed as the agent ended
+            return refused
+        except (OSError, RekindleError) as error:
+            return f"is not asked to stop: {error}"
+
+
+def _describe(node: Node) -> str:
+    return f"node {node.name} (rank{'s' if len(node.ranks) > 1 else ''} {ranges(node.ranks)})"
