@@ -14,7 +14,8 @@ import torch
 
 import rekindle
 from rekindle.memory.job_dir import JobDir
-from tests.faults.harness import end_agent
+from rekindle.storage.posix import PosixStore
+from tests.faults.harness import end_agent, wait_for
 from tests.integrations.dcp.ranks import attempt, ranks
 
 STEPS, STRUCK = 7, 5
@@ -34,7 +35,8 @@ def memories(small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 def _train(rank: int, root: Path, memories: list[Path], optimizer: str, moment: str = "") -> tuple[int, str, str]:
     """Trains a replica with dropout, a random generator and an order of data of its own, and takes no snapshots.
 
-    Rank 1 is killed at ``moment``: once step ``STRUCK`` is complete, or in the middle of its update.
+    Rank 1 is killed at ``moment``: once step ``STRUCK`` is complete, or in the middle of its update, and its agent
+    with it, which would rebuild the step before the job starts again.
     """
     torch.manual_seed(rank)
     order = rekindle.Values(seen=0.0)
@@ -48,6 +50,7 @@ def _train(rank: int, root: Path, memories: list[Path], optimizer: str, moment: 
 
     def strike(*_: Any) -> None:
         if rank == 1 and step == STRUCK and moment == "update":
+            end_agent(ckpt._session.job_dir)
             os.kill(os.getpid(), signal.SIGKILL)
 
     made.register_step_pre_hook(strike)
@@ -78,3 +81,12 @@ def test_a_killed_rank_loses_no_step_though_only_another_node_has_replicas(
     unbroken = ranks(2, _train, tmp_path / "unbroken", memories, optimizer)
     assert [begun for begun, _, _ in again] == [STRUCK, STRUCK] and again[1][1] == "peer"
     assert [digest for *_, digest in again] == [digest for *_, digest in unbroken]
+
+
+@pytest.mark.campaign(seconds=15)
+def test_the_step_of_a_killed_rank_reaches_storage_though_the_job_does_not_start_again(
+    root: Path, memories: list[Path]
+) -> None:
+    """Its agent rebuilds it as soon as the other node's rank has secured the replicas."""
+    attempt(2, _train, root, memories, "adam", "step")
+    wait_for(lambda: [entry.stamp.step for entry in PosixStore(root).published()] == [STRUCK])

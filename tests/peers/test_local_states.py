@@ -133,8 +133,8 @@ def test_a_start_replaces_what_is_kept_once_it_has_made_a_step(near: JobDir, far
         rank.put(4)
         wait_until(lambda: kept(far) == (2, 4))
         assert keep(link, 0, before) == {"kept": False} and kept(far) == (2, 4)
-        files = read_local_files(far.others, 0)
-        assert files is not None and files.before is None
+        assert keep(link, 0, read_local_bytes(near.paths, 0)) == {"kept": True}
+        assert not far.others.local_state(0, "u").exists()
         link.close()
 
 
@@ -157,8 +157,10 @@ def test_only_sound_files_of_the_senders_own_ranks_are_kept(near: JobDir, far: J
         for which in files:
             assert "damaged" in keep(link, 0, {**files, which: bad[which]})["error"]
         assert keep(link, 0, {"0": files["0"]}) == {"kept": False}  # of no plan that is known
-        for sizes in ({"../x": 1}, {"0": -1}, {"0": MOST + 1}):
-            with pytest.raises(WireError):
+        assert "make no sense" in keep(link, 0, {**files, "../x": b"x"})["error"]
+        assert "make no sense" in keep(link, 0, {**files, "1": bytes(MOST + 1)})["error"]
+        for sizes in ({"0": -1}, {"0": "1"}, ["0"], {"0": 1}):
+            with pytest.raises(WireError, match="make no sense"):
                 call(link, {"verb": "keep", "rank": 0, "files": sizes}, 30)
         assert not far.others.directory.exists()
         assert keep(link, 0, files) == {"kept": True}
