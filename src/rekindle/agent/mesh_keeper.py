@@ -49,11 +49,11 @@ class MeshKeeper:
     """Serves one job's agent, in its event loop. A mesh that can't be had is one warning: the job goes on without."""
 
     def __init__(
-        self, job: JobDir, monitor: RankMonitor, durable: Callable[[], int], stop: Callable[[], dict[str, Any]]
+        self, job: JobDir, monitor: RankMonitor, durable: Callable[[], int], stop: Callable[[bool], dict[str, Any]]
     ) -> None:
         """``durable`` returns the newest step that this node has seen on storage; -1 if it is unknown.
 
-        ``stop`` ends the job on this node, and returns the answer to whoever asks for that; for any thread.
+        ``stop`` ends the job on this node, or only looks if it may, and returns the answer. For any thread.
         """
         self._job, self._monitor, self._durable, self._stop = job, monitor, durable, stop
         self._host = self._start = ""
@@ -140,7 +140,7 @@ class MeshKeeper:
         return 0
 
     def _handlers(self) -> dict[str, Handler]:
-        own: dict[str, Handler] = {**dict.fromkeys(VERBS, self._handle), "stop": lambda link, message: self._stop()}
+        own: dict[str, Handler] = {**dict.fromkeys(VERBS, self._handle), "stop": self._handle_stop}
         return {**own, **snapshot_handlers(self._job), **local_state_handlers(self._job, self._nodes)}
 
     def _nodes(self) -> Nodes | None:
@@ -158,6 +158,9 @@ class MeshKeeper:
         if mesh is None:
             raise WireError("this node's start has ended")
         return mesh.handle(link, message)
+
+    def _handle_stop(self, link: Link, message: dict[str, Any]) -> dict[str, Any]:
+        return self._stop(message.get("only_look") is not False)
 
     # -- the mesh -----------------------------------------------------------------------------------------------
 
