@@ -85,7 +85,7 @@ def short_delays(nodes: int) -> Iterator[None]:
     def method_name(depth: int = 2) -> str:
         return sys._getframe(depth).f_code.co_name
 
-    class StateHolder(module._BackendRendezvousStateHolder):  # type: ignore[misc, name-defined]
+    class StateHolder(module._BackendRendezvousStateHolder):  # type: ignore[misc]
         def sync(self) -> bool | None:
             if look_anew.is_set():  # set by the thread that waits; that of the signs of life doesn't run meanwhile
                 look_anew.clear()
