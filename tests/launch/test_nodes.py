@@ -130,7 +130,7 @@ class Node:
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes nodes that meet each other."""
-    from torch.distributed import HashStore
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -191,6 +191,23 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(nodes: Any) -> None:
     assert first.handler.num_nodes_waiting() == 0 and first.state.redundancy_list == {further.name}
 
 
+def test_a_node_that_was_taken_for_lost_becomes_the_spare(nodes: Any) -> None:
+    """Three nodes want two places. The one that comes last waits without being waited for."""
+    first, second, spare = nodes(3, 2, 2)
+    for node in (first, second):
+        node.join()
+    until(lambda: first.joined.is_set() and second.joined.is_set())
+    spare.join()
+    until(lambda: spare.name in first.state.redundancy_list)
+    second.lose()
+    until(lambda: first.handler.num_nodes_waiting() == 1)
+    second.join()
+    until(lambda: first.handler.num_nodes_waiting() == 2)
+    first.join()
+    until(lambda: len(first.state.redundancy_list) == 1)
+    assert first.handler.num_nodes_waiting() == 0 and len(first.state.participants) == 2
+
+
 def test_a_job_that_may_grow_is_told_of_a_node_that_comes(nodes: Any) -> None:
     first, second, third = nodes(3, 2, 3)
     for node in (first, second):
@@ -208,7 +225,6 @@ def test_a_job_that_may_grow_is_told_of_a_node_that_comes(nodes: Any) -> None:
 
 RUN = [sys.executable, "-m", "rekindle", "run", "--nnodes=2", "--local-addr=127.0.0.1", "--no-python"]
 """The launcher of one node of two, which meet on this machine."""
-CAMPAIGN = pytest.mark.campaign(seconds=10)
 NO_ROOT = "rekindle: this run has saved nothing: no rank on this node has made a rekindle.Checkpointer or saved a file"
 
 
@@ -249,10 +265,11 @@ class Nodes:
     def end(self) -> None:
         for process in self.started:
             process.kill()
-            process.communicate()
-        for rank in self.ranks:
+        for rank in self.ranks:  # which hold the launchers' stderr
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
+        for process in self.started:
+            process.communicate(timeout=LONG)
 
 
 @pytest.fixture
@@ -282,11 +299,12 @@ def test_the_end_of_the_launcher_with_the_store_is_told_in_few_lines(job: Nodes)
     ], "\n".join(told)
 
 
+@pytest.mark.campaign(seconds=10)
 @pytest.mark.parametrize(
     ("endpoint", "why"),
     [
         ("127.0.0.1:{}", "nobody listens there: start 'rekindle run' on that node too"),
-        pytest.param("no-such-node.invalid:{}", "the name no-such-node.invalid is not known here", marks=CAMPAIGN),
+        ("no-such-node.invalid:{}", "the name no-such-node.invalid is not known here"),
     ],
 )
 def test_a_launcher_that_reaches_nobody_says_why_in_one_line(job: Nodes, endpoint: str, why: str) -> None:
@@ -314,7 +332,7 @@ def in_own_network(*command: str) -> Any:
 def test_connections_to_a_node_without_power_end() -> None:
     """The one over which something was sent, and the one that awaits an answer. TCP itself would wait for minutes."""
     lost = in_own_network()
-    assert len(lost) == 2 and max(lost) < LONG
+    assert len(lost) == 2 and max(lost) < 60.0  # the program itself gives up after two minutes
 
 
 @pytest.mark.campaign(seconds=50)

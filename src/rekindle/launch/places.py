@@ -43,7 +43,7 @@ def keep_places() -> Iterator[None]:
             elif action is act.ADD_TO_REDUNDANCY_LIST:
                 members.discard(node)
             if node in state.wait_list and state.complete and len(state.participants) >= ctx.settings.max_nodes:
-                return act.REMOVE_FROM_WAIT_LIST  # others have all places: as one that waits it would end their ranks
+                return act.REMOVE_FROM_WAIT_LIST  # the places are taken; a job with nodes that wait is started again
             if node in members or (not state.round and not state.complete) or self._vacancy.is_mine(ctx):
                 return action
             if action in (act.ADD_TO_PARTICIPANTS, act.ADD_TO_WAIT_LIST):

@@ -45,15 +45,15 @@ def _not_quiet(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def quiet_cpp() -> Iterator[None]:
-    """Has the part of torch that is C++, if it is loaded in this block, warn of nothing in this process.
+    """Has the part of torch that is C++, if it is loaded in this block, write no log in this process.
 
-    It would show 20 lines of its own frames for each question to a store that is lost. Other processes, the ranks among
-    them, are not affected.
+    It would show 20 lines of its own frames for each question to a store that is lost, and raises an error besides.
+    Other processes, the ranks among them, are not affected.
     """
     if _LOG_LEVEL in os.environ or _CPP_LOG_LEVEL in os.environ:
         yield
         return
-    os.environ[_CPP_LOG_LEVEL] = "ERROR"
+    os.environ[_CPP_LOG_LEVEL] = "FATAL"
     try:
         yield
     finally:
