@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ class Lab:
         self.nodes = [Nodes(start, self.generation, secret, host.number, nodes) for host in hosts]
         for host, known in zip(hosts, self.nodes, strict=True):
             known.write(host.job)
-            wait_for(lambda host=host, known=known: host.is_in(known), what=f"node {host.number} in the mesh")
+            wait_for(partial(host.is_in, known), what=f"node {host.number} in the mesh")
             self.ranks.append(Rank(host.job, host.number, self.generation, floor))
         wait_for(lambda: all(self._knows_all(host, count) for host in hosts), what="a mesh")
         return self.ranks

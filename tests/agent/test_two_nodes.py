@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,14 @@ def test_a_step_of_which_another_node_lacks_its_part_is_not_given_up(nodes: tupl
     other.stop()
     assert not one.job.path.exists() and not other.job.path.exists()
     assert [entry.stamp.step for entry in PosixStore(root).published()] == [7]
+
+
+def test_a_rank_that_is_told_to_go_learns_that_its_node_has_brought_its_part(nodes: tuple[Node, Node]) -> None:
+    one, _ = nodes
+    one.drain(7)
+    one.job.notes.write_agent_status(asdict(one.drainer.progress))
+    assert one.job.notes.is_brought(7, START.id) and one.job.notes.is_brought(6, START.id)
+    assert not one.job.notes.is_brought(8, START.id) and not one.job.notes.is_brought(7, "b" * 16)
 
 
 def test_what_lacks_is_told_after_a_while_and_forgotten_when_it_comes(

@@ -6,19 +6,26 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from rekindle.agent.http import send_request
 from rekindle.cli import status
 from rekindle.cli.nodes import describe_missed, ranges, ranks_of_nodes, take_nodes
 from rekindle.cli.operations import job_status, stop
 from rekindle.errors import BusyError
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Node, Nodes
+from rekindle.memory.slots import Slots
+from rekindle.storage.posix import PosixStore
+from rekindle.testing import make_shard
 from tests.agent.lab import Lab
+from tests.conftest import commit
 from tests.faults.harness import wait_for
 
 
@@ -143,28 +150,43 @@ def test_stop_ends_a_job_on_all_of_its_nodes_and_on_none_while_one_trains(tmp_pa
     try:
         lab.begin(3)
         lab.end()
+        start = Incarnation(lab.generation, lab.nodes[0].start)
+        for host in lab.hosts:
+            stamp = ShardId(7, host.number, 3, start)
+            with closing(Slots(host.job, host.number, 3, [host.number])) as slots:
+                commit(slots, *make_shard(stamp, {f"x{host.number}": b"%d" % host.number}))
         one, other, third = lab.hosts
         one.trainer.release()
         third.trainer.release()
-        with pytest.raises(
-            BusyError, match=rf"on other nodes: node n1 \(rank 1\) by processes {os.getpid()}: end them"
-        ):
+        with pytest.raises(BusyError, match=rf"other nodes: node n1 \(rank 1\) by processes {os.getpid()}: end them"):
             stop(one.job, 30.0, lambda progress: None)
-        assert one.job.path.exists() and other.job.path.exists() and one.job.agent() and third.job.agent()
+        assert not send_request(third.job.paths.agent_socket, "GET", "/status")["stopping"]
         other.trainer.release()
-        third.signal_agent(signal.SIGKILL)
         told = stop(one.job, 60.0, lambda progress: None)
-        assert told == {"node n1 (rank 1)": "its agent has ended", "node n2 (rank 2)": "no agent listens there"}
-        assert not one.job.path.exists() and not other.job.path.exists() and third.job.path.exists()
+        assert told == {"node n1 (rank 1)": "its agent has ended", "node n2 (rank 2)": "its agent has ended"}
+        assert not any(host.job.path.exists() for host in lab.hosts)
+        assert [entry.stamp.step for entry in PosixStore(lab.root).published()] == [7]
     finally:
         lab.close()
 
 
-def test_stop_does_not_discard_what_other_nodes_hold(tmp_path: Path) -> None:
-    job = JobDir(tmp_path / "job")
+def lone_node(place: Path) -> JobDir:
+    """The memory of a node whose job another node without an agent has, too."""
+    job = JobDir(place / "job")
     job.create()
     nodes = [Node("A", "127.0.0.1", 1, [0, 1]), Node("B", "127.0.0.1", 1, [2, 3])]
     Nodes("a" * 16, 1, b"s" * 32, 0, nodes).write(job)
+    return job
+
+
+def test_stop_does_not_wait_for_a_node_without_an_agent(tmp_path: Path) -> None:
+    job = lone_node(tmp_path)
+    assert stop(job, 5.0, lambda progress: None) == {"node B (ranks 2-3)": "no agent listens there"}
+    assert not job.path.exists()
+
+
+def test_stop_does_not_discard_what_other_nodes_hold(tmp_path: Path) -> None:
+    job = lone_node(tmp_path)
     told = stop(job, 5.0, lambda progress: None, discard=True)
     assert told == {"node B (ranks 2-3)": "keeps its memory: run 'rekindle stop --discard' there, too"}
     assert not job.path.exists()

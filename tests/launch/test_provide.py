@@ -100,11 +100,11 @@ def test_a_package_that_is_installed_for_editing_is_not_hidden(path: None, monke
         @staticmethod
         def find_spec(name, path=None, target=None):
             if name == "torch_nebula":
-                return importlib.machinery.ModuleSpec(name, None, origin="/work/nebula/torch_nebula/__init__.py")
+                return importlib.machinery.ModuleSpec(name, None, origin="/elsewhere/nebula/torch_nebula/__init__.py")
             return None
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    with pytest.raises(rekindle.UsageError, match="/work/nebula"):
+    with pytest.raises(rekindle.UsageError, match="/elsewhere/nebula"):
         provide("torch_nebula", None)
 
 

@@ -97,3 +97,27 @@ def test_torch_is_given_the_same_name_of_a_method_as_by_itself() -> None:
     assert act() == "act"
     with short_delays(1):
         assert act() == "act"
+
+
+def test_a_node_that_waits_looks_anew_after_each_delay() -> None:
+    """torch's own takes what it has seen for a second to be the newest."""
+    from datetime import timedelta
+
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+    backend = C10dRendezvousBackend(HashStore(), "job")
+    settings = torchs.RendezvousSettings("job", 2, 2, torchs.RendezvousTimeout(), timedelta(seconds=LONG), 3)
+    with short_delays(2):
+        one, other = (torchs._BackendRendezvousStateHolder(backend, settings, cache_duration=int(LONG)) for _ in "ab")
+        one.sync()
+        other.sync()
+        other.state.round = 7
+        other.mark_dirty()
+        other.sync()
+        one.sync()
+        assert one.state.round == 0
+        torchs._delay(seconds=1)
+        one.sync()
+    assert one.state.round == 7

@@ -9,7 +9,6 @@ import os
 import resource
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +19,12 @@ from rekindle.format.lineage import ShardId
 from rekindle.memory import pages
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.maker import SlotMaker
-from rekindle.memory.pages import AT_ONCE, LOCKED, Pages
+from rekindle.memory.pages import AT_ONCE, Pages
 from rekindle.memory.slots import NotReadyError, Slots
 from rekindle.storage.verify import verify_shard
 from tests.conftest import make_shard
 from tests.memory.gate import Gate
+from tests.memory.page_locks import Lock
 from tests.memory.saved import (
     FIRST,
     alone,
@@ -60,42 +60,6 @@ def not_ready(slots: Slots, step: int, nbytes: int = LARGE) -> bool:
     except NotReadyError:
         return True
     return False
-
-
-def mapped(address: int) -> bool:
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(start, 16) <= address < int(stop, 16) for start, stop in spans)
-
-
-class Lock:
-    """A page lock of a device that minds: it must be dropped before its memory is unmapped."""
-
-    alive: weakref.WeakSet[Lock] = weakref.WeakSet()
-    late: list[Lock] = []
-    """Those whose memory was unmapped before them."""
-    dropped_by: list[str] = []
-    """Names of the threads that dropped one."""
-
-    def __init__(self, view: ctypes.Array[ctypes.c_char], start: int, stop: int) -> None:
-        self.anchor = ctypes.c_char.from_buffer(view, start)
-        self.range, self.thread = (start, stop), threading.current_thread().name
-        self.alive.add(self)
-
-    def __del__(self) -> None:
-        self.dropped_by.append(threading.current_thread().name)
-        if not mapped(ctypes.addressof(self.anchor)):
-            self.late.append(self)
-
-
-@pytest.fixture
-def page_locks() -> Iterator[type[Lock]]:
-    gc.collect()
-    Lock.alive.clear()
-    Lock.late.clear()
-    Lock.dropped_by.clear()
-    yield Lock
-    gc.collect()
-    assert not Lock.alive and not Lock.late
 
 
 def test_a_step_does_not_wait_for_memory_that_is_being_made(job: JobDir, gate: Gate) -> None:
@@ -408,99 +372,6 @@ def test_a_process_killed_while_memory_is_made_leaves_its_snapshot_and_no_holes(
     assert_sound(job, 1)
     assert steps(job) == [1, 2]
     successor.close()
-
-
-def test_page_locks_are_made_in_parts_by_the_thread_that_makes_memory(
-    job: JobDir, monkeypatch: pytest.MonkeyPatch, page_locks: type[Lock]
-) -> None:
-    monkeypatch.setattr(pages, "LOCKED", 8 << 20)
-    slots = Slots(job, 0, 1, [0], None, page_locks)
-    slots.reserve(LARGE, count=1)
-    assert slots.wait_made(SECONDS)
-    assert sorted(one.range for one in page_locks.alive) == [(0, 8 << 20), (8 << 20, 16 << 20), (16 << 20, LARGE)]
-    assert {one.thread for one in page_locks.alive} == {"rekindle-memory"}
-    slots.close()
-    assert LOCKED == 1 << 30
-
-
-def test_a_page_lock_that_failed_is_not_tried_at_every_save(job: JobDir) -> None:
-    tries: list[tuple[int, int]] = []
-
-    def fail(view: object, start: int, stop: int) -> None:
-        tries.append((start, stop))
-
-    slots = Slots(job, 0, 1, [0], None, fail)
-    for step in range(1, 8):
-        save(slots, step)
-    assert len(tries) == 2, "one for each slot"
-    slots.close()
-
-
-def test_whoever_writes_keeps_the_mapping_and_its_page_locks(job: JobDir, page_locks: type[Lock]) -> None:
-    slots = Slots(job, 0, 1, [0], None, page_locks)
-    save(slots, 1)
-    slot = slots.acquire(2, FIRST, 1 << 20)
-    writer = memoryview(slot.map)[4096:]
-    mapping = weakref.ref(slot.map)
-    del slot
-    slots.recover()  # a save was interrupted at an unknown point: this thread is still writing
-    assert mapping() is not None and len(page_locks.alive) == 1
-    writer[:5] = b"still"
-    del writer
-    assert mapping() is None and not page_locks.alive, "at once, without a collection"
-    slots.close()
-
-
-def test_a_gasp_page_locks_nothing_and_lets_go_of_no_lock(job: JobDir, page_locks: type[Lock]) -> None:
-    """Either may wait for a device that hangs."""
-    slots = Slots(job, 0, 1, [0], None, page_locks)
-    for step in (1, 2):
-        save(slots, step)
-    slot = slots.acquire(3, FIRST, LARGE, gasp=True)
-    assert slot.map is not None and not slot.map.page_locked
-    assert len(page_locks.alive) == 2 and not page_locks.dropped_by
-    slot.unlock()
-    slots.close()
-
-
-def test_a_gasp_goes_on_without_the_slot_that_a_page_lock_hangs_in(
-    job: JobDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rekindle.memory.slots._LET_GO_IN_A_GASP", 0.1)
-    monkeypatch.setattr("rekindle.memory.slots._LET_GO", 0.1)
-    hangs, end = threading.Event(), threading.Event()
-
-    def hang(view: object, start: int, stop: int) -> None:
-        hangs.set()
-        assert end.wait(SECONDS)
-
-    slots = Slots(job, 0, 1, [0], None, hang)
-    slots.reserve(LARGE)
-    assert hangs.wait(SECONDS)
-    slot = slots.acquire(1, FIRST, LARGE, gasp=True)
-    stamp = ShardId(1, 0, 1, FIRST)
-    slots.commit(slot, stamp, make_shard(stamp, {})[0].raw)
-    assert steps(job) == [1]
-    slots.close()
-    end.set()
-    assert slots.wait_made(SECONDS)
-
-
-def test_a_file_that_was_cut_gets_a_new_mapping_and_new_locks_when_it_grows_again(
-    job: JobDir, page_locks: type[Lock]
-) -> None:
-    """The old locks hold pages that are no longer the file's: a device would copy into those."""
-    slots = Slots(job, 0, 1, [0], None, page_locks)
-    slot = slots.acquire(1, FIRST, 3 << 20)
-    first = weakref.ref(slot.map)
-    slot.unlock()
-    slot = slots.acquire(1, FIRST, 1 << 20)
-    assert slot.map is first(), "to map it anew would cost its page faults again"
-    slot.unlock()
-    slot = slots.acquire(1, FIRST, 2 << 20)
-    assert first() is None and {lock.range for lock in page_locks.alive} == {(0, 2 << 20)}
-    slot.map[slot.size - 1 : slot.size] = b"x"
-    slots.close()
 
 
 def test_pages_are_a_mapping(tmp_path: Path) -> None:

@@ -35,13 +35,6 @@ def hello(**changed: Any) -> bytes:
     return frame(json.dumps(said).encode())
 
 
-def say_all(intruder: socket.socket, text: bytes) -> None:
-    """Sends it and ends; the server may have closed the connection meanwhile."""
-    with suppress(OSError):
-        intruder.sendall(text)
-        intruder.shutdown(socket.SHUT_WR)
-
-
 # ---- no secret
 
 
@@ -60,10 +53,11 @@ def test_a_wrong_secret_is_refused_at_both_ends() -> None:
     assert not asked
 
 
-def test_a_forged_start_is_refused() -> None:
+def test_a_forged_start_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     """Of a node that knows the secret and belongs to an earlier start, and of one whose word was changed on the way."""
     with serving({}) as served, pytest.raises(WireError, match="another start of the job"):
         served.link(A._replace(start="b" * 16))
+    assert "127.0.0.1" not in caplog.text  # nodes that change over do that, and nobody needs to know
 
     def change(number: int, said: bytes) -> bytes:
         return said.replace(b"b" * 16, A.start.encode())
@@ -195,7 +189,6 @@ def test_raw_bytes_that_were_changed_on_the_way_arrive_changed() -> None:
 
 
 NONSENSE = {
-    "nothing": b"",
     "http": b"GET / HTTP/1.1\r\nHost: node-b\r\n\r\n",
     "tls": bytes.fromhex("16030100a5010000a10303") + bytes(64),
     "huge length": b"\xff\xff\xff\xff" + bytes(1000),
@@ -217,10 +210,13 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("text", NONSENSE.values(), ids=NONSENSE.keys())
-def test_nonsense_is_refused_and_others_are_served(text: bytes) -> None:
+def test_nonsense_is_refused_and_others_are_served(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: neither the end of the nonsense nor the time for a handshake is waited for."""
+    monkeypatch.setattr(server_module, "_HANDSHAKE", 10 * LONG)
     with serving({}) as served:
         with served.raw() as intruder:
-            say_all(intruder, text)
+            with suppress(ConnectionError):
+                intruder.sendall(text)
             assert is_closed(intruder)
         assert call(served.link(), {"verb": "echo"}, LONG)
 
@@ -252,7 +248,9 @@ def answer(listener: socket.socket, text: bytes) -> None:
 @given(st.binary(max_size=300), st.booleans())
 def test_no_bytes_do_harm(noise: bytes, framed: bool) -> None:
     with between() as there:
-        say_all(there.to_server, frame(noise) if framed else noise)
+        with suppress(OSError):  # it may have closed the connection already
+            there.to_server.sendall(frame(noise) if framed else noise)
+            there.to_server.shutdown(socket.SHUT_WR)
         with pytest.raises((WireError, OSError)):
             there.server()
 
@@ -337,11 +335,12 @@ def test_a_flood_of_connections_neither_ends_links_nor_keeps_others_out(monkeypa
     monkeypatch.setattr(server_module, "_MOST", 16)
     with serving({}) as served, ExitStack() as open_ones:
         link = served.link()
+        assert call(link, {"verb": "echo"}, LONG)  # the server has seen its proof by now
         flood = [open_ones.enter_context(served.raw()) for _ in range(60)]
         assert call(link, {"verb": "echo"}, LONG)
         assert call(served.link(), {"verb": "echo"}, LONG)
         assert all(is_closed(each) for each in flood[:40])
-        assert sum(each.name == "rekindle-peer" for each in threading.enumerate()) <= 17
+        wait_for(lambda: sum(each.name == "rekindle-peer" for each in threading.enumerate()) <= 16)
         assert call(link, {"verb": "echo"}, LONG)
 
 
@@ -398,8 +397,12 @@ def test_a_secret_is_never_sent() -> None:
 def test_credentials_that_appear_later_count_at_once() -> None:
     current: list[Credentials | None] = [None]
     with serving({}, lambda: current[0]) as served:
-        with pytest.raises(WireError):
+        with pytest.raises(WireError, match="not in a mesh now"):
             served.link()
+        with served.raw() as client:
+            client.sendall(hello())
+            assert b"refused" in frame_from(client, mac=0)
+            assert client.recv(1) == b""  # and no reset, which could overtake the answer
         current[0] = B
         assert call(served.link(), {"verb": "echo"}, LONG)
 

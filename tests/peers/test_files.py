@@ -212,12 +212,18 @@ def test_a_node_that_stalls_is_an_error_in_time(job, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "reply",
-    [{"bytes": 257 << 20}, {"bytes": -1}, {"bytes": "5"}, {"bytes": 1.5}, {}, {"error": "no"}],
-    ids=str,
+    ("reply", "why"),
+    [
+        ({"bytes": 257 << 20}, "between"),
+        ({"bytes": -1}, "far"),
+        ({"bytes": "5"}, "far"),
+        ({}, "integer"),
+        ({"error": "no"}, "no"),
+    ],
+    ids=["huge", "negative", "text", "nothing", "error"],
 )
-def test_nonsense_from_a_node_is_an_error(reply):
-    with serving({"open": lambda link, message: reply}) as port, pytest.raises(OSError, match="far"):
+def test_nonsense_from_a_node_is_an_error(reply, why):
+    with serving({"open": lambda link, message: reply}) as port, pytest.raises(OSError, match=why):
         files_at(port).shard(0, 1)
 
 

@@ -86,6 +86,19 @@ def test_a_file_that_ends_early_ends_the_link(tmp_path: Path) -> None:
             link.receive_into(memoryview(bytearray(200)))
 
 
+def test_a_handler_that_fails_before_its_bytes_ends_the_link() -> None:
+    def read(link: Link, message: dict[str, Any]) -> None:
+        link.send({"bytes": 200})
+        raise ValueError("no")
+
+    with serving({"read": read}) as served:
+        link = served.link()
+        link.send({"verb": "read"})
+        link.receive(LONG)
+        with pytest.raises(ConnectionError):
+            link.receive_into(memoryview(bytearray(200)))
+
+
 def test_an_error_of_a_handler_is_told_and_the_link_goes_on() -> None:
     def fail(link: Link, message: dict[str, Any]) -> None:
         raise OSError(28, "No space left on device")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -107,7 +108,10 @@ class Mesh(Others):
                 known.set_exception(error)
 
         self._loop.call_soon_threadsafe(look)
-        fault = known.result(_ANSWER)
+        try:
+            fault = known.result(_ANSWER)
+        except FutureTimeoutError:
+            raise WireError("this node's agent has no time to look at its ranks") from None
         return {"known": None if fault is None else fault_to_json(fault)}
 
     def _hear_fault(self, fault: Fault) -> None:

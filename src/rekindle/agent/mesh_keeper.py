@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -48,11 +49,11 @@ class MeshKeeper:
     """Serves one job's agent, in its event loop. A mesh that can't be had is one warning: the job goes on without."""
 
     def __init__(
-        self, job: JobDir, monitor: RankMonitor, durable: Callable[[], int], stop: Callable[[], dict[str, Any]]
+        self, job: JobDir, monitor: RankMonitor, durable: Callable[[], int], stop: Callable[[bool], dict[str, Any]]
     ) -> None:
         """``durable`` returns the newest step that this node has seen on storage; -1 if it is unknown.
 
-        ``stop`` ends the job on this node, and returns the answer to whoever asks for that; for any thread.
+        ``stop`` ends the job on this node, or only looks if it may, and returns the answer. For any thread.
         """
         self._job, self._monitor, self._durable, self._stop = job, monitor, durable, stop
         self._host = self._start = ""
@@ -61,6 +62,8 @@ class MeshKeeper:
         self._server: PeerServer | None = None
         self._mesh: Mesh | None = None
         self._sender: LocalStateSender | None = None
+        self._address: dict[str, Any] = {}
+        """Where this agent listens; empty if it doesn't."""
         self._beat_at = 0.0
 
     async def serve(self) -> None:
@@ -85,6 +88,9 @@ class MeshKeeper:
         if mark != self._job_mark:
             self._job_mark = mark
             self._read_job()
+        if self._address and not self._job.paths.address.exists():
+            with suppress(OSError):  # somebody has removed the directory: beats go on
+                write_atomic(self._job.paths.address, json.dumps(self._address).encode())
         mark = _mark(self._job.paths.nodes)
         if mark != self._nodes_mark and self._server is not None:
             self._nodes_mark = mark
@@ -103,27 +109,28 @@ class MeshKeeper:
         if info.start != self._start:
             self._start, self._nodes_mark = info.start, None  # its nodes may have been named already
             self._leave()
-        if info.host and (info.host != self._host or not self._job.paths.address.exists()):
+        if info.host and info.host != self._host:
             self._host = info.host
             self._listen()
 
     # -- being reachable ----------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Listens on the job's address, and tells the trainers of it."""
+        """Listens on the job's address. A former agent's is taken out of the trainers' sight."""
         if self._server is not None:
-            self._server.close()
-            self._server = None
+            _in_background(self._server.close)
+            self._server, self._address = None, {}
         try:
             listener = _bind(self._host, self._former_port())
-            port = listener.getsockname()[1]
-            self._server = PeerServer(listener, self._credentials, self._handlers())
-            self._server.start()
-            address = {"pid": os.getpid(), "host": self._host, "port": port}
-            write_atomic(self._job.paths.address, json.dumps(address).encode())
-            log.info("listens to other nodes on %s port %d", self._host, port)
         except OSError as error:
             log.warning("can't listen to other nodes on %s, and does without: %s", self._host, describe_error(error))
+            return
+        finally:
+            self._job.paths.address.unlink(missing_ok=True)
+        self._server = PeerServer(listener, self._credentials, self._handlers())
+        self._server.start()
+        self._address = {"pid": os.getpid(), "host": self._host, "port": listener.getsockname()[1]}
+        log.info("listens to other nodes on %s port %d", self._host, self._address["port"])
 
     def _former_port(self) -> int:
         """Returns the port on which the agent before has listened: other nodes know it. 0 if there was none."""
@@ -134,7 +141,7 @@ class MeshKeeper:
         return 0
 
     def _handlers(self) -> dict[str, Handler]:
-        own: dict[str, Handler] = {**dict.fromkeys(VERBS, self._handle), "stop": lambda link, message: self._stop()}
+        own: dict[str, Handler] = {**dict.fromkeys(VERBS, self._handle), "stop": self._handle_stop}
         return {**own, **snapshot_handlers(self._job), **local_state_handlers(self._job, self._nodes)}
 
     def _nodes(self) -> Nodes | None:
@@ -152,6 +159,9 @@ class MeshKeeper:
         if mesh is None:
             raise WireError("this node's start has ended")
         return mesh.handle(link, message)
+
+    def _handle_stop(self, link: Link, message: dict[str, Any]) -> dict[str, Any]:
+        return self._stop(message.get("only_look") is not False)
 
     # -- the mesh -----------------------------------------------------------------------------------------------
 
@@ -171,7 +181,7 @@ class MeshKeeper:
             self._mesh.close()
             self._mesh, self._monitor.others = None, Others()
         if self._sender is not None:
-            asyncio.get_running_loop().run_in_executor(None, self._sender.close)  # it may wait for its partner
+            _in_background(self._sender.close)
             self._sender = None
 
 
@@ -192,6 +202,11 @@ def _bind(host: str, port: int) -> socket.socket:
         if not port:
             raise
         return listen(host, 0)
+
+
+def _in_background(close: Callable[[], None]) -> None:
+    """Closes what may wait for another node."""
+    threading.Thread(target=close, name="rekindle-close", daemon=True).start()
 
 
 def _words(error: Exception) -> tuple[str, str]:

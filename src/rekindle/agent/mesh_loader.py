@@ -25,7 +25,7 @@ _TICK = 0.05
 
 
 async def serve_mesh(
-    job: JobDir, monitor: RankMonitor, durable: Callable[[], int], stop: Callable[[], dict[str, Any]]
+    job: JobDir, monitor: RankMonitor, durable: Callable[[], int], stop: Callable[[bool], dict[str, Any]]
 ) -> None:
     """Serves as ``rekindle.agent.mesh_keeper.MeshKeeper`` does, as soon as the job needs it, until cancelled."""
     while not _has_host(job):

@@ -18,8 +18,9 @@ __all__ = ["Neighbour"]
 _CONNECT, _REPLY = 1.0, 1.0
 """Seconds to connect and to reply. A packet that is lost on the way is sent again in steps that double: after a time
 without a network a new connection is there sooner than an old one is back."""
-_AGAIN = 0.1
-"""Seconds between two attempts."""
+_AGAIN, _REFUSED = 0.1, 1.0
+"""Seconds between two attempts; and after a refusal of a beat, as by an agent that has not read of the start yet, or
+has read of a later one. News don't wait for that."""
 _NEWS_FOR = 10.0
 """Seconds for which news that can't be delivered are tried again."""
 _MOST_NEWS = 32
@@ -102,7 +103,7 @@ class Neighbour:
                     if isinstance(error, ConnectionError):
                         self._closed_by_other()
                 link = None
-                self._put_off(news)
+                self._put_off(news, _REFUSED if isinstance(error, WireError) else _AGAIN)
             if news.reply is not None and news.reply.set_running_or_notify_cancel():
                 news.reply.set_result(reply)
         if link is not None:
@@ -120,10 +121,11 @@ class Neighbour:
             raise WireError(f"node {link.peer} answers where {self._node.name} should")
         return link
 
-    def _put_off(self, news: _News) -> None:
-        """Keeps news for the next attempt, which comes after a pause."""
+    def _put_off(self, news: _News, pause: float) -> None:
+        """Waits before the next attempt, and keeps news for it. After a beat the pause ends with the first news."""
         with self._changed:
             if time.monotonic() < news.until:
-                self._news.appendleft(news)
-            if news.reply is None:
                 self._changed.wait_for(lambda: self._over, _AGAIN)
+                self._news.appendleft(news)
+            elif news.reply is None:
+                self._changed.wait_for(lambda: self._over or self._news, pause)

@@ -91,13 +91,13 @@ class Agent(Service):
     def _watches(self) -> list[Coroutine[Any, Any, None]]:
         return [self.monitor.serve(), serve_mesh(self.job, self.monitor, self._durable, self._stop_with_others)]
 
-    def _stop_with_others(self) -> dict[str, Any]:
+    def _stop_with_others(self, only_look: bool) -> dict[str, Any]:
         """Ends the job when another node's ``rekindle stop`` asks, unless it is trained here. Returns the answer.
 
-        For any thread.
+        With ``only_look`` it answers, and does nothing. For any thread.
         """
         trainers = sorted(set(self.job.trainers().values()) - {os.getpid()})  # this agent holds those of dead ranks
-        if not trainers:
+        if not trainers and not only_look:
             self._stop()
         progress = self._progress()
         return {"trainers": trainers, "why": progress["error"] or progress["waits"]}

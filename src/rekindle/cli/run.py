@@ -34,7 +34,7 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
 
     \b
       rekindle run --nproc-per-node 8 train.py --lr 1e-3
-      rekindle run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d \\
+      rekindle run --nnodes 4 --nproc-per-node 8 \\
           --rdzv-endpoint HOST:29400 --rdzv-id JOB train.py
 
     This is torchrun, set up so that restarts work, and less talkative. It has all of torchrun's options. Those that are
@@ -42,9 +42,11 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
 
     \b
       --nproc-per-node N    ranks on each node; 1 if unset
-      --nnodes N            nodes; 1 if unset
-      --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id JOB
-                            where nodes find each other
+      --nnodes N            nodes; 1 if unset. Further ones that are started
+                            wait, and take the place of a lost one
+      --nnodes MIN:MAX      as many nodes as there are
+      --rdzv-endpoint HOST:PORT --rdzv-id JOB
+                            where nodes find each other: one of them, and a port
       --max-restarts N      restarts without progress after which the job is
                             given up; 20 if unset (torchrun: 0)
       --count-restarts job  count them over the life of the job, as torchrun
@@ -64,6 +66,11 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
 
     'python -m torch.distributed.run --help' lists all of torchrun's.
 
+    Several nodes: start the same command on each. keep_alive_interval=1, keep_alive_max_attempt=3 and
+    last_call_timeout=1 are added to --rdzv-conf where they aren't given, so that a lost node is given up after 3 s, and
+    --rdzv-backend is c10d if unset. The node of HOST has to stay: when it is lost, the others end within 30 s, and say
+    what is saved and how to go on.
+
     Restarts: when a rank ends with an exit code other than 0, or is killed, the others are told to go (SIGTERM, SIGKILL
     30 s later) and all are started again. A script that calls ckpt.restore() then goes on from the newest step that
     all ranks have. A step that is newer than all before gives all restarts back; without steps, a file that
@@ -74,9 +81,10 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     TORCH_NCCL_RETHROW_CUDA_ERRORS=0, so that torch ends no rank whose state is being secured; and, as by torchrun,
     OMP_NUM_THREADS=1 for several ranks on a node. LOGLEVEL=INFO or WARNING shows torchrun's own log.
 
-    Exit code 0 when all ranks have ended with 0, 1 when no restarts are left or the same error came again, 2 when there
-    is nothing to run or a usage error ended a rank, 5 when the state doesn't fit, 7 when another process trains the
-    root (nothing is started again then), 128 and the number of the signal that told it to go (130 for Ctrl-C).
+    Exit code 0 when all ranks have ended with 0, or this node was a spare to the end, 1 when no restarts are left, the
+    same error came again, or HOST is not reached or lost, 2 when there is nothing to run or a usage error ended a rank,
+    5 when the state doesn't fit, 7 when another process trains the root (nothing is started again then), 128 and the
+    number of the signal that told it to go (130 for Ctrl-C).
     """
     sys.exit(launch(list(arguments), ctx.get_help, _say))
 

@@ -40,7 +40,7 @@ class OtherAgents:
 
     def ask(self) -> None:
         """Asks all to end the job. Raises BusyError where it is still trained."""
-        answers = self._ask_all(self._others)
+        answers = self._ask_all(self._others, only_look=True)
         busy = [
             f"{name} by processes {', '.join(map(str, answer['trainers']))}"
             for name, answer in answers.items()
@@ -48,6 +48,7 @@ class OtherAgents:
         ]
         if busy:
             raise BusyError(f"the job is being trained on other nodes: {'; '.join(busy)}: end them first")
+        self._ask_all([node for node in self._others if _describe(node) in answers])
 
     def wait(self, deadline: float, progress: Callable[[], object]) -> None:
         """Waits until the agents that were asked have ended. Raises NotDurableError if they don't in time."""
@@ -63,20 +64,23 @@ class OtherAgents:
         """Asks none of them."""
         self.said = dict.fromkeys(map(_describe, self._others), words)
 
-    def _ask_all(self, nodes: list[Node], refused: str = "no agent listens there") -> dict[str, dict[str, Any]]:
-        """Returns the answers, by name and ranks. ``said`` gets those that will not answer."""
+    def _ask_all(
+        self, nodes: list[Node], refused: str = "no agent listens there", *, only_look: bool = False
+    ) -> dict[str, dict[str, Any]]:
+        """Returns the answers, by name and ranks. ``said`` gets the reasons of those that don't answer."""
         answers: dict[str, dict[str, Any]] = {}
         if not nodes:
             return answers
+        ask = partial(self._ask, refused=refused, only_look=only_look)
         with ThreadPoolExecutor(min(_AT_A_TIME, len(nodes))) as pool:
-            for node, answer in zip(nodes, pool.map(partial(self._ask, refused=refused), nodes), strict=True):
+            for node, answer in zip(nodes, pool.map(ask, nodes), strict=True):
                 if isinstance(answer, str):
                     self.said[_describe(node)] = answer
                 else:
                     answers[_describe(node)] = answer
         return answers
 
-    def _ask(self, node: Node, refused: str) -> dict[str, Any] | str:
+    def _ask(self, node: Node, *, refused: str, only_look: bool) -> dict[str, Any] | str:
         assert self._nodes is not None
         if not node.port:
             return "can't be reached from other nodes: run 'rekindle stop' there, too"
@@ -85,7 +89,7 @@ class OtherAgents:
             with closing(connect(node.host, node.port, credentials, _ANSWERS_WITHIN)) as link:
                 if link.peer != node.name:
                     raise WireError(f"node {link.peer} answers in its place")
-                return call(link, {"verb": "stop", "start": self._nodes.start}, _ANSWERS_WITHIN)
+                return call(link, {"verb": "stop", "only_look": only_look}, _ANSWERS_WITHIN)
         except ConnectionError:  # refused, or closed as the agent ended
             return refused
         except (OSError, RekindleError) as error:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from rekindle.common.flag import Flag
 from rekindle.common.workers import ending
 from rekindle.devices.backend import QueueEvent
 from rekindle.devices.table import PerDevice, require_backend
@@ -102,7 +103,7 @@ class _Look:
 
     def __init__(self, event: Event) -> None:
         self.event = event
-        self.over = threading.Event()
+        self.over = Flag()
         self.error: RuntimeError | None = None
 
     def done(self) -> bool:
@@ -122,19 +123,20 @@ class _Watch:
     def __init__(self, device: torch.device) -> None:
         self._backend, self._device = require_backend(device), device
         self._looks: list[_Look] = []
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself: an interrupt can leave a condition that is entered locked
+        self._changed = threading.Condition(self._lock)
         self._again = False
         threading.Thread(target=self._run, name="rekindle-device", daemon=True).start()
 
     def wait(self, event: Event, timeout: float) -> bool:
         """Returns as ``Event.wait`` does."""
         look = _Look(event)
-        with self._changed:
+        with self._lock:
             self._looks.append(look)
             self._again = True
             self._changed.notify()
         look.over.wait(timeout)
-        with self._changed:
+        with self._lock:
             if look in self._looks:
                 self._looks.remove(look)
         if look.error is not None:
@@ -146,13 +148,13 @@ class _Watch:
             self._backend.enter(self._device)
         pause = _FIRST
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._looks)
                 if self._again:
                     self._again, pause = False, _FIRST
                 looks = list(self._looks)
             over = [look for look in looks if look.done()]
-            with self._changed:
+            with self._lock:
                 self._looks = [look for look in self._looks if look not in over]
             if over:
                 pause = _FIRST

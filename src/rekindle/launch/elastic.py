@@ -14,21 +14,36 @@ __all__ = ["deciding"]
 
 
 @contextmanager
-def deciding(decide: Callable[[Mapping[int, Any]], Decision], tend: Callable[[], object]) -> Iterator[None]:
+def deciding(
+    decide: Callable[[Mapping[int, Any]], Decision], tend: Callable[[], object], enter: Callable[[Any], object]
+) -> Iterator[None]:
     """Makes torchrun's agents ask ``decide`` after each failure, and call ``tend`` whenever they look at the ranks.
 
     ``decide`` is given torch's failures, by global rank. The agents look ten times a second (``--monitor-interval``).
-    torchrun has no option for its agent's class, so the name by which its launcher knows it is replaced.
+    ``enter`` is given the handler of the rendezvous once it is connected. torchrun has no option for its agent's class,
+    so the name by which its launcher knows it is replaced.
     """
     # Imported here, as the other commands need no torch.
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec  # noqa: PLC0415
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError  # noqa: PLC0415
     from torch.distributed.launcher import api  # noqa: PLC0415
 
     class Agent(LocalElasticAgent):
         def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
             self._look_every, spec.monitor_interval = spec.monitor_interval, 0.0  # waited for below, not slept
             super().__init__(spec, *args, **options)
+            enter(spec.rdzv_handler)
+
+        def run(self, *args: Any, **options: Any) -> RunResult:
+            """Returns the result of the ranks. Raises RendezvousGracefulExitError for a spare node that had none.
+
+            torch's returns None then, which its launcher takes for a result.
+            """
+            result: RunResult | None = super().run(*args, **options)
+            if result is None:
+                raise RendezvousGracefulExitError
+            return result
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             """Returns the state of the ranks. When they have failed, all of them have ended by now."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.machinery
-import logging
 import math
 import os
 import shutil
@@ -27,7 +26,11 @@ from rekindle.format.names import Root
 from rekindle.launch.compile_cache import keep_compile_cache
 from rekindle.launch.elastic import deciding
 from rekindle.launch.end_notes import note_end
+from rekindle.launch.meeting import MeetingPoint
+from rekindle.launch.nodes import fit_settings, forget_defaults
+from rekindle.launch.places import keep_places
 from rekindle.launch.provide import PROVIDE, provide
+from rekindle.launch.quiet import quiet_cpp, quiet_loggers
 from rekindle.launch.reports import (
     describe_exit,
     describe_fault,
@@ -58,20 +61,6 @@ _NOBODY_ENDS_A_HANG = (
     f"guard() nobody ends a job that hangs in a collective. For a script without guard() set {nccl.SETTINGS[0]}=3, "
     "which is torch's own value"
 )
-_QUIET = (
-    "failed (exitcode:",
-    "Sending process %s closing",
-    "Received %s death signal",
-    "Got termination signal",
-    "\n****",
-)
-"""Beginnings of torchrun's messages at each failure and start, in place of which Rekindle writes its own."""
-_LOGGERS = ("run", "elastic.agent.server.api", "elastic.multiprocessing.api")
-
-
-def _not_quiet(record: logging.LogRecord) -> bool:
-    """Returns False for a message of torchrun's that Rekindle replaces by a line of its own."""
-    return not str(record.msg).startswith(_QUIET)
 
 
 class _Course:
@@ -145,17 +134,21 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     switched_off = nccl.set_defaults(os.environ)
     os.environ.setdefault("PET_MAX_RESTARTS", str(MAX_RESTARTS))  # torchrun's own default is not to restart at all
     # Imported here, as the other commands need no torch.
-    from torch.distributed import is_nccl_available  # noqa: PLC0415
+    with quiet_cpp():
+        from torch.distributed import is_nccl_available  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
-    from torch.distributed.run import get_args_parser  # noqa: PLC0415
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes  # noqa: PLC0415
 
     parser = get_args_parser()
     parser.prog, parser.usage = "rekindle run", "rekindle run [OPTIONS] SCRIPT [ARGUMENTS]... ('rekindle run --help')"
     parser.allow_abbrev = False  # else arguments of the script, such as --compile, are refused as ambiguous
     parser.print_help = lambda file=None: print(usage())  # type: ignore[method-assign]
     _add_options(parser)
+    forget_defaults(parser)
     args = parser.parse_args(arguments)
     _check(args)
+    nodes = parse_min_max_nnodes(args.nnodes)[1]
+    fit_settings(args, nodes)
     # Some programs leave it ignored for those that they start: the kernel then keeps no exit code of a rank, and each
     # would seem to have ended well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -166,43 +159,54 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     try:
         with _own_directory() as place:
             os.environ[LAUNCH] = place
-            return _train(args, Path(place), say)
+            return _train(args, arguments, nodes, Path(place), say)
     except SignalException as error:  # a second one, while the answer to the first was on its way
         return 128 + int(error.sigval)
 
 
-def _train(args: Any, place: Path, say: Callable[[str], object]) -> int:
+def _train(args: Any, arguments: list[str], nodes: int, place: Path, say: Callable[[str], object]) -> int:
     """Starts the ranks until they have ended well, or the job is given up. Returns the exit code."""
+    from torch.distributed import DistError  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
-    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415
-    from torch.distributed.run import parse_min_max_nnodes, run  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous import (  # noqa: PLC0415
+        RendezvousError,
+        RendezvousGracefulExitError,
+    )
+    from torch.distributed.run import run  # noqa: PLC0415
 
-    nodes = parse_min_max_nnodes(args.nnodes)[1]
     course = _Course(_limits(args), one_node=nodes == 1, place=place, say=say)
-    if "LOGLEVEL" not in os.environ:  # torchrun's own setting: a user who sets it wants to read its log
-        for name in _LOGGERS:
-            logging.getLogger(f"torch.distributed.{name}").addFilter(_not_quiet)
+    meeting = MeetingPoint(args, nodes)
+    meeting.expect(say)
+    quiet_loggers()
     try:
         with (
             short_delays(nodes),
+            keep_places(),
             keep_compile_cache(args.compile_cache, place, say) as mend,
             _warm_workers(args, place, say) as tend,
-            deciding(partial(course.decide, mend), tend),
+            deciding(partial(course.decide, mend), tend, meeting.enter),
         ):
             # record() writes the first error of all to that file, for schedulers that read it.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
     except ChildFailedError as error:
+        meeting.leave()
         course.report_end(error.failures, redirected=args.redirects != "0")
         return 1
     except SignalException as error:
         say(f"ended by {error.sigval.name}")
         _say_what_is_saved(place, say)
         return 128 + int(error.sigval)
-    except RendezvousError as error:
-        say(f"ended, because the job has ended on another node, or can't reach it: {error}")
+    except RendezvousGracefulExitError:
+        say("the job has ended; this node was a spare, and was not needed")
+        return 0
+    except (RendezvousError, DistError) as error:
+        say(meeting.describe(error))
         _say_what_is_saved(place, say)
+        if meeting.lost(error):
+            say(f"to go on, start this on {args.nnodes} nodes: {meeting.command(arguments)}")
         return 1
+    meeting.leave()
     return 0
 
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from rekindle.errors import BusyError, FormatError
 from rekindle.format.lineage import CheckpointKey, ShardId
+from rekindle.memory.incidents import read_start
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.paths import RANK_SLOTS, matching, rank_of
 
@@ -30,11 +31,12 @@ def remove_departed_ranks(job: JobDir, durable: CheckpointKey) -> None:
     """Removes the files of ranks that this node no longer has: the job came back with fewer of them.
 
     A snapshot that ``durable`` doesn't make superfluous stays until the present ranks have a durable checkpoint of
-    their own: it may be the newest there is, and not drained yet. Raises BusyError, FormatError or OSError.
+    their own: it may be the newest there is, and not drained yet. All stay while ranks of several nodes restore: those
+    that have departed to another one read theirs from here. Raises BusyError, FormatError or OSError.
     """
     with job.locked():  # no rank arrives meanwhile
         info, trainers = job.read_job(), job.trainers()
-        if info is None or not trainers:
+        if info is None or not trainers or (info.host and _restores(job, info.start)):
             return
         stamps = list(job.snapshots.shard_ids())
         found = {rank_of(path) for path in matching(job.paths.slots, RANK_SLOTS)}
@@ -42,6 +44,11 @@ def remove_departed_ranks(job: JobDir, durable: CheckpointKey) -> None:
         needed = {path for stamp, path in stamps if not _superfluous(stamp, durable)}
         for rank in found.difference(info.ranks, trainers):
             job.snapshots.remove(rank, {path for stamp, path in stamps if stamp.rank == rank} & needed)
+
+
+def _restores(job: JobDir, start: str) -> bool:
+    record = read_start(job)
+    return record is not None and record.start == start and record.restored is None
 
 
 def _superfluous(stamp: ShardId, durable: CheckpointKey) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from rekindle.common.flag import Flag
 from rekindle.common.numa import run_near
 from rekindle.common.os_errors import describe_error
 from rekindle.common.priority import lower_priority
@@ -33,7 +34,7 @@ class _Job:
     """True if the slot can't be written to before it is done."""
     stopped: bool = False
     """True once it is to be broken off."""
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: Flag = field(default_factory=Flag)
     error: MemoryStoreError | None = None
 
 
@@ -52,7 +53,7 @@ class SlotMaker:
         self._queue: deque[_Job] = deque()
         self._lock = threading.Lock()
         self._running = False
-        self._idle = threading.Event()
+        self._idle = Flag()
         self._idle.set()
 
     def make(self, slot: Slot, nbytes: int, extra: int = 0) -> None:

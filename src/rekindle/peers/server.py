@@ -12,7 +12,7 @@ from typing import Any
 
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import RekindleError
-from rekindle.peers.wire import Credentials, Link, WireError, accept, refuse
+from rekindle.peers.wire import Credentials, Link, OtherStartError, WireError, accept, refuse
 
 __all__ = ["Handler", "PeerServer", "listen"]
 
@@ -157,10 +157,10 @@ class PeerServer:
                 self._answer_all(link, credentials)
             finally:
                 link.close()
+        except (OSError, OtherStartError) as error:
+            log.debug("a connection from %s ended: %s", connection.address, error)
         except WireError as error:
             self._warn(f"a connection from {connection.address} was closed: {error}")
-        except OSError as error:
-            log.debug("a connection from %s ended: %s", connection.address, error)
         finally:
             self._forget(connection)
 
@@ -171,8 +171,6 @@ class PeerServer:
             if self._credentials() != credentials:
                 return
             reply = self._answer(link, request)
-            if link.owes:  # a reply would be taken for the raw bytes that were announced
-                return
             link.skip()
             if reply is not None:
                 link.send(reply)

@@ -28,7 +28,7 @@ from rekindle.errors import RekindleError
 from rekindle.format.fields import check_integer, loads
 from rekindle.peers.stream import Stream
 
-__all__ = ["MAX_MESSAGE", "Credentials", "Link", "WireError", "accept", "call", "connect", "refuse"]
+__all__ = ["MAX_MESSAGE", "Credentials", "Link", "OtherStartError", "WireError", "accept", "call", "connect", "refuse"]
 
 MAX_MESSAGE = 1 << 20
 """Bytes of a message, at most."""
@@ -49,6 +49,10 @@ _SEND_SECONDS = 10.0
 
 class WireError(RekindleError):
     """The other end is not of this start of the job, sends nonsense, or has answered with an error."""
+
+
+class OtherStartError(WireError):
+    """A client belongs to another start of the job, as happens while the nodes change over, or to another job."""
 
 
 class Credentials(NamedTuple):
@@ -78,13 +82,11 @@ class Link:
         self._unsent = self._unread = 0
         """Raw bytes that a message has announced and that are still to come."""
 
-    @property
-    def owes(self) -> bool:
-        """True while raw bytes that this end has announced are not all sent: no message can be sent then."""
-        return self._unsent > 0
-
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message. If it has the field ``bytes``, so many raw bytes must follow."""
+        """Sends a message. If it has the field ``bytes``, so many raw bytes must follow.
+
+        Raises WireError while those of the message before are due: this one would be taken for them.
+        """
         body, raw = json.dumps(message, separators=(",", ":")).encode(), _size(message)
         with self._closing():
             if len(body) > MAX_MESSAGE or self._unsent:
@@ -232,7 +234,7 @@ def _welcome(stream: Stream, own: Credentials, until: float) -> Link:
         raise WireError("the other end speaks no version of the protocol that is known here")
     if _text(hello, "start") != own.start:
         _say(stream, {"refused": "another start of the job"}, until)
-        raise WireError("the other end belongs to another start of the job, or to another job")
+        raise OtherStartError("the other end belongs to another start of the job, or to another job")
     peer, nonce = _text(hello, "name"), secrets.token_hex(_NONCE)
     keys = _Keys(own, [peer, own.name, _text(hello, "nonce"), nonce])
     _say(stream, {"name": own.name, "nonce": nonce, "proof": keys.proof(b"server")}, until)

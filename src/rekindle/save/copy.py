@@ -25,6 +25,7 @@ import xxhash
 
 from rekindle.common.environ import env_count
 from rekindle.common.failpoints import reach
+from rekindle.common.flag import Flag
 from rekindle.common.workers import Workers
 from rekindle.devices.bounce import copy_by_bounce
 from rekindle.devices.events import STUCK, Event, wait_for_copy
@@ -76,7 +77,7 @@ class _BatchQueue:
         self.left = len(self._todo)
         """Number of batches that are not done."""
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._over = Flag()
         self._error: BaseException | None = None
         if not self.left:
             self._end()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from rekindle.common.flag import Flag
 from rekindle.devices.batches import AHEAD
 from rekindle.devices.events import Event
 from rekindle.errors import RekindleError
@@ -33,7 +34,7 @@ class DeviceCopies:
         self._events: list[Event] = []
         """Ends of the copies queued so far."""
         self._queueing = threading.Lock()
-        self._hurry = threading.Event()
+        self._hurry = Flag()
 
     def queue_all(self) -> None:
         """Queues all that is left, at once. Waits for no copy."""

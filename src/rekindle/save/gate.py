@@ -46,7 +46,8 @@ class Gate:
         """Progress of the thread that trains. After a fault the page shows what devices hold."""
         self._last_update = math.inf
         """Newest step whose update may begin."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself: an interrupt can leave a condition that is entered locked
+        self._changed = threading.Condition(self._lock)
         self._seized = self._dead = False
         self._met = False
         """True once ``before_update`` was called since the newest step."""
@@ -59,7 +60,7 @@ class Gate:
 
     def show_again(self) -> None:
         """Make the status page again, which somebody has removed. Raises OSError when that can't be done."""
-        with self._changed:
+        with self._lock:
             self._page.install()
 
     def _show(self) -> None:
@@ -92,7 +93,7 @@ class Gate:
         self._enter(STEPPING, snapshot)
 
     def _enter(self, phase: int, snapshot: int, making: int = 0) -> None:
-        with self._changed:
+        with self._lock:
             while self._seized or making > self._last_update:
                 self._changed.wait()  # whoever has seized the state ends the process
             self._phase, self._page.snapshot = phase, snapshot
@@ -100,7 +101,7 @@ class Gate:
 
     def stable(self, step: int, snapshot: int) -> None:
         """Note that the state is that of ``step`` until the next update; ``snapshot``: the newest step in memory."""
-        with self._changed:
+        with self._lock:
             page, now = self._page, time.monotonic()
             if self._since is not None and step > self._step:
                 self._recent.append(now - self._since)
@@ -113,14 +114,14 @@ class Gate:
     @contextmanager
     def pause(self, what: str) -> Iterator[None]:
         """Let the watchdog wait meanwhile. The time counts for no step."""
-        with self._changed:
+        with self._lock:
             before, began = (self._page.note, self._page.paused), time.monotonic()
             self._page.note, self._page.paused = what.encode()[:64], True
             self._show()
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._page.note, self._page.paused = before
                 if self._since is not None and not self._page.paused:
                     self._since += time.monotonic() - began
@@ -128,12 +129,12 @@ class Gate:
 
     def learn_nothing(self) -> None:
         """Leave the current step out of what the watchdog learns: another rank pauses, or a debugger holds it up."""
-        with self._changed:
+        with self._lock:
             self._since = None
 
     def end(self, *, well: bool) -> None:
         """Note that the thread that trains does no more. ``well``: True if the guarded part has ended as it should."""
-        with self._changed:
+        with self._lock:
             self._dead = True
             if well:
                 self._phase = DONE
@@ -175,7 +176,7 @@ class Gate:
         def ready() -> bool:
             return self._is_stable(beyond) or self._dead
 
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(ready, timeout)
             if not self._is_stable(beyond):
                 return None
@@ -187,7 +188,7 @@ class Gate:
 
     def _seize_devices(self, timeout: float, beyond: int) -> int | None:
         until = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             self._last_update = beyond + 1  # the thread that trains ends the step that it is in, and begins no other
             while True:
                 step = self._clock.standing()
@@ -203,13 +204,13 @@ class Gate:
 
     def release(self) -> None:
         """Let training go on."""
-        with self._changed:
+        with self._lock:
             self._seized, self._last_update = False, math.inf
             self._changed.notify_all()
 
     def stage(self, stage: int, secured: int = -1) -> None:
         """Show how far the state is secured: the stage, and the newest step that is."""
-        with self._changed:
+        with self._lock:
             self._page.stage = stage
             self._page.secured = max(secured, self._page.secured)
             self._page.snapshot = max(secured, self._page.snapshot)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from rekindle.common.flag import Flag
 from rekindle.devices.table import enter
 from rekindle.errors import RekindleError, UsageError
 from rekindle.format.lineage import ShardId
@@ -26,7 +27,7 @@ _LONGEST_WRITE = 2.0
 _PEEK = 0.0002, 0.005
 """Seconds between two looks at what the trainer is doing: at first, doubled each time, and at most."""
 
-_WAITING = {"threading", "torch.autograd.graph", "torch.distributed.distributed_c10d"}
+_WAITING = {"threading", "rekindle.common.flag", "torch.autograd.graph", "torch.distributed.distributed_c10d"}
 """Modules in which the trainer waits, for somebody or for a backward pass: it may take long, or not end at all."""
 
 
@@ -66,10 +67,10 @@ class PendingSnapshot:
         self._trainer = threading.get_ident()
         self._update_waited = False
         """True once an update has asked to begin."""
-        self._checked = threading.Event()
+        self._checked = Flag()
         self._ended = False
         """True once it is committed, or never will be."""
-        self._over = threading.Event()
+        self._over = Flag()
         self._checking, self._committing = threading.Lock(), threading.Lock()
         self._deciding = threading.Lock()
         """Held by who commits the slot or gives it up."""

@@ -1,0 +1,62 @@
+"""A job whose ranks are started by ``rekindle run`` on each node, as users do it. Each start imports torch anew."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tests.nodes.job import POLL, Job
+from tests.nodes.lab import Node
+
+__all__ = ["LaunchedJob"]
+
+_SCRIPT = Path(__file__).with_name("script.py")
+_PORT = 29400
+
+
+class LaunchedJob(Job):
+    """Has a launcher on each node of the lab that is up. Those beyond the number that the job wants are its spares."""
+
+    def _launch(self) -> None:
+        launchers: dict[Node, subprocess.Popen[bytes]] = {}
+        try:
+            while not self.over.is_set():
+                for node in self.lab.nodes:
+                    if node not in launchers and node.alive:
+                        launchers[node] = self._start_launcher(node)
+                done = {row["rank"] for row in self.rows("done")}
+                codes = [process.poll() for node, process in launchers.items() if node.alive]
+                if len(done) == self.task.world and 0 in codes:
+                    return
+                assert None in codes, f"all launchers have ended: {codes}\n{self.launcher_logs()}"
+                time.sleep(POLL)
+        finally:
+            for process in launchers.values():
+                with suppress(ProcessLookupError):
+                    process.kill()
+                process.wait()
+
+    def launcher_logs(self) -> str:
+        """The last words of all launchers."""
+        paths = sorted(self.lab.directory.glob("launcher-*.log"))
+        return "\n".join(f"== {path.name}\n{path.read_text()[-2000:]}" for path in paths)
+
+    def _start_launcher(self, node: Node) -> subprocess.Popen[bytes]:
+        task = self.lab.directory / "task"
+        if not task.exists():
+            task.write_bytes(pickle.dumps(self.task))
+        words = [sys.executable, "-m", "rekindle", "run", "--nnodes", str(self.nodes)]
+        words += ["--nproc-per-node", str(self.task.world // self.nodes), "--rdzv-backend", "c10d", "--rdzv-id", "lab"]
+        words += ["--rdzv-endpoint", f"{self.lab.nodes[0].address}:{_PORT}", "--local-addr", node.address]
+        words += ["--max-restarts", "9", "--restart-pause", "0", str(_SCRIPT), str(task)]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        environment.pop("REKINDLE_MEMORY", None)
+        with (self.lab.directory / f"launcher-{node.name}.log").open("ab") as log:
+            return subprocess.Popen(
+                node.command(*words), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )

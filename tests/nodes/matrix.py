@@ -1,0 +1,83 @@
+"""Every fault of several nodes with every kind of job, for real: ``python -m tests.nodes.matrix [WORDS]``.
+
+For root, on Linux. With WORDS only cases whose names have them are run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tests.nodes.cases import CASES, Case, Outcome, Unbroken, judge, play
+from tests.nodes.lab import why_not
+from tests.pages import put
+
+_DOCS = Path(__file__).parents[2] / "docs" / "nodes.md"
+_HEADS = ("fault", "job", "noticed, s", "secured, s", "went on from", "lost", "again, s", "")
+
+Row = tuple[str, ...]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("words", default="")
+@click.option("--docs", is_flag=True, help="Put what was seen into docs/nodes.md.")
+def main(words: str, docs: bool) -> None:
+    if reason := why_not():
+        raise click.ClickException(reason)
+    place = Path(tempfile.mkdtemp(prefix="rekindle-nodes-"))
+    try:
+        rows = list(_rows(words, place))
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    table = Table(*_HEADS)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    bad = sum(row[-1] != "ok" for row in rows)
+    if docs:
+        lines = [f"- {len(rows)} cells, {len(rows) - bad} as promised", "", "| " + " | ".join(_HEADS) + " |"]
+        lines += ["| " + " | ".join("---" for _ in _HEADS) + " |", *("| " + " | ".join(row) + " |" for row in rows)]
+        put(_DOCS, "matrix", "\n".join(lines))
+    if bad:
+        raise click.ClickException(f"{bad} of {len(rows)} cells are wrong")
+
+
+def _rows(words: str, place: Path) -> Iterator[Row]:
+    unbroken = Unbroken(place / "unbroken")
+    cells = [(case, kind) for name, case in CASES.items() if words in name for kind in case.kinds]
+    for number, (case, kind) in enumerate(cells):
+        directory = place / str(number)
+        directory.mkdir()
+        try:
+            out = play(case, kind, directory)
+            wrong = judge(case, kind, out, unbroken.digests(kind, case.world, case.steps))
+        except AssertionError as error:
+            out, wrong = Outcome(), [str(error)]
+            click.echo(str(error)[-6000:], err=True)
+        row = _texts(case, kind, out, wrong)
+        click.echo(f"{number + 1} of {len(cells)}: {', '.join(row)}", err=True)
+        yield row
+
+
+def _texts(case: Case, kind: str, out: Outcome, wrong: list[str]) -> Row:
+    def seconds(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    signs = [(name, at, " (silent)") for name, at in out.silent.items()]
+    signs += [(name, at, "") for name, (at, _) in out.noticed.items()]
+    noticed = ", ".join(f"{name[4:].upper()} {at:.2f}{words}" for name, at, words in sorted(signs))
+    where = f"{out.resumed}, {' and '.join(dict.fromkeys(out.places))}" if out.restarts else "-"
+    again = seconds(out.again) if out.restarts else "-"
+    said = "; ".join(line.splitlines()[0][:120] for line in wrong if line) or "ok"
+    return case.name, kind, noticed or "-", seconds(out.secured), where, str(out.lost), again, said
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""All faults of several nodes, each with all kinds of jobs for which it makes a difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.cases import CASES, Unbroken, judge, play
+from tests.nodes.job import Job
+from tests.nodes.lab import Lab
+from tests.nodes.launched import LaunchedJob
+from tests.nodes.train import Task
+
+CELLS = [(name, kind) for name, case in CASES.items() for kind in case.kinds]
+
+
+@pytest.mark.campaign(seconds=25)
+@pytest.mark.parametrize(("name", "kind"), CELLS, ids=[f"{name}-{kind}" for name, kind in CELLS])
+def test_a_fault(name: str, kind: str, unbroken: Unbroken, tmp_path: Path) -> None:
+    case = CASES[name]
+    out = play(case, kind, tmp_path)
+    assert judge(case, kind, out, unbroken.digests(kind, case.world, case.steps)) == [], out
+
+
+@pytest.mark.campaign(seconds=15)
+def test_a_node_without_the_storage_does_not_train(lab: Lab) -> None:
+    lab.add()
+    lab.add(mounted=False)
+    with Job(lab, Task(str(lab.mount / "run"), str(lab.directory)), starts=1) as job:
+        said = job.wait_for_failure()
+    assert "UsageError" in said and "mount the same file system" in said, said
+    assert not job.rows("step")
+
+
+@pytest.mark.campaign(seconds=60)
+@pytest.mark.parametrize("power", [True, False], ids=["power", "sockets closed"])
+def test_the_node_of_the_launchers_store_is_lost(power: bool, lab: Lab) -> None:
+    """The launchers can't go on without it: they say so and end, and the ranks have secured their state."""
+    first = lab.add()
+    lab.add()
+    task = Task(str(lab.mount / "run"), str(lab.directory), steps=1000)
+    with LaunchedJob(lab, task) as job:
+        job.wait_for_step(5)
+        if power:
+            first.lose_power()
+        else:
+            first.kill()
+        job.wait_for_failure()
+        said = job.launcher_logs()
+    assert "Traceback" not in said.split("nodeb")[1], said
