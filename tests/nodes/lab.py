@@ -50,6 +50,7 @@ class Node:
         self._port = f"p-{self.name}"
         self.connected = True
         """False while its cable is out of the switch."""
+        self._killed = False
         self.leaving = False
         """True once it has been told that it will be taken away: no new start may count on it."""
         words = [*_NAMESPACES, "--fork", "--kill-child=KILL", "--", sys.executable, "-I", "-S", str(_FIRST_PROCESS)]
@@ -99,7 +100,7 @@ class Node:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._killed and self._process.poll() is None
 
     @property
     def usable(self) -> bool:
@@ -116,6 +117,7 @@ class Node:
     def kill(self) -> None:
         """All its processes are killed, and the kernel closes their connections."""
         if self.alive:
+            self._killed = True  # first: whoever sees a process end must see that the node is no more
             os.kill(self.pid, signal.SIGKILL)
             self._process.wait(_LIMIT)
 

@@ -65,7 +65,9 @@ def train(task: Task, rank: int) -> None:
     import torch.distributed as dist
 
     import rekindle
+    from rekindle.session import nodes
 
+    nodes._ANSWERS_WITHIN = 60.0  # an agent takes its time to start on a machine that has other work
     torch.set_num_threads(1)
     os.dup2(os.open(task.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     logging.basicConfig(level=logging.INFO, force=True, format=f"%(asctime)s {os.uname().nodename} %(message)s")

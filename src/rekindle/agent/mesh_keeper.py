@@ -89,7 +89,8 @@ class MeshKeeper:
             self._job_mark = mark
             self._read_job()
         if self._address and not self._job.paths.address.exists():
-            write_atomic(self._job.paths.address, json.dumps(self._address).encode())
+            with suppress(OSError):  # somebody has removed the directory: beats go on
+                write_atomic(self._job.paths.address, json.dumps(self._address).encode())
         mark = _mark(self._job.paths.nodes)
         if mark != self._nodes_mark and self._server is not None:
             self._nodes_mark = mark
