@@ -30,6 +30,7 @@ from rekindle.memory.incidents import open_incident, read_start
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
+from rekindle.memory.paths import LOCAL_STATE_PLANS, matching
 from rekindle.memory.rebuild import rebuild_dead_ranks
 
 __all__ = ["run", "describe_orphan"]
@@ -131,8 +132,9 @@ class Agent(Service):
         return busy
 
     def _others_may_secure(self) -> bool:
-        """True for a while if there are other nodes, whose ranks may end later than those of this one."""
-        return bool(self.monitor.others.name) and time.monotonic() < self._alone_since + _SECURED_WITHIN
+        """True for a while after a fault if there are other nodes, whose ranks may end later than those of this one."""
+        soon = bool(self.monitor.others.name) and time.monotonic() < self._alone_since + _SECURED_WITHIN
+        return soon and bool(matching(self.job.path, LOCAL_STATE_PLANS))  # there are none after a good end
 
     def _done(self) -> bool:
         now = time.monotonic()
@@ -149,6 +151,8 @@ class Agent(Service):
                 return alone > _NO_JOB or not self.job.path.exists()
             empty = next(self.job.snapshots.shard_ids(), None) is None
             if not (empty or self.stopping or alone > info.idle_timeout) or self.monitor.reporting or not self._told:
+                return False
+            if self._others_may_secure():
                 return False
             if self.drainer.pending() is not None:
                 return False
