@@ -14,6 +14,7 @@ import queue
 import random
 import resource
 import shutil
+import signal
 import socket
 import statistics
 import struct
@@ -283,6 +284,7 @@ def main(
         raise click.UsageError("--smoke gives no figures worth a --docs")
     if smoke:
         size, rounds = 64 * MIB, 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a killed run tidies up too
     turns = _all_turns(size, rounds)
     _show(turns, output, docs=docs)
 
