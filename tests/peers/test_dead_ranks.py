@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ def memories(small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 def _train(rank: int, root: Path, memories: list[Path], optimizer: str, moment: str = "") -> tuple[int, str, str]:
     """Trains a replica with dropout, a random generator and an order of data of its own, and takes no snapshots.
 
-    Rank 1 is killed at ``moment``: once step ``STRUCK`` is complete, or in the middle of its update, and its agent
-    with it, which would rebuild the step before the job starts again.
+    Rank 1 is killed at ``moment``: once step ``STRUCK`` is complete; or "late", when rank 0 takes its time to secure
+    it; or in the middle of its update, and its agent with it, which would rebuild the step before a restart does.
     """
     torch.manual_seed(rank)
     order = rekindle.Values(seen=0.0)
@@ -53,8 +54,12 @@ def _train(rank: int, root: Path, memories: list[Path], optimizer: str, moment: 
             end_agent(ckpt._session.job_dir)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def take_time(step: int) -> None:
+        if rank == 0 and moment == "late":
+            time.sleep(1.5)
+
     made.register_step_pre_hook(strike)
-    with ckpt.guard(fence=moment == "update", watchdog=False):
+    with ckpt.guard(fence=moment == "update", watchdog=False, on_clean=take_time):
         for step in range(begun + 1, STEPS + 1):
             data = torch.rand(8, 64)
             order.seen += float(data.sum())
@@ -62,7 +67,7 @@ def _train(rank: int, root: Path, memories: list[Path], optimizer: str, moment: 
             made.step()
             made.zero_grad()
             ckpt.step(step)
-            if rank == 1 and step == STRUCK and moment == "step":
+            if rank == 1 and step == STRUCK and moment in ("step", "late"):
                 os.kill(os.getpid(), signal.SIGKILL)
     moments = [tensor for one in made.state.values() for tensor in one.values()]
     bits = [*model.state_dict().values(), *moments, torch.get_rng_state(), torch.tensor(order.seen)]
@@ -88,5 +93,5 @@ def test_the_step_of_a_killed_rank_reaches_storage_though_the_job_does_not_start
     root: Path, memories: list[Path]
 ) -> None:
     """Its agent rebuilds it as soon as the other node's rank has secured the replicas."""
-    attempt(2, _train, root, memories, "adam", "step")
+    attempt(2, _train, root, memories, "adam", "late")
     wait_for(lambda: [entry.stamp.step for entry in PosixStore(root).published()] == [STRUCK])

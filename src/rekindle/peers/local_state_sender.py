@@ -8,14 +8,13 @@ import threading
 from pathlib import Path
 
 from rekindle.common.backoff import Backoff
-from rekindle.common.os_errors import describe_error
 from rekindle.common.priority import lower_priority
 from rekindle.errors import FormatError, RekindleError
 from rekindle.format.receipt import read_file
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.local_state import local_state_paths
 from rekindle.memory.nodes import Nodes
-from rekindle.peers.local_states import MOST
+from rekindle.peers.local_states import MOST, describe
 from rekindle.peers.wire import Credentials, Link, WireError, connect
 
 __all__ = ["LocalStateSender"]
@@ -132,7 +131,7 @@ class LocalStateSender:
         if self._tries.failed == 1:
             log.warning(
                 "node %s can't keep the local states of this node's ranks, which is tried again: %s",
-                *(self._partner.name, describe_error(error)),
+                *(self._partner.name, describe(error)),
             )
         self._drop_link()
         self._seen.clear()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rekindle.common.os_errors import describe_error
 from rekindle.errors import FormatError, RekindleError
 from rekindle.format.fields import check_integer
 from rekindle.format.names import MAX_RANKS
@@ -32,7 +31,8 @@ from rekindle.memory.paths import LOCAL_STATE_PLANS, JobPaths, matching, rank_of
 from rekindle.peers.server import Handler
 from rekindle.peers.wire import Credentials, Link, WireError, call, connect
 
-__all__ = ["MOST", "Kept", "ask_for_files", "bring_local_state", "kept_local_states", "local_state_handlers"]
+__all__ = ["MOST", "Kept", "ask_for_files", "bring_local_state", "describe", "kept_local_states"]
+__all__ += ["local_state_handlers"]
 
 log = logging.getLogger("rekindle")
 
@@ -211,7 +211,7 @@ def bring_local_state(job: JobDir, rank: int, nodes: Nodes, kept: Sequence[Mappi
     except (OSError, RekindleError) as error:
         log.warning(
             "the newest local state of rank %d can't be had from node %s, so the job may go on from an older step: %s",
-            *(rank, node.name, describe_error(error)),
+            *(rank, node.name, describe(error)),
         )
 
 
@@ -229,3 +229,8 @@ def ask_for_files(nodes: Nodes, node: Node, rank: int) -> dict[str, bytes]:
         return _receive(link, call(link, {"verb": "kept", "rank": rank}, _PATIENCE))
     finally:
         link.close()
+
+
+def describe(error: Exception) -> str:
+    """Returns why another node could not be asked, in the system's words, which are advice enough."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
