@@ -26,6 +26,8 @@ _GRACE = 30.0
 """Seconds between SIGTERM and SIGKILL, as torchrun's."""
 _OTHERS = 1.0
 """Seconds after which launchers on other nodes hear that one has to start its ranks again: they ask each second."""
+_KEEP_ALIVE = 20.0
+"""Seconds after which launchers end all other ranks when a node is lost: agents have noticed it by then."""
 _ENOUGH = 90.0
 """Seconds to wait for a node in place of one that is lost, or out of reach."""
 _LIMIT = 150.0
@@ -39,12 +41,11 @@ class Job:
     """Trains ``task`` on so many ``nodes`` of a lab, and starts all of its ranks again when one has ended by a fault.
 
     It does what a launcher on each node would: nodes that are up and connected are taken by their addresses, and no
-    rank runs on one that is lost. ``keep_alive``: seconds until the launchers notice a lost node, and end the ranks of
-    all others. ``starts``: the most that there are.
+    rank runs on one that is lost. ``starts``: the most that there are.
     """
 
-    def __init__(self, lab: Lab, task: Task, *, nodes: int = 2, keep_alive: float = 5.0, starts: int = 5) -> None:
-        self.lab, self.task, self.nodes, self.keep_alive, self.starts = lab, task, nodes, keep_alive, starts
+    def __init__(self, lab: Lab, task: Task, *, nodes: int = 2, starts: int = 5) -> None:
+        self.lab, self.task, self.nodes, self.starts = lab, task, nodes, starts
         self.faults: dict[str, list[Fault]] = {}
         """By node: the faults that its agent has noted, in order."""
         self.agent_logs: dict[str, str] = {}
@@ -185,7 +186,7 @@ class Job:
             ended = {node for node, process in self._ranks if process.exitcode not in (None, 0)}
             failed = failed or (now if any(node.alive for node in ended) else 0.0)
             lost = lost or (now if any(not node.alive for node in ended) else 0.0)
-            late = (failed and now > failed + _OTHERS) or (lost and now > lost + self.keep_alive)
+            late = (failed and now > failed + _OTHERS) or (lost and now > lost + _KEEP_ALIVE)
             for node in {node for node, _ in self._ranks}:
                 if node not in told and node.alive and (late or node in ended):
                     told[node] = now

@@ -15,8 +15,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tests.nodes.cases import CASES, Case, Outcome, Unbroken, judge, play
+from tests.nodes.cases import CASES, Case, Unbroken, judge, play
 from tests.nodes.lab import why_not
+from tests.nodes.outcome import Outcome
 from tests.pages import put
 
 _DOCS = Path(__file__).parents[2] / "docs" / "nodes.md"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.nodes.cases import CASES, Outcome, Unbroken, judge, play
+from tests.nodes.cases import CASES, Unbroken, judge, play
+from tests.nodes.outcome import Outcome
 
 
 def outcome_of(name: str, unbroken: Unbroken, directory: Path) -> Outcome:
