@@ -67,6 +67,18 @@ def test_an_exception_that_follows_from_a_death_elsewhere_is_not_its_cause(lab: 
     wait_for(lambda: culprits(lab, 2) == [("signal", 1)] * 2, what="one culprit on both nodes")
 
 
+def test_ranks_too_are_told_of_the_death_that_their_exception_follows_from(lab: Lab) -> None:
+    told = []
+    for _ in range(5):  # the answer of a node that gets no processor for long comes too late for them
+        ranks = lab.begin(2)
+        ranks[1].kill()
+        ranks[0].raises("RuntimeError: Connection closed by peer")
+        told.append(cause_of(ranks[0].fault()[1]))
+        if told[-1] == "signal":
+            return
+    raise AssertionError(told)
+
+
 def test_of_two_exceptions_that_of_a_collective_is_not_the_cause(lab: Lab) -> None:
     ranks = lab.begin(2)
     ranks[0].raises("RuntimeError: [gloo] Connection closed by peer")
@@ -85,6 +97,7 @@ def test_a_hang_is_judged_once_and_each_node_reports_its_ranks(lab: Lab) -> None
         assert len(rank.faults()) == 1
     for rank in ranks:
         rank.process.wait(60)  # the agent ends it
+    assert len({rank.fault()[1].at for rank in ranks}) == 1, "one agent has judged"
     reports = [lab.root / f"hang-{lab.generation}-step-7" / f"report-n{number}.txt" for number in (0, 1)]
     for report, own, other in zip(reports, "01", "10", strict=True):
         wait_for(report.exists)
@@ -109,6 +122,7 @@ def test_an_agent_that_stands_still_for_a_while_is_no_loss(lab: Lab) -> None:
     step(ranks, 3)
     lab.hosts[1].signal_agent(signal.SIGSTOP)
     wait_for(lambda: lab.hosts[0].state(1) == "silent")
+    wait_for(lambda: lab.hosts[0].nodes()[1]["seconds"] > 2.5, what="longer than a rank may be silent")
     lab.hosts[1].signal_agent(signal.SIGCONT)
     wait_for(lambda: lab.hosts[0].state(1) == "there")
     step(ranks, 4)
