@@ -25,7 +25,10 @@ def start_rank(node: Node, task: Task, rank: int, environment: dict[str, str]) -
 
 
 def _enter_and_train(node: int, task: Task, rank: int, environment: dict[str, str]) -> None:
-    _enter(node)
+    try:
+        _enter(node)
+    except FileNotFoundError:  # it has been lost just now
+        os._exit(1)
     if (child := os.fork()) == 0:
         _train(task, rank, environment)
     _, status = os.waitpid(child, 0)

@@ -52,6 +52,12 @@ class Trace:
         start = task.trace(rank).read_text().count('"begun"')  # torchrun doesn't count starts for want of a node
         self._always = {"rank": rank, "host": os.uname().nodename, "pid": os.getpid(), "start": start}
 
+    def agree(self, dist: Any) -> None:
+        """Takes rank 0's number of this start: others may have missed one, on a node that was lost too soon."""
+        number = [self._always["start"]]
+        dist.broadcast_object_list(number)
+        self._always["start"] = number[0]
+
     def say(self, event: str, **more: Any) -> None:
         line = {"t": time.monotonic(), "event": event, **self._always, **more}
         os.write(self._file, (json.dumps(line) + "\n").encode())
@@ -72,6 +78,7 @@ def train(task: Task, rank: int) -> None:
     os.dup2(os.open(task.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     logging.basicConfig(level=logging.INFO, force=True, format=f"%(asctime)s {os.uname().nodename} %(message)s")
     dist.init_process_group("gloo", rank=rank, world_size=task.world)
+    trace.agree(dist)
     trace.say("met")
     state, model = _build(task)
     torch.manual_seed(rank)
