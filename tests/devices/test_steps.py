@@ -19,7 +19,7 @@ from rekindle.devices import bounce
 from rekindle.faults.late_work import late_work_counts
 from rekindle.faults.nccl import SETTINGS
 from rekindle.memory.fault import Fault
-from rekindle.memory.local_state import read_local_states
+from rekindle.memory.local_state import LocalState, read_local_files
 from rekindle.save import local_state, plan
 from rekindle.save.copy import Copying
 from rekindle.save.plan import Unit
@@ -31,6 +31,11 @@ from tests.faults.peer import be_overtaken
 from tests.save.overlapped import snapshot_of
 
 _LONG = 60.0
+
+
+def local_states(job: Job) -> list[LocalState]:
+    files = read_local_files(job.dir.paths, 0)
+    return [] if files is None else files.states
 
 
 def wait_until(reached: Callable[[], object]) -> None:
@@ -241,7 +246,7 @@ def test_what_an_abort_lets_through_is_refused(device: FakeBackend, root: Path, 
         assert job.in_memory()[-1:] == ([2] if every == 1 else [])
         job.ckpt._saver.memory.wait_for_newest(_LONG)  # type: ignore[union-attr]
         assert 3 not in job.in_memory()
-        assert all(state.stamp.step < 3 for state in read_local_states(job.dir, 0)), "it would be used for a successor"
+        assert all(state.stamp.step < 3 for state in local_states(job)), "it would be used for a successor"
 
 
 def test_an_abort_by_somebody_else_is_refused(
@@ -373,8 +378,8 @@ def test_local_states_are_read_when_the_device_has_copied_them(device: FakeBacke
     with job.guarded():
         for _ in range(30):
             job.step()
-        wait_until(lambda: [state.stamp.step for state in read_local_states(job.dir, 0)] == [30, 29])
-        for state in read_local_states(job.dir, 0):
+        wait_until(lambda: [state.stamp.step for state in local_states(job)] == [30, 29])
+        for state in local_states(job):
             seen = torch.frombuffer(bytearray(state.tensors), dtype=torch.uint8)[: 64 * 4].view(torch.float32)
             assert torch.equal(seen, torch.full((64,), float(state.stamp.step)))
 
