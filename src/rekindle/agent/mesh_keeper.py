@@ -63,7 +63,7 @@ class MeshKeeper:
         self._mesh: Mesh | None = None
         self._sender: LocalStateSender | None = None
         self._address: dict[str, Any] = {}
-        """Where this agent listens; empty if it doesn't."""
+        """Address on which this agent listens; empty if it doesn't."""
         self._beat_at = 0.0
 
     async def serve(self) -> None:
