@@ -120,6 +120,7 @@ def test_an_agent_that_is_killed_is_no_loss_and_the_next_one_takes_its_place(lab
 def test_an_agent_that_stands_still_for_a_while_is_no_loss(lab: Lab) -> None:
     ranks = lab.begin(2, floor=0.0)
     step(ranks, 3)
+    wait_for(lambda: [node["steps"] for node in lab.hosts[0].nodes()] == [{"0": 3}, {"1": 3}])
     lab.hosts[1].signal_agent(signal.SIGSTOP)
     wait_for(lambda: lab.hosts[0].state(1) == "silent")
     wait_for(lambda: lab.hosts[0].nodes()[1]["seconds"] > 2.5, what="longer than a rank may be silent")
