@@ -32,6 +32,7 @@ class Schedule:
         self.pause = None if self.persist_every is not None or seconds == 0 else seconds
         """Least seconds between two snapshots that storage gets unasked; None if it gets none of them."""
         self._world = world
+        self._unless = ", unless other nodes' memory has all of the state, as under DDP and HSDP" if nodes > 1 else ""
         self._cadence = cadence_of(settings.snapshot_every, settings.snapshot_budget, world)
         self._metrics = metrics
         self._counted = 0
@@ -66,8 +67,8 @@ class Schedule:
         if self.persist_every is not None:
             log.info(
                 "storage gets every step that is a multiple of %d: if this node is lost, up to %d steps are lost, and "
-                "those made while the last of them was written (persist_every)",
-                *(self.persist_every, self.persist_every),
+                "those made while the last of them was written (persist_every)%s",
+                *(self.persist_every, self.persist_every, self._unless),
             )
         elif self.pause is not None:
             log.info(
