@@ -84,9 +84,8 @@ class OtherAgents:
         assert self._nodes is not None
         if not node.port:
             return "can't be reached from other nodes: run 'rekindle stop' there, too"
-        credentials = Credentials(self._nodes.secret, self._nodes.start, self._nodes.here.name)
         try:
-            with closing(connect(node.host, node.port, credentials, _ANSWERS_WITHIN)) as link:
+            with closing(connect(node.host, node.port, Credentials.of(self._nodes), _ANSWERS_WITHIN)) as link:
                 if link.peer != node.name:
                     raise WireError(f"node {link.peer} answers in its place")
                 return call(link, {"verb": "stop", "only_look": only_look}, _ANSWERS_WITHIN)

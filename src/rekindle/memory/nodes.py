@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rekindle.errors import FormatError
@@ -14,6 +12,7 @@ from rekindle.format.lineage import check_id
 from rekindle.format.names import MAX_RANKS
 from rekindle.format.receipt import read_file
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.local_state import replace_file
 
 __all__ = ["LONGEST_TEXT", "SECRET_BYTES", "Node", "Nodes"]
 
@@ -83,7 +82,7 @@ class Nodes:
     def write(self, job: JobDir) -> None:
         """Replaces the record in the job's directory; only this user can read it. Raises OSError."""
         fields = {**asdict(self), "secret": self.secret.hex()}
-        _write_private(job.paths.nodes, json.dumps(fields).encode())
+        replace_file(job.paths.nodes, [json.dumps(fields).encode()])
 
     @staticmethod
     def read(job: JobDir) -> Nodes | None:
@@ -120,17 +119,3 @@ def _from_json(value: Any) -> Nodes:
         own=check_integer(value["own"], 0, len(nodes) - 1),
         nodes=nodes,
     )
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """Replaces a file atomically by one that only this user can read. Raises OSError, and then leaves the old one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with open(fd, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -48,7 +48,7 @@ class OtherNodes(Elsewhere):
         for node in self._asked(rank):
             if (stamp.checkpoint, rank, stamp.world) in self._list(node):
                 try:
-                    with self._files(node, stamp.checkpoint).shard(rank, stamp.world) as shard:
+                    with PeerFiles.of(self._nodes, node, stamp.checkpoint).shard(rank, stamp.world) as shard:
                         return shard.receipt.layout.chunks
                 except (OSError, RekindleError) as error:  # recycled meanwhile, for one
                     log.info("node %s: rank %d's snapshot of step %d: %s", node.name, rank, stamp.step, error)
@@ -80,7 +80,7 @@ class OtherNodes(Elsewhere):
         return self._snapshots[node.name]
 
     def _ask_for_list(self, node: Node) -> Iterator[tuple[CheckpointKey, int, int]]:
-        link = connect(node.host, node.port, self._credentials, _PATIENCE)
+        link = connect(node.host, node.port, Credentials.of(self._nodes), _PATIENCE)
         try:
             shards: Any = call(link, {"verb": "list"}, _PATIENCE).get("shards")
         finally:
@@ -92,11 +92,3 @@ class OtherNodes(Elsewhere):
     def _give_up(self, node: Node, error: Exception) -> None:
         log.warning("node %s doesn't tell what its memory holds of dead ranks' steps: %s", node.name, error)
         self._silent.add(node.name)
-
-    @property
-    def _credentials(self) -> Credentials:
-        return Credentials(self._nodes.secret, self._nodes.start, self._nodes.here.name)
-
-    def _files(self, node: Node, key: CheckpointKey) -> PeerFiles:
-        nodes = self._nodes
-        return PeerFiles(node.name, node.host, node.port, nodes.secret, nodes.start, nodes.here.name, key)

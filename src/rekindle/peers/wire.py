@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from rekindle.errors import RekindleError
 from rekindle.format.fields import check_integer, loads
+from rekindle.memory.nodes import Nodes
 from rekindle.peers.stream import Stream
 
 __all__ = ["MAX_MESSAGE", "Credentials", "Link", "OtherStartError", "WireError", "accept", "call", "connect", "refuse"]
@@ -63,6 +64,11 @@ class Credentials(NamedTuple):
     """Id of the incarnation."""
     name: str
     """Name of the own node."""
+
+    @staticmethod
+    def of(nodes: Nodes) -> Credentials:
+        """Returns those of this node in a start."""
+        return Credentials(nodes.secret, nodes.start, nodes.here.name)
 
 
 class Link:
