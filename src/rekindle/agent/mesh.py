@@ -25,7 +25,7 @@ from rekindle.agent.others import Others
 from rekindle.errors import FormatError
 from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import LOST, Fault
-from rekindle.memory.nodes import Node, Nodes
+from rekindle.memory.nodes import Node, Nodes, describe_node
 from rekindle.memory.status import DONE, describe_status
 from rekindle.peers.elsewhere import OtherNodes
 from rekindle.peers.membership import PATIENCE, Event, Membership
@@ -173,7 +173,7 @@ class Mesh(Others):
 
     def _act_on(self, event: Event) -> None:
         node = self.nodes.nodes[event.node]
-        words = _describe(node)
+        words = describe_node(node.name, node.ranks)
         if event.kind == "silent":
             log.warning("%s is silent: %s", words, event.why)
         elif event.kind == "back":
@@ -241,7 +241,3 @@ class Mesh(Others):
             "durable": None if beat.durable < 0 else beat.durable,
             "seconds": None if here else self._membership.silence(number, now),
         }
-
-
-def _describe(node: Node) -> str:
-    return f"node {node.name} (rank{'s' if len(node.ranks) > 1 else ''} {', '.join(map(str, node.ranks))})"

@@ -9,10 +9,9 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
-from rekindle.cli.nodes import ranges
 from rekindle.errors import BusyError, FormatError, NotDurableError, RekindleError
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.nodes import Node, Nodes
+from rekindle.memory.nodes import Node, Nodes, describe_node
 from rekindle.peers.wire import Credentials, WireError, call, connect
 
 __all__ = ["OtherAgents"]
@@ -96,4 +95,4 @@ class OtherAgents:
 
 
 def _describe(node: Node) -> str:
-    return f"node {node.name} (rank{'s' if len(node.ranks) > 1 else ''} {ranges(node.ranks)})"
+    return describe_node(node.name, node.ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from rekindle.format.receipt import read_file
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.local_state import replace_file
 
-__all__ = ["LONGEST_TEXT", "SECRET_BYTES", "Node", "Nodes"]
+__all__ = ["LONGEST_TEXT", "SECRET_BYTES", "Node", "Nodes", "describe_node", "ranges"]
 
 SECRET_BYTES = 32
 """Size of the secret by which the agents of a start know each other."""
@@ -99,6 +100,23 @@ class Nodes:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FormatError(f"{path}: {error}") from error
+
+
+def describe_node(name: str, ranks: Iterable[int]) -> str:
+    """Returns a node's name and ranks, for a sentence."""
+    numbers = list(ranks)
+    return f"node {name} (rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)})"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Returns whole numbers in words, such as "0-3, 8"."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def _from_json(value: Any) -> Nodes:
