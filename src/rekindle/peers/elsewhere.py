@@ -90,5 +90,8 @@ class OtherNodes(Elsewhere):
             yield stamp.checkpoint, stamp.rank, stamp.world
 
     def _give_up(self, node: Node, error: Exception) -> None:
-        log.warning("node %s doesn't tell what its memory holds of dead ranks' steps: %s", node.name, error)
+        log.warning(
+            "node %s doesn't tell what its memory holds of dead ranks' steps, so an older one may be restored: %s",
+            *(node.name, error),
+        )
         self._silent.add(node.name)
