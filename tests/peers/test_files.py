@@ -19,7 +19,7 @@ from rekindle.format.reader import ShardReader, read_blocks
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.slots import Slots
 from rekindle.peers import files as peer_files
-from rekindle.peers import server, stream
+from rekindle.peers import server, timed_socket
 from rekindle.peers.snapshots import snapshot_handlers
 from tests.memory.saved import FIRST, SIZE, content, save
 from tests.peers.peer import (
@@ -199,7 +199,7 @@ def test_a_node_that_dies_meanwhile_is_an_error(job):
 
 
 def test_a_node_that_stalls_is_an_error_in_time(job, monkeypatch):
-    monkeypatch.setattr(stream, "STALL", 1.0)
+    monkeypatch.setattr(timed_socket, "STALL", 1.0)
     for bound in ("_CONNECT_SECONDS", "_REPLY_SECONDS"):
         monkeypatch.setattr(peer_files, bound, 1.0)
     put(job, 7, blocks_of(6))

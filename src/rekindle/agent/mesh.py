@@ -27,8 +27,8 @@ from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import LOST, Fault
 from rekindle.memory.nodes import Node, Nodes, describe_node
 from rekindle.memory.status import DONE, describe_status
-from rekindle.peers.elsewhere import OtherNodes
 from rekindle.peers.membership import PATIENCE, Event, Membership
+from rekindle.peers.memory import PeerMemory
 from rekindle.peers.wire import Credentials, Link, WireError
 
 __all__ = ["VERBS", "Mesh"]
@@ -220,7 +220,7 @@ class Mesh(Others):
         return all(self._beats[number].cleared for number in self._speaking() if self._beats[number].pages)
 
     def elsewhere(self) -> Elsewhere:
-        return OtherNodes(self.nodes)
+        return PeerMemory(self.nodes)
 
     def status(self) -> list[dict[str, Any]]:
         now, own = time.monotonic(), replace(self._monitor.account(), durable=self._durable())

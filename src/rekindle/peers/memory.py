@@ -17,7 +17,7 @@ from rekindle.peers.files import PeerFiles
 from rekindle.peers.local_states import ask_for_files
 from rekindle.peers.wire import Credentials, call, connect
 
-__all__ = ["OtherNodes", "elsewhere_of"]
+__all__ = ["PeerMemory", "elsewhere_of"]
 
 log = logging.getLogger("rekindle")
 
@@ -31,10 +31,10 @@ _ALL = 15.0
 
 def elsewhere_of(nodes: Nodes | None) -> Elsewhere:
     """Returns the memory of the other nodes of a start. ``nodes`` is None for a start on one node."""
-    return Elsewhere() if nodes is None else OtherNodes(nodes)
+    return Elsewhere() if nodes is None else PeerMemory(nodes)
 
 
-class OtherNodes(Elsewhere):
+class PeerMemory(Elsewhere):
     """The memory of a start's other nodes. A node that fails to answer is not asked again. For one thread."""
 
     def __init__(self, nodes: Nodes) -> None:
