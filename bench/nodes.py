@@ -114,11 +114,11 @@ def _send_ranges(connection: socket.socket, fd: int) -> None:
 def _receive_ours(port: int, nbytes: int, secret: str) -> Turn:
     from rekindle.format.reader import NullSink, ShardReader, read_blocks
     from rekindle.peers.files import PeerFiles
+    from rekindle.peers.wire import Credentials
 
     stamp = _start()
-    files = PeerFiles(
-        "sender", "127.0.0.1", port, bytes.fromhex(secret), stamp.incarnation.id, "receiver", stamp.checkpoint
-    )
+    credentials = Credentials(bytes.fromhex(secret), stamp.incarnation.id, "receiver")
+    files = PeerFiles("sender", "127.0.0.1", port, credentials, stamp.checkpoint)
     room = memoryview(bytearray(b"\1") * nbytes)
 
     with _measured(nbytes) as turn, files.shard(0, 1) as shard:

@@ -24,7 +24,7 @@ from rekindle.faults.torchelastic import introduce, tell_of_uncaught_errors, war
 from rekindle.format.lineage import ShardId
 from rekindle.memory.fault import Fault
 from rekindle.memory.rebuild import rebuild
-from rekindle.peers.elsewhere import elsewhere_of
+from rekindle.peers.memory import elsewhere_of
 from rekindle.restore.choose import check_chosen_step
 from rekindle.restore.partial import choose_parts
 from rekindle.restore.restore import restore

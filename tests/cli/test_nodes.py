@@ -15,12 +15,12 @@ from rich.console import Console
 
 from rekindle.agent.http import send_request
 from rekindle.cli import status
-from rekindle.cli.nodes import describe_missed, ranges, ranks_of_nodes, take_nodes
+from rekindle.cli.nodes import describe_missed, ranks_of_nodes, take_nodes
 from rekindle.cli.operations import job_status, stop
 from rekindle.errors import BusyError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.nodes import Node, Nodes
+from rekindle.memory.nodes import Node, Nodes, ranges
 from rekindle.memory.slots import Slots
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard

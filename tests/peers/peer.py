@@ -92,7 +92,7 @@ def link_to(port: int) -> Link:
 
 
 def files_at(port: int, step: int = 7, incarnation: Incarnation = FIRST, node: str = "far") -> PeerFiles:
-    return PeerFiles(node, HOST, port, SECRET, START, "near", CheckpointKey(step, incarnation))
+    return PeerFiles(node, HOST, port, CREDENTIALS, CheckpointKey(step, incarnation))
 
 
 class Memory(NullSink):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.peers import server as server_module
-from rekindle.peers import stream as stream_module
+from rekindle.peers import timed_socket
 from rekindle.peers.wire import Credentials, Link, WireError, call, connect
 from tests.faults.harness import wait_for
 from tests.peers.ends import LONG, A, B, Served, between, exactly, frame_from, is_closed, serving
@@ -275,7 +275,7 @@ def test_a_silent_and_a_slow_client_are_let_go(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_reader_that_takes_no_bytes_frees_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "STALL", 0.3)
+    monkeypatch.setattr(timed_socket, "STALL", 0.3)
     freed = threading.Event()
 
     def read(link: Link, message: dict[str, Any]) -> None:
@@ -291,7 +291,7 @@ def test_a_reader_that_takes_no_bytes_frees_the_shard(monkeypatch: pytest.Monkey
 
 
 def test_a_file_that_nobody_reads_is_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(stream_module, "STALL", 0.3)
+    monkeypatch.setattr(timed_socket, "STALL", 0.3)
     freed = threading.Event()
     path = tmp_path / "shard"
     with path.open("wb") as file:
@@ -311,7 +311,7 @@ def test_a_file_that_nobody_reads_is_let_go(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_writer_that_sends_no_bytes_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "STALL", 0.3)
+    monkeypatch.setattr(timed_socket, "STALL", 0.3)
     ended: list[BaseException] = []
 
     def keep(link: Link, message: dict[str, Any]) -> dict[str, Any]:

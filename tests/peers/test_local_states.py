@@ -19,9 +19,9 @@ from rekindle.memory.local_state import LocalFiles, LocalStateWriter, padded, re
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.rebuild import rebuild
 from rekindle.memory.slots import Slots
-from rekindle.peers.elsewhere import OtherNodes
 from rekindle.peers.local_state_sender import LocalStateSender
 from rekindle.peers.local_states import MOST, bring_local_state, kept_local_states, local_state_handlers
+from rekindle.peers.memory import PeerMemory
 from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.wire import WireError, call
 from tests.conftest import commit
@@ -245,7 +245,7 @@ def put_whole(job: JobDir, step: int) -> None:
 
 def rebuilt(near: JobDir, port: int) -> list[int]:
     slots = Slots(near, 0, WORLD, [0])
-    made = rebuild(near, slots, OtherNodes(two_nodes(port)))
+    made = rebuild(near, slots, PeerMemory(two_nodes(port)))
     slots.close()
     return made
 

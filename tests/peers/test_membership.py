@@ -59,6 +59,8 @@ def test_the_words_name_the_time_and_tell_if_others_hear_the_node():
     assert (silent.why, silent.seconds) == ("no sign of it for 1.0 s, though another node hears it", pytest.approx(1.0))
     assert (lost.why, lost.seconds) == ("no sign of it for 10.0 s, and no other node hears it", pytest.approx(10.0))
     assert (back.why, back.seconds) == ("heard again after 11.3 s", pytest.approx(11.3))
+    node.tick(1.2, but=(2,), hear=(0,))
+    assert node.told[-1].why == "no sign of it for 1.0 s: it is lost if that lasts for 10 s"
 
 
 def test_a_node_that_another_one_hears_is_never_lost():

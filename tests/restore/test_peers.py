@@ -11,6 +11,7 @@ from rekindle.format.files import Directory
 from rekindle.format.lineage import CheckpointKey, Incarnation
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.peers.files import PeerFiles
+from rekindle.peers.wire import Credentials
 from rekindle.restore.choose import choose
 from rekindle.restore.peers import see_peers
 from rekindle.session.inventory import Inventory, Offer
@@ -57,7 +58,7 @@ def test_a_new_node_goes_on_from_what_another_one_has() -> None:
     assert [offer.places for offer in seen[3].offers] == [(PEER,)] and seen[0].offers[0].places == (MEMORY,)
     (copy,) = seen[3].copies[CheckpointKey(7, FIRST)]
     assert copy.place == PEER and copy.ranks == {0, 1, 2, 3}
-    assert copy.files == PeerFiles("n0", "h", 100, SECRET, "b" * 16, "n1", CheckpointKey(7, FIRST))
+    assert copy.files == PeerFiles("n0", "h", 100, Credentials(SECRET, "b" * 16, "n1"), CheckpointKey(7, FIRST))
 
 
 def test_ranks_that_have_changed_places_find_their_shards_there() -> None:

@@ -25,10 +25,10 @@ from rekindle.agent.others import Others
 from rekindle.errors import FormatError
 from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import LOST, Fault
-from rekindle.memory.nodes import Node, Nodes
+from rekindle.memory.nodes import Node, Nodes, describe_node
 from rekindle.memory.status import DONE, describe_status
-from rekindle.peers.elsewhere import OtherNodes
 from rekindle.peers.membership import PATIENCE, Event, Membership
+from rekindle.peers.memory import PeerMemory
 from rekindle.peers.wire import Credentials, Link, WireError
 
 __all__ = ["VERBS", "Mesh"]
@@ -173,7 +173,7 @@ class Mesh(Others):
 
     def _act_on(self, event: Event) -> None:
         node = self.nodes.nodes[event.node]
-        words = _describe(node)
+        words = describe_node(node.name, node.ranks)
         if event.kind == "silent":
             log.warning("%s is silent: %s", words, event.why)
         elif event.kind == "back":
@@ -220,7 +220,7 @@ class Mesh(Others):
         return all(self._beats[number].cleared for number in self._speaking() if self._beats[number].pages)
 
     def elsewhere(self) -> Elsewhere:
-        return OtherNodes(self.nodes)
+        return PeerMemory(self.nodes)
 
     def status(self) -> list[dict[str, Any]]:
         now, own = time.monotonic(), replace(self._monitor.account(), durable=self._durable())
@@ -241,7 +241,3 @@ class Mesh(Others):
             "durable": None if beat.durable < 0 else beat.durable,
             "seconds": None if here else self._membership.silence(number, now),
         }
-
-
-def _describe(node: Node) -> str:
-    return f"node {node.name} (rank{'s' if len(node.ranks) > 1 else ''} {', '.join(map(str, node.ranks))})"

@@ -75,7 +75,9 @@ class MeshKeeper:
                     self._check()
                 except Exception as error:
                     if not warned:
-                        log.warning("this node's agent is in no mesh with others now: %s: %s", *_words(error))
+                        log.warning(
+                            "faults on other nodes are noticed late here, without a mesh: %s: %s", *_words(error)
+                        )
                     warned = True
                 await asyncio.sleep(_TICK)
         finally:
@@ -123,7 +125,11 @@ class MeshKeeper:
         try:
             listener = _bind(self._host, self._former_port())
         except OSError as error:
-            log.warning("can't listen to other nodes on %s, and does without: %s", self._host, describe_error(error))
+            log.warning(
+                "can't listen to other nodes on %s, so faults there are noticed late; $REKINDLE_ADDRESS gives "
+                "another address: %s",
+                *(self._host, describe_error(error)),
+            )
             return
         finally:
             self._job.paths.address.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ async def serve_mesh(
     try:  # in a thread: faults are noticed meanwhile
         module: Any = await asyncio.to_thread(importlib.import_module, "rekindle.agent.mesh_keeper")
     except Exception as error:  # no memory, no open files
-        log.warning("the agent can't speak with other nodes: %s: %s", type(error).__name__, error)
+        log.warning("faults on other nodes are noticed late here: %s: %s", type(error).__name__, error)
         return
     await module.MeshKeeper(job, monitor, durable, stop).serve()
 

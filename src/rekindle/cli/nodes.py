@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from rekindle.memory.fault import LOST
+from rekindle.memory.nodes import describe_node
 
-__all__ = ["describe_missed", "describe_node", "ranges", "ranks_of_nodes", "take_nodes"]
+__all__ = ["describe_missed", "ranks_of_nodes", "take_nodes"]
 
 
 def take_nodes(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -43,26 +43,11 @@ def describe_missed(nodes: list[dict[str, Any]], fault: dict[str, Any] | None, *
     """
     told = []
     for node in nodes:
+        name = describe_node(node["name"], node["ranks"])
         struck = fault is not None and fault["cause"] == LOST and fault["rank"] in node["ranks"]
         heard = "" if node["seconds"] is None else f": last heard {node['seconds']:.1f} s ago"
         if node["state"] == "agent gone" and trains:
-            told.append(f"{describe_node(node)} has no agent{heard}")
+            told.append(f"{name} has no agent{heard}")
         elif node["state"] in ("silent", "lost") and (trains or struck):
-            told.append(f"{describe_node(node)} is {node['state']}{heard or ', and was never heard'}")
+            told.append(f"{name} is {node['state']}{heard or ', and was never heard'}")
     return "; ".join(told) or None
-
-
-def describe_node(node: dict[str, Any]) -> str:
-    """Returns a node's name and ranks, for a sentence."""
-    return f"node {node['name']} (rank{'s' if len(node['ranks']) > 1 else ''} {ranges(node['ranks'])})"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Returns whole numbers in words, such as "0-3, 8"."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
-    return ", ".join("-".join(map(str, span)) for span in spans)

@@ -15,7 +15,6 @@ from rich.padding import Padding
 from rich.table import Table
 
 from rekindle.cli.files import NO_FILES, facts_of_files, files_status
-from rekindle.cli.nodes import ranges
 from rekindle.cli.operations import ended_status, job_status
 from rekindle.cli.terminal import (
     ANSWERS_WITHIN,
@@ -34,6 +33,7 @@ from rekindle.common.timeouts import with_timeout
 from rekindle.errors import RekindleError
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.nodes import ranges
 from rekindle.storage.listing import jobs_in_memory
 
 __all__ = ["ended_job", "status_command"]

@@ -9,10 +9,9 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
-from rekindle.cli.nodes import ranges
 from rekindle.errors import BusyError, FormatError, NotDurableError, RekindleError
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.nodes import Node, Nodes
+from rekindle.memory.nodes import Node, Nodes, describe_node
 from rekindle.peers.wire import Credentials, WireError, call, connect
 
 __all__ = ["OtherAgents"]
@@ -84,9 +83,8 @@ class OtherAgents:
         assert self._nodes is not None
         if not node.port:
             return "can't be reached from other nodes: run 'rekindle stop' there, too"
-        credentials = Credentials(self._nodes.secret, self._nodes.start, self._nodes.here.name)
         try:
-            with closing(connect(node.host, node.port, credentials, _ANSWERS_WITHIN)) as link:
+            with closing(connect(node.host, node.port, Credentials.of(self._nodes), _ANSWERS_WITHIN)) as link:
                 if link.peer != node.name:
                     raise WireError(f"node {link.peer} answers in its place")
                 return call(link, {"verb": "stop", "only_look": only_look}, _ANSWERS_WITHIN)
@@ -97,4 +95,4 @@ class OtherAgents:
 
 
 def _describe(node: Node) -> str:
-    return f"node {node.name} (rank{'s' if len(node.ranks) > 1 else ''} {ranges(node.ranks)})"
+    return describe_node(node.name, node.ranks)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rekindle.errors import FormatError
@@ -14,8 +13,9 @@ from rekindle.format.lineage import check_id
 from rekindle.format.names import MAX_RANKS
 from rekindle.format.receipt import read_file
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.local_state import replace_file
 
-__all__ = ["LONGEST_TEXT", "SECRET_BYTES", "Node", "Nodes"]
+__all__ = ["LONGEST_TEXT", "SECRET_BYTES", "Node", "Nodes", "describe_node", "ranges"]
 
 SECRET_BYTES = 32
 """Size of the secret by which the agents of a start know each other."""
@@ -83,7 +83,7 @@ class Nodes:
     def write(self, job: JobDir) -> None:
         """Replaces the record in the job's directory; only this user can read it. Raises OSError."""
         fields = {**asdict(self), "secret": self.secret.hex()}
-        _write_private(job.paths.nodes, json.dumps(fields).encode())
+        replace_file(job.paths.nodes, [json.dumps(fields).encode()])
 
     @staticmethod
     def read(job: JobDir) -> Nodes | None:
@@ -100,6 +100,23 @@ class Nodes:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FormatError(f"{path}: {error}") from error
+
+
+def describe_node(name: str, ranks: Iterable[int]) -> str:
+    """Returns a node's name and ranks, for a sentence."""
+    numbers = list(ranks)
+    return f"node {name} (rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)})"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Returns whole numbers in words, such as "0-3, 8"."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def _from_json(value: Any) -> Nodes:
@@ -120,17 +137,3 @@ def _from_json(value: Any) -> Nodes:
         own=check_integer(value["own"], 0, len(nodes) - 1),
         nodes=nodes,
     )
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """Replaces a file atomically by one that only this user can read. Raises OSError, and then leaves the old one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with open(fd, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

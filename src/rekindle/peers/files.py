@@ -16,6 +16,7 @@ from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.format.names import parse_shard_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard, Receive
+from rekindle.memory.nodes import Node, Nodes
 from rekindle.peers.wire import Credentials, Link, WireError, call, connect
 
 __all__ = ["PeerFiles"]
@@ -44,12 +45,13 @@ class PeerFiles(Files):
     node: str
     host: str
     port: int
-    secret: bytes = field(repr=False)
-    start: str
-    """Id of the start whose nodes know ``secret``."""
-    own: str
-    """Name of this node."""
+    credentials: Credentials = field(repr=False)
     key: CheckpointKey
+
+    @staticmethod
+    def of(nodes: Nodes, node: Node, key: CheckpointKey) -> PeerFiles:
+        """Returns those of a checkpoint on ``node``, which is another one of ``nodes``."""
+        return PeerFiles(node.name, node.host, node.port, Credentials.of(nodes), key)
 
     def __str__(self) -> str:
         return f"{self.node}:{step_dir(self.key.step)}"
@@ -197,11 +199,10 @@ class _Remote:
 
 def _connect_to(files: PeerFiles) -> Link:
     """Returns a connection. A node that has as many as it serves closes new ones at once: that one is retried."""
-    credentials = Credentials(files.secret, files.start, files.own)
     until = time.monotonic() + _CONNECT_SECONDS
     while True:
         try:
-            return connect(files.host, files.port, credentials, _CONNECT_SECONDS)
+            return connect(files.host, files.port, files.credentials, _CONNECT_SECONDS)
         except (BrokenPipeError, ConnectionResetError):
             if time.monotonic() > until:
                 raise

@@ -224,7 +224,7 @@ def _find_holder(rank: int, nodes: Nodes, kept: Sequence[Mapping[int, Kept]]) ->
 
 def ask_for_files(nodes: Nodes, node: Node, rank: int) -> dict[str, bytes]:
     """Returns the newest files that another node has of a rank. Raises OSError or WireError."""
-    link = connect(node.host, node.port, Credentials(nodes.secret, nodes.start, nodes.here.name), _PATIENCE)
+    link = connect(node.host, node.port, Credentials.of(nodes), _PATIENCE)
     try:
         return _receive(link, call(link, {"verb": "kept", "rank": rank}, _PATIENCE))
     finally:

@@ -185,10 +185,12 @@ class Membership:
         if not peer.known:
             return "no beat of it since the start: see that nodes can connect to each other"
         if peer.state == "agent gone":
-            return "its host is up, and no agent listens there"
+            return "its host is up, and no agent listens there: its ranks start another one"
         silence = f"no sign of it for {self._clock - peer.heard:.1f} s"
         if peer.state == "silent":
-            return f"{silence}, though another node hears it" if self._is_heard_by_others(node) else silence
+            if self._is_heard_by_others(node):
+                return f"{silence}, though another node hears it"
+            return f"{silence}: it is lost if that lasts for {self.patience:.0f} s"
         if self._has_failed(peer):
             silence = "its connections are closed, and a rank's exchange with others has failed"
         others = len(self._peers)

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from rekindle.errors import RekindleError
 from rekindle.format.fields import check_integer, loads
-from rekindle.peers.stream import Stream
+from rekindle.memory.nodes import Nodes
+from rekindle.peers.timed_socket import TimedSocket
 
 __all__ = ["MAX_MESSAGE", "Credentials", "Link", "OtherStartError", "WireError", "accept", "call", "connect", "refuse"]
 
@@ -64,6 +65,11 @@ class Credentials(NamedTuple):
     name: str
     """Name of the own node."""
 
+    @staticmethod
+    def of(nodes: Nodes) -> Credentials:
+        """Returns those of this node in a start."""
+        return Credentials(nodes.secret, nodes.start, nodes.here.name)
+
 
 class Link:
     """An authenticated connection, for one thread at a time.
@@ -71,7 +77,7 @@ class Link:
     After any error it is closed, except after a TimeoutError of ``receive``.
     """
 
-    def __init__(self, stream: Stream, peer: str, sending: bytes, receiving: bytes) -> None:
+    def __init__(self, stream: TimedSocket, peer: str, sending: bytes, receiving: bytes) -> None:
         self.peer = peer
         """Name that the other end gave, bound into its proof. The caller compares it with the one expected."""
         self.attached = ExitStack()
@@ -196,24 +202,24 @@ def connect(host: str, port: int, credentials: Credentials, timeout: float) -> L
     until = time.monotonic() + timeout
     connection = socket.create_connection((host, port), timeout)
     with _closed_at_an_error(connection):
-        return _greet(Stream(connection), credentials, until)
+        return _greet(TimedSocket(connection), credentials, until)
 
 
 def accept(connection: socket.socket, credentials: Credentials, timeout: float) -> Link:
     """Returns the link of a connection that a server has accepted, or closes it and raises as ``connect`` does."""
     with _closed_at_an_error(connection):
-        return _welcome(Stream(connection), credentials, time.monotonic() + timeout)
+        return _welcome(TimedSocket(connection), credentials, time.monotonic() + timeout)
 
 
 def refuse(connection: socket.socket, why: str, timeout: float) -> None:
     """Tells a client that it can't have a link now, and closes the connection. Never fails."""
     with connection, suppress(OSError, WireError):
-        stream, until = Stream(connection), time.monotonic() + timeout
+        stream, until = TimedSocket(connection), time.monotonic() + timeout
         _hear(stream, until)  # closed with bytes unread, the connection would be reset, and the answer lost
         _say(stream, {"refused": why}, until)
 
 
-def _greet(stream: Stream, own: Credentials, until: float) -> Link:
+def _greet(stream: TimedSocket, own: Credentials, until: float) -> Link:
     nonce = secrets.token_hex(_NONCE)
     _say(stream, {"rekindle": _VERSION, "name": own.name, "start": own.start, "nonce": nonce}, until)
     answer = _hear(stream, until)
@@ -227,7 +233,7 @@ def _greet(stream: Stream, own: Credentials, until: float) -> Link:
     return Link(stream, peer, keys.derive(b"to server"), keys.derive(b"to client"))
 
 
-def _welcome(stream: Stream, own: Credentials, until: float) -> Link:
+def _welcome(stream: TimedSocket, own: Credentials, until: float) -> Link:
     hello = _hear(stream, until)
     if hello.get("rekindle") != _VERSION:
         _say(stream, {"refused": "another version"}, until)
@@ -314,11 +320,11 @@ def _text(message: Mapping[str, Any], field: str) -> str:
     return text
 
 
-def _say(stream: Stream, message: Mapping[str, Any], until: float) -> None:
+def _say(stream: TimedSocket, message: Mapping[str, Any], until: float) -> None:
     stream.write(_frame(json.dumps(message).encode()), max(0.001, until - time.monotonic()))
 
 
-def _hear(stream: Stream, until: float) -> dict[str, Any]:
+def _hear(stream: TimedSocket, until: float) -> dict[str, Any]:
     length = _frame_length(stream.peek(_LENGTH, until), _MAX_HELLO)
     stream.peek(length, until)
     return _parse(stream.take(length))

@@ -70,18 +70,6 @@ def _copies(inventory: Inventory, key: CheckpointKey, held: Mapping[int, StoredC
     """
     near, count = inventory.copies.get(key, []), len(nodes.nodes)
     order = [(nodes.own + step) % count for step in range(1, count)]
-    peers = [replace(held[number], place=PEER, files=_files(nodes, number, key)) for number in order if number in held]
+    there = [(held[number], nodes.nodes[number]) for number in order if number in held]
+    peers = [replace(copy, place=PEER, files=PeerFiles.of(nodes, node, key)) for copy, node in there]
     return [copy for copy in near if copy.place == MEMORY] + peers + [copy for copy in near if copy.place != MEMORY]
-
-
-def _files(nodes: Nodes, number: int, key: CheckpointKey) -> PeerFiles:
-    node = nodes.nodes[number]
-    return PeerFiles(
-        node=node.name,
-        host=node.host,
-        port=node.port,
-        secret=nodes.secret,
-        start=nodes.start,
-        own=nodes.here.name,
-        key=key,
-    )

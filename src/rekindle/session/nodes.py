@@ -103,7 +103,7 @@ def enter_mesh(group: SingleProcess | ProcessGroup, session: Session, host: str)
     if absent and group.rank == 0:
         log.warning(
             "the agents of other nodes can't reach that of %s: faults there are noticed late, and memory there is read "
-            "by its own ranks only, as in a job without a mesh; %s there may say why",
+            "by its own ranks only; see that no firewall is between, or set $REKINDLE_ADDRESS; %s there may say why",
             *(", ".join(absent), session.job_dir.paths.agent_log.name),
         )
 

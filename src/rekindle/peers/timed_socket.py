@@ -8,7 +8,7 @@ import socket
 import time
 from contextlib import suppress
 
-__all__ = ["Stream"]
+__all__ = ["TimedSocket"]
 
 STALL = 15.0
 """Seconds without progress after which a transfer of raw bytes is given up: a lost node is called lost earlier."""
@@ -18,7 +18,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USE
 """Options that end a connection 25 s after the other host is gone, though nobody reads or writes. Linux has all."""
 
 
-class Stream:
+class TimedSocket:
     """A connected socket, for one thread at a time. A wait that ends without a result raises TimeoutError."""
 
     def __init__(self, connection: socket.socket) -> None:

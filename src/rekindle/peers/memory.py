@@ -17,7 +17,7 @@ from rekindle.peers.files import PeerFiles
 from rekindle.peers.local_states import ask_for_files
 from rekindle.peers.wire import Credentials, call, connect
 
-__all__ = ["OtherNodes", "elsewhere_of"]
+__all__ = ["PeerMemory", "elsewhere_of"]
 
 log = logging.getLogger("rekindle")
 
@@ -31,10 +31,10 @@ _ALL = 15.0
 
 def elsewhere_of(nodes: Nodes | None) -> Elsewhere:
     """Returns the memory of the other nodes of a start. ``nodes`` is None for a start on one node."""
-    return Elsewhere() if nodes is None else OtherNodes(nodes)
+    return Elsewhere() if nodes is None else PeerMemory(nodes)
 
 
-class OtherNodes(Elsewhere):
+class PeerMemory(Elsewhere):
     """The memory of a start's other nodes. A node that fails to answer is not asked again. For one thread."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -48,7 +48,7 @@ class OtherNodes(Elsewhere):
         for node in self._asked(rank):
             if (stamp.checkpoint, rank, stamp.world) in self._list(node):
                 try:
-                    with self._files(node, stamp.checkpoint).shard(rank, stamp.world) as shard:
+                    with PeerFiles.of(self._nodes, node, stamp.checkpoint).shard(rank, stamp.world) as shard:
                         return shard.receipt.layout.chunks
                 except (OSError, RekindleError) as error:  # recycled meanwhile, for one
                     log.info("node %s: rank %d's snapshot of step %d: %s", node.name, rank, stamp.step, error)
@@ -80,7 +80,7 @@ class OtherNodes(Elsewhere):
         return self._snapshots[node.name]
 
     def _ask_for_list(self, node: Node) -> Iterator[tuple[CheckpointKey, int, int]]:
-        link = connect(node.host, node.port, self._credentials, _PATIENCE)
+        link = connect(node.host, node.port, Credentials.of(self._nodes), _PATIENCE)
         try:
             shards: Any = call(link, {"verb": "list"}, _PATIENCE).get("shards")
         finally:
@@ -90,13 +90,8 @@ class OtherNodes(Elsewhere):
             yield stamp.checkpoint, stamp.rank, stamp.world
 
     def _give_up(self, node: Node, error: Exception) -> None:
-        log.warning("node %s doesn't tell what its memory holds of dead ranks' steps: %s", node.name, error)
+        log.warning(
+            "node %s doesn't tell what its memory holds of dead ranks' steps, so an older one may be restored: %s",
+            *(node.name, error),
+        )
         self._silent.add(node.name)
-
-    @property
-    def _credentials(self) -> Credentials:
-        return Credentials(self._nodes.secret, self._nodes.start, self._nodes.here.name)
-
-    def _files(self, node: Node, key: CheckpointKey) -> PeerFiles:
-        nodes = self._nodes
-        return PeerFiles(node.name, node.host, node.port, nodes.secret, nodes.start, nodes.here.name, key)
