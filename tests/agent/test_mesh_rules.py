@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.status import DONE, STABLE, TRAINING, Status
 from rekindle.peers.membership import BEAT_EVERY
 from rekindle.peers.server import PeerServer, listen
-from rekindle.peers.wire import Credentials
+from rekindle.peers.wire import Credentials, Link
 
 NEWS = Fault("signal", 1, 1, 7, "rank 1 was killed by SIGKILL")
 
@@ -143,14 +142,14 @@ def test_a_pause_is_told_to_nodes_that_do_not_hear_the_one_that_pauses(run: Call
     told: Queue[dict[str, Any]] = Queue()
 
     def check(node: Node0) -> None:
-        listener: socket.socket = listen("127.0.0.1", 0)
+        def keep(link: Link, message: dict[str, Any]) -> dict[str, Any]:
+            told.put(message)
+            return {}
+
+        listener = listen("127.0.0.1", 0)
         mesh = node.join({1: listener.getsockname()[1]})
         nodes = node.nodes
-        server = PeerServer(
-            listener,
-            lambda: Credentials(nodes.secret, nodes.start, "n1"),
-            {"beat": lambda link, message: told.put(message) or {}},
-        )
+        server = PeerServer(listener, lambda: Credentials(nodes.secret, nodes.start, "n1"), {"beat": keep})
         server.start()
         try:
             at = time.monotonic()
