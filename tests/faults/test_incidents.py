@@ -117,6 +117,7 @@ def launch(text: str, root: Path, *options: str, code: int = 0) -> None:
     assert done.returncode == code, done.stderr
 
 
+@pytest.mark.campaign(seconds=20)
 def test_a_second_fault_before_the_job_is_back_has_a_record_of_its_own(root: Path, memory: Path) -> None:
     launch(TRAINING + STRUCK_TWICE, root)
     first, second, end = recorded(root)
@@ -131,6 +132,7 @@ def test_a_second_fault_before_the_job_is_back_has_a_record_of_its_own(root: Pat
     assert (first.starts, second.starts) == (1, 1) and second.began_at == 4
 
 
+@pytest.mark.campaign(seconds=14)
 def test_a_start_that_ended_before_its_ranks_had_met_is_counted(root: Path, memory: Path) -> None:
     head, tail = TRAINING.split("model =")
     script = head + "if start == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nmodel =" + tail
@@ -147,6 +149,7 @@ def test_an_unguarded_job_is_recorded_by_its_launcher(root: Path, memory: Path) 
     assert in_order(incident.moments, "noticed", "gone", "started", "formed", "restored", "first_step")
 
 
+@pytest.mark.campaign(seconds=16)
 def test_a_job_that_saves_through_dcp_alone_is_timed_up_to_its_first_save(root: Path, memory: Path) -> None:
     launch(THROUGH_DCP, root)
     incident, end = recorded(root)

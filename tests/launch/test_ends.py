@@ -89,6 +89,7 @@ def test_the_same_error_three_times_at_one_step_ends_the_job(
     assert not any(line.startswith("rekindle: ") for line in last[head:]), done.stderr
 
 
+@pytest.mark.campaign(seconds=19)
 def test_an_error_that_comes_once_is_got_over(script: Path, tmp_path: Path, memory: Path) -> None:
     text = (TRAINING + GUARDED).replace("ROOT", repr(str(tmp_path / "run"))).replace("TIMES", "1")
     script.write_text(text + "print('reached', step)\n")

@@ -95,6 +95,7 @@ def times_woken(pid: int) -> int:
     return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
+@pytest.mark.campaign(seconds=30)
 def test_restarts_leave_nothing_behind(tmp_path):
     """The same under random kills, many times: ``test_kills.py``."""
     with job(tmp_path) as run:
@@ -111,9 +112,8 @@ def test_restarts_leave_nothing_behind(tmp_path):
         assert run.process.wait(60) == 0
 
 
-@pytest.mark.parametrize(
-    "asleep", [True, pytest.param(False, marks=pytest.mark.campaign(seconds=15))], ids=["asleep", "loading"]
-)
+@pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "loading"])
+@pytest.mark.campaign(seconds=15)
 def test_a_spare_dies_with_its_launcher(tmp_path, asleep):
     with job(tmp_path) as run:
         if asleep:
@@ -228,6 +228,7 @@ def installed(tmp_path):
     return {"PYTHONUSERBASE": str(tmp_path / "base"), "PYTHONPATH": str(folder)}, folder
 
 
+@pytest.mark.campaign(seconds=16)
 def test_a_changed_file_of_an_imported_package_makes_a_start_cold(tmp_path, installed):
     environment, folder = installed
     file = folder / "changing.py"

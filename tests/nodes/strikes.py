@@ -48,6 +48,12 @@ def power_of_the_first(job: Job) -> None:
     _lose(job, 0, power=True)
 
 
+def power_beside_a_spare(job: Job) -> None:
+    """Of a node that trains, and doesn't hold the launchers' store: any of three may be the spare."""
+    found = [job.node_of(rank) for rank in range(job.task.world)]
+    next(node for node in found if node is not job.lab.nodes[0]).lose_power()
+
+
 def fin(job: Job) -> None:
     _lose(job, 1, power=False)
 
