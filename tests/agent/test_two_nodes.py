@@ -75,6 +75,19 @@ def test_a_step_of_which_another_node_lacks_its_part_is_not_given_up(nodes: tupl
     assert [entry.stamp.step for entry in PosixStore(root).published()] == [7]
 
 
+def test_what_nodes_have_of_ranks_that_have_changed_places_reaches_storage(
+    nodes: tuple[Node, Node], root: Path
+) -> None:
+    """The job may have gone on from it, and come to no newer step before it is stopped."""
+    one, other = nodes
+    for node in nodes:
+        node.save(7)
+        node.job.write_job(JobInfo(str(root), [1 - node.rank], 2, 2, None, 600.0))
+    assert not one.drainer.tick() and one.drainer.pending() == 7
+    assert other.drainer.tick()
+    assert [entry.stamp.step for entry in PosixStore(root).published()] == [7]
+
+
 def test_a_rank_that_is_told_to_go_learns_that_its_node_has_brought_its_part(nodes: tuple[Node, Node]) -> None:
     one, _ = nodes
     one.drain(7)

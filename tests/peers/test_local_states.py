@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,15 @@ from rekindle.memory.local_state import LocalFiles, LocalStateWriter, padded, re
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.rebuild import rebuild
 from rekindle.memory.slots import Slots
+from rekindle.peers import local_state_sender
 from rekindle.peers.local_state_sender import LocalStateSender
-from rekindle.peers.local_states import MOST, bring_local_state, kept_local_states, local_state_handlers
+from rekindle.peers.local_states import (
+    MOST,
+    bring_local_state,
+    kept_local_states,
+    local_state_handlers,
+    take_kept_local_state,
+)
 from rekindle.peers.memory import PeerMemory
 from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.wire import WireError, call
@@ -70,9 +78,9 @@ def two_nodes(port: int, own: int = 0) -> Nodes:
 
 
 @contextmanager
-def keeping(far: JobDir) -> Iterator[int]:
+def keeping(far: JobDir, at: int = 0) -> Iterator[int]:
     """The agent of node far. Gives its port."""
-    with serving({**local_state_handlers(far, lambda: two_nodes(0, own=1)), **snapshot_handlers(far)}) as port:
+    with serving({**local_state_handlers(far, lambda: two_nodes(0, own=1)), **snapshot_handlers(far)}, at) as port:
         yield port
 
 
@@ -185,6 +193,37 @@ def test_all_is_sent_again_to_an_agent_that_follows_a_dead_one(near: JobDir, far
     assert read_local_bytes(far.others, 0) == read_local_bytes(near.paths, 0)
 
 
+def test_a_partner_that_does_not_answer_for_long_is_asked_as_often_as_at_first(
+    near: JobDir, far: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps that are made until it is asked again are lost with this node."""
+    monkeypatch.setattr(local_state_sender, "_RETRY", 0.01)
+    Rank(near).put(1)
+    with socket.create_server((HOST, 0)) as deaf:
+        port = deaf.getsockname()[1]
+        deaf.settimeout(60)
+        with sending(near, port):
+            for _ in range(8):
+                deaf.accept()[0].close()
+            deaf.close()
+            with keeping(far, port):
+                wait_until(lambda: kept(far) == (1, 1))
+
+
+def test_what_is_kept_for_another_node_is_taken_where_the_job_goes_on_with_one(near: JobDir) -> None:
+    Rank(near).put(5)
+    take_kept_local_state(near, 0)
+    assert files_of(near).newest == (1, 5)
+    near.others.directory.mkdir()
+    rank = Rank(JobDir(near.others.directory))
+    rank.put(4)
+    take_kept_local_state(near, 0)
+    assert files_of(near).newest == (1, 5)
+    rank.put(6)
+    take_kept_local_state(near, 0)
+    assert files_of(near).newest == (1, 6)
+
+
 def test_a_large_local_state_stays_and_one_warning_says_so(
     near: JobDir, far: JobDir, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,10 +272,10 @@ def test_files_of_ranks_that_are_sent_elsewhere_now_are_removed(near: JobDir, fa
 # -- rebuilding --------------------------------------------------------------------------------------------------------
 
 
-def put_whole(job: JobDir, step: int) -> None:
-    """Rank 1's snapshot, which has all that rank 1 holds."""
-    slots = Slots(job, 1, WORLD, [1])
-    stamp, body = ShardId(step, 1, WORLD, FIRST), bytes(LAYOUT.nbytes)
+def put_whole(job: JobDir, step: int, rank: int = 1, start: Incarnation = FIRST) -> None:
+    """A rank's snapshot, which has all that the rank holds."""
+    slots = Slots(job, rank, WORLD, [rank])
+    stamp, body = ShardId(step, rank, WORLD, start), bytes(LAYOUT.nbytes)
     static = Receipt.static_part(LAYOUT, STRUCTURE)
     raw = Receipt.encode(stamp, static, [checksum(body[start:stop]) for start, stop in LAYOUT.blocks], b"[]")
     commit(slots, Receipt.decode(raw, "made by hand"), LAYOUT.header + body)
@@ -245,6 +284,7 @@ def put_whole(job: JobDir, step: int) -> None:
 
 def rebuilt(near: JobDir, port: int) -> list[int]:
     slots = Slots(near, 0, WORLD, [0])
+    slots.adopt()
     made = rebuild(near, slots, PeerMemory(two_nodes(port)))
     slots.close()
     return made
@@ -260,6 +300,16 @@ def test_a_step_is_rebuilt_whose_replicas_are_on_another_node(near: JobDir, far:
         assert rebuilt(near, port) == [7]
     assert [stamp.step for stamp, _ in near.snapshots.shard_ids()] == [7]
     assert rebuilt(near, port) == []  # nobody answers any more
+
+
+def test_a_step_of_an_older_start_is_not_rebuilt_in_place_of_a_newer_snapshot(near: JobDir, far: JobDir) -> None:
+    """As when the newest local state was lost with a node, and an older one is brought from another."""
+    put_whole(near, 4, 0, SECOND)
+    Rank(near).put(3)
+    put_whole(far, 3)
+    with keeping(far) as port:
+        assert rebuilt(near, port) == []
+    assert [stamp.step for stamp, _ in near.snapshots.shard_ids()] == [4]
 
 
 def test_an_update_that_was_under_way_is_inferred_from_a_rank_of_another_node(near: JobDir, far: JobDir) -> None:

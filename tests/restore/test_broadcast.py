@@ -13,10 +13,14 @@ import torch
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
+from rekindle.memory.nodes import Node, Nodes
+from rekindle.restore.broadcast import readers_together
 from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
+from rekindle.session.group import this_group
 from rekindle.storage.posix import PosixStore
 from tests.fork_server import context
+from tests.integrations.dcp.ranks import ranks
 
 WIDTH = 1 << 20  # elements: 4 MiB a tensor
 FIRST = Incarnation(1, "a" * 16)
@@ -149,6 +153,21 @@ def test_a_rank_with_a_damaged_copy_takes_all_ranks_to_the_older_step(store, ran
     assert len({step for step, _, _, _ in came}) == 1
     if tensor == "model.own":
         assert came[0][0] == 1
+
+
+def _meet_in_parts(rank: int) -> list[Any]:
+    """Ranks 1 and 2 are a node, and rank 1 is in a group more than rank 2, as with pipelines and tied embeddings."""
+    torch.distributed.new_group([0, 1])
+    nodes = Nodes("b" * 16, 1, bytes(32), 0, [Node("a", "", 0, [0]), Node("b", "", 0, [1, 2])])
+    met = []
+    for _ in range(2):  # as with two candidates
+        with readers_together(this_group(), [False, True, True], nodes) as part:
+            met.append(part and part.gather(rank))
+    return met
+
+
+def test_the_ranks_of_a_node_meet_though_they_are_in_different_numbers_of_groups():
+    assert ranks(3, _meet_in_parts) == [[None, None], [[1, 2], [1, 2]], [[1, 2], [1, 2]]]
 
 
 def test_nothing_sound_is_an_error_on_all_ranks_and_none_hangs(store):

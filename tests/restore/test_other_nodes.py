@@ -42,11 +42,13 @@ def memories(small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
             end_agent(JobDir(directory))
 
 
-def _train(rank: int, root: Path, memories: list[Path], steps: int, lost_after: int = 0) -> dict[str, Any]:
+def _train(
+    rank: int, root: Path, memories: list[Path], steps: int, lost_after: int = 0, lost: int = 1
+) -> dict[str, Any]:
     """Trains one replica of two, which has a tensor and a random generator of its own, and says what it came to.
 
-    It does not close, so memory has the newest step, as after a fault. After step ``lost_after`` the node of rank 1 is
-    lost, with its memory.
+    It does not close, so memory has the newest step, as after a fault. After step ``lost_after`` the node of rank
+    ``lost`` is lost, with its memory.
     """
     _be_patient()
     torch.manual_seed(rank)
@@ -67,8 +69,8 @@ def _train(rank: int, root: Path, memories: list[Path], steps: int, lost_after: 
             came_to[n] = _digest(linear, optimizer, own)
             (root.parent / f"rank-{rank}-step-{n}").write_text(came_to[n])
             ckpt.step(n)
-            if n == lost_after and rank == 1:
-                _lose_node(memories, n)
+            if n == lost_after and rank == lost:
+                _lose_node(memories, rank, n)
     return {"begun": begun, "from": ckpt.metrics.restored_from, "came to": came_to}
 
 
@@ -85,11 +87,11 @@ def _digest(linear: torch.nn.Module, optimizer: torch.optim.Optimizer, own: reki
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
-def _lose_node(memories: list[Path], step: int) -> None:
-    """Ends rank 1, its agent and its memory, once the other node has what only rank 1 had."""
-    here, partner = (_job(memory) for memory in memories[::-1])
+def _lose_node(memories: list[Path], rank: int, step: int) -> None:
+    """Ends a rank, its agent and its memory, once the other node has what only this rank had."""
+    here, partner = _job(memories[rank]), _job(memories[1 - rank])
     until = time.monotonic() + 60
-    while (kept := read_local_files(partner.others, 1)) is None or (kept.newest or (0, 0))[1] < step:
+    while (kept := read_local_files(partner.others, rank)) is None or (kept.newest or (0, 0))[1] < step:
         assert time.monotonic() < until, "the partner has not been sent the local state"
         time.sleep(0.01)
     agent = here.agent()
@@ -114,6 +116,16 @@ def test_a_lost_node_costs_at_most_one_step_though_nothing_was_on_storage(root: 
     assert again[1]["from"] == "peer"
     for rank, one in enumerate(again):
         assert one["came to"][one["begun"]] == (root.parent / f"rank-{rank}-step-{one['begun']}").read_text()
+
+
+@pytest.mark.campaign(seconds=15)
+def test_a_job_that_goes_on_with_one_node_of_two_loses_at_most_one_step(root: Path, memories: list[Path]) -> None:
+    """Rank 0 begins where rank 1 was: there lies what only the lost rank 0 had."""
+    attempt(2, _train, root, memories, STEPS + 2, STEPS, 0)
+    assert not list(memories[0].glob("rekindle-*/*"))
+    (again,) = ranks(1, _train, root, memories[1:], STEPS + 2)
+    assert again["begun"] in (STEPS, STEPS - 1) and again["from"] == "memory"
+    assert again["came to"][again["begun"]] == (root.parent / f"rank-0-step-{again['begun']}").read_text()
 
 
 @pytest.mark.campaign(seconds=15)

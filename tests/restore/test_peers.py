@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.format.files import Directory
 from rekindle.format.lineage import CheckpointKey, Incarnation
 from rekindle.memory.nodes import Node, Nodes
+from rekindle.peers import files as peer_files
 from rekindle.peers.files import PeerFiles
+from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.wire import Credentials
 from rekindle.restore.choose import choose
 from rekindle.restore.peers import see_peers
+from rekindle.restore.sources import Sources
 from rekindle.session.inventory import Inventory, Offer
 from rekindle.storage.catalog import MEMORY, PEER, STORAGE, StoredCopy
+from tests.peers.peer import HOST, far_job, files_at, put, serving
 
 FIRST = Incarnation(1, "a" * 16)
 SECRET = bytes(32)
@@ -90,6 +96,29 @@ def test_what_ranks_of_one_node_saw_at_different_moments_is_put_together() -> No
     seen = see_peers(inventories, 2, nodes_of([[0, 1], [2, 3]], own=1))
     peers = [copy for copy in seen[2].copies[CheckpointKey(5, FIRST)] if copy.place == PEER]
     assert [copy.ranks for copy in peers] == [{0, 1}]
+
+
+def test_a_node_that_does_not_answer_is_asked_for_one_of_its_shards(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks wait while it is asked."""
+    job, every = far_job(memory), frozenset(range(4))
+    for rank in every:
+        put(job, 7, {"a": b"12345"}, rank, 4)
+    with socket.create_server((HOST, 0)) as deaf, serving(snapshot_handlers(job)) as port:
+        copies = [StoredCopy(7, FIRST, 4, PEER, files_at(at), every, True) for at in (deaf.getsockname()[1], port)]
+        sources = Sources(copies[0].checkpoint, copies, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(peer_files, "_CONNECT_SECONDS", 0.2)
+            assert not sources._open(0, 3, copies[0])
+        while sources.more():
+            pass
+        assert sources.home is not None and sources.unseen == []
+        sources.close()
+        deaf.setblocking(False)
+        deaf.accept()
+        with pytest.raises(BlockingIOError):
+            deaf.accept()
 
 
 @given(

@@ -100,5 +100,6 @@ class Backlog:
 
 
 def local_ranks(info: JobInfo, copy: StoredCopy) -> list[int]:
-    """Returns this node's ranks in the world that wrote the copy; if that was another world, those found here."""
-    return info.ranks if copy.world == info.world else sorted(copy.ranks)
+    """Returns this node's ranks in the start that wrote the copy; if these were others than now, those found here."""
+    same = copy.world == info.world and not copy.ranks.isdisjoint(info.ranks)
+    return info.ranks if same else sorted(copy.ranks)

@@ -41,7 +41,8 @@ class Beat:
     pages: dict[int, Page] = field(default_factory=dict)
     """By rank: those of its guarded ranks."""
     paused_at: float | None = None
-    """Time at which a rank of it was last seen to pause, or to be held by a debugger; None for never."""
+    """Time at which a rank of it, or of a node that it has heard of, was last seen to pause; None for never. To be held
+    by a debugger is a pause, too."""
     cleared: bool = False
     """True if ranks are late, and its own have said that no debugger holds them."""
     newest: int = -1

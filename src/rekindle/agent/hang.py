@@ -134,9 +134,13 @@ class HangWatch:
         return ended
 
     def _describe(self, pages: dict[int, Page], limit: SilenceLimit, *, several: bool) -> Fault:
-        """Describes the hang. The rank that is stopped or furthest behind is the one that the others wait for."""
+        """Describes the hang. The rank that is stopped or furthest behind is the one that the others wait for.
+
+        Nobody waits for one that has ended its training.
+        """
+        training = [rank for rank, page in pages.items() if page.status.phase != DONE]
         behind = min(
-            pages, key=lambda rank: (not pages[rank].stopped, pages[rank].status.step, pages[rank].status.progress)
+            training, key=lambda rank: (not pages[rank].stopped, pages[rank].status.step, pages[rank].status.progress)
         )
         status = pages[behind].status
         lines = [f"rank {behind} made no progress for {limit.seconds:.2f} s, the limit: {limit.why}"]
@@ -147,8 +151,8 @@ class HangWatch:
         lines += [_describe_page(rank, page) for rank, page in sorted(pages.items())]
         found = sorted(
             rank
-            for rank, page in pages.items()
-            if (page.stopped, page.status.step) == (pages[behind].stopped, status.step)
+            for rank in training
+            if (pages[rank].stopped, pages[rank].status.step) == (pages[behind].stopped, status.step)
         )
         where = f"after step {status.step}, {PHASE_TEXTS[status.phase]}"
         what = f"rank {behind} hangs {where}"

@@ -37,6 +37,9 @@ log = logging.getLogger("rekindle.agent")
 
 VERBS = ("beat", "fault", "asked")
 """Verbs of the messages that the agents of a start send each other."""
+_NEWER = 0.2
+"""Seconds by which a pause must be later than the one that is known. What this node has told comes back to it, a little
+late."""
 _ANSWER = 1.0
 """Seconds that the event loop gets to answer another node. Whoever asks waits for less."""
 
@@ -57,17 +60,24 @@ class Mesh(Others):
         absent = [number for number, node in enumerate(nodes.nodes) if not node.port]
         self._membership = Membership(nodes.own, len(nodes.nodes), self.since, absent=absent)
         self._beats: dict[int, Beat] = {}
+        self._guarded: set[int] = set()
+        """Numbers of the nodes that have had guarded ranks."""
+        self._paused_at = -math.inf
+        """Newest time at which a rank of another node is known to have paused, as a neighbour has told."""
         self._numbers = {node.name: number for number, node in enumerate(nodes.nodes)}
         self._changed = dict.fromkeys(self._membership.neighbours, self.since)
         """Time at which the state of each neighbour last changed."""
         self._step = -1
         credentials = Credentials(nodes.secret, nodes.start, self.name)
         self._neighbours: dict[int, Neighbour] = {}
-        for number in self._membership.neighbours:
-            note = partial(self._note, number)
-            self._neighbours[number] = Neighbour(
-                nodes.nodes[number], credentials, partial(note, Membership.refused), partial(note, Membership.closed)
-            )
+        try:
+            for number in self._membership.neighbours:
+                note, node = partial(self._note, number), nodes.nodes[number]
+                refused, closed = partial(note, Membership.refused), partial(note, Membership.closed)
+                self._neighbours[number] = Neighbour(node, credentials, refused, closed)
+        except RuntimeError:
+            self.close()  # the threads that could be had
+            raise
 
     def close(self) -> None:
         """Ends all links that this node has made."""
@@ -95,6 +105,10 @@ class Mesh(Others):
     def _hear_beat(self, number: int, beat: Beat) -> None:
         with self._lock:
             self._beats[number] = beat
+            if beat.pages:
+                self._guarded.add(number)
+            if beat.paused_at is not None and beat.paused_at > self._paused_at + _NEWER:
+                self._paused_at = beat.paused_at
             self._membership.heard(number, time.monotonic(), beat.hears)
 
     def _answer(self) -> dict[str, Any]:
@@ -115,10 +129,17 @@ class Mesh(Others):
         return {"known": None if fault is None else fault_to_json(fault)}
 
     def _hear_fault(self, fault: Fault) -> None:
-        if self._monitor.others is not self:  # the next start has begun meanwhile
+        if self._monitor.others is not self or not self._trains():  # the next start has begun meanwhile
             return
         if self._monitor.hear(fault) and len(self._neighbours) + 1 < len(self.nodes.nodes):
             self.tell(fault)  # who told this node does not know all others
+
+    def _trains(self) -> bool:
+        """True unless a trainer has written down another start. An agent that was stopped may not have read of it."""
+        info = None
+        with suppress(OSError, FormatError):
+            info = self._monitor.job.read_job()
+        return info is None or info.start == self.nodes.start
 
     def _note(self, number: int, note: Callable[[Membership, int, float], None]) -> None:
         with self._lock:
@@ -136,7 +157,11 @@ class Mesh(Others):
                 self._membership.progressed(now)
             events = self._membership.tick(now)
             hears = self._membership.hears(now)
-        beat = self._message("beat", replace(account, hears=hears, durable=self._durable()).to_json())
+        # A pause holds up all ranks, and not all nodes of a large job hear each other: it is told on.
+        paused = max(self.paused_at(), account.paused_at or -math.inf)
+        paused_at = None if paused == -math.inf else paused
+        account = replace(account, hears=hears, durable=self._durable(), paused_at=paused_at)
+        beat = self._message("beat", account.to_json())
         for neighbour in self._neighbours.values():
             neighbour.beat(beat)
         for event in events:
@@ -184,10 +209,13 @@ class Mesh(Others):
             log.warning("%s is lost: %s", words, event.why)
 
     def _lose(self, number: int, what: str) -> bool:
-        """Announces that a node is lost. Returns False if its ranks had ended well, or nothing follows from it."""
+        """Announces that a node is lost. Returns False if its ranks had ended, or nothing follows from it.
+
+        Its agent tells of ranks that end in a fault, so those that only left had ended well.
+        """
         beat = self._beats.get(number, Beat())
         statuses = [page.status for page in beat.pages.values()]
-        if statuses and all(status.phase == DONE for status in statuses):
+        if number in self._guarded and all(status.phase == DONE for status in statuses):
             return False
         step = min((status.step for status in statuses), default=-1)
         generation = max((status.generation for status in statuses), default=self.nodes.generation)
@@ -203,7 +231,8 @@ class Mesh(Others):
         return {rank: page for number in self._speaking() for rank, page in self._beats[number].pages.items()}
 
     def _speaking(self) -> list[int]:
-        return [number for number in self._beats if self._membership.state(number) in ("there", "silent")]
+        """Returns the nodes that are heard. Pages of a silent one are old: its ranks would seem to stand still."""
+        return [number for number in self._beats if self._membership.state(number) == "there"]
 
     def paused_at(self) -> float:
         """Returns now while a node is not heard that may be back: nobody knows then who holds up whom."""
@@ -211,7 +240,7 @@ class Mesh(Others):
         for number, changed in self._changed.items():
             if self._membership.state(number) in ("silent", "agent gone", "unknown") and now - changed < PATIENCE:
                 return now
-        return max((beat.paused_at for beat in self._beats.values() if beat.paused_at is not None), default=-math.inf)
+        return self._paused_at
 
     def judges(self) -> bool:
         return all(number > self.nodes.own for number in self._neighbours if self._membership.state(number) == "there")

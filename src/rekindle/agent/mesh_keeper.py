@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from rekindle.agent.mesh import VERBS, Mesh
+from rekindle.agent.mesh_loader import Mark, mark_of
 from rekindle.agent.monitor import RankMonitor
 from rekindle.agent.others import Others
 from rekindle.common.os_errors import describe_error
@@ -42,8 +42,6 @@ _TICK = 0.05
 _BEAT = 0.09
 """Seconds after a beat from which on the next look sends another one."""
 
-_Mark = tuple[int, int] | None
-
 
 class MeshKeeper:
     """Serves one job's agent, in its event loop. A mesh that can't be had is one warning: the job goes on without."""
@@ -57,13 +55,15 @@ class MeshKeeper:
         """
         self._job, self._monitor, self._durable, self._stop = job, monitor, durable, stop
         self._host = self._start = ""
-        self._job_mark: _Mark = None
-        self._nodes_mark: _Mark = None
+        self._job_mark: Mark = None
+        self._nodes_mark: Mark = None
         self._server: PeerServer | None = None
         self._mesh: Mesh | None = None
         self._sender: LocalStateSender | None = None
         self._address: dict[str, Any] = {}
         """Address on which this agent listens; empty if it doesn't."""
+        self._named = False
+        """True once trainers can read of it."""
         self._beat_at = 0.0
 
     async def serve(self) -> None:
@@ -86,14 +86,15 @@ class MeshKeeper:
                 self._server.close()
 
     def _check(self) -> None:
-        mark = _mark(self._job.paths.job)
+        mark = mark_of(self._job.paths.job)
         if mark != self._job_mark:
             self._job_mark = mark
             self._read_job()
-        if self._address and not self._job.paths.address.exists():
-            with suppress(OSError):  # somebody has removed the directory: beats go on
+        if self._address and not self._named:
+            with suppress(OSError):  # memory may be full: the next look tries again
                 write_atomic(self._job.paths.address, json.dumps(self._address).encode())
-        mark = _mark(self._job.paths.nodes)
+                self._named = True
+        mark = mark_of(self._job.paths.nodes)
         if mark != self._nodes_mark and self._server is not None:
             self._nodes_mark = mark
             self._join()
@@ -111,7 +112,7 @@ class MeshKeeper:
         if info.start != self._start:
             self._start, self._nodes_mark = info.start, None  # its nodes may have been named already
             self._leave()
-        if info.host and info.host != self._host:
+        if info.host and (info.host != self._host or self._server is None):
             self._host = info.host
             self._listen()
 
@@ -121,7 +122,7 @@ class MeshKeeper:
         """Listens on the job's address. A former agent's is taken out of the trainers' sight."""
         if self._server is not None:
             _in_background(self._server.close)
-            self._server, self._address = None, {}
+            self._server, self._address, self._named = None, {}, False
         try:
             listener = _bind(self._host, self._former_port())
         except OSError as error:
@@ -189,15 +190,6 @@ class MeshKeeper:
         if self._sender is not None:
             _in_background(self._sender.close)
             self._sender = None
-
-
-def _mark(path: Path) -> _Mark:
-    """Returns the identity of a file's contents; None without a file."""
-    try:
-        info = os.stat(path)
-    except OSError:
-        return None
-    return info.st_ino, info.st_mtime_ns
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -8,27 +8,34 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rekindle.agent.monitor import RankMonitor
 from rekindle.errors import FormatError
 from rekindle.memory.job_dir import JobDir
 
-__all__ = ["serve_mesh"]
+__all__ = ["Mark", "mark_of", "serve_mesh"]
 
 log = logging.getLogger("rekindle.agent")
 
 _TICK = 0.05
 """Seconds between two looks at ``job.json``: trainers that wait for an address are held up that long."""
 
+Mark = tuple[int, int] | None
+"""Inode and time of a file, which is replaced when its contents change; None without a file."""
+
 
 async def serve_mesh(
     job: JobDir, monitor: RankMonitor, durable: Callable[[], int], stop: Callable[[bool], dict[str, Any]]
 ) -> None:
     """Serves as ``rekindle.agent.mesh_keeper.MeshKeeper`` does, as soon as the job needs it, until cancelled."""
-    while not _has_host(job):
+    mark = None
+    while (found := mark_of(job.paths.job)) == mark or not _has_host(job):
+        mark = found  # a job on one node does no more than this, for as long as it trains
         await asyncio.sleep(_TICK)
     try:  # in a thread: faults are noticed meanwhile
         module: Any = await asyncio.to_thread(importlib.import_module, "rekindle.agent.mesh_keeper")
@@ -36,6 +43,15 @@ async def serve_mesh(
         log.warning("faults on other nodes are noticed late here: %s: %s", type(error).__name__, error)
         return
     await module.MeshKeeper(job, monitor, durable, stop).serve()
+
+
+def mark_of(path: Path) -> Mark:
+    """Returns the identity of a file's contents; None without a file."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_ino, info.st_mtime_ns
 
 
 def _has_host(job: JobDir) -> bool:

@@ -297,8 +297,9 @@ class RankMonitor:
         self._look_first()
         known = self.current
         if any(not self._is_dying(rank) for rank in self.ranks.values()) or (known is None and self.job.trainers()):
-            since = max((rank.since for rank in self.ranks.values()), default=fault.noticed)
-            self._strike(replace(fault, noticed=max(fault.noticed, since)))  # all of them are in the start that is over
+            # All of them are in the start that is over, and this is its fault, though this agent may be younger.
+            since = max([fault.noticed, self.others.since, *(rank.since for rank in self.ranks.values())])
+            self._strike(replace(fault, noticed=since))
             self._from_elsewhere = True
             return True
         if known is not None and fault.what != known.what and follows(known, fault):

@@ -53,14 +53,18 @@ def rebuild(job: JobDir, slots: Slots, elsewhere: Elsewhere) -> list[int]:
 def _states(
     job: JobDir, rank: int, files: LocalFiles, own: Collection[CheckpointKey], elsewhere: Elsewhere
 ) -> list[LocalState]:
-    """Returns the local states of steps of which the rank has no snapshot, ``own`` ones left out; oldest first."""
+    """Returns the local states of steps of which the rank has no snapshot, ``own`` ones left out; oldest first.
+
+    Those of a start before that of a snapshot are left out, too: to rebuild one would free the newer snapshot.
+    """
     known = {*own, *(state.stamp.checkpoint for state in files.states)}
     states = [state for state in files.states[::-1] if state.stamp.checkpoint not in own]
     if files.before is not None and files.before.stamp.checkpoint not in known:
         inferred = infer_local_state(job, files, rank, elsewhere)
         if inferred is not None:
             states.append(inferred)
-    return states
+    newest = max((key.incarnation.generation for key in own), default=0)
+    return [state for state in states if state.stamp.incarnation.generation >= newest]
 
 
 def rebuild_dead_ranks(job: JobDir, elsewhere: Elsewhere) -> None:

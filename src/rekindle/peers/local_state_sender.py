@@ -7,7 +7,6 @@ import os
 import threading
 from pathlib import Path
 
-from rekindle.common.backoff import Backoff
 from rekindle.common.priority import lower_priority
 from rekindle.errors import FormatError, RekindleError
 from rekindle.format.receipt import read_file
@@ -25,8 +24,9 @@ _LOOK_EVERY = 0.05
 """Seconds between two looks at the files. A step that ends this short before its node is lost may be lost with it."""
 _RATE = 64 << 20
 """Bytes per second, at most, of a network that training needs itself."""
-_PATIENCE, _TRIES = 5.0, 3.0
-"""Seconds in which the partner must answer; and those for the first tries, after which they become rare."""
+_PATIENCE, _RETRY = 5.0, 0.5
+"""Seconds in which the partner must answer, and until the next try if it did not. Steps that are made until then are
+lost with this node, so tries never become rare."""
 
 _Mark = tuple[int, int, int]
 """Inode, time and size of a file, which is replaced when it changes."""
@@ -39,7 +39,8 @@ class LocalStateSender:
         self._job, self._nodes = job, nodes
         self._partner = nodes.nodes[nodes.partner]
         self._link: Link | None = None
-        self._tries = Backoff(_TRIES)
+        self._failed = 0
+        """Number of failures since the partner last took something."""
         self._seen: dict[int, dict[str, _Mark]] = {}
         """By rank: its files at the last look."""
         self._sent: dict[int, dict[str, _Mark]] = {}
@@ -61,12 +62,11 @@ class LocalStateSender:
         lower_priority()
         pause = _LOOK_EVERY
         while not self._closed.wait(pause):
-            pause = _LOOK_EVERY
-            if self._tries.due():
-                try:
-                    pause = max(pause, self._look() / _RATE)
-                except (OSError, RekindleError) as error:
-                    self._fail(error)
+            try:
+                pause = max(_LOOK_EVERY, self._look() / _RATE)
+            except (OSError, RekindleError) as error:
+                self._fail(error)
+                pause = _RETRY
         self._drop_link()
 
     def _look(self) -> int:
@@ -115,9 +115,9 @@ class LocalStateSender:
             self._sent[rank].update({which: marks[which] for which in files})
         else:
             self._sent[rank].clear()  # the partner has something newer, or lacks the plan
-        if self._tries.failed > 1:
+        if self._failed > 1:
             log.info("node %s keeps the local states of this node's ranks again", self._partner.name)
-        self._tries.succeed()
+        self._failed = 0
         return nbytes
 
     def _connected(self) -> Link:
@@ -128,7 +128,7 @@ class LocalStateSender:
 
     def _fail(self, error: Exception) -> None:
         """Begins anew later: the partner may have been replaced. A link that was idle for long may have been closed."""
-        if self._tries.failed == 1:
+        if self._failed == 1:
             log.warning(
                 "node %s can't keep the local states of this node's ranks, which is tried again: %s",
                 *(self._partner.name, describe(error)),
@@ -136,7 +136,7 @@ class LocalStateSender:
         self._drop_link()
         self._seen.clear()
         self._sent.clear()
-        self._tries.fail()
+        self._failed += 1
 
     def _drop_link(self) -> None:
         if self._link is not None:

@@ -32,7 +32,7 @@ from rekindle.peers.server import Handler
 from rekindle.peers.wire import Credentials, Link, WireError, call, connect
 
 __all__ = ["MOST", "Kept", "ask_for_files", "bring_local_state", "describe", "kept_local_states"]
-__all__ += ["local_state_handlers"]
+__all__ += ["local_state_handlers", "take_kept_local_state"]
 
 log = logging.getLogger("rekindle")
 
@@ -212,6 +212,23 @@ def bring_local_state(job: JobDir, rank: int, nodes: Nodes, kept: Sequence[Mappi
         log.warning(
             "the newest local state of rank %d can't be had from node %s, so the job may go on from an older step: %s",
             *(rank, node.name, describe(error)),
+        )
+
+
+def take_kept_local_state(job: JobDir, rank: int) -> None:
+    """Puts the newest local state of ``rank`` where it looks for its own, if this node has kept it for another one.
+
+    For a start on one node, whose ranks may have been on several. The caller holds the rank's lock. A failure is
+    logged.
+    """
+    kept = _newest(job.others, rank)
+    if kept is None or kept <= (_newest(job.paths, rank) or (-1, -1)):
+        return
+    try:
+        _put(job.paths, rank, read_local_bytes(job.others, rank))
+    except (OSError, FormatError) as error:
+        log.warning(
+            "the newest local state of rank %d, which this node has kept, can't be had: %s", rank, describe(error)
         )
 
 

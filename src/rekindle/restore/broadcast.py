@@ -64,18 +64,16 @@ def readers_together(
     """Gives the group in which this rank reads what it has in common with others; None if it reads all by itself.
 
     ``far`` tells by rank if it reads from afar. If all do they are the group, else those of a node if all of them do.
-    A collective, in which a group may be made for as long as the context lasts.
+    A collective, in which groups may be made for as long as the context lasts.
     """
-    here = nodes.here.ranks if nodes is not None else []
     if isinstance(group, SingleProcess) or group.world == 1:
         yield None
     elif all(far):
         yield group
-    elif len(here) > 1 and all(far[rank] for rank in here):
-        with group.part(here) as part:
-            yield part
     else:
-        yield None
+        parts = [node.ranks for node in nodes.nodes if all(far[rank] for rank in node.ranks)] if nodes else []
+        with group.parts([ranks for ranks in parts if len(ranks) > 1]) as part:
+            yield part
 
 
 def broadcast_common(group: ProcessGroup, requests: Sequence[BlockRequest]) -> None:

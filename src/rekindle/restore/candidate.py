@@ -184,10 +184,13 @@ class Candidate:
 
     def _whole(self, match: Match, found: ReadPlan) -> bool:
         """Returns True if nothing is missing. Raises StateMismatchError for what only the live state has."""
-        if match.lacking and self._parts is None:
-            raise mismatch([f"{name}: only in the live state" for name in match.lacking])
-        unseen = self._sources.unseen if match.unsure else []
-        if unseen:
+        lacking = match.lacking if self._parts is None else []
+        unseen = self._sources.unseen if match.unsure or lacking else []
+        if lacking and not unseen:
+            raise mismatch([f"{name}: only in the live state" for name in lacking])
+        for name in lacking[:1]:
+            self._sources.reasons.append(f"{name} may be in the shards of rank(s) {unseen}, which can't be read")
+        if match.unsure and unseen:
             self._sources.reasons.append(
                 f"optimizer state of some parameters may be in the shards of rank(s) {unseen}, which can't be read"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +13,15 @@ from rekindle.format.lineage import CheckpointKey
 from rekindle.format.names import receipt_name
 from rekindle.format.reader import ShardReader
 from rekindle.format.receipt import checksum
-from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy
+from rekindle.storage.catalog import MEMORY, PEER, STORAGE, StoredCopy
 from rekindle.storage.verify import read_manifest
 
 __all__ = ["ShardSource", "Sources"]
 
 log = logging.getLogger("rekindle")
+
+_SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""Errors by which a node is known not to answer. It takes seconds until there is one."""
 
 
 @dataclass(eq=False)
@@ -48,6 +52,8 @@ class Sources:
         self.reasons: list[str] = []
         """Reasons why copies were passed over."""
         self._manifests: dict[Files, dict[str, str]] = {}
+        self._silent: set[Files] = set()
+        """Copies on nodes that don't answer: to ask such a node for each of its shards would take minutes."""
         order = [
             (place, (rank - home) % copy.world, rank, copy)
             for place, copy in enumerate(copies)
@@ -104,12 +110,16 @@ class Sources:
 
     def _open(self, place: int, rank: int, copy: StoredCopy) -> bool:
         """Opens a shard, if it is sound and of this checkpoint; else notes the reason."""
+        if copy.files in self._silent:
+            return False
         name = receipt_name(rank, copy.world)
         try:
             expected = self._manifest(copy.files).get(name) if copy.place == STORAGE else None
             shard = copy.files.shard(rank, copy.world)
         except (OSError, RekindleError) as error:
             self.reasons.append(f"{copy.place}: {error}")
+            if copy.place == PEER and isinstance(error, OSError) and error.errno in _SILENCE:
+                self._silent.add(copy.files)
             return False
         reader = ShardReader(shard)
         source = ShardSource(rank, copy.place, reader, 2 * place + (rank != self._home))

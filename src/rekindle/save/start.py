@@ -6,6 +6,7 @@ import logging
 
 from rekindle.errors import MemoryStoreError
 from rekindle.memory.job import JobInfo
+from rekindle.peers.local_states import take_kept_local_state
 from rekindle.save.agree import agree_on_overlap
 from rekindle.save.capture import Capture
 from rekindle.save.fence import Fence
@@ -48,6 +49,8 @@ def start_saver(
         schedule.warn_of_direct_saves(meeting.no_memory)
     if meeting.nodes > 1:
         enter_mesh(group, session, host)
+    elif session.slots is not None:
+        take_kept_local_state(session.job_dir, session.slots.rank)
     saver = Saver(capture, fence, session, settings, schedule, metrics, overlap=overlap, in_step=in_step)
     if session.slots is not None and not meeting.found:
         session.slots.reserve(meeting.nbytes)  # else after the restore, which needs the cores itself

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -105,23 +105,30 @@ class ProcessGroup:
         return wait
 
     @contextmanager
-    def part(self, ranks: list[int]) -> Iterator[ProcessGroup]:
-        """Makes a group of some ranks, this one among them, for as long as the context lasts. A collective of these."""
-        part = _Part(ranks, self._timeout)
+    def parts(self, parts: Sequence[list[int]]) -> Iterator[ProcessGroup | None]:
+        """Makes a group of each of ``parts``, and gives this rank's; None if it is in none. A collective of all ranks.
+
+        The groups last as long as the context. Torch can make one by its members alone, but names it by the number of
+        groups that a member is in: ranks in which that differs would wait for each other.
+        """
+        own = None
+        with self._ranks_missed():
+            for ranks in parts:
+                made = dist.new_group(ranks, self._timeout, "gloo")
+                own = _Part(made, ranks, self._timeout) if self.rank in ranks else own
         try:
-            yield part
+            yield own
         finally:
-            dist.destroy_process_group(part._group)
+            if own is not None:
+                dist.destroy_process_group(own._group)
 
 
 class _Part(ProcessGroup):
     """Some ranks of a process group, with numbers of their own."""
 
-    def __init__(self, ranks: list[int], timeout: timedelta) -> None:
+    def __init__(self, group: Any, ranks: list[int], timeout: timedelta) -> None:
         self.rank, self.world = ranks.index(dist.get_rank()), len(ranks)
-        self._ranks, self._timeout = ranks, timeout
-        with self._ranks_missed():
-            self._group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        self._group, self._ranks, self._timeout = group, ranks, timeout
 
     def broadcast(self, data: torch.Tensor, source: int) -> Callable[[], object]:
         return super().broadcast(data, self._ranks[source])

@@ -1,0 +1,182 @@
+"""Conclusions that one agent draws from what the others tell, or don't: no node comes up here but the own one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+
+from rekindle.agent.beat import Beat, Page
+from rekindle.agent.hang import HangWatch
+from rekindle.agent.mesh import Mesh
+from rekindle.agent.monitor import RankMonitor
+from rekindle.agent.others import Others
+from rekindle.format.lineage import Incarnation
+from rekindle.memory.fault import Fault
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.lock import Lock
+from rekindle.memory.nodes import Node, Nodes
+from rekindle.memory.status import DONE, STABLE, TRAINING, Status
+from rekindle.peers.membership import BEAT_EVERY
+from rekindle.peers.server import PeerServer, listen
+from rekindle.peers.wire import Credentials, Link
+
+NEWS = Fault("signal", 1, 1, 7, "rank 1 was killed by SIGKILL")
+
+
+def page(step: int, age: float = 0.0, phase: int = STABLE) -> Page:
+    progress = time.monotonic_ns() - int(age * 1e9)
+    return Page(Status(1, 1, phase, TRAINING, 0, step, step, -1, 0.02, progress, "", 0.0), 0.0, False)
+
+
+class Node0:
+    """The agent of the first node, whose rank trains unguarded; the time of its mesh is what the test says it is."""
+
+    def __init__(self, place: Path, stack: ExitStack, count: int) -> None:
+        self.job = JobDir(place / "job")
+        self.job.create()
+        trainer = Lock(self.job.paths.rank_lock(0))
+        assert trainer.acquire(10.0)
+        stack.callback(trainer.release)
+        self.mute = stack.enter_context(listen("127.0.0.1", 0))
+        """Takes connections of agents, and never answers."""
+        self.start, self.count, self.now = Incarnation.begin(1).id, count, time.monotonic()
+        self.write_job(self.start)
+        self.monitor = RankMonitor(self.job, lambda on: None)
+
+    def write_job(self, start: str) -> None:
+        self.job.write_job(JobInfo(str(self.job.path), [0], self.count, 2, None, 600.0, start=start, host="127.0.0.1"))
+
+    def join(self, ports: dict[int, int] | None = None) -> Mesh:
+        port = self.mute.getsockname()[1]
+        nodes = [Node(f"n{n}", "127.0.0.1", (ports or {}).get(n, port), [n]) for n in range(self.count)]
+        self.nodes = Nodes(self.start, 1, os.urandom(32), 0, nodes)
+        self.monitor.others = mesh = Mesh(self.nodes, self.monitor, lambda: -1)
+        return mesh
+
+    def let_pass(self, mesh: Mesh, seconds: float) -> None:
+        """Has the mesh see so many seconds pass, in which no beat comes."""
+        for _ in range(round(seconds / BEAT_EVERY)):
+            self.now += BEAT_EVERY
+            mesh.tick(self.now)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
+    def run(check: Callable[[Node0], None], count: int = 2) -> None:
+        async def main() -> None:
+            with ExitStack() as stack:
+                check(Node0(tmp_path, stack, count))
+
+        asyncio.run(main())
+
+    yield run
+
+
+def hear(mesh: Mesh, number: int, beat: Beat) -> None:
+    """Has the mesh take up a beat, as a thread of its server does."""
+    mesh._hear_beat(number, beat)
+
+
+def test_old_pages_of_a_silent_node_are_not_judged(run: Callable[..., None]) -> None:
+    def check(node: Node0) -> None:
+        mesh = node.join()
+        hear(mesh, 1, Beat(pages={1: page(7)}))
+        node.let_pass(mesh, 0.5)
+        assert list(mesh.pages()) == [1]
+        node.let_pass(mesh, 1.0)
+        assert mesh.status()[1]["state"] == "silent" and not mesh.pages()
+        mesh.close()
+
+    run(check)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_node_that_goes_after_its_ranks_have_left_is_no_loss(run: Callable[..., None], *, left: bool) -> None:
+    def check(node: Node0) -> None:
+        mesh = node.join()
+        hear(mesh, 1, Beat(pages={1: page(7)}))
+        if left:
+            hear(mesh, 1, Beat())
+        node.let_pass(mesh, 12.0)
+        assert mesh.status()[1]["state"] == "lost"
+        assert (node.monitor.fault is None) is left
+        mesh.close()
+
+    run(check)
+
+
+def test_a_fault_from_before_this_agent_came_up_is_taken_up_once(run: Callable[..., None]) -> None:
+    def check(node: Node0) -> None:
+        mesh = node.join()
+        assert node.monitor.hear(NEWS) and not node.monitor.hear(NEWS)
+        assert node.monitor.known_fault() is not None
+        mesh.close()
+
+    assert NEWS.noticed < time.monotonic()
+    run(check)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_late_news_do_not_strike_the_next_start(run: Callable[..., None], *, over: bool) -> None:
+    def check(node: Node0) -> None:
+        mesh = node.join()
+        if over:
+            node.write_job(Incarnation.begin(2).id)  # the agent has not looked yet
+        mesh._hear_fault(NEWS)
+        assert (node.monitor.fault is None) is over
+        mesh.close()
+
+    run(check)
+
+
+def test_a_pause_is_told_to_nodes_that_do_not_hear_the_one_that_pauses(run: Callable[..., None]) -> None:
+    told: Queue[dict[str, Any]] = Queue()
+
+    def check(node: Node0) -> None:
+        def keep(link: Link, message: dict[str, Any]) -> dict[str, Any]:
+            told.put(message)
+            return {}
+
+        listener = listen("127.0.0.1", 0)
+        mesh = node.join({1: listener.getsockname()[1]})
+        nodes = node.nodes
+        server = PeerServer(listener, lambda: Credentials(nodes.secret, nodes.start, "n1"), {"beat": keep})
+        server.start()
+        try:
+            at = time.monotonic()
+            hear(mesh, 19, Beat(paused_at=at))  # node 1 is no neighbour of node 19 in a job of 20
+            hear(mesh, 1, Beat(paused_at=at + 0.1))  # an echo
+            assert mesh._paused_at == at
+            mesh.tick(node.now)
+            assert 0.0 <= told.get(timeout=30.0)["paused"] < 30.0
+        finally:
+            mesh.close()
+            server.close()
+
+    run(check, 20)
+
+
+class Told(Others):
+    """Nodes of which these pages are known."""
+
+    def __init__(self, pages: dict[int, Page]) -> None:
+        self._pages = pages
+
+    def pages(self) -> dict[int, Page]:
+        return self._pages
+
+
+def test_a_rank_that_has_ended_its_training_is_not_the_one_that_hangs(tmp_path: Path) -> None:
+    others = Told({0: page(7, 5.0, DONE), 1: page(7, 4.0)})
+    fault = HangWatch(JobDir(tmp_path)).check(time.monotonic(), {}, others)
+    assert fault is not None and fault.what.startswith("rank 1 hangs")
+    assert "rank 0: after step 7" in fault.detail
