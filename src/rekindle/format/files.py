@@ -24,9 +24,13 @@ class Files(ABC):
     def read(self, name: str) -> bytes:
         """Returns the bytes of a document. Raises FileNotFoundError, another OSError, or CorruptError for a link."""
 
-    @abstractmethod
     def exists(self, name: str) -> bool:
         """True if there is such a file. Raises OSError when that can't be determined."""
+        try:
+            self.size(name)
+        except FileNotFoundError:
+            return False
+        return True
 
     @abstractmethod
     def size(self, name: str) -> int:

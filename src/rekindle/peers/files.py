@@ -60,13 +60,6 @@ class PeerFiles(Files):
         with self._shard(name, "json") as shard:
             return shard.receipt.raw
 
-    def exists(self, name: str) -> bool:
-        try:
-            self.size(name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def size(self, name: str) -> int:
         with self._shard(name, "json", "safetensors") as shard:
             return len(shard.receipt.raw) if name.endswith(".json") else shard.receipt.file_bytes

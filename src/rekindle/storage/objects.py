@@ -68,13 +68,6 @@ class _Objects(Files):
     def read(self, name: str) -> bytes:
         return self.bucket.get(self._key(name))[0]
 
-    def exists(self, name: str) -> bool:
-        try:
-            self.size(name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def size(self, name: str) -> int:
         return self.bucket.head(self._key(name)).size
 
