@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from rekindle.format.receipt import Receipt
@@ -28,6 +29,7 @@ from tests.shares import deal, parse, put_longest_first, seconds_of
 
 settings.register_profile("rekindle", deadline=None)  # machines that run tests are busy ones
 settings.load_profile("rekindle")
+torch.set_num_threads(1)  # sums depend on the number of threads, which a busy machine changes between two calls
 
 ShardOf = Callable[..., tuple[Receipt, bytes]]
 
