@@ -27,7 +27,7 @@ from rekindle.errors import BusyError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Node, Nodes, ranges
-from rekindle.memory.notes import Common
+from rekindle.memory.notes import Common, SafeStep
 from rekindle.memory.slots import Slots
 from rekindle.storage.catalog import MEMORY, PEER, STORAGE, copies_from
 from rekindle.storage.listing import ListedCopy
@@ -270,14 +270,14 @@ def test_ls_of_a_job_on_one_node_asks_nobody(root: Path, memory: Path) -> None:
     assert "missing on" not in CliRunner().invoke(main, ["ls", str(root)]).stdout
 
 
-def rows_of(job: JobDir, common: Common | None = None, durable: tuple[int, ...] = ()) -> list[Row]:
+def rows_of(job: JobDir, safe: SafeStep | None = None, durable: tuple[int, ...] = ()) -> list[Row]:
     """The rows of ``rekindle ls`` for a job whose own memory and storage hold whole checkpoints."""
     listed = []
     for copy in copies_from(job, None, own=True):
         listed.append(ListedCopy(copy, 8, "complete"))
         if copy.step in durable:
             listed.append(ListedCopy(replace(copy, place=STORAGE), 8, "complete"))
-    return make_rows(listed, look_at_others(job), common)
+    return make_rows(listed, look_at_others(job), safe)
 
 
 def test_ls_shows_what_the_memory_of_all_nodes_holds(lab: Lab) -> None:
@@ -287,7 +287,7 @@ def test_ls_shows_what_the_memory_of_all_nodes_holds(lab: Lab) -> None:
         stamp = ShardId(step, number, 2, start, persist=False)
         with closing(Slots(lab.hosts[number].job, number, 2, [number])) as slots:
             commit(slots, *make_shard(stamp, {f"x{number}": b"%d" % step}))
-    rows = rows_of(lab.hosts[0].job, Common(start.id, 8, 7, -1), durable=(7,))
+    rows = rows_of(lab.hosts[0].job, SafeStep(start.id, 7), durable=(7,))
     own = [row for row in rows if not (row.entry.copy.place == PEER and row.entry.copy.step == 8)]  # copies of rank 0's
     assert [(row.entry.copy.step, row.entry.copy.place, row.condition, row.durable) for row in own] == [
         *[(8, MEMORY, "complete", False), (7, MEMORY, "complete, node-safe", True)],

@@ -27,7 +27,7 @@ from rekindle.errors import NotFoundError, RekindleError
 from rekindle.format.lineage import superseded_by
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.memory.notes import Common
+from rekindle.memory.notes import SafeStep
 from rekindle.storage.catalog import MEMORY, PEER, STORAGE, StoredCopy
 from rekindle.storage.listing import ListedCopy, list_copies_within
 
@@ -89,7 +89,8 @@ def ls_command(root: Root | None, files: bool, as_json: bool, memory: Path | Non
         if others is None or not others.held:
             raise
         listed, trouble = [], None
-    rows = make_rows(listed, others, job.notes.common())
+    marks = job.notes.marks()
+    rows = make_rows(listed, others, marks.safe if marks is not None else None)
     if as_json:
         print_json([row.to_json() for row in rows])
     else:
@@ -101,7 +102,7 @@ def ls_command(root: Root | None, files: bool, as_json: bool, memory: Path | Non
         raise RekindleError(f"{root}: not all nodes have told what their memory holds")
 
 
-def make_rows(listed: list[ListedCopy], others: OtherMemory | None, common: Common | None) -> list[Row]:
+def make_rows(listed: list[ListedCopy], others: OtherMemory | None, safe: SafeStep | None) -> list[Row]:
     """Adds the memory of other nodes to what this node sees. Newest first, memory before storage."""
     damaged = [entry for entry in listed if not entry.copy.world]
     sound = [entry for entry in listed if entry.copy.world]
@@ -119,8 +120,8 @@ def make_rows(listed: list[ListedCopy], others: OtherMemory | None, common: Comm
         if others is not None and copy.place != STORAGE:
             nodes = others.holding(key) if copy.place == PEER else [others.nodes.here.name]
             missing = others.without(key, copy.world, here.get(key, frozenset()))
-        safe = common is not None and (common.safe, common.start) == (copy.step, copy.incarnation.id)
-        rows.append(Row(entry, safe, key in durable, nodes, missing))
+        is_safe = safe is not None and (safe.start, safe.step) == (copy.incarnation.id, copy.step)
+        rows.append(Row(entry, is_safe, key in durable, nodes, missing))
     return rows
 
 
