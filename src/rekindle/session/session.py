@@ -283,6 +283,8 @@ class Session:
                 self.slots.free_all()
             elif self.job is not None:
                 self.job.snapshots.remove(self.rank)
+            if self.job is not None:
+                self.job.copies.snapshots.remove_shards()
 
     def _note_run(self, job: JobDir, generation: int, base: CheckpointKey | None, *, chosen: bool, back: bool) -> None:
         """Notes that this start begins anew only because all was deleted; or which of two runs was chosen since."""
