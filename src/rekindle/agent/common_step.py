@@ -150,17 +150,16 @@ class CommonStep:
 
     def _hear(self, other: Told, now: float) -> None:
         mine = self._told
+        safe = other.safe if other.safe in self._own.kept else -1  # else the own safe step would be let go for nothing
+        self._told = mine = mine._replace(
+            safe=max(mine.safe, safe), drain=max(mine.drain, other.drain), wanted=max(mine.wanted, other.wanted)
+        )
         if (other.round, other.step) == (mine.round, mine.step):
             self._told = mine._replace(have=mine.have | other.have & self._all & ~self._bit)
             if other.failed:
                 self._fail(now)
         elif (other.round, other.step) > (mine.round, mine.step) and self._lets_go(now):
             self._begin(other, now)
-        mine = self._told
-        safe = other.safe if other.safe in self._own.kept else -1  # else the own safe step would be let go for nothing
-        self._told = mine._replace(
-            safe=max(mine.safe, safe), drain=max(mine.drain, other.drain), wanted=max(mine.wanted, other.wanted)
-        )
 
     def _begin(self, told: Told, now: float) -> None:
         """Turns to another round."""
@@ -226,13 +225,19 @@ class CommonStep:
         """Newest step that needs no round any more."""
         return self._told.safe if self._copies else self._told.drain
 
+    @property
+    def _awaited(self) -> int | None:
+        """Step that somebody waits to be safe, and can be: training may stand still until it is."""
+        wanted = self._told.wanted
+        return wanted if self._copies and wanted > self._told.safe and wanted in self._own.steps else None
+
     def _next(self, now: float, *, due: bool) -> int | None:
         """Returns the step to name after one that is settled; None if there is nothing new to be kept."""
         newest = self._own.newest
         if newest <= self._floor:
             return None
-        if self._floor < self._told.wanted <= newest:
-            return newest
+        if self._awaited is not None:
+            return self._awaited
         ahead = self._ahead(now)
         if ahead is None or not (self._copies or due):
             return None
@@ -240,12 +245,10 @@ class CommonStep:
 
     def _instead(self, now: float) -> int | None:
         """Returns the step to name in place of one that training has not reached; None to wait for it."""
-        own, floor = self._own, self._floor
-        if floor < self._told.wanted <= own.newest:
-            return own.newest
-        if now - self._named <= _UNREACHED:
-            return None
-        return max((step for step in own.steps if step > floor and step == self._multiple(step)), default=None)
+        if self._awaited is not None or now - self._named <= _UNREACHED:
+            return self._awaited
+        there = (step for step in self._own.steps if step > self._floor and step == self._multiple(step))
+        return max(there, default=None)
 
     def _exact(self) -> int | None:
         """Returns the step to name in place of one that has no snapshot; None if it has one, or there is no better."""

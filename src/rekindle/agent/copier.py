@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from rekindle.agent.held_steps import HeldSteps
-from rekindle.common.os_errors import explain
 from rekindle.common.priority import lower_priority
 from rekindle.errors import FormatError, RekindleError
 from rekindle.format.layout import Chunk
 from rekindle.format.lineage import ShardId
-from rekindle.format.receipt import Receipt, parse_stamp, read_file
+from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
 from rekindle.memory.copies import CopySlots
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.local_state import LocalStatePlan, decode_local_state_plan
 from rekindle.memory.lock import Lock
 from rekindle.memory.nodes import Nodes, describe_node
 from rekindle.peers.copying import copy_shard
 from rekindle.peers.files import PeerFiles
-from rekindle.peers.unique import is_planned, ranks_apart, unique_chunks
+from rekindle.peers.kept_plans import KeptPlans
+from rekindle.peers.local_states import describe
+from rekindle.peers.unique import ranks_apart, unique_chunks
 from rekindle.peers.wire import Credentials, call, connect
 from rekindle.storage.throttle import Budget
 
@@ -39,13 +38,10 @@ _UNPACED = 64 << 20
 """Bytes per second that are always copied: a small state is not held up for the sake of the network."""
 _ASK_EVERY = 0.1
 """Seconds between two questions for a shard that the source has not committed yet."""
-_LIST_AFTER = 2.0
+_LIST_EVERY = 2.0
 """Seconds of such questions after which the source is asked what it has: it may have skipped the step."""
-_PLAN_WITHIN = 2.0
-"""Seconds for which a plan that knows the chunks of a shard is awaited. It comes with the first step that follows it;
-without it everything is copied, which costs a DDP job its whole state, once."""
-_ANSWER = 5.0
-"""Seconds in which the source must say what it has."""
+_PATIENCE = 5.0
+"""Seconds in which the source must say what it has, and until the next try to take over the copies of before."""
 _WARN_AFTER = 2
 """Common steps in a row that could not be copied after which a warning is due."""
 
@@ -59,6 +55,11 @@ class Aim(NamedTuple):
     """Stamp of a shard of it on this node."""
     seconds: float
     """Time from the common step before to this one; 0.0 if that is unknown."""
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """Round and step, which tell it from all others."""
+        return self.round, self.stamp.step
 
 
 class Progress(NamedTuple):
@@ -83,19 +84,21 @@ class Copier:
         self._apart = ranks_apart(nodes.nodes, self._source)
         self._limit, self._headroom = limit, headroom
         self._held = HeldSteps(job.copies.snapshots, nodes.start, self._source.ranks)
-        self._plans = _Plans(job, nodes.start)
+        self._plans = KeptPlans(job, nodes.start)
         self._budget = Budget()
         self._changed = threading.Condition()
         self._aim: Aim | None = None
         self._over = False
         self._failures = 0
+        """Number of failures since a step was last copied."""
         self.copied: frozenset[int] = frozenset()
         """Steps of the start of which all shards of the source's ranks are copied."""
-        self.failed = -1
-        """Round whose step can't be copied."""
+        self.failed = (-1, -1)
+        """Round and step that can't be copied."""
         self.moved = time.monotonic()
         """Time of the last byte."""
         self.progress: Progress | None = None
+        """The copy in hand."""
         self._thread = threading.Thread(target=self._run, name="rekindle-copier", daemon=True)
 
     def start(self) -> None:
@@ -103,7 +106,7 @@ class Copier:
         self._thread.start()
 
     def close(self) -> None:
-        """Has the thread end soon: at once, unless it waits for another node."""
+        """Has the thread end: at once, unless it waits for another node."""
         with self._changed:
             self._over = True
             self._changed.notify()
@@ -112,7 +115,7 @@ class Copier:
     def aim(self, aim: Aim | None) -> None:
         """Names the step to copy, in place of any other; None for none. For any thread, at any moment."""
         with self._changed:
-            if (aim and aim.round) != (self._aim and self._aim.round):
+            if (aim and aim.name) != (self._aim and self._aim.name):
                 self._aim = aim
                 self._changed.notify()
 
@@ -140,17 +143,16 @@ class Copier:
     def _open(self, stack: ExitStack) -> CopySlots | None:
         """Takes over the copies that are there. Returns None if the copier is to end.
 
-        They have one owner: an earlier start's copier may still wait for a node that is gone.
+        They have one owner: the copier of an earlier start may still wait for a node that is gone.
         """
+        world = sum(len(node.ranks) for node in self._nodes.nodes)
         while not self._over:
             try:
                 self._job.copies.path.mkdir(mode=0o700, exist_ok=True)
                 lock = Lock(self._job.copies.paths.agent_lock)
-                while not lock.acquire(_ASK_EVERY):
-                    if self._over:
-                        return None
+                if not lock.acquire(_ASK_EVERY):
+                    continue
                 stack.callback(lock.release)
-                world = sum(len(node.ranks) for node in self._nodes.nodes)
                 slots = CopySlots(self._job, self._source.ranks, world, self._headroom)
                 stack.callback(slots.close)
                 slots.adopt()
@@ -160,7 +162,7 @@ class Copier:
                 stack.close()
                 self._fail(None, error)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._over, _ANSWER)
+                    self._changed.wait_for(lambda: self._over, _PATIENCE)
         return None
 
     def _next(self) -> Aim | None:
@@ -168,16 +170,11 @@ class Copier:
 
         def due() -> bool:
             aim = self._aim
-            return aim is not None and aim.round != self.failed and aim.stamp.step not in self.copied
+            return aim is not None and aim.name != self.failed and aim.stamp.step not in self.copied
 
         with self._changed:
             self._changed.wait_for(lambda: self._over or due())
             return None if self._over else self._aim
-
-    def _check(self, aim: Aim) -> None:
-        now = self._aim
-        if self._over or now is None or now.round != aim.round:
-            raise _AbandonedError
 
     def _copy(self, slots: CopySlots, aim: Aim) -> None:
         with ExitStack() as stack:
@@ -189,53 +186,58 @@ class Copier:
             total = sum(chunk.nbytes for _, chunks in todo for chunk in chunks)
             self._budget.limit = self._limit or _pace(total, aim.seconds)
             self.progress = Progress(aim.stamp.step, 0, total)
-
-            def take(nbytes: int) -> None:
-                self._check(aim)
-                self._budget.take(nbytes)
-                self._check(aim)
-                self.moved = time.monotonic()
-                step, done, _ = self.progress or (aim.stamp.step, 0, total)
-                self.progress = Progress(step, done + nbytes, total)
-
             for shard, chunks in todo:
+                copy_shard(shard, chunks, slots, lambda nbytes: self._take(aim, nbytes))
                 self._check(aim)
-                copy_shard(shard, chunks, slots, take)
         slots.tidy(self._source.ranks)
+
+    def _take(self, aim: Aim, nbytes: int) -> None:
+        """Waits until so many bytes may be copied, and counts them."""
+        self._check(aim)
+        self._budget.take(nbytes)
+        self._check(aim)
+        self.moved = time.monotonic()
+        if self.progress is not None:
+            self.progress = self.progress._replace(done=self.progress.done + nbytes)
+
+    def _check(self, aim: Aim) -> None:
+        now = self._aim
+        if self._over or now is None or now.name != aim.name:
+            raise _AbandonedError
 
     def _succeed(self, aim: Aim) -> None:
         self.copied = frozenset(self._held.look())
         if aim.stamp.step not in self.copied:
-            raise FormatError(f"the copy of step {aim.stamp.step} is gone")
+            raise FormatError(f"the copy of step {aim.stamp.step} was removed")
         if self._failures >= _WARN_AFTER:
-            log.info("steps are safe from the loss of %s again", self._described)
+            log.info("steps are safe from the loss of %s again", describe_node(self._source.name, self._source.ranks))
         self._failures = 0
 
     def _fail(self, aim: Aim | None, error: Exception) -> None:
         self._failures += 1
         if self._failures == _WARN_AFTER:
-            why = explain(error) if isinstance(error, (OSError, RekindleError)) else repr(error)
-            log.warning("no step is safe from the loss of %s, which is tried again: %s", self._described, why)
+            log.warning(
+                "newer steps are not safe from the loss of %s, whose copies are tried again: %s",
+                *(describe_node(self._source.name, self._source.ranks), describe(error) or repr(error)),
+            )
         if aim is not None:
-            self.failed = aim.round
-
-    @property
-    def _described(self) -> str:
-        return describe_node(self._source.name, self._source.ranks)
+            self.failed = aim.name
 
     # -- asking the source ----------------------------------------------------------------------------------------
 
     @contextmanager
     def _await_shard(self, aim: Aim, rank: int) -> Iterator[OpenShard]:
         """Opens a rank's shard of the step, once the source has it. Raises OSError when it never will."""
-        files, began = PeerFiles.of(self._nodes, self._source, aim.stamp.checkpoint), time.monotonic()
+        files, list_at = PeerFiles.of(self._nodes, self._source, aim.stamp.checkpoint), time.monotonic() + _LIST_EVERY
         while True:
             try:
                 shard = files.shard(rank, aim.stamp.world)
                 break
             except FileNotFoundError:
-                if time.monotonic() > began + _LIST_AFTER and self._has_skipped(aim, rank):
-                    raise
+                if time.monotonic() > list_at:
+                    list_at += _LIST_EVERY
+                    if self._has_skipped(aim, rank):
+                        raise
             self._pause(aim)
         with shard:
             found = shard.receipt.stamp
@@ -245,65 +247,28 @@ class Copier:
 
     def _pause(self, aim: Aim) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self._aim is None or self._aim.round != aim.round, _ASK_EVERY)
+            self._changed.wait_for(lambda: self._over or self._aim is None or self._aim.name != aim.name, _ASK_EVERY)
         self._check(aim)
 
     def _has_skipped(self, aim: Aim, rank: int) -> bool:
         """True if the source has a later step of a rank, and not the one that is asked for."""
-        source = self._source
-        link = connect(source.host, source.port, Credentials.of(self._nodes), _ANSWER)
+        source, wanted = self._source, aim.stamp
+        link = connect(source.host, source.port, Credentials.of(self._nodes), _PATIENCE)
         try:
-            listed: Any = call(link, {"verb": "list"}, _ANSWER).get("shards")
+            listed: Any = call(link, {"verb": "list"}, _PATIENCE).get("shards")
         finally:
             link.close()
         stamps = [ShardId.from_json(value) for value in listed] if type(listed) is list else []
-        steps = {stamp.step for stamp in stamps if stamp.rank == rank and stamp.incarnation == aim.stamp.incarnation}
-        return aim.stamp.step not in steps and max(steps, default=-1) > aim.stamp.step
-
-    # -- choosing -------------------------------------------------------------------------------------------------
+        steps = {stamp.step for stamp in stamps if (stamp.rank, stamp.incarnation) == (rank, wanted.incarnation)}
+        return wanted.step not in steps and max(steps, default=-1) > wanted.step
 
     def _choose(self, aim: Aim, receipt: Receipt) -> list[Chunk]:
         """Returns the chunks of a shard that the loss of the source would take along."""
-        plan = self._plans.of(receipt)
-        while plan is None and self._plans.may_come(receipt):
+        while self._plans.may_come(receipt):
             self._pause(aim)
-            plan = self._plans.of(receipt)
-        return unique_chunks(receipt.layout, plan or self._plans.newest(receipt.stamp.rank), self._apart)
+        return unique_chunks(receipt.layout, self._plans.newest(receipt.stamp.rank), self._apart)
 
 
 def _pace(total: int, seconds: float) -> int | None:
+    """Returns the bytes per second by which a copy ends just before the next one is due; None if that is unknown."""
     return None if seconds <= 0 else max(_UNPACED, int(total / (_SHARE * seconds)))
-
-
-class _Plans:
-    """The plans of local states that the source has sent. Each is decoded once."""
-
-    def __init__(self, job: JobDir, start: str) -> None:
-        self._paths, self._start = job.others, start
-        self._decoded: dict[int, tuple[tuple[int, int], LocalStatePlan | None]] = {}
-        """By rank: inode and time of the file, and the plan in it."""
-        self._missed: dict[tuple[int, str], float] = {}
-        """Times at which no plan knew a rank's layout, by that of its header."""
-
-    def newest(self, rank: int) -> LocalStatePlan | None:
-        """Returns the newest plan of a rank, of this start; None if there is none."""
-        path = self._paths.local_state_plan(rank)
-        with suppress(OSError, FormatError):
-            info = os.stat(path)
-            mark = info.st_ino, info.st_mtime_ns
-            if rank not in self._decoded or self._decoded[rank][0] != mark:
-                raw = read_file(path)
-                present = parse_stamp(raw, path).incarnation.id == self._start
-                self._decoded[rank] = mark, decode_local_state_plan(raw, str(path)) if present else None
-            return self._decoded[rank][1]
-        return None
-
-    def of(self, receipt: Receipt) -> LocalStatePlan | None:
-        """Returns the plan that knows all chunks of a shard; None if there is none, or none yet."""
-        plan = self.newest(receipt.stamp.rank)
-        return plan if plan is not None and is_planned(receipt.layout, plan) else None
-
-    def may_come(self, receipt: Receipt) -> bool:
-        """True for a while after a layout was first seen that no plan knows."""
-        now, key = time.monotonic(), (receipt.stamp.rank, receipt.header_checksum)
-        return now - self._missed.setdefault(key, now) < _PLAN_WITHIN
