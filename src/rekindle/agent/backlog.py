@@ -105,7 +105,6 @@ class Backlog:
         began, seconds = self._job.notes.last_drain() or (-math.inf, 0.0)
         return not seconds <= time.monotonic() - began < drain_interval(info.persist_seconds, seconds)
 
-
     def _marked(self, info: JobInfo) -> tuple[str, int] | None:
         """Returns the start and the step that all nodes have marked for storage, as time decides; None for none."""
         common = self._job.notes.common() if info.host and info.persist_seconds is not None else None

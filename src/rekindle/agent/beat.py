@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from rekindle.agent.common_step import Told
+from rekindle.agent.common_step import NOTHING_TOLD, Told
 from rekindle.format.fields import check_integer, check_integers, check_seconds, check_texts
 from rekindle.format.names import MAX_RANKS
 from rekindle.memory.fault import Fault
@@ -50,7 +50,7 @@ class Beat:
     """Newest step that all of its ranks have in its memory; -1 if unknown."""
     durable: int = -1
     """Newest step that it has seen on storage; -1 if unknown."""
-    common: Told = Told()
+    common: Told = NOTHING_TOLD
     """Its word on the step that all nodes keep."""
 
     def to_json(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Agrees with the other nodes on one step at a time that all of them keep: a state machine without clock or threads.
 
-The lowest-numbered node that is there names the *common step*. Each node keeps its snapshot of it, copies what its
-source would lose, and says so: its bit in a mask. Beats tell masks on, so a node need not hear all others. Once all bits
-are set the step is *safe* from the loss of any node, and the next one is named.
+The lowest-numbered node that is there names the *common step*. Each node keeps its snapshot of it, copies what the loss
+of another node would take along, and says so: its bit in a mask. Beats tell masks on, so a node need not hear all
+others. Once all bits are set the step is *safe* from the loss of any node, and the next one is named.
 
 A node whose bit is set keeps the step until it is safe, or a later round has been heard of for a while: by then nobody
 can find all bits set any more. So no node calls a step safe that another one has let go.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rekindle.format.fields import check_integer
 
-__all__ = ["CommonStep", "Own", "Told"]
+__all__ = ["NOTHING_TOLD", "CommonStep", "Own", "Told"]
 
 _AHEAD = 0.5
 """Seconds of steps by which the common step is named ahead: all nodes hear of it before they would recycle it."""
@@ -70,6 +70,9 @@ class Told(NamedTuple):
         return Told(round=check_integer(value["round"]), have=max(0, int(have, 16)), failed=failed, **steps)
 
 
+NOTHING_TOLD = Told()
+
+
 class Own(NamedTuple):
     """Facts of one node. Steps are those of the present start."""
 
@@ -92,7 +95,9 @@ class Own(NamedTuple):
 class CommonStep:
     """The common step, as one node knows it. All times are seconds of one clock. For one thread at a time."""
 
-    def __init__(self, own: int, present: Collection[int], *, copies: bool, every: int = 1, former: Told | None = None):
+    def __init__(
+        self, own: int, present: Collection[int], *, copies: bool, every: int = 1, former: Told = NOTHING_TOLD
+    ):
         """``present`` are the numbers of the nodes in the mesh.
 
         Without ``copies`` no step is ever safe: common steps serve storage alone, and are named when one is due there.
@@ -100,7 +105,7 @@ class CommonStep:
         """
         self._bit, self._all = 1 << own, sum(1 << node for node in present)
         self._copies, self._every = copies, every
-        self._told = former or Told()
+        self._told = former
         self._own = Own()
         self._named = self._ticked = -math.inf
         """Time at which this node heard of the present round; that of the last tick."""

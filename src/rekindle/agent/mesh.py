@@ -29,7 +29,7 @@ from rekindle.memory.fault import LOST, Fault
 from rekindle.memory.job import JobInfo
 from rekindle.memory.nodes import Node, Nodes, describe_node
 from rekindle.memory.status import DONE, describe_status
-from rekindle.peers.membership import PATIENCE, Event, Membership
+from rekindle.peers.membership import Event, Membership
 from rekindle.peers.memory import PeerMemory
 from rekindle.peers.wire import Credentials, Link, WireError
 
@@ -260,7 +260,10 @@ class Mesh(Others):
         """Returns now while a node is not heard that may be back: nobody knows then who holds up whom."""
         now = time.monotonic()
         for number, changed in self._changed.items():
-            if self._membership.state(number) in ("silent", "agent gone", "unknown") and now - changed < PATIENCE:
+            if (
+                self._membership.state(number) in ("silent", "agent gone", "unknown")
+                and now - changed < self._membership.patience
+            ):
                 return now
         return self._paused_at
 

@@ -1,4 +1,4 @@
-"""Keeps steps safe from the loss of a node: agrees on them with the others, has them copied, and notes how far that is."""
+"""Keeps steps safe from the loss of a node: agrees on them with the others, has them copied, notes how far that is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from rekindle.agent.common_step import CommonStep, Own, Told
+from rekindle.agent.common_step import NOTHING_TOLD, CommonStep, Own, Told
 from rekindle.agent.copier import Aim, Copier
 from rekindle.agent.held_steps import HeldSteps
 from rekindle.format.lineage import ShardId
@@ -35,7 +35,7 @@ class NodeSafety:
         self._copier = Copier(job, nodes, info.peer_limit, info.headroom) if copies else None
         common = job.notes.common()
         self._noted = common if common is not None and common.start == nodes.start else None
-        former = Told() if self._noted is None else Told(0, self._noted.step, 0, False, *self._noted[2:])
+        former = NOTHING_TOLD if self._noted is None else Told(0, self._noted.step, 0, False, *self._noted[2:])
         step = every if isinstance(every, int) else 1
         self._common = CommonStep(nodes.own, present, copies=copies, every=step, former=former)
         self._lock = threading.Lock()
@@ -80,9 +80,7 @@ class NodeSafety:
         with self._lock:
             heard, self._heard = self._heard, {}
         before = self._common.told
-        self._common.tick(
-            self._facts(), now, heard.values(), leads=leads, calm=calm, due=leads and self._is_due(now)
-        )
+        self._common.tick(self._facts(), now, heard.values(), leads=leads, calm=calm, due=leads and self._is_due(now))
         told = self._common.told
         if told.drain != before.drain:
             self._marked = now

@@ -1,4 +1,4 @@
-"""Reads the plans of local states that another node has sent of its ranks: they say which bytes other ranks hold too."""
+"""Reads the plans of local states that another node has sent of its ranks: they say which bytes others hold too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rekindle.peers.unique import is_planned
 __all__ = ["KeptPlans"]
 
 _COMES_WITHIN = 2.0
-"""Seconds for which a plan that knows a shard's chunks is awaited. It comes with the first step that follows it; without
+"""Seconds for which a plan that knows a shard's chunks is awaited. It comes with the first step that follows it. Without
 it everything is copied, which costs a DDP job its whole state, once."""
 
 
