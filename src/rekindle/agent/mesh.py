@@ -258,12 +258,10 @@ class Mesh(Others):
 
     def paused_at(self) -> float:
         """Returns now while a node is not heard that may be back: nobody knows then who holds up whom."""
-        now = time.monotonic()
+        now, members = time.monotonic(), self._membership
         for number, changed in self._changed.items():
-            if (
-                self._membership.state(number) in ("silent", "agent gone", "unknown")
-                and now - changed < self._membership.patience
-            ):
+            away = members.state(number) in ("silent", "agent gone", "unknown")
+            if away and now - changed < members.patience:
                 return now
         return self._paused_at
 

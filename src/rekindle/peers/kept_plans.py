@@ -15,8 +15,8 @@ from rekindle.peers.unique import is_planned
 __all__ = ["KeptPlans"]
 
 _COMES_WITHIN = 2.0
-"""Seconds for which a plan that knows a shard's chunks is awaited. It comes with the first step that follows it. Without
-it everything is copied, which costs a DDP job its whole state, once."""
+"""Seconds for which a plan that knows a shard's chunks is awaited. It comes with the first step that follows it.
+Without it everything is copied, which costs a DDP job its whole state, once."""
 
 
 class KeptPlans:
