@@ -32,7 +32,6 @@ from tests.peers.peer import FIRST, HOST, SECRET, START, far_job, serving
 
 STEP = 7
 KEY = CheckpointKey(STEP, FIRST)
-BOTH = ("model.replica", "model.alone")
 
 
 def state_of(rank: int, seed: int) -> dict[str, torch.nn.Module]:
