@@ -67,7 +67,8 @@ class Told(NamedTuple):
         if type(failed) is not bool or type(have) is not str or len(have) > _LONGEST_MASK:
             raise ValueError("the word on a common step is malformed")
         steps = {name: check_integer(value[name], -1) for name in ("step", "safe", "drain", "wanted")}
-        return Told(round=check_integer(value["round"]), have=max(0, int(have, 16)), failed=failed, **steps)
+        mask = check_integer(int(have, 16), 0, 1 << 4 * len(have))
+        return Told(round=check_integer(value["round"]), have=mask, failed=failed, **steps)
 
 
 NOTHING_TOLD = Told()
@@ -97,7 +98,7 @@ class CommonStep:
 
     def __init__(
         self, own: int, present: Collection[int], *, copies: bool, every: int = 1, former: Told = NOTHING_TOLD
-    ):
+    ) -> None:
         """``present`` are the numbers of the nodes in the mesh.
 
         Without ``copies`` no step is ever safe: common steps serve storage alone, and are named when one is due there.
