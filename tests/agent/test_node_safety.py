@@ -145,6 +145,8 @@ def test_where_nothing_is_copied_steps_are_marked_for_storage_all_the_same(hosts
 
 def test_a_save_that_waits_hurries_the_copy_of_its_step(hosts: Hosts) -> None:
     hosts.begin(peer_limit=1)
-    hosts.save(1, 2)
+    hosts.save(1)
+    hosts.run(lambda: hosts.safe() == [1, 1])
+    hosts.save(2)  # without the note it would have to wait for hours
     hosts.hosts[1].job.notes.write_wanted(2)
     hosts.run(lambda: hosts.safe() == [2, 2])
