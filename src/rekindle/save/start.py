@@ -17,7 +17,6 @@ from rekindle.save.metrics import Metrics
 from rekindle.save.saver import Saver
 from rekindle.save.schedule import Schedule
 from rekindle.session.group import ProcessGroup, SingleProcess
-from rekindle.session.node_safe import safe_step
 from rekindle.session.nodes import enter_mesh, find_host
 from rekindle.session.session import Session
 from rekindle.settings import Settings
@@ -50,7 +49,7 @@ def start_saver(
         raise MemoryStoreError(meeting.no_memory)
     if meeting.nodes > 1:
         enter_mesh(group, session, host)
-        metrics.read_node_safe(partial(safe_step, session.job_dir.notes, session.incarnation.id))
+        metrics.read_node_safe(partial(session.job_dir.notes.safe_step, session.incarnation.id))
         if not session.is_in_whole_mesh:
             _do_without_mesh(session, schedule, info)
     elif session.slots is not None:
@@ -109,4 +108,7 @@ def _tell(session: Session, schedule: Schedule) -> None:
         schedule.warn_of_ignored_seconds()
     if session.is_first_on_node:
         why = session.agreed.no_memory
-        schedule.tell_cost_of_a_node() if why is None else schedule.warn_of_direct_saves(why)
+        if why is None:
+            schedule.tell_cost_of_a_node()
+        else:
+            schedule.warn_of_direct_saves(why)
