@@ -27,10 +27,10 @@ class Node:
     def told(self) -> Told:
         return self.common.told
 
-    def tick(self, seconds: float = 0.1, heard: Iterable[Told] = (), *, due: bool = False) -> Told:
+    def tick(self, seconds: float = 0.1, heard: Iterable[Told] = (), *, due: bool = False, calm: bool = True) -> Told:
         for _ in range(max(1, round(seconds * 10))):
             self.now += 0.1
-            self.common.tick(self.own, self.now, heard, leads=self.leads, due=due)
+            self.common.tick(self.own, self.now, heard, leads=self.leads, due=due, calm=calm)
         return self.told
 
     def have(self, *steps: int, kept: Iterable[int] | None = None, wanted: int = -1) -> None:
@@ -110,6 +110,23 @@ def test_without_copies_steps_are_named_and_marked_for_storage_when_they_are_due
     node.tick(due=True)
     assert node.tick(due=True).drain == 8
     assert node.tick(5.0, [node.answer()]).safe == -1
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_while_a_node_is_missing_storage_gets_steps_that_it_would_choose_too(*, copies: bool) -> None:
+    node = Node(copies=copies)
+    node.have(98, 99)
+    assert node.tick(5.0, calm=False).step == 100 and not node.common.is_open
+    node.have(99, 100)
+    node.tick(calm=False)
+    assert node.tick(calm=False).drain == 100
+    node.have(100, 101)
+    first = node.tick(calm=False)
+    assert (first.step, first.drain) == (200, 100) and node.tick(5.0, calm=False) == first
+    node.have(199, 207)
+    assert node.tick(calm=False).step == 300
+    if copies:
+        assert node.tick(1.0).step == 207 and node.common.is_open
 
 
 def test_a_step_that_is_kept_together_is_marked_for_storage() -> None:
