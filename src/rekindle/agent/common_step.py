@@ -31,7 +31,7 @@ _PATIENCE, _MOST_DOUBLED = 30.0, 4
 """Seconds that the leader waits for all bits; twice as long after each time that was too short, so many times. A state
 of 100 GB takes minutes, and a node that says nothing must not keep storage from newer steps for much longer."""
 _APART_EVERY = 100
-"""Interval in steps of those that are named while a node is missing: no step can be safe then, and nodes that don't hear
+"""Interval in steps of those that are named while a node is missing: no step can be safe, and nodes that don't hear
 each other must choose the same ones for storage."""
 _GRACE = 3.0
 """Seconds that a step is kept after it was given up. A beat takes milliseconds, on a broken link 1 or 2 s."""
@@ -219,7 +219,8 @@ class CommonStep:
         step = None
         if told.step <= self._floor or (told.failed and now >= self._leave):
             if not calm:
-                return self._name_for_storage(now)
+                self._name_for_storage(now)
+                return
             step = self._next(now, due=due)
         elif told.failed:
             return
