@@ -106,6 +106,8 @@ class Starts:
     """Its claim, made or not yet."""
     past: tuple[Past, ...] = ()
     """Earlier starts, oldest first. None from before one whose claim is known to have been made."""
+    settled: bool = True
+    """False until its ranks have agreed that it goes on. Up to then nobody else makes its claim."""
 
     @property
     def remembered(self) -> tuple[Past, ...]:
