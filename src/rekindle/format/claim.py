@@ -134,14 +134,13 @@ def may_follow(newest: Claim | None, own: Claim, past: Collection[Past]) -> bool
     return bool(own.launch) and own.launch not in {newest.launch, *(one.launch for one in past)}
 
 
-def is_minority(newest: Claim | None, own: Claim, present: int) -> bool:
+def is_minority(newest: Claim, own: Claim, present: int) -> bool:
     """True if only ``present`` of the nodes of ``newest`` are here: the others may be more, and then have precedence.
 
     Nobody has who was launched anew by a scheduler.
     """
-    if newest is None or (own.launch and own.launch != newest.launch):
-        return False
-    return 0 < 2 * present < newest.nodes
+    anew = own.launch and own.launch != newest.launch
+    return not anew and 0 < 2 * present < newest.nodes
 
 
 def describe_claim(claim: Claim) -> str:
