@@ -21,7 +21,7 @@ import pytest
 
 from rekindle.errors import UsageError
 from rekindle.launch.meeting import SILENT_FOR, MeetingPoint
-from rekindle.launch.nodes import fit_settings, forget_defaults
+from rekindle.launch.rendezvous_settings import fit_settings, forget_defaults
 from rekindle.launch.places import VACANT_FOR, keep_places
 
 LONG = 150.0

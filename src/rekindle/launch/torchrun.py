@@ -27,10 +27,10 @@ from rekindle.launch.compile_cache import keep_compile_cache
 from rekindle.launch.elastic import deciding
 from rekindle.launch.end_notes import note_end
 from rekindle.launch.meeting import MeetingPoint
-from rekindle.launch.nodes import fit_settings, forget_defaults
 from rekindle.launch.places import keep_places
 from rekindle.launch.provide import PROVIDE, provide
 from rekindle.launch.quiet import quiet_cpp, quiet_loggers
+from rekindle.launch.rendezvous_settings import fit_settings, forget_defaults
 from rekindle.launch.reports import (
     describe_exit,
     describe_fault,

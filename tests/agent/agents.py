@@ -176,7 +176,7 @@ class Host:
         return self.job.paths.agent_log.read_text()
 
 
-class Lab:
+class Agents:
     """Hosts whose agents serve one start after another, as those of real nodes do."""
 
     def __init__(self, place: Path, count: int) -> None:
