@@ -12,7 +12,7 @@ from typing import Any
 from rekindle.errors import BusyError, FormatError, NotDurableError, RekindleError
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Node, Nodes, describe_node
-from rekindle.peers.wire import Credentials, WireError, call, connect
+from rekindle.peers.wire import Credentials, call, connect
 
 __all__ = ["OtherAgents"]
 
@@ -84,9 +84,8 @@ class OtherAgents:
         if not node.port:
             return "can't be reached from other nodes: run 'rekindle stop' there, too"
         try:
-            with closing(connect(node.host, node.port, Credentials.of(self._nodes), _ANSWERS_WITHIN)) as link:
-                if link.peer != node.name:
-                    raise WireError(f"node {link.peer} answers in its place")
+            own = Credentials.of(self._nodes)
+            with closing(connect(node.host, node.port, own, _ANSWERS_WITHIN, node.name)) as link:
                 return call(link, {"verb": "stop", "only_look": only_look}, _ANSWERS_WITHIN)
         except ConnectionError:  # refused, or closed as the agent ended
             return refused
