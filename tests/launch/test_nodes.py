@@ -21,8 +21,8 @@ import pytest
 
 from rekindle.errors import UsageError
 from rekindle.launch.meeting import SILENT_FOR, MeetingPoint
-from rekindle.launch.rendezvous_settings import fit_settings, forget_defaults
 from rekindle.launch.places import VACANT_FOR, keep_places
+from rekindle.launch.rendezvous_settings import fit_settings, forget_defaults
 
 LONG = 150.0
 """Seconds that nothing here may take."""

@@ -1,4 +1,4 @@
-"""Other nodes asked what they have: a silent one costs little time and one warning, and each is the one it should be."""
+"""Other nodes asked what they have: a silent one costs little time and one warning, and each is who it should be."""
 
 from __future__ import annotations
 
