@@ -161,3 +161,14 @@ def test_a_node_that_nobody_hears_is_lost_once_patience_is_over(agents: Agents) 
         assert (fault.cause, fault.rank) == ("lost", 2) and told - stopped > 9
         assert fault.what.startswith("node n2 (rank 2) is lost: no sign of it for 1")
     agents.hosts[2].signal_agent(signal.SIGCONT)
+
+
+@pytest.mark.campaign(seconds=30)
+def test_agents_keep_no_threads_and_no_files_of_the_starts_before(agents: Agents) -> None:
+    one, other = agents.hosts[:2]
+    held: list[int] = []
+    for _ in range(100):
+        agents.meet(2)
+        wait_for(lambda: "there" in (one.state(1), other.state(0)), what="a link")  # the second one takes a second
+        held.append(max(one.held(), other.held()))
+    wait_for(lambda: max(one.held(), other.held()) < max(held[:10]) + 10, what=f"no more than at first: {held}")
