@@ -165,6 +165,7 @@ def test_a_node_that_nobody_hears_is_lost_once_patience_is_over(agents: Agents) 
 
 @pytest.mark.campaign(seconds=30)
 def test_agents_keep_no_threads_and_no_files_of_the_starts_before(agents: Agents) -> None:
+    agents.end()
     one, other = agents.hosts[:2]
     held: list[int] = []
     for _ in range(100):

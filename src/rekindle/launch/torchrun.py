@@ -185,7 +185,7 @@ def _train(args: Any, arguments: list[str], nodes: int, place: Path, say: Callab
             keep_places(),
             keep_compile_cache(args.compile_cache, place, say) as mend,
             _warm_workers(args, place, say) as tend,
-            deciding(partial(course.decide, mend), tend, meeting.enter),
+            deciding(partial(course.decide, mend), tend, meeting.enter, partial(meeting.miss, say)),
         ):
             # record() writes the first error of all to that file, for schedulers that read it.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
