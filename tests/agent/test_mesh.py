@@ -8,8 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from rekindle.format.lineage import Incarnation
 from rekindle.memory.fault import Fault
+from rekindle.memory.job import JobInfo
 from rekindle.peers.wire import Credentials, WireError, connect
+from rekindle.session.nodes import read_address
 from tests.agent.agents import Agents, Rank
 from tests.faults.harness import wait_for
 
@@ -149,6 +152,26 @@ def test_agents_of_another_start_are_refused(agents: Agents) -> None:
     for secret, start in ((before.secret, before.start), (before.secret, agents.nodes[1].start)):
         with pytest.raises((WireError, ConnectionError)):
             connect(agents.hosts[0].address, port, Credentials(secret, start, "n1"), 30.0)
+
+
+def test_an_agent_that_cannot_listen_says_so_and_tries_again_at_the_next_start(agents: Agents) -> None:
+    agents.end()
+    host = agents.hosts[0]
+
+    def begin(address: str) -> str:
+        start = Incarnation.begin(9).id
+        host.job.write_job(JobInfo(str(agents.root), [0], 1, 2, None, 600.0, start=start, host=address))
+        return start
+
+    assert host.trainer.held() or host.trainer.acquire(10.0)
+    if host.agent is None or host.agent.poll() is not None:
+        host.run_agent()
+    nowhere = "192.0.2.1"  # an address of no host
+    start = begin(nowhere)
+    wait_for(lambda: read_address(host.job, nowhere, start) == (nowhere, 0))
+    assert read_address(host.job, nowhere, Incarnation.begin(9).id) is None
+    start = begin(host.address)
+    assert wait_for(lambda: read_address(host.job, host.address, start))[1] > 0
 
 
 @pytest.mark.campaign
