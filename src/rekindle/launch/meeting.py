@@ -28,8 +28,7 @@ _PATIENCE = 10.0
 _LEAVE_WITHIN = 2.0
 """Seconds that other launchers get to read that the job has ended, before the store ends with this one."""
 _EXCHANGE_WITHIN = timedelta(seconds=10)
-"""Time that nodes which have met get to tell each other their addresses, a matter of milliseconds; by torch a minute.
-The connection is taken for so long, so that a launcher which waits shows no sign of life."""
+"""Time that nodes which have met get to tell each other their addresses, a matter of milliseconds; by torch a minute."""
 _OPTIONS = ("--rdzv-endpoint", "--rdzv_endpoint")
 _LOST_AT_ONCE = "a node was lost just after all had met"
 
@@ -63,16 +62,12 @@ class MeetingPoint:
 
     def enter(self, handler: Any) -> None:
         """Notes that the store has taken this launcher's connection; bounds how long it may be silent from now on."""
-        from torch.distributed import TCPStore  # noqa: PLC0415
-
         self._handler = handler  # and with it the store, which torch would end before others have read its last word
         if self._patience is not None:
             self._patience.cancel()
         if self._nodes > 1:
+            _bound_exchange(handler)
             _bound_silence(self._port)
-            store = getattr(handler, "_store", None)  # the static rendezvous, or another backend, has none yet
-            if isinstance(store, TCPStore):
-                store.set_timeout(min(store.timeout, _EXCHANGE_WITHIN))
 
     def miss(self, say: Callable[[str], object]) -> bool:
         """Says that a node was lost as the nodes met. Returns True if they can meet again without it."""
@@ -156,6 +151,18 @@ class MeetingPoint:
         except OSError as error:
             return error
         return None
+
+
+def _bound_exchange(handler: Any) -> None:
+    """Has nodes that have met exchange addresses on a connection of its own, with a bound of its own.
+
+    The handler's other one, for the state of the rendezvous, may stand still for longer, and takes signs of life.
+    """
+    from torch.distributed import TCPStore  # noqa: PLC0415
+
+    store = getattr(handler, "_store", None)  # the static rendezvous has none yet, another backend one of another kind
+    if isinstance(store, TCPStore):
+        handler._store = TCPStore(store.host, store.port, timeout=min(store.timeout, _EXCHANGE_WITHIN))
 
 
 def _breaks_connection(error: Exception) -> bool:
