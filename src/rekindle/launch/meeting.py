@@ -28,7 +28,7 @@ _PATIENCE = 10.0
 _LEAVE_WITHIN = 2.0
 """Seconds that other launchers get to read that the job has ended, before the store ends with this one."""
 _EXCHANGE_WITHIN = timedelta(seconds=10)
-"""Time that nodes which have met get to tell each other their addresses, a matter of milliseconds; by torch a minute."""
+"""Time that nodes which have met get to exchange addresses, a matter of milliseconds; torch waits for a minute."""
 _OPTIONS = ("--rdzv-endpoint", "--rdzv_endpoint")
 _LOST_AT_ONCE = "a node was lost just after all had met"
 
@@ -162,7 +162,7 @@ def _bound_exchange(handler: Any) -> None:
 
     store = getattr(handler, "_store", None)  # the static rendezvous has none yet, another backend one of another kind
     if isinstance(store, TCPStore):
-        handler._store = TCPStore(store.host, store.port, timeout=min(store.timeout, _EXCHANGE_WITHIN))
+        handler._store = TCPStore(store.host, store.port, timeout=min(handler._store.timeout, _EXCHANGE_WITHIN))
 
 
 def _breaks_connection(error: Exception) -> bool:
