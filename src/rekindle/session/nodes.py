@@ -187,7 +187,7 @@ def _tell_agent(job: JobDir, nodes: Nodes, until: float) -> bool:
 
     def ask() -> bool | None:
         try:
-            connect(here.host, here.port, credentials, max(0.1, until - time.monotonic())).close()
+            connect(here.host, here.port, credentials, max(0.1, until - time.monotonic()), here.name).close()
         except (OSError, RekindleError):  # it has not read of this start yet
             return None
         return True
