@@ -36,6 +36,8 @@ class Task:
     options: dict[str, Any] = field(default_factory=dict)
     """For the Checkpointer."""
     guard: dict[str, Any] = field(default_factory=dict)
+    waits_at: int = 0
+    """Step after which training goes on once it is safe from the loss of a node."""
 
     def trace(self, rank: int) -> Path:
         return Path(self.traces) / f"rank-{rank}.jsonl"
@@ -97,8 +99,11 @@ def train(task: Task, rank: int) -> None:
             loss.backward()
             state["optimizer"].step()
             digest = _digest(state["model"], order)
-            ckpt.step(step)
-            trace.say("step", step=step, digest=digest)
+            if step == task.waits_at:
+                ckpt.save(step, wait="node", timeout=60.0)
+            else:
+                ckpt.step(step)
+            trace.say("step", step=step, digest=digest, safe=ckpt.metrics.node_safe_step)
     ckpt.close(timeout=30)
     trace.say("done")
 
