@@ -46,7 +46,7 @@ class Backlog:
             missing = set(local_ranks(info, copy)) - copy.ranks
             return not missing or (look and all(store.has_shard(replace(copy.stamp, rank=rank)) for rank in missing))
 
-        copies = drop_superseded(find_copies(self._job, None))
+        copies = drop_superseded(find_copies(self._job, None, own=True))
         return [copy for copy in copies if copy.checkpoint not in self._given_up and has_all(copy)]
 
     def candidates(self, info: JobInfo, unfinished: Collection[CheckpointKey]) -> list[StoredCopy]:
@@ -82,7 +82,7 @@ class Backlog:
 
     def starts(self) -> set[Incarnation]:
         """Returns the starts of the job that have snapshots in this node's memory."""
-        return {copy.incarnation for copy in find_copies(self._job, None)}
+        return {copy.incarnation for copy in find_copies(self._job, None, own=True)}
 
     def _beyond_done(self, copy: StoredCopy) -> bool:
         return self._done is None or copy.checkpoint > self._done

@@ -54,7 +54,7 @@ def status_pages(job: JobDir) -> dict[int, Status]:
 def job_status(job: JobDir) -> dict[str, Any]:
     """Returns the status of one job, as ``rekindle status --json`` shows it. ``problem`` is None when all is well."""
     info, agent, trainers = job.read_job(), job.agent(), job.trainers()
-    memory = find_copies(job, None)
+    memory = find_copies(job, None, own=True)
     drain, silence = _ask_agent(job, agent, trainers)
     nodes = take_nodes(drain)
     own = {rank: describe_status(page) for rank, page in status_pages(job).items()}
