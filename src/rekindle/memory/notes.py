@@ -198,6 +198,11 @@ class Notes:
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 
+    def safe_step(self, start: str) -> int:
+        """Returns the newest step of the incarnation ``start`` that survives the loss of any one node; -1 for none."""
+        common = self.common()
+        return common.safe if common is not None and common.start == start else -1
+
 
 def _write(path: Path, note: bytes) -> None:
     """Replaces a note. ``note`` has the same length each time."""

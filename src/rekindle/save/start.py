@@ -17,7 +17,6 @@ from rekindle.save.metrics import Metrics
 from rekindle.save.saver import Saver
 from rekindle.save.schedule import Schedule
 from rekindle.session.group import ProcessGroup, SingleProcess
-from rekindle.session.node_safe import safe_step
 from rekindle.session.nodes import enter_mesh, find_host
 from rekindle.session.session import Session
 from rekindle.settings import Settings
@@ -49,8 +48,9 @@ def start_saver(
     elif settings.strict:
         raise MemoryStoreError(meeting.no_memory)
     if meeting.nodes > 1:
+        _forget_wanted(session)
         enter_mesh(group, session, host)
-        metrics.read_node_safe(partial(safe_step, session.job_dir.notes, session.incarnation.id))
+        metrics.read_node_safe(partial(session.job_dir.notes.safe_step, session.incarnation.id))
         if not session.is_in_whole_mesh:
             _do_without_mesh(session, schedule, info)
     elif session.slots is not None:
@@ -95,6 +95,13 @@ def _open_memory(
     return info
 
 
+def _forget_wanted(session: Session) -> None:
+    """Let go of a step that a save of an earlier start has waited for: the agents would wait for it, too."""
+    if session.keeper is not None:
+        with suppress(OSError):
+            session.job_dir.notes.write_wanted(0)
+
+
 def _do_without_mesh(session: Session, schedule: Schedule, info: JobInfo | None) -> None:
     """Have a number choose the steps for storage, here and in what the agent is told."""
     schedule.do_without_mesh()
@@ -109,4 +116,7 @@ def _tell(session: Session, schedule: Schedule) -> None:
         schedule.warn_of_ignored_seconds()
     if session.is_first_on_node:
         why = session.agreed.no_memory
-        schedule.tell_cost_of_a_node() if why is None else schedule.warn_of_direct_saves(why)
+        if why is None:
+            schedule.tell_cost_of_a_node()
+        else:
+            schedule.warn_of_direct_saves(why)

@@ -1,4 +1,4 @@
-"""Tells the newest step that survives the loss of any one node, and waits until a step does."""
+"""Waits until a step survives the loss of any one node."""
 
 from __future__ import annotations
 
@@ -13,21 +13,14 @@ from rekindle.format.lineage import ShardId
 from rekindle.format.names import receipt_name, step_dir
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import describe_node
-from rekindle.memory.notes import Notes
 from rekindle.session.session import Session
 
-__all__ = ["describe_delay", "refuse_wait", "safe_step", "wait_node_safe"]
+__all__ = ["describe_delay", "refuse_wait", "wait_node_safe"]
 
 _POLL = 0.02
 """Seconds between two looks at a small file in memory."""
 _ANSWERS_WITHIN = 2.0
 """Seconds that the agent gets to say why a step isn't safe yet."""
-
-
-def safe_step(notes: Notes, start: str) -> int:
-    """Returns the newest step of the incarnation ``start`` that survives the loss of any one node; -1 for none."""
-    common = notes.common()
-    return common.safe if common is not None and common.start == start else -1
 
 
 def refuse_wait(session: Session, peer_every: object) -> None:
@@ -50,7 +43,7 @@ def wait_node_safe(session: Session, stamp: ShardId, seconds: float) -> None:
     with suppress(OSError):  # memory is full: one rank's note is enough
         job.notes.write_wanted(step)
     deadline = time.monotonic() + seconds
-    while safe_step(job.notes, start) < step:
+    while job.notes.safe_step(start) < step:
         session.check_agent()
         if time.monotonic() > deadline:
             raise NotDurableError(
