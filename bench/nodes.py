@@ -145,10 +145,9 @@ def _receive_ours(port: int, nbytes: int, secret: str) -> Turn:
 
 def _receive_copy(port: int, nbytes: int, secret: str) -> Turn:
     """Copies one snapshot after the other, as an agent does for a node. Measures the third."""
-    from rekindle.peers.copying import copy_shard
-
     from rekindle.memory.copies import CopySlots
     from rekindle.memory.job_dir import JobDir, memory_base
+    from rekindle.peers.copying import copy_shard
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         job = JobDir.of("/nowhere/bench", memory_base(Path(memory)))
