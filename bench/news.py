@@ -70,7 +70,7 @@ def main(count: int, output: Path | None, docs: bool) -> None:
     from report import console_table, markdown, put_blocks
     from rich.console import Console
 
-    sys.path.insert(0, str(_DOCS.parent))  # the tests have the agents' agents
+    sys.path.insert(0, str(_DOCS.parent))  # the tests have agents of several nodes
     seconds = _samples(count)
     table, conditions = _tabulate(seconds), _conditions()
     if output is not None:
