@@ -23,20 +23,20 @@ _DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 def _samples(count: int) -> list[float]:
     """Seconds from the death of a rank until the last rank of another node is told of it."""
-    from tests.agent.lab import Lab
+    from tests.agent.agents import Agents
 
     found, chances = [], random.Random(0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        lab = Lab(Path(place), _NODES)
+        agents = Agents(Path(place), _NODES)
         try:
             for number in range(count):
-                ranks = lab.begin(_NODES)
+                ranks = agents.begin(_NODES)
                 time.sleep(0.1 * chances.random())  # a beat is sent each 0.1 s
                 victim = ranks[number % _NODES]
                 killed = victim.kill()
                 found.append(max(rank.fault()[0] for rank in ranks if rank is not victim) - killed)
         finally:
-            lab.close()
+            agents.close()
     return found
 
 
@@ -70,7 +70,7 @@ def main(count: int, output: Path | None, docs: bool) -> None:
     from report import console_table, markdown, put_blocks
     from rich.console import Console
 
-    sys.path.insert(0, str(_DOCS.parent))  # the tests have the agents' lab
+    sys.path.insert(0, str(_DOCS.parent))  # the tests have agents of several nodes
     seconds = _samples(count)
     table, conditions = _tabulate(seconds), _conditions()
     if output is not None:
