@@ -203,7 +203,7 @@ def test_storage_that_refuses_at_the_end_is_waited_for(
         ckpt.step(2)
         os.chmod(root, 0)
         try:
-            ckpt.save(3, wait="durable", timeout=1)
+            ckpt.save(3, wait="durable", timeout=3)
         except rekindle.NotDurableError as error:
             assert "give this user the right to read and write there" in str(error), error
         else:
