@@ -31,8 +31,10 @@ from typing import Any
 import click
 from sizes import GIB, MIB, Size
 
-_OURS, _PLAIN, _IPERF = "Rekindle, verified", "sendfile to recv_into", "iperf3"
-_KINDS = (_OURS, _PLAIN, _IPERF)
+_OURS, _KEPT, _PLAIN, _IPERF = "Rekindle, verified", "Rekindle, kept as a copy", "sendfile to recv_into", "iperf3"
+_KINDS = (_OURS, _KEPT, _PLAIN, _IPERF)
+_STEPS = (1, 2, 3)
+"""Steps of the snapshots. A copy of the third is written over that of the first, as it goes on for ever."""
 _TENSOR = 32 * MIB
 _PIECE = 512 << 10
 _RUN = 8 * MIB
@@ -48,17 +50,17 @@ def _connections() -> int:
     return reader_threads(in_memory=False)
 
 
-def _start() -> Any:
+def _stamp(step: int) -> Any:
     from rekindle.format.lineage import Incarnation, ShardId
 
-    return ShardId(1, 0, 1, Incarnation(1, "ab" * 8))
+    return ShardId(step, 0, 1, Incarnation(1, "ab" * 8))
 
 
 # -- the node that sends --------------------------------------------------------------------------------------------
 
 
 def _make(memory: Path, nbytes: int) -> Any:
-    """Returns a job with one snapshot of so many bytes."""
+    """Returns a job with snapshots of so many bytes."""
     from rekindle.format.names import receipt_name, shard_name, step_dir
     from rekindle.memory.job_dir import JobDir, memory_base
     from rekindle.testing import make_shard
@@ -67,11 +69,12 @@ def _make(memory: Path, nbytes: int) -> Any:
     job.create()
     content = random.Random(0).randbytes(_TENSOR)
     tensors = {f"layer{n:04}": content[n:] + content[:n] for n in range(nbytes // _TENSOR)}
-    receipt, raw = make_shard(_start(), tensors)
-    place = job.path / step_dir(1)
-    place.mkdir()
-    (place / shard_name(0, 1)).write_bytes(raw)
-    (place / receipt_name(0, 1)).write_bytes(receipt.raw)
+    for step in _STEPS:
+        receipt, raw = make_shard(_stamp(step), tensors)
+        place = job.path / step_dir(step)
+        place.mkdir()
+        (place / shard_name(0, 1)).write_bytes(raw)
+        (place / receipt_name(0, 1)).write_bytes(receipt.raw)
     return job
 
 
@@ -111,15 +114,20 @@ def _send_ranges(connection: socket.socket, fd: int) -> None:
 # -- the node that receives -----------------------------------------------------------------------------------------
 
 
-def _receive_ours(port: int, nbytes: int, secret: str) -> Turn:
-    from rekindle.format.reader import NullSink, ShardReader, read_blocks
+def _files(port: int, secret: str, step: int) -> Any:
+    """Returns the sender's files of a step."""
     from rekindle.peers.files import PeerFiles
     from rekindle.peers.wire import Credentials
 
-    stamp = _start()
+    stamp = _stamp(step)
     credentials = Credentials(bytes.fromhex(secret), stamp.incarnation.id, "receiver")
-    files = PeerFiles("sender", "127.0.0.1", port, credentials, stamp.checkpoint)
-    room = memoryview(bytearray(b"\1") * nbytes)
+    return PeerFiles("sender", "127.0.0.1", port, credentials, stamp.checkpoint)
+
+
+def _receive_ours(port: int, nbytes: int, secret: str) -> Turn:
+    from rekindle.format.reader import NullSink, ShardReader, read_blocks
+
+    files, room = _files(port, secret, 1), memoryview(bytearray(b"\1") * nbytes)
 
     with _measured(nbytes) as turn, files.shard(0, 1) as shard:
         blocks = shard.receipt.layout.blocks
@@ -132,6 +140,24 @@ def _receive_ours(port: int, nbytes: int, secret: str) -> Turn:
         reader = ShardReader(shard)
         assert reader.header_is_sound() and read_blocks(reader, Room(), range(len(blocks))) == []
         reader.close()
+    return turn
+
+
+def _receive_copy(port: int, nbytes: int, secret: str) -> Turn:
+    """Copies one snapshot after the other, as an agent does for a node. Measures the third."""
+    from rekindle.memory.copies import CopySlots
+    from rekindle.memory.job_dir import JobDir, memory_base
+    from rekindle.peers.copying import copy_shard
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        job = JobDir.of("/nowhere/bench", memory_base(Path(memory)))
+        job.create()
+        slots = CopySlots(job, [0], 1, 0)
+        slots.adopt()
+        for step in _STEPS:
+            with _measured(nbytes) as turn, _files(port, secret, step).shard(0, 1) as shard:
+                copy_shard(shard, shard.receipt.layout.chunks, slots)
+        slots.close()
     return turn
 
 
@@ -192,7 +218,7 @@ def _iperf(nbytes: int) -> Turn:
 def _turn(kind: str, nbytes: int, ports: list[int], secret: str) -> Turn:
     if kind == _IPERF:
         return _iperf(nbytes)
-    port = ports[0] if kind == _OURS else ports[1]
+    port = ports[1] if kind == _PLAIN else ports[0]
     command = [sys.executable, __file__, "--turn", kind, "--port", str(port), "--size", str(nbytes)]
     done = subprocess.run(command, env={**os.environ, "BENCH_SECRET": secret}, stdout=subprocess.PIPE, check=True)
     turn: Turn = json.loads(done.stdout)
@@ -278,7 +304,8 @@ def main(
         _serve(serve, size, secret)
         return
     if turn is not None:
-        print(json.dumps(_receive_ours(port, size, secret) if turn == _OURS else _receive_plainly(port, size)))
+        receive = {_OURS: _receive_ours, _KEPT: _receive_copy}.get(turn)
+        print(json.dumps(_receive_plainly(port, size) if receive is None else receive(port, size, secret)))
         return
     if smoke and docs:
         raise click.UsageError("--smoke gives no figures worth a --docs")

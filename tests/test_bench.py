@@ -159,7 +159,7 @@ def test_reads_from_another_node_are_measured(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     turns = json.loads((tmp_path / "out.json").read_bytes())["turns"]
-    assert [*turns][:2] == ["Rekindle, verified", "sendfile to recv_into"]
+    assert [*turns][:3] == ["Rekindle, verified", "Rekindle, kept as a copy", "sendfile to recv_into"]
     for (turn,) in turns.values():
         assert turn["bytes"] >= 64 << 20 and turn["seconds"] > 0 and turn["cpu"] > 0
     assert "GB/s" in done.stdout

@@ -45,6 +45,11 @@ def test_a_checkpointer_takes_every_option_and_has_its_default() -> None:
         pytest.param("persist_seconds", 10**400, ": must be a number of seconds, 0 or more than 0", id="no float"),
         pytest.param("idle_timeout", 10**400, ": must be a number of seconds, more than 0", id="no float either"),
         ("drain_limit", "fast", "'fast' is not a rate"),
+        ("peer_limit", "fast", "'fast' is not a rate"),
+        ("peer_every", 0, "peer_every is 0: must be a whole number of at least 1"),
+        ("peer_every", "often", "peer_every is 'often': must be a whole number"),
+        ("patience", 1.5, "patience is 1.5: must be at least 2 seconds"),
+        ("patience", "long", "patience is 'long': must be a number of seconds"),
         ("rng", "False", "rng is 'False': must be a bool, True or False"),
         ("allow_pickle", "no", "allow_pickle is 'no': must be a bool"),
         ("allow_missing", 0, "allow_missing is 0: must be a bool"),
@@ -64,8 +69,9 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(option: str, value: ob
 
 
 def test_what_makes_sense_is_kept_as_it_was_given() -> None:
-    settings = Settings(persist_seconds=0, memory_headroom=0, drain_limit="5MB/s", keep=3)
+    settings = Settings(persist_seconds=0, memory_headroom=0, drain_limit="5MB/s", keep=3, peer_limit="2GB/s")
     assert (settings.drain_rate, settings.retention, settings.memory_headroom) == (5_000_000, (3, None), 0)
+    assert settings.peer_rate == 2 * 10**9 and Settings(peer_every=None, patience=2).peer_every is None
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.keep = 4  # type: ignore[misc]
 

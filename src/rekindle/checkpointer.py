@@ -39,11 +39,12 @@ from rekindle.save.steps import check_loss, check_step
 from rekindle.save.updates import Updates
 from rekindle.session.group import this_group
 from rekindle.session.inventory import describe_fresh_start
+from rekindle.session.node_safe import refuse_wait, wait_node_safe
 from rekindle.session.recovery import RecoveryClock
 from rekindle.session.rendezvous import meet
 from rekindle.session.session import GIVE_WAY, Session
 from rekindle.settings import Overlap, Settings, plain_bool
-from rekindle.storage.catalog import STORAGE, Checkpoint, list_checkpoints
+from rekindle.storage.catalog import MEMORY, STORAGE, Checkpoint, list_checkpoints
 from rekindle.storage.pins import unpin_step
 from rekindle.storage.roots import root_to_train
 
@@ -69,13 +70,18 @@ class Checkpointer:
         training by no more than ``snapshot_budget``, and goes on measuring.
     persist_every
         Snapshots of steps that are a multiple of this go to storage; None lets ``persist_seconds`` decide (on several
-        nodes: every 100 steps, so that all nodes send the same ones).
+        nodes that can't reach each other: every 100 steps, so that all send the same ones).
     persist_seconds
         Storage gets the newest snapshot at most so often, and is written to for at most a tenth of the time; 0 sends
         one whenever storage is free. What ``save()`` saves goes at once, and so does the newest step at a fault, a
         notice, ``close()``, and when the last trainer has gone.
     drain_limit
         What a node writes to storage at most: bytes per second, or a text such as "500MB/s".
+    peer_every, peer_limit
+        On several nodes each keeps copies of what only one other has, of one step after the other; of multiples of this
+        number, or of none if it is None. ``peer_limit`` bounds the bytes per second that a node copies.
+    patience
+        Seconds without a sign after which another node is lost, and the ranks end; 2 or more.
     keep, keep_every
         Durable checkpoints that stay: the newest ``keep``, and every multiple of ``keep_every``. With neither, the
         newest two and one of each power-of-two age in steps, eight at most; with ``keep_every`` alone the newest two.
@@ -118,6 +124,9 @@ class Checkpointer:
         persist_every: int | None = Settings.persist_every,
         persist_seconds: float = Settings.persist_seconds,
         drain_limit: int | str | None = Settings.drain_limit,
+        peer_every: int | Literal["auto"] | None = Settings.peer_every,
+        peer_limit: int | str | None = Settings.peer_limit,
+        patience: float = Settings.patience,
         keep: int | None = Settings.keep,
         keep_every: int | None = Settings.keep_every,
         overlap: Overlap = Settings.overlap,
@@ -138,6 +147,9 @@ class Checkpointer:
             persist_every=persist_every,
             persist_seconds=persist_seconds,
             drain_limit=drain_limit,
+            peer_every=peer_every,
+            peer_limit=peer_limit,
+            patience=patience,
             keep=keep,
             keep_every=keep_every,
             overlap=overlap,
@@ -153,6 +165,7 @@ class Checkpointer:
         )
         self.root = root_to_train(root)
         self.metrics = Metrics()
+        self._peer_every = settings.peer_every
         self._capture = Capture(state, rng=rng, allow_pickle=allow_pickle)
         self._session = session = Session(self.root, memory)
         self._fence = Fence(self._capture.state)
@@ -258,27 +271,30 @@ class Checkpointer:
     def save(
         self,
         n: int,
-        wait: Literal["memory", "durable"] | None = None,
+        wait: Literal["memory", "node", "durable"] | None = None,
         timeout: float = 600.0,
         *,
         pin: bool | None = None,
     ) -> None:
         """Save step ``n`` now, due or not, and send it to storage. Waits for memory that is being made.
 
-        ``wait="memory"`` returns when it is in memory, where it survives this process; ``wait="durable"`` when it is on
+        ``wait="memory"`` returns when it is in memory, where it survives this process; ``wait="node"`` when it survives
+        the loss of any one node, which only a job on several nodes can wait for; ``wait="durable"`` when it is on
         storage. Raises NotDurableError when the save failed, or after ``timeout`` seconds; in the latter case the
         checkpoint is still on its way. With ``pin`` it stays there until ``unpin(n)``, whatever ``keep`` says, and this
         waits, as long, until what was pinned before is on storage; None pins with ``wait="durable"``.
         """
         timeout = check_timeout(timeout)
         pin = wait == "durable" if pin is None else pin
-        if wait not in (None, "memory", "durable"):
-            raise UsageError(f"wait is {wait!r}: must be None, 'memory' or 'durable'")
+        if wait not in (None, "memory", "node", "durable"):
+            raise UsageError(f"wait is {wait!r}: must be None, 'memory', 'node' or 'durable'")
+        if wait == "node":
+            refuse_wait(self._session, self._peer_every)
         with self._saver.stepping(n):
             self._saver.conclude()
             self._check_step(n)
             self._begin()
-            self._save(n, persist=True, pin=pin, wait=True)
+            self._save(n, persist=True, pin=pin, wait=True, other_nodes=wait == "node")
         self._imports.note_step(n)
         self._clock.stepped(n)
         if wait is not None:
@@ -286,6 +302,9 @@ class Checkpointer:
         stamp = self._saver.newest or self._base
         if wait is not None and (stamp is None or stamp.step != n):
             raise NotDurableError(f"step {n} is not saved: see the log for why")
+        if wait == "node" and self._saver.newest is not None:  # else storage has it, from where it was restored
+            with self._saver.pause("waiting for other nodes"):
+                wait_node_safe(self._session, self._saver.newest, timeout)
         if wait == "durable" and stamp is not None:
             self._saver.wait_durable(stamp, timeout)
         if pin and stamp is not None and stamp.step == n:
@@ -365,10 +384,11 @@ class Checkpointer:
         """
         check_loss(loss, self._saver.reached)
 
-    def _save(self, n: int, *, persist: bool, pin: bool = False, wait: bool = False) -> None:
+    def _save(self, n: int, *, persist: bool, pin: bool = False, wait: bool = False, other_nodes: bool = False) -> None:
         self._session.check_agent()
         base = self._base if self._saver.newest is None else None
-        if base is not None and base.step == n and (not persist or self._saver.find_restored(base)):
+        places = (STORAGE,) if other_nodes else (MEMORY, STORAGE)
+        if base is not None and base.step == n and (not persist or self._saver.find_restored(base) in places):
             return  # it has just been restored, and there is nothing to add
         self._saver.save(replace(self._session.shard_id(n, persist=persist), pinned=pin), wait=wait)
 

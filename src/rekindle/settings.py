@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rekindle.errors import UsageError
 from rekindle.memory.room import Room
+from rekindle.peers.membership import PATIENCE
 from rekindle.state.codec import is_numpy
 from rekindle.storage.throttle import parse_rate
 
@@ -21,6 +22,8 @@ writers that come too late), inside of it (False), or as the snapshot's size dec
 
 _LONGEST_FALLBACK = 86400.0
 """Most seconds of ``fallback_after``: threads wait for parts of it, and can't wait for ever."""
+_LEAST_PATIENCE = 2.0
+"""Least seconds of ``patience``: a node is silent after one, and gets another one to be heard by some other node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,9 @@ class Settings:
     persist_every: int | None = None
     persist_seconds: float = 30.0
     drain_limit: int | str | None = None
+    peer_every: int | Literal["auto"] | None = "auto"
+    peer_limit: int | str | None = None
+    patience: float = PATIENCE
     keep: int | None = None
     keep_every: int | None = None
     overlap: Overlap = "auto"
@@ -48,6 +54,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.snapshot_every != "auto":
             _check_count("snapshot_every", self.snapshot_every)
+        if self.peer_every not in ("auto", None):
+            _check_count("peer_every", self.peer_every)
         for name in ("rng", "allow_pickle", "allow_missing", "strict"):
             object.__setattr__(self, name, check_bool(name, getattr(self, name)))  # a frozen class lets nobody else
         object.__setattr__(self, "overlap", plain_bool(self.overlap))
@@ -66,12 +74,21 @@ class Settings:
         check_seconds("fallback_after", self.fallback_after, most=_LONGEST_FALLBACK)
         check_seconds("idle_timeout", self.idle_timeout)
         check_seconds("persist_seconds", self.persist_seconds, zero=True)
-        parse_rate(self.drain_limit)  # raises UsageError too
+        check_seconds("patience", self.patience)
+        if self.patience < _LEAST_PATIENCE:
+            raise UsageError(f"patience is {self.patience!r}: must be at least {_LEAST_PATIENCE:g} seconds")
+        for rate in (self.drain_limit, self.peer_limit):
+            parse_rate(rate)  # raises UsageError too
 
     @property
     def drain_rate(self) -> int | None:
         """``drain_limit`` in bytes per second; None for no limit."""
         return parse_rate(self.drain_limit)
+
+    @property
+    def peer_rate(self) -> int | None:
+        """``peer_limit`` in bytes per second; None for no limit."""
+        return parse_rate(self.peer_limit)
 
     @property
     def retention(self) -> tuple[int | None, int | None]:
@@ -85,7 +102,10 @@ class Settings:
 
     def agreed(self) -> dict[str, Any]:
         """Options that every rank must have been given alike, since each rank decides by them without asking others."""
-        names = ("persist_every", "snapshot_every", "snapshot_budget", "overlap", "persist_seconds", "allow_missing")
+        names = (
+            *("persist_every", "snapshot_every", "snapshot_budget", "overlap", "persist_seconds", "allow_missing"),
+            "peer_every",
+        )
         return {name: getattr(self, name) for name in names}
 
 

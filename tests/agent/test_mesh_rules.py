@@ -59,7 +59,9 @@ class Node0:
         port = self.mute.getsockname()[1]
         nodes = [Node(f"n{n}", "127.0.0.1", (ports or {}).get(n, port), [n]) for n in range(self.count)]
         self.nodes = Nodes(self.start, 1, os.urandom(32), 0, nodes)
-        self.monitor.others = mesh = Mesh(self.nodes, self.monitor, lambda: -1)
+        info = self.job.read_job()
+        assert info is not None
+        self.monitor.others = mesh = Mesh(self.nodes, self.monitor, lambda: -1, info)
         return mesh
 
     def let_pass(self, mesh: Mesh, seconds: float) -> None:

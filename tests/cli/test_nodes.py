@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from rekindle.agent.http import send_request
 from rekindle.cli import status
-from rekindle.cli.nodes import describe_missed, ranks_of_nodes, take_nodes
+from rekindle.cli.ls import Row, make_rows
+from rekindle.cli.main import main
+from rekindle.cli.nodes import describe_missed, lag_of, ranks_of_nodes, take_nodes
 from rekindle.cli.operations import job_status, stop
+from rekindle.cli.other_memory import look_at_others
 from rekindle.errors import BusyError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Node, Nodes, ranges
+from rekindle.memory.notes import Common, SafeStep
 from rekindle.memory.slots import Slots
+from rekindle.storage.catalog import MEMORY, PEER, STORAGE, copies_from
+from rekindle.storage.listing import ListedCopy
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.agent.lab import Lab
 from tests.conftest import commit
 from tests.faults.harness import wait_for
+from tests.stored import job_in, remember
 
 
 def node(name: str, state: str, ranks: list[int], seconds: float | None = 0.04, **more: Any) -> dict[str, Any]:
@@ -191,3 +201,101 @@ def test_stop_does_not_discard_what_other_nodes_hold(tmp_path: Path) -> None:
     told = stop(job, 5.0, lambda progress: None, discard=True)
     assert told == {"node B (ranks 2-3)": "keeps its memory: run 'rekindle stop --discard' there, too"}
     assert not job.path.exists()
+
+
+# -- steps that survive the loss of a node -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"node_safe_step": 17, "node_safe_lag": 2}, {"node-safe": "17, 2 steps behind"}),
+        ({"node_safe_step": 17, "node_safe_lag": 1}, {"node-safe": "17, 1 step behind"}),
+        ({"node_safe_step": 17, "node_safe_lag": 0}, {"node-safe": "17, the newest"}),
+        ({}, {"node-safe": "-"}),
+        ({"peer_every": None}, {"node-safe": "- (peer_every=None: nodes keep no copies)"}),
+        ({"peer_every": None, "nodes": []}, {}),  # on one node
+    ],
+)
+def test_status_has_a_line_on_the_step_that_survives_a_node(more: dict[str, Any], line: dict[str, str]) -> None:
+    one: dict[str, Any] = {"node_safe_step": None, "node_safe_lag": None, "peer_every": "auto", "nodes": [{}]}
+    assert status._node_safe({**one, **more}) == line
+
+
+def test_the_lag_counts_from_the_newest_step_of_any_node() -> None:
+    nodes = [node("A", "here", [0]), node("B", "there", [1], newest=21), node("C", "silent", [2], newest=None)]
+    assert lag_of(15, [], nodes) == 6 and lag_of(30, [], nodes) == 0 and lag_of(None, [], nodes) is None
+
+
+def test_status_tells_of_the_newest_start_only(root: Path, memory: Path) -> None:
+    job = several(job_in(memory, root, world=2))
+    remember(job, 9, world=2)
+    for start, found in (("b" * 16, (None, None)), ("a" * 16, (7, 2))):
+        job.notes.write_common(Common(start, 8, 7, -1))
+        shown = job_status(job)
+        assert (shown["node_safe_step"], shown["node_safe_lag"]) == found
+
+
+def several(job: JobDir) -> JobDir:
+    """Makes it a job on two nodes, of which nobody listens on the other one."""
+    info = job.read_job()
+    assert info is not None
+    job.write_job(replace(info, start="a" * 16))
+    nodes = [Node("A", "127.0.0.1", 1, [0]), Node("B", "127.0.0.1", 1, [1])]
+    Nodes("a" * 16, 1, b"s" * 32, 0, nodes).write(job)
+    return job
+
+
+def ls(root: Path) -> tuple[int, list[dict[str, Any]], str]:
+    """The exit code of ``rekindle ls``, what it shows to programs, and what it says beside that."""
+    told = CliRunner().invoke(main, ["ls", str(root), "--json"])
+    return told.exit_code, json.loads(told.stdout), told.stderr
+
+
+def test_ls_names_a_node_that_does_not_answer_and_fails_while_the_job_is_trained(root: Path, memory: Path) -> None:
+    job = several(job_in(memory, root, world=2))
+    remember(job, 5, world=2)
+    code, (entry,), said = ls(root)
+    assert code == 0 and said == "node B (rank 1): its memory is not listed: no agent listens there\n"
+    assert (entry["nodes"], entry["missing"], entry["node_safe"], entry["durable"]) == (["A"], [], False, False)
+    lock = job.lock_rank(0, 5.0)
+    code, entries, said = ls(root)
+    lock.release()
+    assert code == 1 and entries == [entry] and "not all nodes have told what their memory holds" in said
+
+
+def test_ls_of_a_job_on_one_node_asks_nobody(root: Path, memory: Path) -> None:
+    remember(job_in(memory, root), 5)
+    assert [(entry["nodes"], entry["missing"]) for entry in ls(root)[1]] == [([], [])]
+    assert "missing on" not in CliRunner().invoke(main, ["ls", str(root)]).stdout
+
+
+def rows_of(job: JobDir, safe: SafeStep | None = None, durable: tuple[int, ...] = ()) -> list[Row]:
+    """The rows of ``rekindle ls`` for a job whose own memory and storage hold whole checkpoints."""
+    listed = []
+    for copy in copies_from(job, None, own=True):
+        listed.append(ListedCopy(copy, 8, "complete"))
+        if copy.step in durable:
+            listed.append(ListedCopy(replace(copy, place=STORAGE), 8, "complete"))
+    return make_rows(listed, look_at_others(job), safe)
+
+
+def test_ls_shows_what_the_memory_of_all_nodes_holds(lab: Lab) -> None:
+    lab.begin(2)
+    start = Incarnation(lab.generation, lab.nodes[0].start)
+    for number, step in ((0, 7), (1, 7), (0, 8)):
+        stamp = ShardId(step, number, 2, start, persist=False)
+        with closing(Slots(lab.hosts[number].job, number, 2, [number])) as slots:
+            commit(slots, *make_shard(stamp, {f"x{number}": b"%d" % step}))
+    rows = rows_of(lab.hosts[0].job, SafeStep(start.id, 7), durable=(7,))
+    own = [row for row in rows if not (row.entry.copy.place == PEER and row.entry.copy.step == 8)]  # copies of rank 0's
+    assert [(row.entry.copy.step, row.entry.copy.place, row.condition, row.durable) for row in own] == [
+        *[(8, MEMORY, "complete", False), (7, MEMORY, "complete, node-safe", True)],
+        *[(7, PEER, "complete, node-safe", True), (7, STORAGE, "complete, node-safe", True)],
+    ]
+    assert [row.missing for row in own] == [["n1"], [], [], []]
+    assert [row.nodes for row in own] == [["n0"], ["n0"], ["n1"], []] and own[2].entry.copy.ranks >= {1}
+    shown = own[2].to_json()
+    assert (shown["place"], shown["bytes"], shown["path"], shown["node_safe"]) == (PEER, None, None, True)
+    (there,) = (row for row in rows_of(lab.hosts[1].job) if row.entry.copy.step == 7 and row.entry.copy.place == PEER)
+    assert there.nodes == ["n0"] and there.missing == [] and there.condition == "complete"

@@ -20,10 +20,10 @@ __all__ = ["CASES", "Case", "Unbroken", "judge", "play"]
 _AT = 12
 """The step after which a fault strikes."""
 _STEPS = 24
-_MEMORY_ONLY = 10**6
-"""``persist_every`` of a job whose checkpoints reach storage only when it ends."""
 _REPLICATED = ("ddp", "hsdp")
 """Kinds of which each node has all of the state but what only a rank has."""
+_INTERVAL = 10
+"""Steps of 0.2 s that may be made between two that are safe from the loss of a node. The states here are tiny."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,11 @@ class Case:
     """Words by which each node's record of the fault names it; empty if nothing needs to be noticed."""
     kinds: tuple[str, ...] = KINDS
     world: int = 2
+    hosts: int = 2
+    domains: str = ""
+    """A letter for each of the first nodes: those that have the same fail together."""
     spare: bool = False
-    """A third node is there from the start; else one comes where a node is lost."""
+    """One node more is there from the start; else one comes where a node is lost."""
     launched: bool = False
     """Brought about under ``rekindle run``, since its launchers have a part in it."""
     restarts: tuple[int, ...] = (1,)
@@ -45,17 +48,19 @@ class Case:
     lost: int = 1
     """Completed steps that may be computed again."""
     lost_node: bool = False
-    """A node's memory is gone: kinds that have parts of the state on one node only go on from storage."""
-    persist_every: int = _MEMORY_ONLY
+    """A node's memory is gone: kinds that have parts of the state on one node only go on from copies."""
+    persist_every: int | None = None
     guard: dict[str, Any] = field(default_factory=dict)
     steps: int = _STEPS
+    waits_at: int = 0
+    """Step that is saved with ``wait="node"``."""
 
-    def persists(self, kind: str) -> int:
-        """``persist_every`` for a kind: what is on one node only must get to storage before that node is lost."""
-        return 5 if self.lost_node and kind not in _REPLICATED else self.persist_every
+    def needs_copies(self, kind: str) -> bool:
+        return self.lost_node and kind not in _REPLICATED
 
-    def may_lose(self, kind: str) -> int:
-        return self.lost if not self.lost_node or kind in _REPLICATED else _AT
+    def may_lose(self, kind: str, interval: int) -> int:
+        """``interval`` is that of the copies, in steps."""
+        return self.lost + interval if self.needs_copies(kind) else self.lost
 
 
 class Unbroken:
@@ -82,12 +87,15 @@ class Unbroken:
 def play(case: Case, kind: str, directory: Path) -> Outcome:
     """Trains a job of this kind on a lab of its own, with the fault of the case."""
     with Lab(directory) as lab:
-        for _ in range(3 if case.spare else 2):
-            lab.add()
-        options = {"persist_every": case.persists(kind)}
-        task = Task(str(lab.mount / "run"), str(directory), kind, case.world, case.steps, 0.2, options, case.guard)
-        with (LaunchedJob if case.launched else Job)(lab, task) as job:
+        for number in range(case.hosts + case.spare):
+            lab.add(domain=case.domains[number : number + 1])
+        options = {} if case.persist_every is None else {"persist_every": case.persist_every}
+        place, more = str(lab.mount / "run"), (options, case.guard, case.waits_at)
+        task = Task(place, str(directory), kind, case.world, case.steps, 0.2, *more)
+        with (LaunchedJob if case.launched else Job)(lab, task, nodes=case.hosts) as job:
             job.wait_for_step(_AT)
+            if case.lost_node:
+                job.wait_for_safe()
             struck = time.monotonic()
             case.strike(job)
             job.wait_for_end()
@@ -99,7 +107,7 @@ def judge(case: Case, kind: str, out: Outcome, unbroken: dict[tuple[int, int], s
     wrong = []
     if out.restarts not in case.restarts:
         wrong.append(f"{out.restarts} restarts instead of {' or '.join(map(str, case.restarts))}")
-    if out.lost > case.may_lose(kind):
+    if out.lost > case.may_lose(kind, out.interval):
         wrong.append(f"{out.lost} steps lost")
     if out.differing or any(unbroken[key] != digest for key, digest in out.digests.items()):
         wrong.append("differs from the unbroken run")
@@ -108,6 +116,17 @@ def judge(case: Case, kind: str, out: Outcome, unbroken: dict[tuple[int, int], s
     if case.culprit:
         wrong += [f"{n} says: {what}" for n, (_, what) in out.noticed.items() if case.culprit not in what]
         wrong += [] if out.noticed else ["nobody noticed it"]
+    return wrong + _broken_promises_of_copies(case, out)
+
+
+def _broken_promises_of_copies(case: Case, out: Outcome) -> list[str]:
+    if not case.lost_node:
+        return []
+    wrong = [f"step {safe} was safe, and the job went on from {step}" for safe, step in out.forgotten]
+    if out.interval > _INTERVAL:
+        wrong.append(f"{out.interval} steps between two that were safe")
+    if case.persist_every is None and "storage" in out.sources:
+        wrong.append("bytes came from storage")
     return wrong
 
 
@@ -126,31 +145,42 @@ CASES = {
         Case("agent stopped for 3 s", strikes.stop_agent, restarts=(0,), kinds=("ddp",)),
         Case("node lost, power", strikes.power, "nodeb", lost_node=True),
         Case("node lost, sockets closed", strikes.fin, "nodeb", lost_node=True),
-        Case("first node lost, power", strikes.power_of_the_first, "nodea", ("ddp", "hsdp"), lost_node=True),
-        Case("node lost, two ranks each", strikes.power, "nodeb", ("ddp", "hsdp"), 4, lost_node=True),
+        Case("node lost at a safe step", strikes.power, "nodeb", ("fsdp2",), lost_node=True, waits_at=_AT),
+        Case("first node lost, power", strikes.power_of_the_first, "nodea", lost_node=True),
+        Case("node lost, two ranks each", strikes.power, "nodeb", world=4, lost_node=True),
+        Case("one of three nodes lost", strikes.power, "nodeb", ("ddp", "fsdp2"), 3, 3, lost_node=True),
+        Case("first of three nodes lost", strikes.power_of_the_first, "nodea", ("fsdp2",), 3, 3, lost_node=True),
         Case(
-            "both nodes lost in turn",
-            strikes.lose_both_in_turn,
-            "node",
-            _REPLICATED,
-            restarts=(2,),
-            lost_node=True,
-            steps=36,
+            "two nodes of a domain lost", strikes.lose_second_domain, "node", ("fsdp2",), 4, 4, "xxyy", lost_node=True
         ),
+        Case("both nodes lost in turn", strikes.lose_both_in_turn, "node", restarts=(2,), lost_node=True, steps=48),
         Case(
             "agent killed, then node lost",
             strikes.lose_with_a_new_agent,
             "nodeb",
-            ("ddp",),
+            ("ddp", "fsdp2"),
             lost_node=True,
             steps=60,
         ),
-        Case("rank killed, then node lost", strikes.kill_rank_and_lose_its_node, "rank 1", ("ddp",), lost_node=True),
-        Case("replacement lost", strikes.lose_the_replacement, "nodeb", ("ddp",), restarts=(1, 2), lost_node=True),
+        Case(
+            "rank killed, then node lost",
+            strikes.kill_rank_and_lose_its_node,
+            "rank 1",
+            ("ddp", "fsdp2"),
+            lost_node=True,
+        ),
+        Case(
+            "replacement lost",
+            strikes.lose_the_replacement,
+            "nodeb",
+            ("ddp", "fsdp2"),
+            restarts=(1, 2),
+            lost_node=True,
+        ),
         Case(
             "node lost, spare there",
             strikes.power_beside_a_spare,
-            kinds=("ddp",),
+            kinds=("ddp", "fsdp2"),
             spare=True,
             lost_node=True,
             launched=True,

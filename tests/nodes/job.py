@@ -52,6 +52,11 @@ class Job:
         self.problem = ""
         """Reason why it was given up, if it was."""
         self._ranks: list[tuple[Node, BaseProcess]] = []
+        self._rows: dict[int, list[Row]] = {}
+        """By rank: what has been read of its trace so far."""
+        self._read: dict[int, int] = {}
+        """By rank: bytes of its trace that have been read."""
+        self._reading = threading.Lock()
         self.over = threading.Event()
         """Set when the test leaves the job."""
         self._threads = [threading.Thread(target=work) for work in (self._launch_well, self._watch)]
@@ -73,12 +78,27 @@ class Job:
 
     def rows(self, event: str = "") -> list[Row]:
         """What the ranks have written down, by time."""
-        found: list[Row] = []
-        for rank in range(self.task.world):
-            with suppress(FileNotFoundError):
-                lines = self.task.trace(rank).read_text().splitlines()
-                found += [row for row in map(json.loads, lines) if event in ("", row["event"])]
+        with self._reading:
+            for rank in range(self.task.world):
+                self._read_on(rank)
+            found = [row for rows in self._rows.values() for row in rows if event in ("", row["event"])]
         return sorted(found, key=lambda row: float(row["t"]))
+
+    def _read_on(self, rank: int) -> None:
+        """Reads the lines that a rank has written since the last time."""
+        with suppress(FileNotFoundError), self.task.trace(rank).open("rb") as file:
+            file.seek(self._read.get(rank, 0))
+            whole, end, _ = file.read().rpartition(b"\n")
+            self._read[rank] = self._read.get(rank, 0) + len(whole) + len(end)
+            self._rows.setdefault(rank, []).extend(map(json.loads, whole.splitlines()))
+
+    def safe_steps(self, start: int = 0) -> list[int]:
+        """Steps that ranks of this start knew to be safe from the loss of a node."""
+        return sorted({row["safe"] for row in self.rows("step") if row["start"] == start and row["safe"] > 0})
+
+    def wait_for_safe(self, beyond: int = 0, start: int = 0) -> None:
+        """Waits until ranks of this start know of a second step beyond this one that is safe from such a loss."""
+        self.wait_until(lambda: sum(step > beyond for step in self.safe_steps(start)) > 1, "node-safe steps")
 
     def reached(self, step: int, start: int = 0) -> bool:
         """True once all ranks have completed this step in start ``start`` or a later one."""
@@ -173,6 +193,7 @@ class Job:
             for local in range(each):
                 rank = index * each + local
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(index)}
+                own["REKINDLE_DOMAIN"] = node.domain
                 found.append((node, start_rank(node, self.task, rank, always | own)))
         return found
 

@@ -43,8 +43,8 @@ def why_not() -> str:
 class Node:
     """One machine of a lab. ``number`` is the last part of its address, by which a launcher orders nodes."""
 
-    def __init__(self, lab: Lab, number: int, *, mounted: bool = True) -> None:
-        self.lab, self.number, self.mounted = lab, number, mounted
+    def __init__(self, lab: Lab, number: int, *, mounted: bool = True, domain: str = "") -> None:
+        self.lab, self.number, self.mounted, self.domain = lab, number, mounted, domain
         self.name = f"node{chr(ord('a') + number - 1)}"
         self.address = f"{_NETWORK}.{number}"
         self._port = f"p-{self.name}"
@@ -187,9 +187,9 @@ class Lab:
             node.down()
         _end(self._process)
 
-    def add(self, *, mounted: bool = True) -> Node:
-        """Brings up one more node. No address is used twice."""
-        node = Node(self, len(self.nodes) + 1, mounted=mounted)
+    def add(self, *, mounted: bool = True, domain: str = "") -> Node:
+        """Brings up one more node. No address is used twice. ``domain`` names what fails together with it."""
+        node = Node(self, len(self.nodes) + 1, mounted=mounted, domain=domain)
         self.nodes.append(node)
         return node
 

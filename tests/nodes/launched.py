@@ -55,6 +55,7 @@ class LaunchedJob(Job):
         words += ["--rdzv-endpoint", f"{self.lab.nodes[0].address}:{_PORT}", "--local-addr", node.address]
         words += ["--max-restarts", "9", "--restart-pause", "0", str(_SCRIPT), str(task)]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        environment["REKINDLE_DOMAIN"] = node.domain
         environment.pop("REKINDLE_MEMORY", None)
         with (self.lab.directory / f"launcher-{node.name}.log").open("ab") as log:
             return subprocess.Popen(

@@ -21,7 +21,7 @@ from tests.nodes.outcome import Outcome
 from tests.pages import put
 
 _DOCS = Path(__file__).parents[2] / "docs" / "nodes.md"
-_HEADS = ("fault", "job", "noticed, s", "secured, s", "went on from", "lost", "again, s", "")
+_HEADS = ("fault", "job", "noticed, s", "secured, s", "went on from", "lost", "apart", "again, s", "")
 
 Row = tuple[str, ...]
 
@@ -77,7 +77,7 @@ def _texts(case: Case, kind: str, out: Outcome, wrong: list[str]) -> Row:
     where = f"{out.resumed}, {' and '.join(dict.fromkeys(out.places))}" if out.restarts else "-"
     again = seconds(out.again) if out.restarts else "-"
     said = "; ".join(line.splitlines()[0][:120] for line in wrong if line) or "ok"
-    return case.name, kind, noticed or "-", seconds(out.secured), where, str(out.lost), again, said
+    return case.name, kind, noticed or "-", seconds(out.secured), where, str(out.lost), str(out.interval), again, said
 
 
 if __name__ == "__main__":

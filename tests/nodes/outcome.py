@@ -35,6 +35,12 @@ class Outcome:
     """Most steps that all ranks had completed, and of which a restart knew nothing."""
     again: float | None = None
     """When all ranks had completed the first new step."""
+    sources: set[str] = field(default_factory=set)
+    """Where any rank's state came from at any restart."""
+    interval: int = 0
+    """Most steps between two that were safe from the loss of a node, as ranks knew it."""
+    forgotten: list[tuple[int, int]] = field(default_factory=list)
+    """Such steps, and the older ones from which a restart went on."""
     digests: dict[tuple[int, int], str] = field(default_factory=dict)
     """Of each rank's each step: the newest one, if it was computed twice."""
     differing: list[tuple[int, int]] = field(default_factory=list)
@@ -54,16 +60,30 @@ def observe(job: Job, struck: float) -> Outcome:
         key = row["rank"], row["step"]
         if out.digests.setdefault(key, row["digest"]) != row["digest"]:
             out.differing.append(key)
+    for start in starts:
+        safe = [_first(job, start), *job.safe_steps(start)]
+        out.interval = max(out.interval, *(new - old for old, new in itertools.pairwise(safe)), 0)
     for start, after in itertools.pairwise(starts):
         restored = sorted((row for row in job.rows("restored") if row["start"] == after), key=_by_rank)
-        done = [max((r["step"] for r in _of(steps, start, k)), default=0) for k in range(job.task.world)]
+        done = [
+            max((r["step"] for r in _of(steps, start, k)), default=_first(job, start)) for k in range(job.task.world)
+        ]
         out.lost = max(out.lost, min(done) - restored[0]["step"])
+        out.sources |= {row["place"] for row in restored}
+        out.forgotten += [
+            (safe, _first(job, after)) for safe in job.safe_steps(start)[-1:] if safe > _first(job, after)
+        ]
         if start == starts[0]:
             out.resumed, out.places = restored[0]["step"], [row["place"] for row in restored]
     if out.restarts:
         out.again = max(_of(steps, starts[-1], k)[0]["t"] for k in range(job.task.world)) - struck
         out.secured = _secured(job, struck)
     return out
+
+
+def _first(job: Job, start: int) -> int:
+    """The step from which a start went on."""
+    return next(int(row["step"]) for row in job.rows("restored") if row["start"] == start)
 
 
 def _of(rows: list[dict[str, Any]], start: int, rank: int) -> list[dict[str, Any]]:

@@ -19,8 +19,14 @@ def stop_rank(job: Job) -> None:
 
 
 def kill_all_ranks(job: Job) -> None:
-    for rank in range(job.task.world // 2, job.task.world):
+    for rank in _ranks(job):
         job.signal(rank)
+
+
+def _ranks(job: Job) -> range:
+    """The ranks of the second node, as they are placed at first."""
+    each = job.task.world // job.nodes
+    return range(each, 2 * each)
 
 
 def kill_agent(job: Job) -> None:
@@ -66,15 +72,31 @@ def _lose(job: Job, index: int, *, power: bool) -> None:
     else:
         node.kill()
     if sum(node.alive for node in job.lab.nodes) < job.nodes:
-        job.lab.add()
+        job.lab.add(domain=node.domain)
+
+
+def lose_second_domain(job: Job) -> None:
+    """All nodes of a domain lose their power at once. As many fresh ones come."""
+    lost = [node for node in job.lab.nodes if node.domain == job.lab.nodes[-1].domain]
+    for node in lost:
+        node.cut()
+    for node in lost:
+        node.kill()
+    for node in lost:
+        job.lab.add(domain=node.domain)
 
 
 def lose_both_in_turn(job: Job) -> None:
     """The second node is lost when the job has gone on without the first."""
-    newest = max(row["step"] for row in job.rows("step"))
+    newest = _newest(job)
     _lose(job, 1, power=True)
     job.wait_for_step(newest + 6, start=1)
+    job.wait_for_safe(start=1)
     _lose(job, 0, power=True)
+
+
+def _newest(job: Job) -> int:
+    return max(row["step"] for row in job.rows("step"))
 
 
 def lose_with_a_new_agent(job: Job) -> None:
@@ -82,8 +104,9 @@ def lose_with_a_new_agent(job: Job) -> None:
     mark = "is node nodeb"
     kill_agent(job)
     job.wait_until(lambda: job.agent_logs["nodeb"].count(mark) == 2, "new agent in the mesh")
-    newest = max(row["step"] for row in job.rows("step"))
+    newest = _newest(job)
     job.wait_for_step(newest + 3)
+    job.wait_for_safe(beyond=newest)
     _lose(job, 1, power=True)
 
 
@@ -103,7 +126,7 @@ def lose_the_replacement(job: Job) -> None:
 def preempt(job: Job) -> None:
     """A node's ranks are told to go; five seconds later the node is gone."""
     node = job.lab.nodes[1]
-    for rank in range(job.task.world // 2, job.task.world):
+    for rank in _ranks(job):
         job.signal(rank, signal.SIGTERM)
     node.leaving = True
     time.sleep(5.0)

@@ -18,7 +18,7 @@ from typing import Any
 __all__ = ["KINDS", "Task", "train"]
 
 KINDS = ("ddp", "hsdp", "fsdp2", "zero1")
-_WIDTH, _SAMPLES, _BATCH = 32, 24, 4
+_SAMPLES, _BATCH = 24, 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class Task:
     options: dict[str, Any] = field(default_factory=dict)
     """For the Checkpointer."""
     guard: dict[str, Any] = field(default_factory=dict)
+    waits_at: int = 0
+    """Step after which training goes on once it is safe from the loss of a node."""
+    width: int = 32
+    """Features of each of the three layers."""
 
     def trace(self, rank: int) -> Path:
         return Path(self.traces) / f"rank-{rank}.jsonl"
@@ -82,7 +86,7 @@ def train(task: Task, rank: int) -> None:
     trace.say("met")
     state, model = _build(task)
     torch.manual_seed(rank)
-    data = torch.randn(_SAMPLES, _WIDTH, generator=torch.Generator().manual_seed(1000 + rank))
+    data = torch.randn(_SAMPLES, task.width, generator=torch.Generator().manual_seed(1000 + rank))
     state["data"] = order = rekindle.Values(order=[], at=0)
     ckpt = rekindle.Checkpointer(task.root, state, **task.options)
     first = ckpt.restore()
@@ -97,8 +101,11 @@ def train(task: Task, rank: int) -> None:
             loss.backward()
             state["optimizer"].step()
             digest = _digest(state["model"], order)
-            ckpt.step(step)
-            trace.say("step", step=step, digest=digest)
+            if step == task.waits_at:
+                ckpt.save(step, wait="node", timeout=60.0)
+            else:
+                ckpt.step(step)
+            trace.say("step", step=step, digest=digest, safe=ckpt.metrics.node_safe_step)
     ckpt.close(timeout=30)
     trace.say("done")
 
@@ -118,7 +125,7 @@ def _build(task: Task) -> tuple[dict[str, Any], Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(3)]
+    layers = [torch.nn.Linear(task.width, task.width) for _ in range(3)]
     model = torch.nn.Sequential(layers[0], torch.nn.Dropout(0.3), layers[1], torch.nn.ReLU(), layers[2])
     if task.kind in ("hsdp", "fsdp2"):
         from torch.distributed.device_mesh import init_device_mesh

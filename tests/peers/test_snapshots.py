@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.format.lineage import Incarnation, ShardId
+from rekindle.format.names import receipt_name
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir
 from rekindle.peers.snapshots import snapshot_handlers
@@ -50,6 +51,22 @@ def test_a_snapshot_is_listed_opened_and_read(job, link):
     assert bytes_after(link, {"verb": "read", "start": 4090, "stop": 4500}) == raw[4090:4500]
     assert bytes_after(link, {"verb": "read", "start": len(raw) - 1, "stop": len(raw) + 9}) == raw[-1:]
     assert bytes_after(link, {"verb": "read", "start": len(raw) + 1, "stop": len(raw) + 9}) == b""
+
+
+def test_copies_of_another_nodes_snapshots_are_listed_too_and_given_where_there_is_no_snapshot(job, link):
+    job.copies.create()
+    put(job.copies, 7, {"a": b"copy"}, 1, 2)
+    own, copy = put(job, 7, DATA, 0, 2), put(job.copies, 7, {"a": b"copy"}, 0, 2)
+    listed = [ShardId.from_json(entry) for entry in call(link, {"verb": "list"}, 30)["shards"]]
+    assert {(one.step, one.rank, one.world) for one in listed} == {(7, 0, 2), (7, 1, 2)}
+
+    def given(rank: int) -> bytes:
+        return bytes_after(link, {"verb": "open", **ShardId(7, rank, 2, FIRST).to_json()})
+
+    assert given(0) == own.with_suffix(".json").read_bytes() and pinned(own) and not pinned(copy)
+    assert given(1) == copy.with_name(receipt_name(1, 2)).read_bytes()
+    own.with_suffix(".json").unlink()
+    assert given(0) == copy.with_suffix(".json").read_bytes() and pinned(copy)
 
 
 def test_an_open_snapshot_is_pinned_until_another_is_or_the_link_ends(job, link):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -138,11 +139,59 @@ def test_seconds_beside_a_number_of_steps_are_said_to_be_ignored(
     assert "has no effect" not in caplog.text
 
 
-@pytest.mark.parametrize(("nodes", "told"), [(1, False), (2, True)])
-def test_seconds_on_several_nodes_are_said_to_be_ignored(
-    nodes: int, told: bool, caplog: pytest.LogCaptureFixture
+def test_time_decides_on_several_nodes_that_reach_each_other_too(caplog: pytest.LogCaptureFixture) -> None:
+    for nodes in (1, 2):
+        schedule = Schedule(Settings(persist_seconds=10), nodes, nodes, Metrics())
+        assert (schedule.persist_every, schedule.pause) == (None, 10)
+        assert not any(map(schedule.persists, range(1, 300)))
+        schedule.warn_of_ignored_seconds()
+    assert "has no effect" not in caplog.text
+
+
+def test_a_number_decides_where_nodes_do_not_reach_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = Schedule(Settings(persist_seconds=10), 2, 2, Metrics())
+    schedule.do_without_mesh()
+    schedule.warn_of_ignored_seconds()
+    assert f"{NO_EFFECT} on several nodes" in caplog.text and "multiple of 100" in caplog.text
+    assert schedule.pause is None and [n for n in range(1, 300) if schedule.persists(n)] == [100, 200]
+    given = Schedule(Settings(persist_every=7), 2, 2, Metrics())
+    given.do_without_mesh()
+    assert given.persist_every == 7
+    caplog.clear()
+    Schedule(Settings(), 2, 2, Metrics()).warn_of_ignored_seconds()
+    assert not caplog.text
+
+
+def test_without_a_pause_one_node_sends_every_step_and_several_those_that_their_agents_agree_on() -> None:
+    alone, together = (Schedule(Settings(persist_seconds=0), nodes, nodes, Metrics()) for nodes in (1, 2))
+    assert alone.persists(1) and alone.pause is None
+    assert not together.persists(1) and together.pause == 0
+    assert together.limit_direct_saves(lambda: 1.0).due(1) and together.limit_direct_saves(lambda: 1.0).due(2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "meshed", "told", "untold"),
+    [
+        (1, {}, True, ["if this node is lost, up to 30 s"], ["node-safe", "DDP"]),
+        (2, {}, True, ["newest step that is node-safe", "if more than one node is lost, up to 30 s"], ["DDP"]),
+        (2, {"peer_every": 20}, True, ["one step after the other of the multiples of 20:"], []),
+        (2, {"peer_every": None}, True, ["if this node is lost, up to 30 s", "under DDP and HSDP"], ["node-safe"]),
+        (2, {}, False, ["if this node is lost, up to 100 steps", "under DDP and HSDP"], ["node-safe"]),
+        (2, {"persist_every": 7}, True, ["node-safe", "if more than one node is lost, up to 7 steps"], ["DDP"]),
+    ],
+)
+def test_the_log_says_what_the_loss_of_a_node_costs(
+    nodes: int,
+    options: dict[str, Any],
+    meshed: bool,
+    told: list[str],
+    untold: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    Schedule(Settings(persist_seconds=10), nodes, nodes, Metrics()).warn_of_ignored_seconds()
-    assert (f"{NO_EFFECT} on several nodes" in caplog.text and "multiple of 100" in caplog.text) is told
-    Schedule(Settings(), nodes, nodes, Metrics()).warn_of_ignored_seconds()
-    assert caplog.text.count("has no effect") == told
+    caplog.set_level("INFO", logger="rekindle")
+    schedule = Schedule(Settings(**options), nodes, nodes, Metrics())
+    if not meshed:
+        schedule.do_without_mesh()
+    schedule.tell_cost_of_a_node()
+    assert all(words in caplog.text for words in told), caplog.text
+    assert not any(words in caplog.text for words in untold), caplog.text

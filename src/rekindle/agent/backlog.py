@@ -46,7 +46,7 @@ class Backlog:
             missing = set(local_ranks(info, copy)) - copy.ranks
             return not missing or (look and all(store.has_shard(replace(copy.stamp, rank=rank)) for rank in missing))
 
-        copies = drop_superseded(find_copies(self._job, None))
+        copies = drop_superseded(find_copies(self._job, None, own=True))
         return [copy for copy in copies if copy.checkpoint not in self._given_up and has_all(copy)]
 
     def candidates(self, info: JobInfo, unfinished: Collection[CheckpointKey]) -> list[StoredCopy]:
@@ -57,8 +57,15 @@ class Backlog:
         if look:
             self._look_at = time.monotonic() + open_store(info.root).poll
         if copies and copies[0].checkpoint != self._done and trained and not self._due(info):
+            marked = self._marked(info)
             # A shard that a rank has put on storage itself waits there for the others, which memory keeps no longer.
-            return [copy for copy in copies if copy.persist or not copy.ranks.issuperset(local_ranks(info, copy))]
+            return [
+                copy
+                for copy in copies
+                if copy.persist
+                or (copy.incarnation.id, copy.step) == marked
+                or not copy.ranks.issuperset(local_ranks(info, copy))
+            ]
         return copies
 
     def next_of(self, candidates: list[StoredCopy]) -> StoredCopy | None:
@@ -82,21 +89,26 @@ class Backlog:
 
     def starts(self) -> set[Incarnation]:
         """Returns the starts of the job that have snapshots in this node's memory."""
-        return {copy.incarnation for copy in find_copies(self._job, None)}
+        return {copy.incarnation for copy in find_copies(self._job, None, own=True)}
 
     def _beyond_done(self, copy: StoredCopy) -> bool:
         return self._done is None or copy.checkpoint > self._done
 
     def _due(self, info: JobInfo) -> bool:
-        """True if storage may get a snapshot unasked: the last drain began long enough ago.
+        """True if storage may get any snapshot unasked: the last drain began long enough ago, and no other node drains.
 
         That is noted in a file, so a restart of the agent changes nothing. A clock that was set back, as by a new boot
         where memory outlives it, costs one drain too many.
         """
-        if info.persist_seconds is None:
+        if info.persist_seconds is None or info.host:
             return False
         began, seconds = self._job.notes.last_drain() or (-math.inf, 0.0)
         return not seconds <= time.monotonic() - began < drain_interval(info.persist_seconds, seconds)
+
+    def _marked(self, info: JobInfo) -> tuple[str, int] | None:
+        """Returns the start and the step that all nodes have marked for storage, as time decides; None for none."""
+        common = self._job.notes.common() if info.host and info.persist_seconds is not None else None
+        return None if common is None else (common.start, common.drain)
 
 
 def local_ranks(info: JobInfo, copy: StoredCopy) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from rekindle.agent.common_step import NOTHING_TOLD, Told
 from rekindle.format.fields import check_integer, check_integers, check_seconds, check_texts
 from rekindle.format.names import MAX_RANKS
 from rekindle.memory.fault import Fault
@@ -49,6 +50,8 @@ class Beat:
     """Newest step that all of its ranks have in its memory; -1 if unknown."""
     durable: int = -1
     """Newest step that it has seen on storage; -1 if unknown."""
+    common: Told = NOTHING_TOLD
+    """Its word on the step that all nodes keep."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the account as JSON, in which each time is given by the seconds that have passed since."""
@@ -60,6 +63,7 @@ class Beat:
             "cleared": self.cleared,
             "newest": self.newest,
             "durable": self.durable,
+            "common": self.common.to_json(),
         }
 
     @staticmethod
@@ -75,6 +79,7 @@ class Beat:
             cleared=_truth(value["cleared"]),
             newest=check_integer(value["newest"], -1),
             durable=check_integer(value["durable"], -1),
+            common=Told.from_json(value["common"]),
         )
 
 

@@ -277,14 +277,14 @@ class Drainer:
         self._write(info, committer, copy, shards)
         published = committer.commit(shards[0], shards)
         self.progress.brought = copy.step, copy.incarnation.id
+        self.progress.seconds = time.monotonic() - began
+        with contextlib.suppress(OSError):  # memory is gone, and with it what else could be drained
+            self.job.notes.write_last_drain(began, self.progress.seconds)
         if not published:
             for withdrawn in self._unfinished.add(open_store(info.root), shards):
                 self._backlog.give_up(withdrawn)  # newer ones wait, and it is not to be written again
             return False
         self.progress.drained += 1
-        self.progress.seconds = time.monotonic() - began
-        with contextlib.suppress(OSError):  # memory is gone, and with it what else could be drained
-            self.job.notes.write_last_drain(began, self.progress.seconds)
         self._became_durable(info, committer, shards[0])
         log.debug("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
         return True

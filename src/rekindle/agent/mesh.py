@@ -21,13 +21,15 @@ from typing import Any
 from rekindle.agent.beat import Beat, Page, fault_from_json, fault_to_json
 from rekindle.agent.monitor import RankMonitor
 from rekindle.agent.neighbour import Neighbour
+from rekindle.agent.node_safety import NodeSafety
 from rekindle.agent.others import Others
 from rekindle.errors import FormatError
 from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import LOST, Fault
+from rekindle.memory.job import JobInfo
 from rekindle.memory.nodes import Node, Nodes, describe_node
 from rekindle.memory.status import DONE, describe_status
-from rekindle.peers.membership import PATIENCE, Event, Membership
+from rekindle.peers.membership import Event, Membership
 from rekindle.peers.memory import PeerMemory
 from rekindle.peers.wire import Credentials, Link, WireError
 
@@ -47,10 +49,10 @@ _ANSWER = 1.0
 class Mesh(Others):
     """The other nodes of one start. Used in the event loop, except for ``handle``, which the server's threads call."""
 
-    def __init__(self, nodes: Nodes, monitor: RankMonitor, durable: Callable[[], int]) -> None:
+    def __init__(self, nodes: Nodes, monitor: RankMonitor, durable: Callable[[], int], info: JobInfo) -> None:
         """``durable`` returns the newest step that this node has seen on storage; -1 if it is unknown.
 
-        Raises RuntimeError if no thread can be had.
+        ``info`` tells what the start was told. Raises RuntimeError if no thread can be had.
         """
         self.nodes, self.name, self.since = nodes, nodes.here.name, time.monotonic()
         self._monitor, self._durable = monitor, durable
@@ -58,7 +60,10 @@ class Mesh(Others):
         self._lock = threading.Lock()
         """Guards the membership and the beats."""
         absent = [number for number, node in enumerate(nodes.nodes) if not node.port]
-        self._membership = Membership(nodes.own, len(nodes.nodes), self.since, absent=absent)
+        self._membership = Membership(nodes.own, len(nodes.nodes), self.since, info.patience, absent=absent)
+        self._safety = NodeSafety(monitor.job, nodes, info)
+        self._unsafe = False
+        """True once that has failed."""
         self._beats: dict[int, Beat] = {}
         self._guarded: set[int] = set()
         """Numbers of the nodes that have had guarded ranks."""
@@ -75,12 +80,14 @@ class Mesh(Others):
                 note, node = partial(self._note, number), nodes.nodes[number]
                 refused, closed = partial(note, Membership.refused), partial(note, Membership.closed)
                 self._neighbours[number] = Neighbour(node, credentials, refused, closed)
+            self._safety.start()
         except RuntimeError:
             self.close()  # the threads that could be had
             raise
 
     def close(self) -> None:
-        """Ends all links that this node has made."""
+        """Ends all links that this node has made, and its copies of another one's steps."""
+        self._safety.close()
         for neighbour in self._neighbours.values():
             neighbour.close()
 
@@ -103,6 +110,7 @@ class Mesh(Others):
         return {}
 
     def _hear_beat(self, number: int, beat: Beat) -> None:
+        self._safety.hear(number, beat.common)
         with self._lock:
             self._beats[number] = beat
             if beat.pages:
@@ -160,13 +168,27 @@ class Mesh(Others):
         # A pause holds up all ranks, and not all nodes of a large job hear each other: it is told on.
         paused = max(self.paused_at(), account.paused_at or -math.inf)
         paused_at = None if paused == -math.inf else paused
-        account = replace(account, hears=hears, durable=self._durable(), paused_at=paused_at)
+        self._keep_safe(now, account.newest)
+        common = self._safety.told
+        account = replace(account, hears=hears, durable=self._durable(), paused_at=paused_at, common=common)
         beat = self._message("beat", account.to_json())
         for neighbour in self._neighbours.values():
             neighbour.beat(beat)
         for event in events:
             self._changed[event.node] = now
             self._act_on(event)
+
+    def _keep_safe(self, now: float, newest: int) -> None:
+        """Does this node's part in keeping steps safe. The lowest-numbered node leads, of those that may be there."""
+        states = {number: self._membership.state(number) for number in self._neighbours}
+        leads = all(number > self.nodes.own for number, state in states.items() if state in ("there", "unknown"))
+        calm, urgent = set(states.values()) <= {"there"}, self._monitor.current is not None
+        try:
+            self._safety.tick(now, newest, leads=leads, calm=calm, urgent=urgent)
+        except Exception:  # without beats this node would seem to be lost
+            if not self._unsafe:
+                log.exception("newer steps are not safe from the loss of a node")
+            self._unsafe = True
 
     def _message(self, verb: str, fields: dict[str, Any] | None = None) -> dict[str, Any]:
         return {"verb": verb, "start": self.nodes.start, **(fields or {})}
@@ -236,9 +258,10 @@ class Mesh(Others):
 
     def paused_at(self) -> float:
         """Returns now while a node is not heard that may be back: nobody knows then who holds up whom."""
-        now = time.monotonic()
+        now, members = time.monotonic(), self._membership
         for number, changed in self._changed.items():
-            if self._membership.state(number) in ("silent", "agent gone", "unknown") and now - changed < PATIENCE:
+            away = members.state(number) in ("silent", "agent gone", "unknown")
+            if away and now - changed < members.patience:
                 return now
         return self._paused_at
 
@@ -251,8 +274,12 @@ class Mesh(Others):
     def elsewhere(self) -> Elsewhere:
         return PeerMemory(self.nodes)
 
+    def safety(self) -> dict[str, Any]:
+        return self._safety.status()
+
     def status(self) -> list[dict[str, Any]]:
-        now, own = time.monotonic(), replace(self._monitor.account(), durable=self._durable())
+        now = time.monotonic()
+        own = replace(self._monitor.account(), durable=self._durable(), common=self._safety.told)
         return [
             self._describe_node(number, node, own if number == self.nodes.own else self._beats.get(number, Beat()), now)
             for number, node in enumerate(self.nodes.nodes)
@@ -268,5 +295,6 @@ class Mesh(Others):
             "pages": {rank: describe_status(page.status) for rank, page in sorted(beat.pages.items())},
             "newest": None if beat.newest < 0 else beat.newest,
             "durable": None if beat.durable < 0 else beat.durable,
+            "safe": None if beat.common.safe < 0 else beat.common.safe,
             "seconds": None if here else self._membership.silence(number, now),
         }

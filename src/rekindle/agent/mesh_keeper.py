@@ -25,6 +25,7 @@ from rekindle.common.os_errors import describe_error
 from rekindle.errors import FormatError
 from rekindle.format.fields import check_integer, loads
 from rekindle.format.receipt import read_file, write_atomic
+from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Nodes
 from rekindle.peers.local_state_sender import LocalStateSender
@@ -55,6 +56,7 @@ class MeshKeeper:
         """
         self._job, self._monitor, self._durable, self._stop = job, monitor, durable, stop
         self._host = self._start = ""
+        self._info: JobInfo | None = None
         self._job_mark: Mark = None
         self._nodes_mark: Mark = None
         self._server: PeerServer | None = None
@@ -109,6 +111,7 @@ class MeshKeeper:
             info = self._job.read_job()
         if info is None:
             return
+        self._info = info
         if info.start != self._start:
             self._start, self._nodes_mark = info.start, None  # its nodes may have been named already
             self._leave()
@@ -175,10 +178,10 @@ class MeshKeeper:
     def _join(self) -> None:
         """Joins the mesh of the start that trains, once its nodes are known."""
         nodes = Nodes.read(self._job)
-        if nodes is None or nodes.start != self._start or not nodes.here.port:
+        if self._info is None or nodes is None or nodes.start != self._start or not nodes.here.port:
             return
         self._leave()
-        self._monitor.others = self._mesh = Mesh(nodes, self._monitor, self._durable)
+        self._monitor.others = self._mesh = Mesh(nodes, self._monitor, self._durable, self._info)
         self._sender = LocalStateSender(self._job, nodes)
         self._sender.start()
         log.info("is node %s, one of %d", nodes.here.name, len(nodes.nodes))

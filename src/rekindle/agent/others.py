@@ -53,6 +53,10 @@ class Others:
         """Returns their memory, to be asked by another thread."""
         return Elsewhere()
 
+    def safety(self) -> dict[str, Any]:
+        """Tells how far steps are safe from the loss of a node, see ``rekindle.agent.node_safety``."""
+        return {"node_safe": None, "copying": None}
+
     def status(self) -> list[dict[str, Any]]:
         """Describes all nodes for people, this one included; empty where there is only one."""
         return []

@@ -75,6 +75,7 @@ class Agent(Service):
             "memory_bytes": self.job.held_bytes(),
             "fault": self.monitor.fault.what if self.monitor.fault is not None else None,
             "nodes": self.monitor.others.status(),
+            **self.monitor.others.safety(),
             **self._progress(),
         }
 

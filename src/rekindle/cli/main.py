@@ -17,13 +17,13 @@ import click
 from rich.console import Group
 from rich.filesize import decimal
 from rich.progress import Progress
-from rich.table import Table
 
 from rekindle.agent.service import run as run_agent
 from rekindle.cli.drill import FAULTS, drill
-from rekindle.cli.files import files_are_stale, flush_command, list_command, stop_files
+from rekindle.cli.files import files_are_stale, flush_command, stop_files
 from rekindle.cli.incidents import incidents_command, make_incident_tables
 from rekindle.cli.keep import pin_command, prune_command, unpin_command
+from rekindle.cli.ls import ls_command
 from rekindle.cli.operations import stop
 from rekindle.cli.run import run_command
 from rekindle.cli.status import ended_job, status_command
@@ -36,7 +36,6 @@ from rekindle.cli.terminal import (
     DrainDisplay,
     asks_for_json,
     complete_directory,
-    local_time,
     make_table,
     parse_root,
     print_json,
@@ -56,7 +55,6 @@ from rekindle.storage.listing import (
     job_info,
     jobs_in_memory,
     list_copies,
-    list_copies_within,
     list_values,
     read_receipts,
 )
@@ -109,6 +107,7 @@ def main() -> None:
 
 for _command in (pin_command, unpin_command, prune_command, flush_command):
     main.add_command(_command)
+main.add_command(ls_command)
 main.add_command(export_command)
 main.add_command(import_command)
 main.add_command(incidents_command)
@@ -118,46 +117,6 @@ main.add_command(status_command)
 
 def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list[ListedCopy]:
     return with_timeout(ANSWERS_WITHIN, root, lambda: list_copies(root, memory_base(memory), step))
-
-
-@main.command("ls", short_help="List checkpoints, on storage and in this node's memory.")
-@click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
-@click.option("--files", is_flag=True, help="List the files that rekindle.save has put into this node's memory.")
-@JSON_OPTION
-@MEMORY_OPTION
-def ls(root: Root | None, files: bool, as_json: bool, memory: Path | None) -> None:
-    """List the checkpoints of ROOT: on storage, and in this node's memory."""
-    if files and root is not None:
-        raise click.UsageError("give either ROOT or --files")
-    if files:
-        list_command(memory, as_json=as_json)
-        return
-    if root is None:
-        raise click.UsageError("Missing argument 'ROOT'; or give --files")
-    listed, trouble = list_copies_within(root, memory_base(memory), ANSWERS_WITHIN)
-    if as_json:
-        print_json([entry.to_json() for entry in listed])
-    else:
-        show(_copies_table(listed))
-    if trouble is not None:
-        raise trouble
-
-
-def _copies_table(listed: list[ListedCopy]) -> Table:
-    table = make_table("step", "saved", "where", "condition", "ranks", "size", "start", may_fold=("condition", "start"))
-    for entry in listed:
-        copy = entry.copy
-        parent = f"step {copy.incarnation.parent_step}" if copy.incarnation.parent else "scratch"
-        table.add_row(
-            str(copy.step),
-            local_time(entry.saved_at),
-            copy.place,
-            f"{entry.condition}, pinned" if copy.pinned else entry.condition,
-            f"{len(copy.ranks)} of {copy.world}",
-            decimal(entry.nbytes),
-            f"{copy.incarnation.generation}, from {parent}",
-        )
-    return table
 
 
 @main.command("inspect", short_help="Show the tensors and values of a checkpoint.")

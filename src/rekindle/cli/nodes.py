@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from rekindle.memory.fault import LOST
+from rekindle.memory.job import JobInfo
+from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import describe_node
+from rekindle.storage.catalog import StoredCopy
 
-__all__ = ["describe_missed", "ranks_of_nodes", "take_nodes"]
+__all__ = ["describe_missed", "lag_of", "ranks_of_nodes", "read_node_safe", "take_nodes"]
 
 
 def take_nodes(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -51,3 +54,17 @@ def describe_missed(nodes: list[dict[str, Any]], fault: dict[str, Any] | None, *
         elif node["state"] in ("silent", "lost") and (trains or struck):
             told.append(f"{name} is {node['state']}{heard or ', and was never heard'}")
     return "; ".join(told) or None
+
+
+def read_node_safe(job: JobDir, info: JobInfo | None) -> int | None:
+    """Returns the newest step of the newest start that survives the loss of any one node; None if there is none."""
+    step = -1 if info is None else job.notes.safe_step(info.start)
+    return None if step < 0 else step
+
+
+def lag_of(safe: int | None, memory: list[StoredCopy], nodes: list[dict[str, Any]]) -> int | None:
+    """Returns the steps by which a step that is node-safe is behind the newest that any node has; None without one."""
+    if safe is None:
+        return None
+    steps = [copy.step for copy in memory] + [node["newest"] for node in nodes if node["newest"] is not None]
+    return max([0, *(step - safe for step in steps)])

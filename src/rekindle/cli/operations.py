@@ -14,7 +14,7 @@ from typing import Any
 from rekindle.agent.drain import TICK, Drainer, DrainProgress
 from rekindle.agent.http import send_request
 from rekindle.agent.service import describe_orphan
-from rekindle.cli.nodes import describe_missed, ranks_of_nodes, take_nodes
+from rekindle.cli.nodes import describe_missed, lag_of, ranks_of_nodes, read_node_safe, take_nodes
 from rekindle.cli.stopping import OtherAgents
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import in_background
@@ -54,10 +54,11 @@ def status_pages(job: JobDir) -> dict[int, Status]:
 def job_status(job: JobDir) -> dict[str, Any]:
     """Returns the status of one job, as ``rekindle status --json`` shows it. ``problem`` is None when all is well."""
     info, agent, trainers = job.read_job(), job.agent(), job.trainers()
-    memory = find_copies(job, None)
+    memory = find_copies(job, None, own=True)
     drain, silence = _ask_agent(job, agent, trainers)
     nodes = take_nodes(drain)
     own = {rank: describe_status(page) for rank, page in status_pages(job).items()}
+    safe = read_node_safe(job, info)
     status: dict[str, Any] = {
         "root": info.root if info else None,
         "directory": str(job.path),
@@ -69,6 +70,9 @@ def job_status(job: JobDir) -> dict[str, Any]:
         "memory_bytes": job.held_bytes(),
         "memory_steps": sorted({copy.step for copy in memory}, reverse=True),
         "durable_step": job.notes.durable(),
+        "node_safe_step": safe,
+        "node_safe_lag": lag_of(safe, memory, nodes),
+        "peer_every": None if info is None or not nodes else info.peer_every,
         "problem": None,
         "drain": drain,
     }
@@ -120,6 +124,7 @@ def ended_status(root: Root, base: Path) -> dict[str, Any]:
         **{"root": str(root), "directory": None, "trainers": {}, "ranks": {}, "nodes": []},
         **{"fault": None, "agent": None},
         **{"memory_bytes": 0, "memory_steps": [], "durable_step": published[-1].stamp.step},
+        **{"node_safe_step": None, "node_safe_lag": None, "peer_every": None},
         **{"problem": None, "drain": None},
     }
 

@@ -139,12 +139,26 @@ def _facts(one: dict[str, Any]) -> dict[str, str]:
         "agent": str(one["agent"] or "none"),
         "in memory": f"{' '.join(map(str, one['memory_steps'])) or '-'} ({decimal(one['memory_bytes'])})",
         "durable": "-" if durable is None else str(durable),
+        **_node_safe(one),
     }
+    if drain.get("copying"):
+        copying = drain["copying"]
+        facts["copying"] = f"{copying['step']}: {100 * copying['done'] // max(copying['total'], 1)} %"
     if drain.get("step") is not None:
         facts["draining"] = f"{drain['step']}: {100 * drain['done'] // max(drain['total'], 1)} %"
     if fault:
         facts["last fault"] = f"{local_time(fault['at'])} {fault['what']}"
     return facts
+
+
+def _node_safe(one: dict[str, Any]) -> dict[str, str]:
+    """Returns the line on the newest step that survives the loss of a node; none of a job on one node."""
+    step, lag = one["node_safe_step"], one["node_safe_lag"]
+    if step is not None:
+        return {"node-safe": f"{step}, {lag} step{'s' * (lag != 1)} behind" if lag else f"{step}, the newest"}
+    if not one["nodes"]:
+        return {}
+    return {"node-safe": "-" if one["peer_every"] is not None else "- (peer_every=None: nodes keep no copies)"}
 
 
 def _ranks_table(ranks: dict[int, dict[str, Any]]) -> Table:

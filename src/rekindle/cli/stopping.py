@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
-from rekindle.errors import BusyError, FormatError, NotDurableError, RekindleError
+from rekindle.errors import BusyError, FormatError, NotDurableError
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Node, Nodes, describe_node
-from rekindle.peers.wire import Credentials, WireError, call, connect
+from rekindle.peers.asking import ask_nodes
 
 __all__ = ["OtherAgents"]
 
 _ANSWERS_WITHIN = 3.0
 """Seconds that a node gets to answer."""
-_AT_A_TIME = 16
-"""Nodes that are asked at a time."""
 _AGAIN = 0.2
 """Seconds between two questions whether an agent has ended."""
 _ENDED = "its agent has ended"
@@ -68,30 +64,21 @@ class OtherAgents:
     ) -> dict[str, dict[str, Any]]:
         """Returns the answers, by name and ranks. ``said`` gets the reasons of those that don't answer."""
         answers: dict[str, dict[str, Any]] = {}
-        if not nodes:
+        if self._nodes is None:
             return answers
-        ask = partial(self._ask, refused=refused, only_look=only_look)
-        with ThreadPoolExecutor(min(_AT_A_TIME, len(nodes))) as pool:
-            for node, answer in zip(nodes, pool.map(ask, nodes), strict=True):
-                if isinstance(answer, str):
-                    self.said[_describe(node)] = answer
-                else:
-                    answers[_describe(node)] = answer
+        asked = [node for node in nodes if node.port]
+        for node in nodes:
+            if not node.port:
+                self.said[_describe(node)] = "can't be reached from other nodes: run 'rekindle stop' there, too"
+        message = {"verb": "stop", "only_look": only_look}
+        for node, answer in zip(asked, ask_nodes(self._nodes, asked, message, _ANSWERS_WITHIN), strict=True):
+            if isinstance(answer, ConnectionError):  # refused, or closed as the agent ended
+                self.said[_describe(node)] = refused
+            elif isinstance(answer, Exception):
+                self.said[_describe(node)] = f"is not asked to stop: {answer}"
+            else:
+                answers[_describe(node)] = answer
         return answers
-
-    def _ask(self, node: Node, *, refused: str, only_look: bool) -> dict[str, Any] | str:
-        assert self._nodes is not None
-        if not node.port:
-            return "can't be reached from other nodes: run 'rekindle stop' there, too"
-        try:
-            with closing(connect(node.host, node.port, Credentials.of(self._nodes), _ANSWERS_WITHIN)) as link:
-                if link.peer != node.name:
-                    raise WireError(f"node {link.peer} answers in its place")
-                return call(link, {"verb": "stop", "only_look": only_look}, _ANSWERS_WITHIN)
-        except ConnectionError:  # refused, or closed as the agent ended
-            return refused
-        except (OSError, RekindleError) as error:
-            return f"is not asked to stop: {error}"
 
 
 def _describe(node: Node) -> str:

@@ -37,6 +37,14 @@ class JobInfo:
     """Id of the incarnation that trains now; empty if an earlier version of Rekindle wrote the record."""
     host: str = ""
     """Address on which the agent listens to those of other nodes; empty for a job on one node."""
+    peer_every: int | str | None = "auto"
+    """Interval in steps of those that nodes copy from each other. "auto": one after the other. None: none."""
+    peer_limit: int | None = None
+    """Most bytes per second that this node copies from another one; None for no limit."""
+    patience: float = 10.0
+    """Seconds without a sign after which another node is lost."""
+    headroom: int = 0
+    """Bytes of the memory store that copies leave free."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as JSON. ``keep`` is a number in it: an older agent, if it serves the job, needs one."""
@@ -48,11 +56,13 @@ class JobInfo:
         """Reads the record from JSON. Raises ValueError, TypeError or KeyError when a field is missing or malformed."""
         world = check_integer(value["world"], 1, MAX_RANKS)
         every, limit, idle = value["keep_every"], value.get("drain_limit"), value["idle_timeout"]
-        rest = value.get("persist_seconds")
+        rest, patience = value.get("persist_seconds"), value.get("patience", 10.0)
         if any(
-            type(time) not in (int, float) or not 0 <= time < math.inf for time in (idle, 0 if rest is None else rest)
+            type(time) not in (int, float) or not 0 <= time < math.inf
+            for time in (idle, 0 if rest is None else rest, patience)
         ):
-            raise ValueError("its idle_timeout or persist_seconds is not a number of seconds")
+            raise ValueError("its idle_timeout, persist_seconds or patience is not a number of seconds")
+        copied, copy_limit = value.get("peer_every", "auto"), value.get("peer_limit")
         (root,) = check_texts([value["root"]])
         if (not root.startswith(os.sep) and not isinstance(canonical_root(root), str)) or b"\0" in os.fsencode(root):
             raise ValueError("its root is neither an absolute path nor a URL")
@@ -67,4 +77,8 @@ class JobInfo:
             persist_seconds=rest,
             start=check_texts([value.get("start", "")])[0],
             host=check_texts([value.get("host", "")])[0],
+            peer_every=copied if copied in (None, "auto") else check_integer(copied, 1),
+            peer_limit=None if copy_limit is None else check_integer(copy_limit, 1),
+            patience=patience,
+            headroom=check_integer(value.get("headroom", 0)),
         )

@@ -114,6 +114,11 @@ class JobDir:
         """Names of the local states that this node keeps for ranks of other nodes."""
         return JobPaths(self.path / "others")
 
+    @property
+    def copies(self) -> JobDir:
+        """Directory of the copies of other nodes' snapshots. It has slots and snapshots as a job's directory has."""
+        return JobDir(self.path / "others")
+
     def create(self) -> None:
         """Makes the directory. Raises MemoryStoreError when it can't be made or isn't this user's alone."""
         try:
@@ -255,6 +260,8 @@ class JobDir:
         with self.locked():
             if self.trainers():
                 return False
-            self.snapshots.remove()  # first, and receipts before shards: this process may be killed between any two
+            # First, and receipts before shards: this process may be killed between any two.
+            self.copies.snapshots.remove()
+            self.snapshots.remove()
             shutil.rmtree(self.path, ignore_errors=True)
             return not self.path.exists()

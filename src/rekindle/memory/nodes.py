@@ -76,6 +76,11 @@ class Nodes:
         be."""
         return (self.own + len(self.nodes) // 2) % len(self.nodes)
 
+    @property
+    def source(self) -> int:
+        """Number of the node that this one keeps copies for: the one whose partner it is."""
+        return (self.own - len(self.nodes) // 2) % len(self.nodes)
+
     def node_of(self, rank: int) -> Node:
         """Returns the node of a rank of the start."""
         return next(node for node in self.nodes if rank in node.ranks)

@@ -1,4 +1,4 @@
-"""Keeps the small notes of a job: its newest step on storage, its newest drain, the start that began anew.
+"""Keeps the small notes of a job: its newest step on storage, its newest drain, the step that its nodes keep together.
 
 They lie in the job's directory, so that other processes and the next start read them. Each is replaced as a whole.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rekindle.format.fields import loads
+from rekindle.format.lineage import check_id
 from rekindle.format.receipt import read_file, write_atomic
 from rekindle.memory.paths import JobPaths
 
-__all__ = ["DirectoryIdentity", "Notes", "RootIdentity"]
+__all__ = ["Common", "DirectoryIdentity", "Marks", "Notes", "RootIdentity", "SafeStep"]
 
 _NO_GENERATION = 1 << 62
 """Above every generation that a job can reach."""
@@ -22,6 +23,33 @@ _NO_GENERATION = 1 << 62
 DirectoryIdentity = list[int]
 RootIdentity = list[DirectoryIdentity | None]
 """Identities of a root and of the directories above it, see ``rekindle.storage.identity``."""
+
+
+class Common(NamedTuple):
+    """Steps on which the nodes of a start agree. -1 stands for none."""
+
+    start: str
+    """Id of the incarnation."""
+    step: int
+    """Step that every node keeps in memory, and copies from another one, as soon as it has it."""
+    safe: int
+    """Newest node-safe step: all nodes have it in memory, and copies that replace any one of them."""
+    drain: int
+    """Newest step that is marked for storage."""
+
+
+class SafeStep(NamedTuple):
+    """The newest step that was node-safe, of the present start or of a former one."""
+
+    start: str
+    step: int
+
+
+class Marks(NamedTuple):
+    """All that the note on the common step says."""
+
+    common: Common
+    safe: SafeStep | None
 
 
 class Notes:
@@ -34,6 +62,7 @@ class Notes:
         directory = paths.directory
         self._durable, self._root = directory / "durable", directory / "root.json"
         self._drained, self._anew = directory / "drained", directory / "anew"
+        self._common, self._wanted = directory / "common", directory / "wanted"
         self._agent_status = paths.agent_status
 
     def durable(self) -> int | None:
@@ -107,6 +136,48 @@ class Notes:
         """Removes the note on the fresh start: the chosen checkpoint is on storage."""
         self._anew.unlink(missing_ok=True)
 
+    def common(self) -> Common | None:
+        """Returns the steps on which the nodes of a start agree: of the newest start that came to agree on any."""
+        marks = self.marks()
+        return marks.common if marks is not None else None
+
+    def marks(self) -> Marks | None:
+        """Returns what ``common`` does, and the newest node-safe step, which may be of a former start."""
+        try:
+            start, step, safe, drain, safe_start, safe_step = read_file(self._common).decode().split()
+            common = Common(check_id(start), int(step), int(safe), int(drain))
+            return Marks(common, None if int(safe_step) < 0 else SafeStep(check_id(safe_start), int(safe_step)))
+        except (OSError, ValueError):
+            return None
+
+    def write_common(self, common: Common) -> None:
+        """Notes the steps on which the nodes agree. The node-safe step of a former start stays until there is another.
+
+        For one process: the agent.
+        """
+        if common.safe >= 0:
+            safe: SafeStep | None = SafeStep(common.start, common.safe)
+        else:
+            marks = self.marks()
+            safe = marks.safe if marks is not None else None
+        start, step = safe if safe is not None else (common.start, -1)
+        _write(self._common, f"{common.start} {_digits(*common[1:])} {start} {_digits(step)}".encode())
+
+    def forget_common(self) -> None:
+        """Removes the note on the common step: the nodes of the job agree on none any more."""
+        self._common.unlink(missing_ok=True)
+
+    def wanted(self) -> int | None:
+        """Returns the newest step that a save waits for to be node-safe. It may be one of an earlier start."""
+        try:
+            return int(read_file(self._wanted))
+        except (OSError, ValueError):
+            return None
+
+    def write_wanted(self, step: int) -> None:
+        """Notes a step that a save waits for to be node-safe."""
+        _write(self._wanted, b"%020d" % step)
+
     def write_agent_status(self, status: Mapping[str, Any]) -> None:
         """Replaces the status of the process that drains: the agent, or a trainer in its place."""
         write_atomic(self._agent_status, json.dumps(status).encode())
@@ -127,6 +198,11 @@ class Notes:
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 
+    def safe_step(self, start: str) -> int:
+        """Returns the newest step of the incarnation ``start`` that survives the loss of any one node; -1 for none."""
+        common = self.common()
+        return common.safe if common is not None and common.start == start else -1
+
 
 def _write(path: Path, note: bytes) -> None:
     """Replaces a note. ``note`` has the same length each time."""
@@ -135,6 +211,10 @@ def _write(path: Path, note: bytes) -> None:
     except OSError:  # full memory has no page for another file, and needs none to write over this one
         with open(path, "r+b", buffering=0) as file:
             file.write(note)
+
+
+def _digits(*numbers: int) -> str:
+    return " ".join(f"{number:020d}" for number in numbers)
 
 
 def _four(value: Any) -> DirectoryIdentity:

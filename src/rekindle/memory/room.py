@@ -51,7 +51,7 @@ class Room:
 
         The headroom doesn't count for a restarted job whose files already hold the memory: it takes no more.
         """
-        need, held, free = 2 * nbytes * ranks, job.held_bytes(), job.free_bytes()
+        need, held, free = 2 * nbytes * ranks, _held(job), job.free_bytes()
         asks = f"two snapshots of about {_mb(nbytes)} for each of {ranks} rank(s) need {_mb(need)}"
         if self.limit is not None and need > self.limit:
             return f"memory store {job.path.parent}: {asks}, memory_limit is {_mb(self.limit)}: raise it"
@@ -76,12 +76,17 @@ class Room:
     def describe(self, job: JobDir, nbytes: int, ranks: int) -> str:
         """Describes the memory that two snapshots of each rank take, and how much is left."""
         need, headroom = 2 * nbytes * ranks, self.headroom(job)
-        left = max(0, job.free_bytes() + job.held_bytes() - need)
+        left = max(0, job.free_bytes() + _held(job) - need)
         kept = f", of which {_mb(headroom)} are reserved for other programs, except in a dying gasp" if headroom else ""
         return (
             f"memory store {job.path.parent}: snapshots take {_mb(need)}, half as much again during a drain if there "
             f"is room; {_mb(left)} are left{kept}"
         )
+
+
+def _held(job: JobDir) -> int:
+    """Returns the bytes that snapshots can use again: those of copies of another node's stay."""
+    return job.held_bytes() - job.copies.held_bytes()
 
 
 def _mb(nbytes: int) -> str:

@@ -8,9 +8,10 @@ frees its lock. A commit is two renames: the file gets its place, then the recei
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.memory.maker import SlotMaker
 from rekindle.memory.pages import AT_ONCE, PageLock, Pages
 from rekindle.memory.paths import matching
+from rekindle.memory.recycling import Keeping, KeepRule, keep_own, not_durable
 from rekindle.memory.slot import Slot
 from rekindle.memory.snapshots import Known
 
@@ -64,7 +66,11 @@ class Slots:
     """Node that memory made in the background is best taken from; None for any."""
     headroom: int = 0
     """Bytes of the file system that stay free for other programs, except in a dying gasp."""
+    rule: KeepRule | None = None
+    """Decides which snapshots stay; None for those of this node's own ranks."""
     slots: list[Slot] = field(default_factory=list)
+    _usual: int = 2
+    """Number of slots of which none is dropped."""
     _idle_saves: int = 0
     _thirds: int = 0
     """Number of third slots that were made."""
@@ -76,6 +82,7 @@ class Slots:
 
     def __post_init__(self) -> None:
         self._maker = SlotMaker(self.page_lock, self.numa_node)
+        self._rule = self.rule or partial(keep_own, self.job.notes)
 
     def adopt(self) -> None:
         """Takes over the files of an earlier process of this rank: its snapshots, and free files. Raises OSError."""
@@ -138,9 +145,9 @@ class Slots:
         """Returns a locked, mapped slot of ``nbytes`` to write the snapshot of ``step`` into.
 
         A file that is being read is never touched. At least one step that every rank of this node has committed stays:
-        the newest, unless that leaves no room. Raises MemoryStoreError when no slot can be had, or when one more would
-        leave less than the headroom free, which only a dying ``gasp`` may use. ``busy`` is a slot that is being written
-        to.
+        the newest, unless that leaves no room. ``rule`` says what else stays. Raises MemoryStoreError when no slot can
+        be had, or when one more would leave less than the headroom free, which only a dying ``gasp`` may use. ``busy``
+        is a slot that is being written to.
 
         Memory that is not ready is made now, or with ``wait=False`` in the background, if it is more than ``AT_ONCE``:
         NotReadyError is raised until it is there. So is a surplus given back. A gasp waits, and page-locks nothing.
@@ -158,7 +165,7 @@ class Slots:
                 self._uncommit(slot)
         now = wait or gasp or nbytes <= AT_ONCE
         self._drop_unmade()
-        slot = self._take(nbytes, busy, now=now, gasp=gasp)
+        slot = self._take(nbytes, incarnation.id, busy, now=now, gasp=gasp)
         try:
             self._check_headroom(nbytes - slot.held, nbytes, gasp=gasp)
             self._end_work(slot, now=now, gasp=gasp)
@@ -192,9 +199,13 @@ class Slots:
                 f"{self.headroom:,} bytes to others: make the file system larger, or lower memory_headroom"
             )
 
-    def _leaves_headroom(self, more: int) -> bool:
-        """True if each rank of this node can take ``more`` bytes and the headroom stays: all of them do at once."""
-        return more <= 0 or not self.headroom or self.job.free_bytes() - more * len(self.local_ranks) >= self.headroom
+    def _leaves_headroom(self, more: int, beside: int = 0) -> bool:
+        """True if each rank of this node can take ``more`` bytes and the headroom stays: all of them do at once.
+
+        So do ``beside`` bytes for others.
+        """
+        stays = self.headroom + beside
+        return more <= 0 or not stays or self.job.free_bytes() - more * len(self.local_ranks) >= stays
 
     def _end_work(self, slot: Slot, *, now: bool, gasp: bool) -> None:
         """Raises the error of the making of a slot's memory, unless it is to be made ``now``. Stops a cut."""
@@ -224,7 +235,7 @@ class Slots:
         lacking = sum(max(0, whole - one.held) for one in self.slots) * len(self.local_ranks)
         return whole - nbytes if within and lacking <= self.job.free_bytes() - self.headroom else 0
 
-    def _take(self, nbytes: int, busy: Slot | None, *, now: bool, gasp: bool) -> Slot:
+    def _take(self, nbytes: int, start: str, busy: Slot | None, *, now: bool, gasp: bool) -> Slot:
         """Returns a locked slot: one that is ready, else the oldest expendable one, else a new one.
 
         Without room for a new one it takes any whose loss leaves another complete step. Raises NotReadyError where one
@@ -232,14 +243,10 @@ class Slots:
         """
         committed = sorted((s for s in self.slots if s.stamp), key=attrgetter("step"))
         complete = self.complete_checkpoints()
-        keep = {complete[-1]} if complete else set()
-        pending = self._pending(committed)
-        most = 3 + any(
-            s.stamp.pinned for s in pending if s.stamp
-        )  # a snapshot to be pinned may wait for a drain to end, while saves go on
-        keep |= {s.stamp.checkpoint for s in committed[-1:] + pending if s.stamp}
+        keeping = self._rule([s.stamp for s in committed if s.stamp], complete, start)
+        self._usual = keeping.usual
         usable = [s for s in self.slots if s is not busy and not s.lost]
-        spare = [s for s in usable if s.stamp is None or s.stamp.checkpoint not in keep]
+        spare = [s for s in usable if s.stamp is None or s.stamp.checkpoint not in keeping.kept]
         spare.sort(key=lambda s: (not s.ready(nbytes), s.step))
         making = [s for s in spare if self._maker.makes(s)]
         locked = [s for s in spare if s not in making and s.lock()]
@@ -251,26 +258,37 @@ class Slots:
                 raise NotReadyError(f"memory for a snapshot of {nbytes:,} bytes is being made")
             if self._maker.recall(slot, _LET_GO_IN_A_GASP if gasp else _LET_GO) and slot.lock():
                 return slot
-        third = self._take_third(nbytes, most, now=now, gasp=gasp)
-        if third is not None:
-            return third
-        for slot in sorted(committed, key=lambda s: s in pending):  # those that storage still needs come last
-            others = [s for s in committed if s is not slot and s.stamp and s.stamp.checkpoint in complete]
+        found = self._take_new(nbytes, keeping.most, now=now, gasp=gasp)
+        found = found or self._take_kept(committed, complete, keeping)
+        if found is None:
+            raise MemoryStoreError(
+                f"memory store {self.job.path}: every snapshot is being read, and there is no room for one more of "
+                f"{nbytes:,} bytes: make the file system larger, raise memory_limit, or lower memory_headroom"
+            )
+        return found
+
+    def _take_kept(self, committed: Sequence[Slot], complete: Sequence[CheckpointKey], keeping: Keeping) -> Slot | None:
+        """Returns a locked slot of those that should stay: the newest, but those that are dearest come last."""
+        held = [(slot, slot.stamp.checkpoint) for slot in reversed(committed) if slot.stamp]
+        held.sort(key=lambda one: keeping.order(one[1]))
+        for slot, _ in held if keeping.yields else ():
+            others = any(other in complete for one, other in held if one is not slot)
             if others and not self._maker.makes(slot) and slot.lock():
                 return slot
-        raise MemoryStoreError(
-            f"memory store {self.job.path}: every snapshot is being read, and there is no room for one more of "
-            f"{nbytes:,} bytes: make the file system larger, raise memory_limit, or lower memory_headroom"
-        )
+        return None
 
-    def _take_third(self, nbytes: int, most: int, *, now: bool, gasp: bool) -> Slot | None:
+    def _take_new(self, nbytes: int, most: int, *, now: bool, gasp: bool) -> Slot | None:
         """Returns a new slot, locked; None if there are to be no more than there are, or there is no room.
 
-        Its memory is there already if it is needed ``now``.
+        Its memory is there already if it is needed ``now``. A fourth one leaves room for a second copy of what this
+        node keeps for another one.
         """
         self._no_third = max(0, self._no_third - 1)
         within = self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit
-        if len(self.slots) >= most or not within or not (gasp or self._leaves_headroom(nbytes)):
+        if len(self.slots) >= most or not within:
+            return None
+        beside = self.job.copies.held_bytes() if len(self.slots) > 2 else 0
+        if not (gasp or self._leaves_headroom(nbytes, beside)):
             return None
         if self._no_third and not now:
             return None
@@ -295,12 +313,12 @@ class Slots:
                 self._no_third = _IDLE
 
     def _release_surplus(self, surplus: list[Slot]) -> None:
-        """Unlocks slots that were not needed; drops a third slot that no drain has needed for a while."""
+        """Unlocks slots that were not needed; drops one that no drain has needed for a while, if it isn't usual."""
         self._idle_saves = self._idle_saves + 1 if surplus else 0
         enough = _IDLE << min(max(self._thirds - 1, 0), _MOST_DOUBLED)
         for slot in surplus:
             slot.unlock()
-            if len(self.slots) > 2 and self._idle_saves >= enough:
+            if len(self.slots) > self._usual and self._idle_saves >= enough:
                 self._drop(slot)
 
     def _drop(self, slot: Slot) -> None:
@@ -320,25 +338,12 @@ class Slots:
         self._known = {path: seen for path, seen in self._known.items() if path in there}
         return sorted(key for key, have in ranks.items() if have.issuperset(self.local_ranks))
 
-    def _pending(self, committed: list[Slot]) -> list[Slot]:
-        """Returns the newest snapshot that storage still needs, and the oldest that is to be pinned there.
-
-        One to be pinned at a time is enough: a save that pins waits for the one before.
-        """
-        lacking = self._not_durable(committed)
-        return lacking[-1:] + [s for s in lacking if s.stamp and s.stamp.pinned][:1]
-
     def pins_due(self, newest: ShardId) -> list[ShardId]:
         """Returns the snapshots older than ``newest`` that storage still has to get and pin, oldest first."""
         at, start = newest.step, newest.incarnation
-        committed = sorted((s for s in self.slots if s.stamp and s.stamp.step < at), key=attrgetter("step"))
-        pins = [s.stamp for s in self._not_durable(committed) if s.stamp and s.stamp.pinned]
+        older = sorted((s.stamp for s in self.slots if s.stamp and s.stamp.step < at), key=attrgetter("step"))
+        pins = [stamp for stamp in not_durable(older, self.job.notes.durable()) if stamp.pinned]
         return [stamp for stamp in pins if not self._superseded(stamp, at, start)]
-
-    def _not_durable(self, committed: list[Slot]) -> list[Slot]:
-        """Returns the snapshots that are to go to storage and aren't there yet."""
-        durable = self.job.notes.durable()
-        return [s for s in committed if s.stamp and s.stamp.persist and (durable is None or s.stamp.step > durable)]
 
     def _uncommit(self, slot: Slot) -> None:
         """Makes a snapshot's file a free one. A reader that has it open can read on; no other process finds it."""

@@ -10,7 +10,7 @@ from rekindle.errors import FormatError
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import STEP_DIR, parse_shard_name
 from rekindle.format.receipt import read_stamp
-from rekindle.memory.paths import JobPaths, matching
+from rekindle.memory.paths import RANK_SLOTS, JobPaths, matching, rank_of
 
 __all__ = ["Known", "Snapshots"]
 
@@ -59,11 +59,29 @@ class Snapshots:
             found += matching(directory, f"shard-{rank:05d}-of-*.safetensors")
         return found
 
+    def ranks(self) -> set[int]:
+        """Returns the ranks that have files: snapshots, whole or not, and free files."""
+        found = {rank_of(path) for path in matching(self._paths.slots, RANK_SLOTS)}
+        names = [parse_shard_name(path.name) for directory in self.step_dirs() for path in matching(directory, "*")]
+        return found | {name[0] for name in names if name is not None}
+
     def remove(self, rank: int | None = None, spared: Collection[Path] = ()) -> None:
         """Removes the snapshots, free files and local state of one rank, or of all ranks.
 
+        Snapshots whose receipts are ``spared`` stay; if there are any, the local state stays too.
+        """
+        self.remove_shards(rank, spared)
+        for kind in () if spared else ("plan", "small-?"):
+            for path in matching(
+                self._paths.directory, f"rank-*.{kind}" if rank is None else f"rank-{rank:05d}.{kind}"
+            ):
+                path.unlink(missing_ok=True)
+
+    def remove_shards(self, rank: int | None = None, spared: Collection[Path] = ()) -> None:
+        """Removes the snapshots and free files of one rank, or of all ranks, and leaves local states alone.
+
         Receipts go first, so that no half-removed snapshot is ever visible. Snapshots whose receipts are ``spared``
-        stay; if there are any, the local state stays too.
+        stay.
         """
         pattern = "shard-*" if rank is None else f"shard-{rank:05d}-of-*"
         for name in (f"{pattern}.json", f".{pattern}.json.tmp", f"{pattern}.safetensors"):
@@ -73,11 +91,6 @@ class Snapshots:
                         path.unlink(missing_ok=True)
         for path in matching(self._paths.slots, "*.slot" if rank is None else f"rank-{rank:05d}-*.slot"):
             path.unlink(missing_ok=True)
-        for kind in () if spared else ("plan", "small-?"):
-            for path in matching(
-                self._paths.directory, f"rank-*.{kind}" if rank is None else f"rank-{rank:05d}.{kind}"
-            ):
-                path.unlink(missing_ok=True)
         for directory in self.step_dirs():
             try:
                 directory.rmdir()

@@ -190,7 +190,7 @@ class Membership:
         if peer.state == "silent":
             if self._is_heard_by_others(node):
                 return f"{silence}, though another node hears it"
-            return f"{silence}: it is lost if that lasts for {self.patience:.0f} s"
+            return f"{silence}: it is lost if that lasts for {self.patience:g} s"
         if self._has_failed(peer):
             silence = "its connections are closed, and a rank's exchange with others has failed"
         others = len(self._peers)

@@ -1,8 +1,10 @@
 """Gives other nodes the snapshots in this node's memory: lists them, pins one for each connection, and sends its bytes.
 
+Copies of another node's snapshots are among them. Of a shard that is both, the snapshot is given.
+
 ::
 
-    {"verb": "list"}                       -> {"shards": [the shard id of each snapshot]}
+    {"verb": "list"}                       -> {"shards": [the shard id of each snapshot, and of each copy]}
     {"verb": "open", and a shard id}       -> {"bytes": n}, and n raw bytes: the receipt
     {"verb": "read", "start", "stop"}      -> {"bytes": n}, and n raw bytes of the shard's file
 
@@ -44,7 +46,8 @@ class _Snapshots:
         """Descriptors of the pinned files, -1 for none. Each connection's entry is used by its own thread only."""
 
     def list(self, link: Link, message: dict[str, Any]) -> dict[str, Any]:
-        return {"shards": [stamp.to_json() for stamp, _ in self._job.snapshots.shard_ids()]}
+        found = [stamp for job in (self._job, self._job.copies) for stamp, _ in job.snapshots.shard_ids()]
+        return {"shards": [stamp.to_json() for stamp in found]}
 
     def open(self, link: Link, message: dict[str, Any]) -> dict[str, Any] | None:
         wanted = ShardId.from_json(message)
@@ -73,8 +76,18 @@ class _Snapshots:
         return None
 
     def _pin(self, wanted: ShardId) -> tuple[bytes, int]:
-        """Returns receipt and descriptor of a snapshot. The reader checks both, receipt and bytes."""
-        path = self._job.path / step_dir(wanted.step) / receipt_name(wanted.rank, wanted.world)
+        """Returns receipt and descriptor of a snapshot, or else of a copy."""
+        try:
+            return self._pin_in(self._job, wanted)
+        except FileNotFoundError as error:
+            try:
+                return self._pin_in(self._job.copies, wanted)
+            except FileNotFoundError:
+                raise error from None
+
+    def _pin_in(self, job: JobDir, wanted: ShardId) -> tuple[bytes, int]:
+        """Returns receipt and descriptor of a shard. The reader checks both, receipt and bytes."""
+        path = job.path / step_dir(wanted.step) / receipt_name(wanted.rank, wanted.world)
         raw, fd = open_pinned(path)
         try:
             found = parse_stamp(raw, path)

@@ -1,4 +1,7 @@
-"""Shows each rank what the memory of other nodes holds, as one more place to read checkpoints from."""
+"""Shows each rank what the memory of other nodes holds, as one more place to read checkpoints from.
+
+Copies that a node keeps of another one's snapshots count as what it holds.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def _offer(
     if not near and not peers:
         return None
     world = (near or peers)[0].world
-    places = [copy.place for copy in near if rank % world in copy.ranks]
+    places = list({copy.place: None for copy in near if rank % world in copy.ranks})
     if any(rank % world in copy.ranks for copy in peers):
         places.append(PEER)
     return Offer(*key, world, tuple(places))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = ["Metrics"]
@@ -46,6 +47,18 @@ class Metrics:
     stalls: deque[float] = field(default_factory=lambda: deque(maxlen=1000), repr=False)
     """The newest 1,000 stalls."""
 
+    def __post_init__(self) -> None:
+        self._node_safe: Callable[[], int] = _no_step
+
+    @property
+    def node_safe_step(self) -> int:
+        """Newest step of this start that survives the loss of any one node; -1 for none. Reads a small file."""
+        return self._node_safe()
+
+    def read_node_safe(self, read: Callable[[], int]) -> None:
+        """From now on have ``read`` tell ``node_safe_step``."""
+        self._node_safe = read
+
     def saved(self, stall: float, nbytes: int) -> None:
         """Count a save whose ``step()`` took ``stall`` seconds."""
         self.saves += 1
@@ -76,3 +89,7 @@ class Metrics:
         size, median = self.bytes_saved / max(self.saves, 1) / 1e6, statistics.median(self.stalls or [0.0]) * 1e3
         stalls = f"stall median {median:.2f} ms, longest {self.max_stall * 1e3:.2f} ms"
         return f"{self.saves} saves of {size:.1f} MB, {self.failed} failed, {stalls}"
+
+
+def _no_step() -> int:
+    return -1

@@ -16,8 +16,9 @@ __all__ = ["DirectSaveLimit", "Schedule"]
 
 log = logging.getLogger("rekindle")
 
-_SEVERAL_NODES_EVERY = 100
-"""Steps between those that several nodes send to storage, unless they are told: they must choose the same ones."""
+_APART_EVERY = 100
+"""Steps between those that nodes send to storage which don't reach each other: they must choose the same ones."""
+_UNLESS = ", unless other nodes' memory has all of the state, as under DDP and HSDP"
 
 
 class Schedule:
@@ -26,17 +27,24 @@ class Schedule:
     def __init__(self, settings: Settings, nodes: int, world: int, metrics: Metrics) -> None:
         """A collective where ``snapshot_every`` is "auto"."""
         every, seconds = settings.persist_every, settings.persist_seconds
-        self._told_every, self._told_seconds = every, seconds
-        self.persist_every = _SEVERAL_NODES_EVERY if every is None and nodes > 1 else every
+        self._told_every, self._told_seconds, self._peer_every = every, seconds, settings.peer_every
+        self.persist_every = every
         """Multiples of this go to storage; None where time decides."""
-        self.pause = None if self.persist_every is not None or seconds == 0 else seconds
+        self.pause = None if every is not None or (seconds == 0 and nodes == 1) else seconds
         """Least seconds between two snapshots that storage gets unasked; None if it gets none of them."""
-        self._world = world
-        self._unless = ", unless other nodes' memory has all of the state, as under DDP and HSDP" if nodes > 1 else ""
+        self._world, self._nodes = world, nodes
+        self._meshed = nodes > 1
+        """True on several nodes whose agents reach each other."""
         self._cadence = cadence_of(settings.snapshot_every, settings.snapshot_budget, world)
         self._metrics = metrics
         self._counted = 0
         """Number of saves whose cost the cadence knows."""
+
+    def do_without_mesh(self) -> None:
+        """Has a number choose the steps for storage: nodes that don't hear of each other can't agree on others."""
+        self._meshed = False
+        if self.persist_every is None:
+            self.persist_every, self.pause = _APART_EVERY, None
 
     def due(self, n: int, *, memory: bool) -> bool:
         """True if step ``n`` is to be saved. Called once a step, in order.
@@ -57,26 +65,35 @@ class Schedule:
 
     def limit_direct_saves(self, took: Callable[[], float]) -> DirectSaveLimit | NoLimit:
         """Returns the limit of saves that go straight to storage. ``took`` as for DirectSaveLimit."""
-        return NoLimit() if self.pause is None else DirectSaveLimit(self.pause, self._world, took)
+        return DirectSaveLimit(self.pause, self._world, took) if self.pause else NoLimit()
 
     def _is_multiple(self, n: int) -> bool:
         return self.persist_every is not None and n % self.persist_every == 0
 
     def tell_cost_of_a_node(self) -> None:
-        """Log the training that the loss of this node would lose. Silent where storage gets all that it can take."""
+        """Log the training that the loss of a node would lose. Silent where storage gets all that it can take."""
+        lost, unless = "this node is", _UNLESS if self._nodes > 1 else ""
+        if self._meshed and self._peer_every is not None:
+            lost, unless = "more than one node is", ""
+            log.info(
+                "nodes copy from each other what only one of them has, one step after the other%s: if one node is "
+                "lost, the job goes on from the newest step that is node-safe, which 'rekindle status' and "
+                "metrics.node_safe_step tell (peer_every)",
+                "" if self._peer_every == "auto" else f" of the multiples of {self._peer_every}",
+            )
         if self.persist_every is not None:
             log.info(
-                "storage gets every step that is a multiple of %d: if this node is lost, up to %d steps are lost, and "
+                "storage gets every step that is a multiple of %d: if %s lost, up to %d steps are lost, and "
                 "those made while the last of them was written (persist_every)%s",
-                *(self.persist_every, self.persist_every, self._unless),
+                *(self.persist_every, lost, self.persist_every, unless),
             )
-        elif self.pause is not None:
+        elif self.pause:
             log.info(
                 "storage gets a checkpoint at most every %g s, and is written to for at most a tenth of the time: if "
-                "this node is lost, up to %g s of training are lost, and more if writing a checkpoint takes over %g s "
-                "(persist_seconds, persist_every). A fault of processes alone goes back to the newest snapshot in "
+                "%s lost, up to %g s of training are lost, and more if writing a checkpoint takes over %g s "
+                "(persist_seconds, persist_every)%s. A fault of processes alone goes back to the newest snapshot in "
                 "memory",
-                *(self.pause, self.pause, self.pause / 10),
+                *(self.pause, lost, self.pause, self.pause / 10, unless),
             )
 
     def warn_of_ignored_seconds(self) -> None:
@@ -85,7 +102,7 @@ class Schedule:
             return
         why = "beside persist_every, which decides alone"
         if self._told_every is None:
-            why = "on several nodes, which have to send the same steps without asking each other: set persist_every"
+            why = "on several nodes whose agents don't reach each other to agree on steps: set persist_every"
         log.warning(
             "persist_seconds=%g has no effect %s. Storage gets every step that is a multiple of %d",
             *(self._told_seconds, why, self.persist_every),

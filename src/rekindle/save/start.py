@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 
 from rekindle.errors import MemoryStoreError
 from rekindle.memory.job import JobInfo
@@ -38,19 +41,21 @@ def start_saver(
     overlap, in_step = agree_on_overlap(group, capture, settings)
     meeting = session.agreed
     schedule = Schedule(settings, meeting.nodes, group.world, metrics)
-    if group.rank == 0:
-        schedule.warn_of_ignored_seconds()
     host = find_host() if meeting.nodes > 1 and session.is_first_on_node else ""
+    info = None
     if meeting.no_memory is None:
-        _open_memory(session, capture, settings, schedule, metrics, host)
+        info = _open_memory(session, capture, settings, schedule, metrics, host)
     elif settings.strict:
         raise MemoryStoreError(meeting.no_memory)
-    elif session.is_first_on_node:
-        schedule.warn_of_direct_saves(meeting.no_memory)
     if meeting.nodes > 1:
+        _forget_wanted(session)
         enter_mesh(group, session, host)
+        metrics.read_node_safe(partial(session.job_dir.notes.safe_step, session.incarnation.id))
+        if not session.is_in_whole_mesh:
+            _do_without_mesh(session, schedule, info)
     elif session.slots is not None:
         take_kept_local_state(session.job_dir, session.slots.rank)
+    _tell(session, schedule)
     saver = Saver(capture, fence, session, settings, schedule, metrics, overlap=overlap, in_step=in_step)
     if session.slots is not None and not meeting.found:
         session.slots.reserve(meeting.nbytes)  # else after the restore, which needs the cores itself
@@ -59,11 +64,12 @@ def start_saver(
 
 def _open_memory(
     session: Session, capture: Capture, settings: Settings, schedule: Schedule, metrics: Metrics, host: str
-) -> None:
-    """Open the memory store, and start its agent, which listens on ``host``, on one rank of each node."""
+) -> JobInfo:
+    """Open the memory store, and start its agent, which listens on ``host``, on one rank of each node.
+
+    Returns what the agent is told.
+    """
     meeting, incarnation = session.agreed, session.incarnation
-    if session.is_first_on_node:
-        schedule.tell_cost_of_a_node()
     info = JobInfo(
         root=str(session.root),
         ranks=meeting.local_ranks,
@@ -75,6 +81,10 @@ def _open_memory(
         persist_seconds=schedule.pause,
         start=incarnation.id,
         host=host,
+        peer_every=settings.peer_every,
+        peer_limit=settings.peer_rate,
+        patience=settings.patience,
+        headroom=settings.room.headroom(session.job_dir),
     )
     session.open_memory(info, settings.room, settings.fallback_after, metrics.agent, capture.devices())
     log.info(
@@ -82,3 +92,31 @@ def _open_memory(
         *(session.rank, meeting.world, incarnation.generation, meeting.nbytes / 1e6),
         *(session.job_dir.path, session.root),
     )
+    return info
+
+
+def _forget_wanted(session: Session) -> None:
+    """Let go of a step that a save of an earlier start has waited for: the agents would wait for it, too."""
+    if session.keeper is not None:
+        with suppress(OSError):
+            session.job_dir.notes.write_wanted(0)
+
+
+def _do_without_mesh(session: Session, schedule: Schedule, info: JobInfo | None) -> None:
+    """Have a number choose the steps for storage, here and in what the agent is told."""
+    schedule.do_without_mesh()
+    if info is not None and session.is_first_on_node:
+        with suppress(OSError):  # the agent then drains steps of its own choice, which other nodes may not have
+            session.job_dir.write_job(replace(info, persist_seconds=schedule.pause))
+
+
+def _tell(session: Session, schedule: Schedule) -> None:
+    """Log what the loss of a node would cost, and settings that have no effect."""
+    if session.rank == 0:
+        schedule.warn_of_ignored_seconds()
+    if session.is_first_on_node:
+        why = session.agreed.no_memory
+        if why is None:
+            schedule.tell_cost_of_a_node()
+        else:
+            schedule.warn_of_direct_saves(why)

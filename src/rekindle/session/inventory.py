@@ -142,7 +142,7 @@ def take_inventory(job: JobDir | None, store: Store, rank: int) -> Inventory:
     for copy in copies:
         inventory.copies.setdefault(copy.checkpoint, []).append(copy)
     inventory.offers = [
-        Offer(*key, near[0].world, tuple(copy.place for copy in near if rank % copy.world in copy.ranks))
+        Offer(*key, near[0].world, tuple({copy.place: None for copy in near if rank % copy.world in copy.ranks}))
         for key, near in inventory.copies.items()
     ]
     shown = [copy.step for copy in copies if copy.place == STORAGE] + [step for step, _, _ in damaged]

@@ -102,8 +102,9 @@ def enter_mesh(group: SingleProcess | ProcessGroup, session: Session, host: str)
     absent = [f"{node.name} (rank {node.ranks[0]})" for node in reached if not node.port]
     if absent and group.rank == 0:
         log.warning(
-            "the agents of other nodes can't reach that of %s: faults there are noticed late, and memory there is read "
-            "by its own ranks only; see that no firewall is between, or set $REKINDLE_ADDRESS; %s there may say why",
+            "the agents of other nodes can't reach that of %s: faults there are noticed late, memory there is read by "
+            "its own ranks only, and no node keeps copies for another one; see that no firewall is between, or set "
+            "$REKINDLE_ADDRESS; %s there may say why",
             *(", ".join(absent), session.job_dir.paths.agent_log.name),
         )
 

@@ -202,6 +202,11 @@ class Session:
         return bool(self.local_ranks) and self.rank == self.local_ranks[0]
 
     @property
+    def is_in_whole_mesh(self) -> bool:
+        """True if the agents of all nodes of a start on several reach each other, as all ranks have agreed."""
+        return self.nodes is not None and all(node.port for node in self.nodes.nodes)
+
+    @property
     def job(self) -> JobDir | None:
         """The job's directory in the memory store; None where it can't be had."""
         return None if self.lock is None else self.job_dir
@@ -283,6 +288,8 @@ class Session:
                 self.slots.free_all()
             elif self.job is not None:
                 self.job.snapshots.remove(self.rank)
+            if self.job is not None:
+                self.job.copies.snapshots.remove_shards()
 
     def _note_run(self, job: JobDir, generation: int, base: CheckpointKey | None, *, chosen: bool, back: bool) -> None:
         """Notes that this start begins anew only because all was deleted; or which of two runs was chosen since."""

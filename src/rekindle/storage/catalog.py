@@ -52,17 +52,20 @@ class StoredCopy:
         return ShardId(self.step, 0, self.world, self.incarnation, self.persist, pinned=self.pinned)
 
 
-def find_copies(job: JobDir | None, store: Store | None) -> list[StoredCopy]:
+def find_copies(job: JobDir | None, store: Store | None, *, own: bool = False) -> list[StoredCopy]:
     """Finds all copies in this node's memory and on storage, newest first, memory before storage.
 
-    Raises OSError when storage can't be listed.
+    What memory keeps of another node's snapshots is one more copy, after that of its own ranks' snapshots. With ``own``
+    it is left out. Raises OSError when storage can't be listed.
     """
-    return copies_from(job, None if store is None else store.contents())
+    return copies_from(job, None if store is None else store.contents(), own=own)
 
 
-def copies_from(job: JobDir | None, stored: Contents | None) -> list[StoredCopy]:
+def copies_from(job: JobDir | None, stored: Contents | None, *, own: bool = False) -> list[StoredCopy]:
     """Returns what ``find_copies`` does, with storage as it was ``stored`` when it was listed."""
     found = [] if job is None else _in_memory(job.snapshots.shard_ids())
+    if job is not None and not own:
+        found += _in_memory(job.copies.snapshots.shard_ids())
     for entry in stored.published if stored is not None else ():
         stamp, everyone = entry.stamp, frozenset(range(entry.stamp.world))
         found.append(
@@ -108,7 +111,7 @@ class Checkpoint:
 def list_checkpoints(job: JobDir | None, store: Store | None, local_ranks: Collection[int]) -> list[Checkpoint]:
     """Lists the complete checkpoints that this node can see, newest first, without the superseded ones."""
     found: dict[CheckpointKey, Checkpoint] = {}
-    for copy in drop_superseded(find_copies(job, store)):
+    for copy in drop_superseded(find_copies(job, store, own=True)):
         if copy.place == STORAGE or copy.ranks.issuperset(local_ranks):
             known = found.get(copy.checkpoint)
             places = (*known.places, copy.place) if known else (copy.place,)

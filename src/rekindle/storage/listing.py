@@ -114,10 +114,10 @@ def list_copies(root: Root, base: Path, step: int | None = None, *, stored: bool
     try:
         contents = open_store(root).contents() if stored else None
     except NotADirectoryError as error:
-        if copies_from(job, None):
+        if copies_from(job, None, own=True):
             raise
         raise NotFoundError(f"{root}: no checkpoint{root_hint(root, base)}") from error
-    copies = copies_from(job, contents)
+    copies = copies_from(job, contents, own=True)
     seen = {copy.incarnation for copy in copies}
     when = {entry.stamp.checkpoint: entry.saved_at for entry in contents.published} if contents is not None else {}
     listed = []

@@ -1,0 +1,110 @@
+"""Price of copies on peers for training: ``python bench/slowed.py``. Two nodes in namespaces train an FSDP2 model.
+
+Jobs that copy each common step and jobs that copy nothing take turns. All else is the same: every step is saved into
+memory. A step sleeps for most of its time, as one does whose work is on a device: processors are to spare. For root, on
+Linux.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+from sizes import MIB
+
+_FROM = 15
+"""The first steps make memory and meet agents."""
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+Turn = dict[str, Any]
+
+
+def _train(width: int, steps: int, pause: float, every: object) -> Turn:
+    """Trains one job. Returns the seconds of its steps, and the number of those that became node-safe."""
+    from tests.nodes.job import Job
+    from tests.nodes.lab import Lab
+    from tests.nodes.train import Task
+
+    with tempfile.TemporaryDirectory() as place, Lab(Path(place)) as lab:
+        lab.add()
+        lab.add()
+        options = {"persist_every": 10**6, "peer_every": every}
+        task = Task(str(lab.mount / "run"), place, "fsdp2", 2, steps, pause, options, width=width)
+        with Job(lab, task, starts=1) as job:
+            job.wait_for_end()
+        times = [row["t"] for row in job.rows("step") if row["rank"] == 0 and row["step"] >= _FROM]
+        return {"seconds": [after - before for before, after in pairwise(times)], "safe": len(job.safe_steps())}
+
+
+def _turns(width: int, steps: int, pause: float, rounds: int) -> list[tuple[Turn, Turn]]:
+    """Pairs of a job that copies and one that doesn't."""
+    found = []
+    for number in range(rounds):
+        pair = {every: _train(width, steps, pause, every) for every in (("auto", None), (None, "auto"))[number % 2]}
+        found.append((pair["auto"], pair[None]))
+        click.echo(f"{number + 1} of {rounds}: {_ratio(*found[-1]):.3f}", err=True)
+    return found
+
+
+def _ratio(copies: Turn, none: Turn) -> float:
+    return statistics.median(copies["seconds"]) / statistics.median(none["seconds"])
+
+
+def _tabulate(pairs: list[tuple[Turn, Turn]], nbytes: int) -> Any:
+    from report import Table
+
+    ratios = [_ratio(*pair) for pair in pairs]
+    copied, plain = (
+        statistics.median(s for turn in turns for s in turn["seconds"]) for turns in zip(*pairs, strict=True)
+    )
+    row = [f"{nbytes / MIB:.0f}", f"{copied * 1e3:.1f}", f"{plain * 1e3:.1f}", f"{statistics.median(ratios):.3f}"]
+    row += [f"{min(ratios):.3f} to {max(ratios):.3f}", f"{statistics.median(pair[0]['safe'] for pair in pairs):.0f}"]
+    columns = ["MiB of a rank", "step with copies, ms", "without, ms", "ratio", "from, to", "steps that were copied"]
+    return Table("slowed", "Training with copies and without, medians", columns, [row])
+
+
+def _conditions(pairs: list[tuple[Turn, Turn]]) -> str:
+    from machine import describe
+    from sizes import GIB
+
+    machine = describe(Path(__file__).parent, Path("/dev/shm"), 1)
+    return (
+        f"{machine['date'][:10]}: {machine['cpu']}, {machine['cores']} cores for two nodes, "
+        f"{machine['memory_bytes'] / GIB:.0f} GiB, Linux {machine['kernel']}, Python {machine['python']}; {len(pairs)} "
+        f"pairs of jobs, {len(pairs[0][0]['seconds'])} steps of each."
+    )
+
+
+@click.command(context_settings={"show_default": True}, help=__doc__)
+@click.option("--width", type=click.IntRange(8), default=1536, help="Features of each of the three layers.")
+@click.option("--steps", type=click.IntRange(_FROM + 5), default=80, help="Steps of a job.")
+@click.option("--pause", type=float, default=0.25, help="Seconds that a step sleeps.")
+@click.option("--rounds", type=click.IntRange(1), default=5, help="Pairs of jobs.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="File for every sample.")
+@click.option("--docs", is_flag=True, help="Put the table into docs/benchmarks.md.")
+def main(width: int, steps: int, pause: float, rounds: int, output: Path | None, docs: bool) -> None:
+    from report import console_table, markdown, put_blocks
+    from rich.console import Console
+
+    sys.path.insert(0, str(_DOCS.parent))  # the tests have the lab
+    pairs = _turns(width, steps, pause, rounds)
+    nbytes = 3 * 4 * 3 * (width * width + width) // 2  # weights and two moments of three layers, on two ranks
+    table, conditions = _tabulate(pairs, nbytes), _conditions(pairs)
+    if output is not None:
+        output.write_text(json.dumps({"conditions": conditions, "pairs": pairs}, indent=1) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console_table(console, table)
+    console.print(conditions, markup=False)
+    if docs:
+        for name in put_blocks(_DOCS / "benchmarks.md", {"slowed": markdown(table), "slowed conditions": conditions}):
+            click.echo(f"docs/benchmarks.md has no place for {name!r}")
+
+
+if __name__ == "__main__":
+    main()

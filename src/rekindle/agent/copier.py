@@ -1,0 +1,274 @@
+"""Copies the common step from the memory of the node that this one keeps copies for, so that it outlives that node."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from rekindle.agent.held_steps import HeldSteps
+from rekindle.common.priority import lower_priority
+from rekindle.errors import FormatError, RekindleError
+from rekindle.format.layout import Chunk
+from rekindle.format.lineage import ShardId
+from rekindle.format.receipt import Receipt
+from rekindle.format.shard import OpenShard
+from rekindle.memory.copies import CopySlots
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.lock import Lock
+from rekindle.memory.nodes import Nodes, describe_node
+from rekindle.peers.copying import copy_shard
+from rekindle.peers.files import PeerFiles
+from rekindle.peers.kept_plans import KeptPlans
+from rekindle.peers.local_states import describe
+from rekindle.peers.unique import ranks_apart, unique_chunks
+from rekindle.peers.wire import Credentials, call, connect
+from rekindle.storage.throttle import Budget
+
+__all__ = ["Aim", "Copier", "Progress"]
+
+log = logging.getLogger("rekindle.agent")
+
+_SHARE = 0.8
+"""Part of the time between two common steps that a copy takes, if the network lets it."""
+_UNPACED = 64 << 20
+"""Bytes per second that are always copied: a small state is not held up for the sake of the network."""
+_ASK_EVERY = 0.1
+"""Seconds between two questions for a shard that the source has not committed yet."""
+_LIST_EVERY = 2.0
+"""Seconds of such questions after which the source is asked what it has: it may have skipped the step."""
+_PATIENCE = 5.0
+"""Seconds in which the source must say what it has, and until the next try to take over the copies of before."""
+_WARN_AFTER = 2
+"""Common steps in a row that could not be copied after which a warning is due."""
+
+
+class Aim(NamedTuple):
+    """The step to be copied."""
+
+    round: int
+    """Number of its naming. What has failed may succeed in a later one."""
+    stamp: ShardId
+    """Stamp of a shard of it on this node."""
+    seconds: float
+    """Time from the common step before to this one; 0.0 if that is unknown."""
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """Round and step, which tell it from all others."""
+        return self.round, self.stamp.step
+
+
+class Progress(NamedTuple):
+    """Bytes of a copy in hand."""
+
+    step: int
+    done: int
+    total: int
+
+
+class _AbandonedError(Exception):
+    """Another step is aimed at, or the copier is to end."""
+
+
+class Copier:
+    """Copies step after step of the source's ranks, in a thread of its own. A failure is logged, and tried again."""
+
+    def __init__(self, job: JobDir, nodes: Nodes, limit: int | None, headroom: int) -> None:
+        """``limit`` is the most bytes per second; None for as many as keep up. ``headroom`` is that of ``Slots``."""
+        self._job, self._nodes = job, nodes
+        self._source = nodes.nodes[nodes.source]
+        self._apart = ranks_apart(nodes.nodes, self._source)
+        self._limit, self._headroom = limit, headroom
+        self._held = HeldSteps(job.copies.snapshots, nodes.start, self._source.ranks)
+        self._plans = KeptPlans(job, nodes.start)
+        self._budget = Budget()
+        self._changed = threading.Condition()
+        self._aim: Aim | None = None
+        self._over = False
+        self._failures = 0
+        """Number of failures since a step was last copied."""
+        self.copied: frozenset[int] = frozenset()
+        """Steps of the start of which all shards of the source's ranks are copied."""
+        self.failed = (-1, -1)
+        """Round and step that can't be copied."""
+        self.moved = time.monotonic()
+        """Time of the last byte."""
+        self.progress: Progress | None = None
+        """The copy in hand."""
+        self._thread = threading.Thread(target=self._run, name="rekindle-copier", daemon=True)
+
+    def start(self) -> None:
+        """Begins to copy. Raises RuntimeError if no thread can be had."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Has the thread end: at once, unless it waits for another node."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+        self._budget.lift()
+
+    def aim(self, aim: Aim | None) -> None:
+        """Names the step to copy, in place of any other; None for none. For any thread, at any moment."""
+        with self._changed:
+            if (aim and aim.name) != (self._aim and self._aim.name):
+                self._aim = aim
+                self._changed.notify()
+
+    def hurry(self, *, on: bool) -> None:
+        """Lifts the limit while somebody waits, or the source may go soon."""
+        self._budget.lift(on=on or self._over)
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        lower_priority()
+        with ExitStack() as stack:
+            slots = self._open(stack)
+            while slots is not None and (aim := self._next()) is not None:
+                try:
+                    self._copy(slots, aim)
+                    self._succeed(aim)
+                except _AbandonedError:
+                    pass
+                except Exception as error:  # memory and network have many ways to fail, and training goes on
+                    self._fail(aim, error)
+                finally:
+                    self.progress = None
+
+    def _open(self, stack: ExitStack) -> CopySlots | None:
+        """Takes over the copies that are there. Returns None if the copier is to end.
+
+        They have one owner: the copier of an earlier start may still wait for a node that is gone.
+        """
+        world = sum(len(node.ranks) for node in self._nodes.nodes)
+        while not self._over:
+            try:
+                self._job.copies.path.mkdir(mode=0o700, exist_ok=True)
+                lock = Lock(self._job.copies.paths.agent_lock)
+                if not lock.acquire(_ASK_EVERY):
+                    continue
+                stack.callback(lock.release)
+                slots = CopySlots(self._job, self._source.ranks, world, self._headroom)
+                stack.callback(slots.close)
+                slots.adopt()
+                self.copied = frozenset(self._held.look())
+                return slots
+            except (OSError, RekindleError) as error:
+                stack.close()
+                self._fail(None, error)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._over, _PATIENCE)
+        return None
+
+    def _next(self) -> Aim | None:
+        """Waits for a step that is not copied yet, and has not failed. Returns None at the end."""
+
+        def due() -> bool:
+            aim = self._aim
+            return aim is not None and aim.name != self.failed and aim.stamp.step not in self.copied
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or due())
+            return None if self._over else self._aim
+
+    def _copy(self, slots: CopySlots, aim: Aim) -> None:
+        with ExitStack() as stack:
+            todo: list[tuple[OpenShard, list[Chunk]]] = []
+            for rank in self._source.ranks:
+                if not slots.has(aim.stamp.checkpoint, [rank]):
+                    shard = stack.enter_context(self._await_shard(aim, rank))  # pinned there until all are copied
+                    todo.append((shard, self._choose(aim, shard.receipt)))
+            total = sum(chunk.nbytes for _, chunks in todo for chunk in chunks)
+            self._budget.limit = self._limit or _pace(total, aim.seconds)
+            self.progress = Progress(aim.stamp.step, 0, total)
+            for shard, chunks in todo:
+                copy_shard(shard, chunks, slots, lambda nbytes: self._take(aim, nbytes))
+                self._check(aim)
+        slots.tidy(self._source.ranks)
+
+    def _take(self, aim: Aim, nbytes: int) -> None:
+        """Waits until so many bytes may be copied, and counts them."""
+        self._check(aim)
+        self._budget.take(nbytes)
+        self._check(aim)
+        self.moved = time.monotonic()
+        if self.progress is not None:
+            self.progress = self.progress._replace(done=self.progress.done + nbytes)
+
+    def _check(self, aim: Aim) -> None:
+        now = self._aim
+        if self._over or now is None or now.name != aim.name:
+            raise _AbandonedError
+
+    def _succeed(self, aim: Aim) -> None:
+        self.copied = frozenset(self._held.look())
+        if aim.stamp.step not in self.copied:
+            raise FormatError(f"the copy of step {aim.stamp.step} was removed")
+        if self._failures >= _WARN_AFTER:
+            log.info("steps are safe from the loss of %s again", describe_node(self._source.name, self._source.ranks))
+        self._failures = 0
+
+    def _fail(self, aim: Aim | None, error: Exception) -> None:
+        self._failures += 1
+        if self._failures == _WARN_AFTER:
+            log.warning(
+                "newer steps are not safe from the loss of %s, whose copies are tried again: %s",
+                *(describe_node(self._source.name, self._source.ranks), describe(error) or repr(error)),
+            )
+        if aim is not None:
+            self.failed = aim.name
+
+    # -- asking the source ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _await_shard(self, aim: Aim, rank: int) -> Iterator[OpenShard]:
+        """Opens a rank's shard of the step, once the source has it. Raises OSError when it never will."""
+        files, list_at = PeerFiles.of(self._nodes, self._source, aim.stamp.checkpoint), time.monotonic() + _LIST_EVERY
+        while True:
+            try:
+                shard = files.shard(rank, aim.stamp.world)
+                break
+            except FileNotFoundError:
+                if time.monotonic() > list_at:
+                    list_at += _LIST_EVERY
+                    if self._has_skipped(aim, rank):
+                        raise
+            self._pause(aim)
+        with shard:
+            found = shard.receipt.stamp
+            if (found.checkpoint, found.rank, found.world) != (aim.stamp.checkpoint, rank, aim.stamp.world):
+                raise FormatError(f"{shard.path}: is not the shard that was asked for")
+            yield shard
+
+    def _pause(self, aim: Aim) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._aim is None or self._aim.name != aim.name, _ASK_EVERY)
+        self._check(aim)
+
+    def _has_skipped(self, aim: Aim, rank: int) -> bool:
+        """True if the source has a later step of a rank, and not the one that is asked for."""
+        source, wanted = self._source, aim.stamp
+        link = connect(source.host, source.port, Credentials.of(self._nodes), _PATIENCE)
+        try:
+            listed: Any = call(link, {"verb": "list"}, _PATIENCE).get("shards")
+        finally:
+            link.close()
+        stamps = [ShardId.from_json(value) for value in listed] if type(listed) is list else []
+        steps = {stamp.step for stamp in stamps if (stamp.rank, stamp.incarnation) == (rank, wanted.incarnation)}
+        return wanted.step not in steps and max(steps, default=-1) > wanted.step
+
+    def _choose(self, aim: Aim, receipt: Receipt) -> list[Chunk]:
+        """Returns the chunks of a shard that the loss of the source would take along."""
+        while self._plans.may_come(receipt):
+            self._pause(aim)
+        return unique_chunks(receipt.layout, self._plans.newest(receipt.stamp.rank), self._apart)
+
+
+def _pace(total: int, seconds: float) -> int | None:
+    """Returns the bytes per second by which a copy ends just before the next one is due; None if that is unknown."""
+    return None if seconds <= 0 else max(_UNPACED, int(total / (_SHARE * seconds)))

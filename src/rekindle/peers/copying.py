@@ -1,0 +1,69 @@
+"""Copies a shard, or some chunks of it, from the memory of another node into this one's, each block verified."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from rekindle.format.layout import Chunk, Layout
+from rekindle.format.reader import NullSink, ShardReader, consecutive_runs
+from rekindle.format.receipt import Receipt
+from rekindle.format.shard import OpenShard
+from rekindle.memory.copies import CopySlots
+
+__all__ = ["copy_shard"]
+
+
+def copy_shard(
+    shard: OpenShard, chunks: Sequence[Chunk], slots: CopySlots, take: Callable[[int], object] = lambda nbytes: None
+) -> None:
+    """Commits a copy of a shard, reduced to ``chunks`` of it, with all of its values.
+
+    ``take`` is called before each read with its bytes; what it raises ends the copy, and nothing of it stays. Raises
+    OSError when the other node fails, CorruptError when a block is damaged twice, MemoryStoreError without room.
+    """
+    receipt, layout = shard.receipt, Layout.build(chunks)
+    blocks = _blocks_of(receipt.layout, layout)
+    values = json.dumps(receipt.values, separators=(",", ":"), allow_nan=False).encode()
+
+    def fill(data: memoryview) -> list[str]:
+        places = {block: data[start:stop] for block, (start, stop) in zip(blocks, layout.blocks, strict=True)}
+        _read(shard, places, take)
+        return [receipt.checksums[block] for block in blocks]
+
+    def encode(checksums: list[str]) -> bytes:
+        return Receipt.encode(receipt.stamp, Receipt.static_part(layout, receipt.structure), checksums, values)
+
+    slots.write(receipt.stamp, layout, fill, encode)
+
+
+def _blocks_of(whole: Layout, reduced: Layout) -> list[int]:
+    """Returns for each block of a reduced layout its number in the whole one. Both divide a chunk alike."""
+    first, block = {}, 0
+    for chunk in whole.chunks:
+        first[chunk.name, chunk.offsets, chunk.sizes] = block
+        block += chunk.block_count
+    numbers: list[int] = []
+    for chunk in reduced.chunks:
+        start = first[chunk.name, chunk.offsets, chunk.sizes]
+        numbers += range(start, start + chunk.block_count)
+    return numbers
+
+
+def _read(shard: OpenShard, places: dict[int, memoryview], take: Callable[[int], object]) -> None:
+    reader, sink, layout = ShardReader(shard), _Places(places), shard.receipt.layout
+    for run in consecutive_runs(layout, sorted(places)):
+        take(sum(len(places[block]) for block in run))
+        for block in reader.read(run, sink):
+            if reader.read([block], sink):  # once more: it may have been damaged on the way only
+                raise shard.corruption(block)
+
+
+class _Places(NullSink):
+    """Puts each block where it belongs in the copy."""
+
+    def __init__(self, places: dict[int, memoryview]) -> None:
+        self._places = places
+
+    def place(self, block: int) -> memoryview | None:
+        return self._places[block]

@@ -1,0 +1,136 @@
+"""Places of copies: any one domain may be lost, and the nodes that are left hold each tensor of a node-safe step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rekindle.format.layout import Chunk, Layout
+from rekindle.memory.local_state import LocalStatePlan
+from rekindle.memory.nodes import Node, Nodes
+from rekindle.peers.unique import ranks_apart, unique_chunks
+
+Content = tuple[str, int]
+"""A tensor's name, and what tells its bytes from others: its group of replicas, or the one rank that has them."""
+
+
+class Tensor(NamedTuple):
+    """One global tensor, of which each rank holds the row of its group."""
+
+    name: str
+    groups: list[int]
+    """Group of each rank: those of one hold the same bytes."""
+    own: bool
+    """True if each rank may have bytes of its own."""
+    kept: bool
+    """True if local states hold it, so that no other rank counts on its replicas."""
+
+    def chunk(self, rank: int) -> Chunk:
+        shape = (max(self.groups) + 1, 4)
+        return Chunk(self.name, "uint8", shape, (self.groups[rank], 0), (1, 4), own=self.own)
+
+    def content(self, rank: int) -> Content:
+        return self.name, -1 - rank if self.own or self.kept else self.groups[rank]
+
+
+class Job(NamedTuple):
+    """A job on several nodes, all of which hold one step."""
+
+    nodes: list[Node]
+    tensors: list[Tensor]
+
+    def plan(self, rank: int) -> tuple[Layout, LocalStatePlan]:
+        layout = Layout.build(tensor.chunk(rank) for tensor in self.tensors)
+        blocks = [number for number, tensor in enumerate(self.tensors) if tensor.kept]
+        replicas = {
+            tensor.name: [other for other, group in enumerate(tensor.groups) if group == tensor.groups[rank]]
+            for tensor in self.tensors
+        }
+        return layout, LocalStatePlan(layout, None, b"", blocks, replicas, "", 4 * len(blocks))
+
+    def partner(self, number: int) -> Node:
+        return self.nodes[Nodes("a" * 16, 1, b"", number, self.nodes).partner]
+
+    def copied(self, node: Node) -> dict[Content, list[int]]:
+        """What its partner copies of a node, and the ranks that have it there."""
+        apart, found = ranks_apart(self.nodes, node), dict[Content, list[int]]()
+        for rank in node.ranks:
+            names = {chunk.name for chunk in unique_chunks(*self.plan(rank), apart)}
+            for tensor in self.tensors:
+                if tensor.name in names:
+                    found.setdefault(tensor.content(rank), []).append(rank)
+        return found
+
+    def holds(self, node: Node) -> set[Content]:
+        return {tensor.content(rank) for rank in node.ranks for tensor in self.tensors}
+
+    def domains(self) -> dict[str, list[Node]]:
+        """What fails together; a node without a domain alone."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            found.setdefault(node.domain or f"only {node.name}", []).append(node)
+        return found
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    domains = draw(st.lists(st.sampled_from(["", "left", "right", "third"]), min_size=2, max_size=9))
+    each = draw(st.integers(1, 3))
+    places = draw(st.permutations(range(len(domains))))  # a launcher numbers nodes as it likes
+    made = [
+        Node(f"n{number}", "h", 1, list(range(place * each, (place + 1) * each)), domain)
+        for number, (domain, place) in enumerate(zip(domains, places, strict=True))
+    ]
+    world = each * len(made)
+    groups = st.lists(st.integers(0, 3), min_size=world, max_size=world)
+    tensors = [
+        Tensor(f"t{number}", draw(groups), draw(st.booleans()), draw(st.booleans()))
+        for number in range(draw(st.integers(1, 3)))
+    ]
+    return Job(sorted(made, key=lambda node: (node.domain, node.name)), tensors)
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs())
+def test_each_tensor_outlives_the_loss_of_any_domain(job: Job) -> None:
+    """Of up to half of the nodes: of more than that some would have to copy from each other."""
+    for lost in job.domains().values():
+        if len(lost) > len(job.nodes) // 2:
+            continue
+        left = set[Content]()
+        for number, node in enumerate(job.nodes):
+            left |= set() if node in lost else job.holds(node)
+            left |= set() if job.partner(number) in lost else job.copied(node).keys()
+        for node in lost:
+            assert job.holds(node) <= left
+
+
+@settings(max_examples=50, deadline=None)
+@given(jobs())
+def test_nothing_is_copied_that_another_domain_holds(job: Job) -> None:
+    for node in job.nodes:
+        for content in job.copied(node):
+            others = [other for other in job.nodes if not set(other.ranks) - ranks_apart(job.nodes, node)]
+            assert all(content not in job.holds(other) for other in others)
+
+
+def test_sixteen_thousand_ranks_have_their_places() -> None:
+    """In racks of 16 nodes. With HSDP's replicas in each rack only the small states are copied."""
+    nodes = [
+        Node(f"n{number:04}", "h", 1, list(range(8 * number, 8 * number + 8)), f"rack{number // 16:03}")
+        for number in range(2048)
+    ]
+    racks = [node.domain for node in nodes]
+    tensor = Tensor("w", [rank % 128 for rank in range(16_384)], own=False, kept=False)
+    job = Job(nodes, [tensor, tensor._replace(name="own", own=True)])
+    for number in (0, 1023, 2047):
+        assert job.partner(number).domain != racks[number]
+        assert job.copied(nodes[number]).keys() == {("own", -1 - rank) for rank in nodes[number].ranks}
+    sharded = job._replace(tensors=[tensor._replace(groups=list(range(16_384)))])
+    assert len(sharded.copied(nodes[7])) == 8
+    alone = [replace(node, domain="") for node in nodes]
+    assert len(ranks_apart(alone, alone[7])) == 16_376
+    assert len(ranks_apart(nodes, nodes[7])) == 16_384 - 128
