@@ -23,11 +23,11 @@ _DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 def _samples(count: int) -> list[float]:
     """Seconds from the death of a rank until the last rank of another node is told of it."""
-    from tests.agent.lab import Lab
+    from tests.agent.agents import Agents
 
     found, chances = [], random.Random(0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        lab = Lab(Path(place), _NODES)
+        lab = Agents(Path(place), _NODES)
         try:
             for number in range(count):
                 ranks = lab.begin(_NODES)

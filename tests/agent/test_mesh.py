@@ -8,22 +8,25 @@ from collections.abc import Iterator
 
 import pytest
 
+from rekindle.format.lineage import Incarnation
 from rekindle.memory.fault import Fault
+from rekindle.memory.job import JobInfo
 from rekindle.peers.wire import Credentials, WireError, connect
-from tests.agent.lab import Lab, Rank
+from rekindle.session.nodes import read_address
+from tests.agent.agents import Agents, Rank
 from tests.faults.harness import wait_for
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    made = Lab(tmp_path_factory.mktemp("nodes"), 3)
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
+    made = Agents(tmp_path_factory.mktemp("nodes"), 3)
     yield made
     made.close()
 
 
-def culprits(lab: Lab, count: int) -> list[tuple[str, int]]:
+def culprits(agents: Agents, count: int) -> list[tuple[str, int]]:
     """The cause and the rank in each node's record of the fault."""
-    faults = [host.fault() for host in lab.hosts[:count]]
+    faults = [host.fault() for host in agents.hosts[:count]]
     return [("", -1) if fault is None else (cause_of(fault), fault.rank) for fault in faults]
 
 
@@ -38,39 +41,39 @@ def step(ranks: list[Rank], number: int) -> None:
         rank.page.write()
 
 
-def test_a_death_is_known_on_all_nodes_at_once_and_by_one_name(lab: Lab) -> None:
-    ranks = lab.begin(3)
+def test_a_death_is_known_on_all_nodes_at_once_and_by_one_name(agents: Agents) -> None:
+    ranks = agents.begin(3)
     killed = ranks[1].kill()
     for rank in (ranks[0], ranks[2]):
         told, fault = rank.fault()
         assert fault.what.startswith("rank 1 was killed by ") and cause_of(fault) == "signal"
         assert told - killed < 1.0, "50 ms on a machine that is not busy"
         assert killed - 0.1 < fault.noticed <= told, "its time is by this node's clock"
-    wait_for(lambda: culprits(lab, 3) == [("signal", 1)] * 3)
+    wait_for(lambda: culprits(agents, 3) == [("signal", 1)] * 3)
 
 
-def test_all_nodes_tell_what_they_know_of_all(lab: Lab) -> None:
-    ranks = lab.begin(2)
+def test_all_nodes_tell_what_they_know_of_all(agents: Agents) -> None:
+    ranks = agents.begin(2)
     step(ranks, 17)
-    wait_for(lambda: [node["steps"] for node in lab.hosts[0].nodes()] == [{"0": 17}, {"1": 17}])
-    here, there = lab.hosts[1].nodes()[1], lab.hosts[1].nodes()[0]
+    wait_for(lambda: [node["steps"] for node in agents.hosts[0].nodes()] == [{"0": 17}, {"1": 17}])
+    here, there = agents.hosts[1].nodes()[1], agents.hosts[1].nodes()[0]
     assert (here["name"], here["state"], here["ranks"]) == ("n1", "here", [1])
     assert (there["name"], there["state"], there["ranks"]) == ("n0", "there", [0]) and there["seconds"] < 1
 
 
-def test_an_exception_that_follows_from_a_death_elsewhere_is_not_its_cause(lab: Lab) -> None:
-    ranks = lab.begin(2)
-    lab.hosts[1].signal_agent(signal.SIGSTOP)  # it notices the death later than the other node the exception
+def test_an_exception_that_follows_from_a_death_elsewhere_is_not_its_cause(agents: Agents) -> None:
+    ranks = agents.begin(2)
+    agents.hosts[1].signal_agent(signal.SIGSTOP)  # it notices the death later than the other node the exception
     ranks[1].kill()
     ranks[0].raises("RuntimeError: Connection closed by peer")
-    lab.hosts[1].signal_agent(signal.SIGCONT)
-    wait_for(lambda: culprits(lab, 2) == [("signal", 1)] * 2, what="one culprit on both nodes")
+    agents.hosts[1].signal_agent(signal.SIGCONT)
+    wait_for(lambda: culprits(agents, 2) == [("signal", 1)] * 2, what="one culprit on both nodes")
 
 
-def test_ranks_too_are_told_of_the_death_that_their_exception_follows_from(lab: Lab) -> None:
+def test_ranks_too_are_told_of_the_death_that_their_exception_follows_from(agents: Agents) -> None:
     told = []
     for _ in range(5):  # the answer of a node that gets no processor for long comes too late for them
-        ranks = lab.begin(2)
+        ranks = agents.begin(2)
         ranks[1].kill()
         ranks[0].raises("RuntimeError: Connection closed by peer")
         told.append(cause_of(ranks[0].fault()[1]))
@@ -79,15 +82,15 @@ def test_ranks_too_are_told_of_the_death_that_their_exception_follows_from(lab: 
     raise AssertionError(told)
 
 
-def test_of_two_exceptions_that_of_a_collective_is_not_the_cause(lab: Lab) -> None:
-    ranks = lab.begin(2)
+def test_of_two_exceptions_that_of_a_collective_is_not_the_cause(agents: Agents) -> None:
+    ranks = agents.begin(2)
     ranks[0].raises("RuntimeError: [gloo] Connection closed by peer")
     ranks[1].raises("ValueError: odd")
-    wait_for(lambda: culprits(lab, 2) == [("exception", 1)] * 2)
+    wait_for(lambda: culprits(agents, 2) == [("exception", 1)] * 2)
 
 
-def test_a_hang_is_judged_once_and_each_node_reports_its_ranks(lab: Lab) -> None:
-    ranks = lab.begin(2, floor=0.0)
+def test_a_hang_is_judged_once_and_each_node_reports_its_ranks(agents: Agents) -> None:
+    ranks = agents.begin(2, floor=0.0)
     step(ranks, 7)
     step(ranks[:1], 8)
     for rank in ranks:
@@ -98,66 +101,98 @@ def test_a_hang_is_judged_once_and_each_node_reports_its_ranks(lab: Lab) -> None
     for rank in ranks:
         rank.process.wait(60)  # the agent ends it
     assert len({rank.fault()[1].at for rank in ranks}) == 1, "one agent has judged"
-    reports = [lab.root / f"hang-{lab.generation}-step-7" / f"report-n{number}.txt" for number in (0, 1)]
+    reports = [agents.root / f"hang-{agents.generation}-step-7" / f"report-n{number}.txt" for number in (0, 1)]
     for report, own, other in zip(reports, "01", "10", strict=True):
         wait_for(report.exists)
         assert f"== rank {own} ==" in report.read_text() and f"== rank {other} ==" not in report.read_text()
 
 
-def test_an_agent_that_is_killed_is_no_loss_and_the_next_one_takes_its_place(lab: Lab) -> None:
-    ranks = lab.begin(2)
-    port = lab.hosts[1].port()
-    lab.hosts[1].signal_agent(signal.SIGKILL)
-    wait_for(lambda: lab.hosts[0].state(1) == "agent gone")
-    lab.hosts[1].run_agent()
-    assert lab.hosts[1].port() == port
-    wait_for(lambda: lab.hosts[0].state(1) == "there" and lab.hosts[1].state(0) == "there")
-    assert culprits(lab, 2) == [("", -1)] * 2
+def test_an_agent_that_is_killed_is_no_loss_and_the_next_one_takes_its_place(agents: Agents) -> None:
+    ranks = agents.begin(2)
+    port = agents.hosts[1].port()
+    agents.hosts[1].signal_agent(signal.SIGKILL)
+    wait_for(lambda: agents.hosts[0].state(1) == "agent gone")
+    agents.hosts[1].run_agent()
+    assert agents.hosts[1].port() == port
+    wait_for(lambda: agents.hosts[0].state(1) == "there" and agents.hosts[1].state(0) == "there")
+    assert culprits(agents, 2) == [("", -1)] * 2
     ranks[0].raises("ValueError: odd")
     assert ranks[1].fault()[1].what == "rank 0 raised ValueError: odd"
 
 
-def test_an_agent_that_stands_still_for_a_while_is_no_loss(lab: Lab) -> None:
-    ranks = lab.begin(2, floor=0.0)
+def test_an_agent_that_stands_still_for_a_while_is_no_loss(agents: Agents) -> None:
+    ranks = agents.begin(2, floor=0.0)
     step(ranks, 3)
-    wait_for(lambda: [node["steps"] for node in lab.hosts[0].nodes()] == [{"0": 3}, {"1": 3}])
-    lab.hosts[1].signal_agent(signal.SIGSTOP)
-    wait_for(lambda: lab.hosts[0].state(1) == "silent")
-    wait_for(lambda: lab.hosts[0].nodes()[1]["seconds"] > 2.5, what="longer than a rank may be silent")
-    lab.hosts[1].signal_agent(signal.SIGCONT)
-    wait_for(lambda: lab.hosts[0].state(1) == "there")
+    wait_for(lambda: [node["steps"] for node in agents.hosts[0].nodes()] == [{"0": 3}, {"1": 3}])
+    agents.hosts[1].signal_agent(signal.SIGSTOP)
+    wait_for(lambda: agents.hosts[0].state(1) == "silent")
+    wait_for(lambda: agents.hosts[0].nodes()[1]["seconds"] > 2.5, what="longer than a rank may be silent")
+    agents.hosts[1].signal_agent(signal.SIGCONT)
+    wait_for(lambda: agents.hosts[0].state(1) == "there")
     step(ranks, 4)
-    assert "node n1 (rank 1) is silent" in lab.hosts[0].log() and "node n1 (rank 1) is back" in lab.hosts[0].log()
-    assert culprits(lab, 2) == [("", -1)] * 2 and not ranks[0].faults(), "nor do ranks hang that waited for it"
+    assert "node n1 (rank 1) is silent" in agents.hosts[0].log() and "node n1 (rank 1) is back" in agents.hosts[0].log()
+    assert culprits(agents, 2) == [("", -1)] * 2 and not ranks[0].faults(), "nor do ranks hang that waited for it"
 
 
-def test_a_node_that_is_lost_is_the_cause_of_what_follows(lab: Lab) -> None:
-    ranks = lab.begin(2)
+def test_a_node_that_is_lost_is_the_cause_of_what_follows(agents: Agents) -> None:
+    ranks = agents.begin(2)
     step(ranks, 5)
-    lab.hosts[1].signal_agent(signal.SIGKILL)
+    agents.hosts[1].signal_agent(signal.SIGKILL)
     ranks[1].kill()
     ranks[0].raises("RuntimeError: Connection closed by peer")
     assert ranks[0].fault()[1].cause in ("exception", "lost"), "nobody has to wait for the judgement"
-    wait_for(lambda: culprits(lab, 1) == [("lost", 1)], what="the right culprit")
+    wait_for(lambda: culprits(agents, 1) == [("lost", 1)], what="the right culprit")
 
 
-def test_agents_of_another_start_are_refused(lab: Lab) -> None:
-    lab.begin(2)
-    before, port = lab.nodes[1], lab.hosts[0].port()
-    lab.begin(2)
-    assert lab.hosts[0].port() == port, "agents go on listening"
-    for secret, start in ((before.secret, before.start), (before.secret, lab.nodes[1].start)):
+def test_agents_of_another_start_are_refused(agents: Agents) -> None:
+    agents.begin(2)
+    before, port = agents.nodes[1], agents.hosts[0].port()
+    agents.begin(2)
+    assert agents.hosts[0].port() == port, "agents go on listening"
+    for secret, start in ((before.secret, before.start), (before.secret, agents.nodes[1].start)):
         with pytest.raises((WireError, ConnectionError)):
-            connect(lab.hosts[0].address, port, Credentials(secret, start, "n1"), 30.0)
+            connect(agents.hosts[0].address, port, Credentials(secret, start, "n1"), 30.0)
+
+
+def test_an_agent_that_cannot_listen_says_so_and_tries_again_at_the_next_start(agents: Agents) -> None:
+    agents.end()
+    host = agents.hosts[0]
+
+    def begin(address: str) -> str:
+        start = Incarnation.begin(9).id
+        host.job.write_job(JobInfo(str(agents.root), [0], 1, 2, None, 600.0, start=start, host=address))
+        return start
+
+    assert host.trainer.held() or host.trainer.acquire(10.0)
+    if host.agent is None or host.agent.poll() is not None:
+        host.run_agent()
+    nowhere = "192.0.2.1"  # an address of no host
+    start = begin(nowhere)
+    wait_for(lambda: read_address(host.job, nowhere, start) == (nowhere, 0))
+    assert read_address(host.job, nowhere, Incarnation.begin(9).id) is None
+    start = begin(host.address)
+    assert wait_for(lambda: read_address(host.job, host.address, start))[1] > 0
 
 
 @pytest.mark.campaign
-def test_a_node_that_nobody_hears_is_lost_once_patience_is_over(lab: Lab) -> None:
-    ranks = lab.begin(3)
-    lab.hosts[2].signal_agent(signal.SIGSTOP)
+def test_a_node_that_nobody_hears_is_lost_once_patience_is_over(agents: Agents) -> None:
+    ranks = agents.begin(3)
+    agents.hosts[2].signal_agent(signal.SIGSTOP)
     stopped = time.monotonic()
     for rank in ranks[:2]:
         told, fault = rank.fault()
         assert (fault.cause, fault.rank) == ("lost", 2) and told - stopped > 9
         assert fault.what.startswith("node n2 (rank 2) is lost: no sign of it for 1")
-    lab.hosts[2].signal_agent(signal.SIGCONT)
+    agents.hosts[2].signal_agent(signal.SIGCONT)
+
+
+@pytest.mark.campaign(seconds=30)
+def test_agents_keep_no_threads_and_no_files_of_the_starts_before(agents: Agents) -> None:
+    agents.end()
+    one, other = agents.hosts[:2]
+    held: list[int] = []
+    for _ in range(100):
+        agents.meet(2)
+        wait_for(lambda: "there" in (one.state(1), other.state(0)), what="a link")  # the second one takes a second
+        held.append(max(one.held(), other.held()))
+    wait_for(lambda: max(one.held(), other.held()) < max(held[:10]) + 10, what=f"no more than at first: {held}")

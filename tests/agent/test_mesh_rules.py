@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 from rekindle.agent.beat import Beat, Page
 from rekindle.agent.hang import HangWatch
-from rekindle.agent.mesh import Mesh
+from rekindle.agent.mesh import VERBS, Mesh
 from rekindle.agent.monitor import RankMonitor
 from rekindle.agent.others import Others
 from rekindle.format.lineage import Incarnation
@@ -26,7 +28,7 @@ from rekindle.memory.lock import Lock
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.status import DONE, STABLE, TRAINING, Status
 from rekindle.peers.membership import BEAT_EVERY
-from rekindle.peers.server import PeerServer, listen
+from rekindle.peers.server import Handler, PeerServer, listen
 from rekindle.peers.wire import Credentials, Link
 
 NEWS = Fault("signal", 1, 1, 7, "rank 1 was killed by SIGKILL")
@@ -55,14 +57,39 @@ class Node0:
     def write_job(self, start: str) -> None:
         self.job.write_job(JobInfo(str(self.job.path), [0], self.count, 2, None, 600.0, start=start, host="127.0.0.1"))
 
-    def join(self, ports: dict[int, int] | None = None) -> Mesh:
+    def join(self, ports: dict[int, int] | None = None, own: int = 0) -> Mesh:
         port = self.mute.getsockname()[1]
         nodes = [Node(f"n{n}", "127.0.0.1", (ports or {}).get(n, port), [n]) for n in range(self.count)]
-        self.nodes = Nodes(self.start, 1, os.urandom(32), 0, nodes)
+        self.nodes = Nodes(self.start, 1, os.urandom(32), own, nodes)
         info = self.job.read_job()
         assert info is not None
         self.monitor.others = mesh = Mesh(self.nodes, self.monitor, lambda: -1, info)
         return mesh
+
+    def serve(self, listener: socket.socket, number: int, handle: Handler) -> PeerServer:
+        """Serves as the agent of another node."""
+        credentials = Credentials(self.nodes.secret, self.nodes.start, f"n{number}")
+        server = PeerServer(listener, lambda: credentials, dict.fromkeys(VERBS, handle))
+        server.start()
+        return server
+
+    @contextmanager
+    def telling(self, number: int) -> Iterator[tuple[Mesh, Queue[dict[str, Any]]]]:
+        """Gives the mesh, and what it tells another node."""
+        told: Queue[dict[str, Any]] = Queue()
+
+        def keep(link: Link, message: dict[str, Any]) -> dict[str, Any]:
+            told.put(message)
+            return {}
+
+        listener = listen("127.0.0.1", 0)
+        mesh = self.join({number: listener.getsockname()[1]})
+        server = self.serve(listener, number, keep)
+        try:
+            yield mesh, told
+        finally:
+            mesh.close()
+            server.close()
 
     def let_pass(self, mesh: Mesh, seconds: float) -> None:
         """Has the mesh see so many seconds pass, in which no beat comes."""
@@ -73,10 +100,12 @@ class Node0:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    def run(check: Callable[[Node0], None], count: int = 2) -> None:
+    def run(check: Callable[[Node0], Awaitable[None] | None], count: int = 2) -> None:
         async def main() -> None:
             with ExitStack() as stack:
-                check(Node0(tmp_path, stack, count))
+                more = check(Node0(tmp_path, stack, count))
+                if more is not None:
+                    await more
 
         asyncio.run(main())
 
@@ -141,44 +170,83 @@ def test_late_news_do_not_strike_the_next_start(run: Callable[..., None], *, ove
 
 
 def test_a_pause_is_told_to_nodes_that_do_not_hear_the_one_that_pauses(run: Callable[..., None]) -> None:
-    told: Queue[dict[str, Any]] = Queue()
-
     def check(node: Node0) -> None:
-        def keep(link: Link, message: dict[str, Any]) -> dict[str, Any]:
-            told.put(message)
-            return {}
-
-        listener = listen("127.0.0.1", 0)
-        mesh = node.join({1: listener.getsockname()[1]})
-        nodes = node.nodes
-        server = PeerServer(listener, lambda: Credentials(nodes.secret, nodes.start, "n1"), {"beat": keep})
-        server.start()
-        try:
+        with node.telling(1) as (mesh, told):
             at = time.monotonic()
             hear(mesh, 19, Beat(paused_at=at))  # node 1 is no neighbour of node 19 in a job of 20
             hear(mesh, 1, Beat(paused_at=at + 0.1))  # an echo
             assert mesh._paused_at == at
             mesh.tick(node.now)
             assert 0.0 <= told.get(timeout=30.0)["paused"] < 30.0
-        finally:
-            mesh.close()
-            server.close()
 
     run(check, 20)
 
 
-class Told(Others):
-    """Nodes of which these pages are known."""
+def test_a_fault_is_told_to_nodes_that_do_not_hear_the_one_that_has_it(run: Callable[..., None]) -> None:
+    """Nobody there would ask: a notice makes no rank fail."""
 
-    def __init__(self, pages: dict[int, Page]) -> None:
-        self._pages = pages
+    def check(node: Node0) -> None:
+        with node.telling(1) as (mesh, told):
+            mesh._hear_fault(replace(NEWS, cause="notice"))
+            assert told.get(timeout=30.0)["fault"]["cause"] == "notice"
+
+    run(check, 20)
+
+
+def test_a_node_that_is_asked_names_the_fault_that_its_ranks_are_dying_of(run: Callable[..., None]) -> None:
+    async def check(node: Node0) -> None:
+        listener = listen("127.0.0.1", 0)
+        mesh = node.join({1: listener.getsockname()[1]})
+        there = RankMonitor(node.job, lambda on: None)
+        there.others = asked = Mesh(replace(node.nodes, own=1), there, lambda: -1)
+        server = node.serve(listener, 1, asked.handle)
+        try:
+            assert there.hear(NEWS)
+            hear(mesh, 1, Beat())
+            node.let_pass(mesh, BEAT_EVERY)
+            for _ in range(10):  # on a busy machine the answer may come too late
+                found = await mesh.ask(60.0)
+                if found:
+                    break
+            assert [fault.what for fault in found] == [NEWS.what]
+        finally:
+            mesh.close()
+            asked.close()
+            await asyncio.to_thread(server.close)
+
+    run(check)
+
+
+def test_the_first_of_the_nodes_that_are_heard_is_the_one_to_judge(run: Callable[..., None]) -> None:
+    def check(node: Node0) -> None:
+        mesh = node.join(own=1)
+        for other, judges in ((2, True), (0, False)):
+            hear(mesh, other, Beat())
+            node.let_pass(mesh, BEAT_EVERY)
+            assert mesh.judges() is judges
+        node.let_pass(mesh, 1.5)
+        assert mesh.status()[0]["state"] == "silent" and mesh.judges()
+        mesh.close()
+
+    run(check, 3)
+
+
+class Told(Others):
+    """Nodes of which these pages are known, and which leave the judgement to this one, or don't."""
+
+    def __init__(self, pages: dict[int, Page], *, judges: bool = True) -> None:
+        self._pages, self._judges = pages, judges
+
+    def judges(self) -> bool:
+        return self._judges
 
     def pages(self) -> dict[int, Page]:
         return self._pages
 
 
 def test_a_rank_that_has_ended_its_training_is_not_the_one_that_hangs(tmp_path: Path) -> None:
-    others = Told({0: page(7, 5.0, DONE), 1: page(7, 4.0)})
-    fault = HangWatch(JobDir(tmp_path)).check(time.monotonic(), {}, others)
+    pages = {0: page(7, 5.0, DONE), 1: page(7, 4.0)}
+    assert HangWatch(JobDir(tmp_path)).check(time.monotonic(), {}, Told(pages, judges=False)) is None
+    fault = HangWatch(JobDir(tmp_path)).check(time.monotonic(), {}, Told(pages))
     assert fault is not None and fault.what.startswith("rank 1 hangs")
     assert "rank 0: after step 7" in fault.detail

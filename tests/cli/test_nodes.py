@@ -33,7 +33,7 @@ from rekindle.storage.catalog import MEMORY, PEER, STORAGE, copies_from
 from rekindle.storage.listing import ListedCopy
 from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
-from tests.agent.lab import Lab
+from tests.agent.agents import Agents
 from tests.conftest import commit
 from tests.faults.harness import wait_for
 from tests.stored import job_in, remember
@@ -115,22 +115,22 @@ def test_the_tables_fit_the_terminal(columns: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    made = Lab(tmp_path_factory.mktemp("nodes"), 2)
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
+    made = Agents(tmp_path_factory.mktemp("nodes"), 2)
     yield made
     made.close()
 
 
-def problem(lab: Lab) -> str:
-    return str(job_status(lab.hosts[0].job)["problem"])
+def problem(agents: Agents) -> str:
+    return str(job_status(agents.hosts[0].job)["problem"])
 
 
-def test_each_node_shows_the_whole_job(lab: Lab) -> None:
-    for rank in lab.begin(2):
+def test_each_node_shows_the_whole_job(agents: Agents) -> None:
+    for rank in agents.begin(2):
         rank.page.step, rank.page.snapshot, rank.page.progress = 17, 16, time.monotonic_ns()
         rank.page.note = b"epoch %d" % rank.number
         rank.page.write()
-    for host in lab.hosts:
+    for host in agents.hosts:
         found = wait_for(
             lambda host=host: (
                 (seen := job_status(host.job))["ranks"].get(1 - host.number, {}).get("step") == 17 and seen
@@ -143,29 +143,29 @@ def test_each_node_shows_the_whole_job(lab: Lab) -> None:
         assert found["trainers"] == {host.number: os.getpid()} and found["problem"] is None
 
 
-def test_a_node_that_falls_silent_is_named_and_one_without_an_agent_too(lab: Lab) -> None:
-    lab.begin(2)
-    assert problem(lab) == "None"
-    lab.hosts[1].signal_agent(signal.SIGSTOP)
-    wait_for(lambda: "node n1 (rank 1) is silent: last heard " in problem(lab), what="a word on the silent node")
-    lab.hosts[1].signal_agent(signal.SIGCONT)
-    wait_for(lambda: problem(lab) == "None", what="its return")
-    lab.hosts[1].signal_agent(signal.SIGKILL)
-    wait_for(lambda: "node n1 (rank 1) has no agent: last heard " in problem(lab), what="a word on the agent")
-    assert lab.hosts[0].fault() is None
+def test_a_node_that_falls_silent_is_named_and_one_without_an_agent_too(agents: Agents) -> None:
+    agents.begin(2)
+    assert problem(agents) == "None"
+    agents.hosts[1].signal_agent(signal.SIGSTOP)
+    wait_for(lambda: "node n1 (rank 1) is silent: last heard " in problem(agents), what="a word on the silent node")
+    agents.hosts[1].signal_agent(signal.SIGCONT)
+    wait_for(lambda: problem(agents) == "None", what="its return")
+    agents.hosts[1].signal_agent(signal.SIGKILL)
+    wait_for(lambda: "node n1 (rank 1) has no agent: last heard " in problem(agents), what="a word on the agent")
+    assert agents.hosts[0].fault() is None
 
 
 def test_stop_ends_a_job_on_all_of_its_nodes_and_on_none_while_one_trains(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, 3)
+    agents = Agents(tmp_path, 3)
     try:
-        lab.begin(3)
-        lab.end()
-        start = Incarnation(lab.generation, lab.nodes[0].start)
-        for host in lab.hosts:
+        agents.begin(3)
+        agents.end()
+        start = Incarnation(agents.generation, agents.nodes[0].start)
+        for host in agents.hosts:
             stamp = ShardId(7, host.number, 3, start)
             with closing(Slots(host.job, host.number, 3, [host.number])) as slots:
                 commit(slots, *make_shard(stamp, {f"x{host.number}": b"%d" % host.number}))
-        one, other, third = lab.hosts
+        one, other, third = agents.hosts
         one.trainer.release()
         third.trainer.release()
         with pytest.raises(BusyError, match=rf"other nodes: node n1 \(rank 1\) by processes {os.getpid()}: end them"):
@@ -175,10 +175,10 @@ def test_stop_ends_a_job_on_all_of_its_nodes_and_on_none_while_one_trains(tmp_pa
         told = stop(one.job, 60.0, lambda progress: None)
         assert told == {"node n1 (rank 1)": "its agent has ended", "node n2 (rank 2)": "its agent has ended"}
         # An agent hears others no more a moment before the last of its files is removed.
-        wait_for(lambda: not any(host.job.path.exists() for host in lab.hosts))
-        assert [entry.stamp.step for entry in PosixStore(lab.root).published()] == [7]
+        wait_for(lambda: not any(host.job.path.exists() for host in agents.hosts))
+        assert [entry.stamp.step for entry in PosixStore(agents.root).published()] == [7]
     finally:
-        lab.close()
+        agents.close()
 
 
 def lone_node(place: Path) -> JobDir:
@@ -280,14 +280,14 @@ def rows_of(job: JobDir, safe: SafeStep | None = None, durable: tuple[int, ...] 
     return make_rows(listed, look_at_others(job), safe)
 
 
-def test_ls_shows_what_the_memory_of_all_nodes_holds(lab: Lab) -> None:
-    lab.begin(2)
-    start = Incarnation(lab.generation, lab.nodes[0].start)
+def test_ls_shows_what_the_memory_of_all_nodes_holds(agents: Agents) -> None:
+    agents.begin(2)
+    start = Incarnation(agents.generation, agents.nodes[0].start)
     for number, step in ((0, 7), (1, 7), (0, 8)):
         stamp = ShardId(step, number, 2, start, persist=False)
-        with closing(Slots(lab.hosts[number].job, number, 2, [number])) as slots:
+        with closing(Slots(agents.hosts[number].job, number, 2, [number])) as slots:
             commit(slots, *make_shard(stamp, {f"x{number}": b"%d" % step}))
-    rows = rows_of(lab.hosts[0].job, SafeStep(start.id, 7), durable=(7,))
+    rows = rows_of(agents.hosts[0].job, SafeStep(start.id, 7), durable=(7,))
     own = [row for row in rows if not (row.entry.copy.place == PEER and row.entry.copy.step == 8)]  # copies of rank 0's
     assert [(row.entry.copy.step, row.entry.copy.place, row.condition, row.durable) for row in own] == [
         *[(8, MEMORY, "complete", False), (7, MEMORY, "complete, node-safe", True)],
@@ -297,5 +297,5 @@ def test_ls_shows_what_the_memory_of_all_nodes_holds(lab: Lab) -> None:
     assert [row.nodes for row in own] == [["n0"], ["n0"], ["n1"], []] and own[2].entry.copy.ranks >= {1}
     shown = own[2].to_json()
     assert (shown["place"], shown["bytes"], shown["path"], shown["node_safe"]) == (PEER, None, None, True)
-    (there,) = (row for row in rows_of(lab.hosts[1].job) if row.entry.copy.step == 7 and row.entry.copy.place == PEER)
+    (there,) = (row for row in rows_of(agents.hosts[1].job) if row.entry.copy.step == 7 and row.entry.copy.place == PEER)
     assert there.nodes == ["n0"] and there.missing == [] and there.condition == "complete"

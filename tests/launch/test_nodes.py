@@ -21,8 +21,8 @@ import pytest
 
 from rekindle.errors import UsageError
 from rekindle.launch.meeting import SILENT_FOR, MeetingPoint
-from rekindle.launch.nodes import fit_settings, forget_defaults
 from rekindle.launch.places import VACANT_FOR, keep_places
+from rekindle.launch.rendezvous_settings import fit_settings, forget_defaults
 
 LONG = 150.0
 """Seconds that nothing here may take."""
@@ -92,7 +92,7 @@ def test_the_command_that_goes_on_meets_at_another_node(endpoint: list[str]) -> 
 
 
 class Node:
-    """A node's handler of the rendezvous. It joins in a thread, as a launcher would by itself."""
+    """A node's handler of the rendezvous "job". It joins in a thread, as a launcher would by itself."""
 
     def __init__(self, store: Any, least: int, most: int) -> None:
         from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
@@ -116,6 +116,12 @@ class Node:
     def _join(self) -> None:
         self.handler.next_rendezvous()
         self.joined.set()
+
+    def meet(self) -> None:
+        """Joins a round, and tells the others nothing after that."""
+        from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
+
+        self.handler._op_executor.run(torchs._RendezvousJoinOp(), time.monotonic() + LONG, self.handler._get_deadline)
 
     def lose(self) -> None:
         """Show no sign of life any more."""
@@ -243,9 +249,9 @@ class Nodes:
         self.script.write_text(f"echo $$ >> {self._begun}; exec cat {self._word}")
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, *options: str) -> subprocess.Popen[str]:
         """Starts one more. The first one has the store."""
-        command = [*RUN, f"--rdzv-endpoint=127.0.0.1:{self.port}", "sh", str(self.script)]
+        command = [*RUN, f"--rdzv-endpoint=127.0.0.1:{self.port}", *options, "sh", str(self.script)]
         self.started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
         until(self._store_is_there)
         return self.started[-1]
@@ -360,3 +366,20 @@ def test_a_spare_node_steps_in_and_one_that_is_not_needed_ends_well(job: Nodes) 
     assert [process.returncode for process in (with_store, *spares)] == [0, 0, 0], told
     assert sorted(len(lines) for lines in told) == [0, 1, 1], told
     assert any("this node was a spare, and was not needed" in lines[-1] for lines in told[1:] if lines), told
+
+
+@pytest.mark.campaign(seconds=25)
+def test_when_a_node_is_lost_just_after_all_have_met_the_others_meet_again(job: Nodes) -> None:
+    from torch.distributed import TCPStore
+
+    first = job.start("--rdzv-id=job")
+    Node(TCPStore("127.0.0.1", job.port, timeout=timedelta(seconds=LONG)), 2, 2).meet()
+    second = job.start("--rdzv-id=job")
+    until(lambda: len(job.ranks) == 2)
+    job.finish()
+    told = [said(process) for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [0, 0], told
+    assert told == [
+        [f"rekindle: a node was lost just after all had met at 127.0.0.1:{job.port}: the others meet again"],
+        [],
+    ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +12,11 @@ from typing import Any
 
 import pytest
 
-from rekindle.format.layout import Chunk, Layout
-from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.format.receipt import Receipt, checksum
+from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.memory.local_state import LocalFiles, LocalStateWriter, padded, read_local_bytes, read_local_files
-from rekindle.memory.nodes import Node, Nodes
+from rekindle.memory.local_state import LocalFiles, read_local_bytes, read_local_files
 from rekindle.memory.rebuild import rebuild
 from rekindle.memory.slots import Slots
-from rekindle.peers import local_state_sender
 from rekindle.peers.local_state_sender import LocalStateSender
 from rekindle.peers.local_states import (
     MOST,
@@ -30,34 +26,9 @@ from rekindle.peers.local_states import (
     take_kept_local_state,
 )
 from rekindle.peers.memory import PeerMemory
-from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.wire import WireError, call
-from tests.conftest import commit
-from tests.peers.peer import FIRST, HOST, SECRET, START, far_job, link_to, serving, wait_until
-
-SECOND = Incarnation(2, "b" * 16, FIRST.id, 3)
-"""A start that has gone on from step 3."""
-LAYOUT = Layout.build([Chunk("buffer", "uint8", (5,), (0,), (5,)), Chunk("weight", "float32", (4,), (0,), (4,))])
-STRUCTURE = {"m": {"buffer": {"$tensor": "buffer"}, "weight": {"$tensor": "weight"}}}
-REPLICAS = {"weight": [0, 1]}
-WORLD = 8
-
-
-class Rank:
-    """A rank that trains, as far as its local states go: two tensors, one of which it alone has."""
-
-    def __init__(self, job: JobDir, rank: int = 0, start: Incarnation = FIRST, *, before_update: bool = False) -> None:
-        self.rank, self.start = rank, start
-        self.writer = LocalStateWriter(job, rank, before_update=before_update)
-        static = Receipt.static_part(LAYOUT, STRUCTURE)
-        self.writer.set_plan(self.stamp(0), static, [1], REPLICAS)
-
-    def stamp(self, step: int) -> ShardId:
-        return ShardId(step, self.rank, WORLD, self.start, False)
-
-    def put(self, step: int, values: tuple[int, ...] = (), buffer: bytes = b"mine.") -> None:
-        body = memoryview(buffer.ljust(padded(5), b"\0"))
-        self.writer.write(self.stamp(step), json.dumps(values).encode(), body)
+from tests.peers.peer import HOST, far_job, link_to, serving, wait_until
+from tests.peers.two_nodes import SECOND, WORLD, Rank, keeping, put_whole, two_nodes
 
 
 @pytest.fixture
@@ -70,18 +41,6 @@ def near(memory: Path) -> JobDir:
     job = JobDir.of("/somewhere/run", memory_base(memory / "near"))
     job.create()
     return job
-
-
-def two_nodes(port: int, own: int = 0) -> Nodes:
-    """Rank 0 on node near, which is this one, and rank 1 on node far, which listens on ``port``."""
-    return Nodes(START, 2, SECRET, own, [Node("near", HOST, 1, [0]), Node("far", HOST, port, [1])])
-
-
-@contextmanager
-def keeping(far: JobDir, at: int = 0) -> Iterator[int]:
-    """The agent of node far. Gives its port."""
-    with serving({**local_state_handlers(far, lambda: two_nodes(0, own=1)), **snapshot_handlers(far)}, at) as port:
-        yield port
 
 
 @contextmanager
@@ -193,21 +152,34 @@ def test_all_is_sent_again_to_an_agent_that_follows_a_dead_one(near: JobDir, far
     assert read_local_bytes(far.others, 0) == read_local_bytes(near.paths, 0)
 
 
-def test_a_partner_that_does_not_answer_for_long_is_asked_as_often_as_at_first(
-    near: JobDir, far: JobDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Pauses(threading.Event):
+    """Notes for how long it is waited for, and waits for less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seen.append(timeout or 0.0)
+        return super().wait(0.01)
+
+
+def test_a_partner_that_does_not_answer_for_long_is_asked_as_often_as_at_first(near: JobDir, far: JobDir) -> None:
     """The steps that are made until it is asked again are lost with this node."""
-    monkeypatch.setattr(local_state_sender, "_RETRY", 0.01)
     Rank(near).put(1)
     with socket.create_server((HOST, 0)) as deaf:
         port = deaf.getsockname()[1]
         deaf.settimeout(60)
-        with sending(near, port):
-            for _ in range(8):
-                deaf.accept()[0].close()
-            deaf.close()
-            with keeping(far, port):
-                wait_until(lambda: kept(far) == (1, 1))
+        sender = LocalStateSender(near, two_nodes(port))
+        sender._closed = pauses = Pauses()
+        sender.start()
+        for _ in range(8):
+            deaf.accept()[0].close()
+        deaf.close()
+        with keeping(far, port):
+            wait_until(lambda: kept(far) == (1, 1))
+            sender.close()
+    assert pauses.seen.count(0.5) >= 8 and max(pauses.seen) == 0.5
 
 
 def test_what_is_kept_for_another_node_is_taken_where_the_job_goes_on_with_one(near: JobDir) -> None:
@@ -270,16 +242,6 @@ def test_files_of_ranks_that_are_sent_elsewhere_now_are_removed(near: JobDir, fa
 
 
 # -- rebuilding --------------------------------------------------------------------------------------------------------
-
-
-def put_whole(job: JobDir, step: int, rank: int = 1, start: Incarnation = FIRST) -> None:
-    """A rank's snapshot, which has all that the rank holds."""
-    slots = Slots(job, rank, WORLD, [rank])
-    stamp, body = ShardId(step, rank, WORLD, start), bytes(LAYOUT.nbytes)
-    static = Receipt.static_part(LAYOUT, STRUCTURE)
-    raw = Receipt.encode(stamp, static, [checksum(body[start:stop]) for start, stop in LAYOUT.blocks], b"[]")
-    commit(slots, Receipt.decode(raw, "made by hand"), LAYOUT.header + body)
-    slots.close()
 
 
 def rebuilt(near: JobDir, port: int) -> list[int]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from rekindle.format.lineage import Incarnation
+from rekindle.memory.job import JobInfo
 from rekindle.memory.nodes import Nodes
+from rekindle.session import nodes as meeting_of_nodes
+from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.session.nodes import Introduction, arrange, find_host
 from rekindle.session.session import Meeting, Session
 
@@ -79,3 +84,18 @@ def test_a_master_of_this_hosts_own_name_does_not_make_loopback_its_address(monk
     except OSError:
         elsewhere = "127.0.0.1"  # no way leads anywhere else
     assert find_host() == elsewhere
+
+
+def test_only_an_agent_that_may_still_come_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_of_nodes, "_STARTS_WITHIN", 0.1)
+    session = _session(tmp_path, 0, [0])
+    session.job_dir.create()
+    keeper = AgentKeeper(session.job_dir, JobInfo(str(tmp_path), [0], 8, 2, None, 600.0))
+    began = time.monotonic()
+    assert meeting_of_nodes._await_address(session, keeper, "127.0.0.1", began + 60.0) is None
+    assert time.monotonic() - began < 50.0, "no agent was started"
+    with subprocess.Popen(["sleep", "60"]) as keeper._process:
+        until = time.monotonic() + 0.5
+        assert meeting_of_nodes._await_address(session, keeper, "127.0.0.1", until) is None
+        assert time.monotonic() >= until
+        keeper._process.kill()

@@ -253,7 +253,7 @@ class Copier:
     def _has_skipped(self, aim: Aim, rank: int) -> bool:
         """True if the source has a later step of a rank, and not the one that is asked for."""
         source, wanted = self._source, aim.stamp
-        link = connect(source.host, source.port, Credentials.of(self._nodes), _PATIENCE)
+        link = connect(source.host, source.port, Credentials.of(self._nodes), _PATIENCE, source.name)
         try:
             listed: Any = call(link, {"verb": "list"}, _PATIENCE).get("shards")
         finally:

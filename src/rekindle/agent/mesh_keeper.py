@@ -63,7 +63,7 @@ class MeshKeeper:
         self._mesh: Mesh | None = None
         self._sender: LocalStateSender | None = None
         self._address: dict[str, Any] = {}
-        """Address on which this agent listens; empty if it doesn't."""
+        """Address on which this agent listens, and the start in which it began to; with the port 0 if it can't."""
         self._named = False
         """True once trainers can read of it."""
         self._beat_at = 0.0
@@ -125,7 +125,9 @@ class MeshKeeper:
         """Listens on the job's address. A former agent's is taken out of the trainers' sight."""
         if self._server is not None:
             _in_background(self._server.close)
-            self._server, self._address, self._named = None, {}, False
+            self._server = None
+        self._address = {"pid": os.getpid(), "host": self._host, "port": 0, "start": self._start}
+        self._named = False
         try:
             listener = _bind(self._host, self._former_port())
         except OSError as error:
@@ -139,7 +141,7 @@ class MeshKeeper:
             self._job.paths.address.unlink(missing_ok=True)
         self._server = PeerServer(listener, self._credentials, self._handlers())
         self._server.start()
-        self._address = {"pid": os.getpid(), "host": self._host, "port": listener.getsockname()[1]}
+        self._address["port"] = listener.getsockname()[1]
         log.info("listens to other nodes on %s port %d", self._host, self._address["port"])
 
     def _former_port(self) -> int:

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rekindle.memory.nodes import Node
@@ -111,15 +110,10 @@ class Neighbour:
 
     def _connect(self) -> Link:
         try:
-            link = connect(self._node.host, self._node.port, self._credentials, _CONNECT)
+            return connect(self._node.host, self._node.port, self._credentials, _CONNECT, self._node.name)
         except ConnectionRefusedError:
             self._refused()
             raise
-        if link.peer != self._node.name:
-            with suppress(OSError):
-                link.close()
-            raise WireError(f"node {link.peer} answers where {self._node.name} should")
-        return link
 
     def _put_off(self, news: _News, pause: float) -> None:
         """Waits before the next attempt, and keeps news for it. After a beat the pause ends with the first news."""

@@ -21,10 +21,12 @@ from rekindle.agent.drain import TICK, Drainer
 from rekindle.agent.file_service import FilesAgent
 from rekindle.agent.mesh_loader import serve_mesh
 from rekindle.agent.monitor import RankMonitor
+from rekindle.agent.others import Others
 from rekindle.agent.serving import IDLE, Service
 from rekindle.common.os_errors import explain
 from rekindle.errors import FormatError, RekindleError
 from rekindle.memory.compile_dir import CompileDir
+from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.files_dir import FILES, FilesDir
 from rekindle.memory.incidents import open_incident, read_start
 from rekindle.memory.job import JobInfo
@@ -56,6 +58,8 @@ class Agent(Service):
         self._alone_since = time.monotonic()
         self._idle = False
         """True once the last trainer has ended and the dead ranks' snapshots have been rebuilt."""
+        self._elsewhere: tuple[Others, Elsewhere] | None = None
+        """The other nodes, and their memory for all looks at it until training goes on: a silent one is asked once."""
         self._told = False
         """True once the record of the newest start's end is written, should a fault have ended it."""
 
@@ -115,14 +119,14 @@ class Agent(Service):
         alone = not self.job.trainers()
         if alone and (not self._idle or self._others_may_secure()):
             try:
-                rebuild_dead_ranks(self.job, self.monitor.others.elsewhere())
+                rebuild_dead_ranks(self.job, self._look_elsewhere())
             except OSError as error:  # no open files are left, for one: the next round tries again
                 self.drainer.progress.error = explain(error)
                 return False
         self._idle = alone
         self.pause = IDLE if alone else TICK
         if not alone:
-            self._told = False
+            self._told, self._elsewhere = False, None
         elif not self._told and (self.monitor.has_seen_all or read_start(self.job) is None):
             # A lock is free a moment before the death is noticed. After a good end there is none to be noticed: a rank
             # that calls close() inside of guard() stays connected, and waits for this agent.
@@ -131,6 +135,14 @@ class Agent(Service):
         busy = self.drainer.tick()
         self._write_status()
         return busy
+
+    def _look_elsewhere(self) -> Elsewhere:
+        """Returns the memory of the other nodes, to be looked at anew."""
+        others = self.monitor.others
+        if self._elsewhere is None or self._elsewhere[0] is not others:  # a new agent may have joined them just now
+            self._elsewhere = others, others.elsewhere()
+        self._elsewhere[1].look_again()
+        return self._elsewhere[1]
 
     def _others_may_secure(self) -> bool:
         """True for a while after a fault if there are other nodes, whose ranks may end later than those of this one."""

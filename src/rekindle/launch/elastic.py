@@ -12,18 +12,26 @@ from rekindle.launch.waits import wait_for_ends
 
 __all__ = ["deciding"]
 
+_MEETINGS = 5
+"""Times that nodes meet for one start, when each time one of them is lost just then."""
+
 
 @contextmanager
 def deciding(
-    decide: Callable[[Mapping[int, Any]], Decision], tend: Callable[[], object], enter: Callable[[Any], object]
+    decide: Callable[[Mapping[int, Any]], Decision],
+    tend: Callable[[], object],
+    enter: Callable[[Any], object],
+    missed: Callable[[], bool],
 ) -> Iterator[None]:
     """Makes torchrun's agents ask ``decide`` after each failure, and call ``tend`` whenever they look at the ranks.
 
     ``decide`` is given torch's failures, by global rank. The agents look ten times a second (``--monitor-interval``).
-    ``enter`` is given the handler of the rendezvous once it is connected. torchrun has no option for its agent's class,
-    so the name by which its launcher knows it is replaced.
+    ``enter`` is given the handler of the rendezvous once it is connected. ``missed`` is called when a node is lost
+    between a rendezvous and the exchange of addresses; it returns True if the others are to meet again. torchrun has no
+    option for its agent's class, so the name by which its launcher knows it is replaced.
     """
     # Imported here, as the other commands need no torch.
+    from torch.distributed import DistStoreError  # noqa: PLC0415
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec  # noqa: PLC0415
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError  # noqa: PLC0415
@@ -44,6 +52,16 @@ def deciding(
             if result is None:
                 raise RendezvousGracefulExitError
             return result
+
+        def _rendezvous(self, worker_group: WorkerGroup) -> None:
+            """Meets the other nodes, and once more when one that had come doesn't say what all must know of it."""
+            for left in reversed(range(_MEETINGS)):
+                try:
+                    super()._rendezvous(worker_group)
+                    return
+                except DistStoreError:
+                    if not left or not missed():
+                        raise
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             """Returns the state of the ranks. When they have failed, all of them have ended by now."""

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from threading import Timer
 from typing import Any
 
@@ -26,7 +27,10 @@ _PATIENCE = 10.0
 """Seconds after which a launcher that can't reach the store says so. Nodes start that far apart."""
 _LEAVE_WITHIN = 2.0
 """Seconds that other launchers get to read that the job has ended, before the store ends with this one."""
+_EXCHANGE_WITHIN = timedelta(seconds=10)
+"""Time that nodes which have met get to exchange addresses, a matter of milliseconds; torch waits for a minute."""
 _OPTIONS = ("--rdzv-endpoint", "--rdzv_endpoint")
+_LOST_AT_ONCE = "a node was lost just after all had met"
 
 
 class MeetingPoint:
@@ -62,7 +66,15 @@ class MeetingPoint:
         if self._patience is not None:
             self._patience.cancel()
         if self._nodes > 1:
+            _bound_exchange(handler)
             _bound_silence(self._port)
+
+    def miss(self, say: Callable[[str], object]) -> bool:
+        """Says that a node was lost as the nodes met. Returns True if they can meet again without it."""
+        if self._args.rdzv_backend == "static":
+            return False
+        say(f"{_LOST_AT_ONCE} at {self._where}: the others meet again")
+        return True
 
     def leave(self) -> None:
         """Keeps the store for a moment if this launcher has it, so that others read in it that the job has ended."""
@@ -75,6 +87,7 @@ class MeetingPoint:
 
     def describe(self, error: Exception) -> str:
         """Says in one line why this launcher ends, which torch has ended with this error of its rendezvous."""
+        from torch.distributed import DistStoreError  # noqa: PLC0415
         from torch.distributed.elastic.rendezvous import (  # noqa: PLC0415
             RendezvousClosedError,
             RendezvousTimeoutError,
@@ -92,11 +105,15 @@ class MeetingPoint:
         if self._handler is None:
             why = self._why_unreached(self._probe())
             return f"can't begin: {self._where}, where the nodes are to meet, was not reached: {why}"
+        if isinstance(error, DistStoreError):  # the store has answered
+            return f"ended: {_LOST_AT_ONCE} at {self._where}"
         return f"ended: {self._where}, where the nodes met, is lost: {self._why_lost()}"
 
     def lost(self, error: Exception) -> bool:
         """Returns True if the error means that the store, which this launcher had reached, is lost."""
-        return self._handler is not None and _breaks_connection(error)
+        from torch.distributed import DistStoreError  # noqa: PLC0415
+
+        return self._handler is not None and _breaks_connection(error) and not isinstance(error, DistStoreError)
 
     def command(self, arguments: list[str]) -> str:
         """Returns the command that goes on with these arguments: it has the nodes meet at this one."""
@@ -134,6 +151,18 @@ class MeetingPoint:
         except OSError as error:
             return error
         return None
+
+
+def _bound_exchange(handler: Any) -> None:
+    """Has nodes that have met exchange addresses on a connection of its own, with a bound of its own.
+
+    The handler's other one, for the state of the rendezvous, may stand still for longer, and takes signs of life.
+    """
+    from torch.distributed import TCPStore  # noqa: PLC0415
+
+    store = getattr(handler, "_store", None)  # the static rendezvous has none yet, another backend one of another kind
+    if isinstance(store, TCPStore):
+        handler._store = TCPStore(store.host, store.port, timeout=min(handler._store.timeout, _EXCHANGE_WITHIN))
 
 
 def _breaks_connection(error: Exception) -> bool:

@@ -27,10 +27,10 @@ from rekindle.launch.compile_cache import keep_compile_cache
 from rekindle.launch.elastic import deciding
 from rekindle.launch.end_notes import note_end
 from rekindle.launch.meeting import MeetingPoint
-from rekindle.launch.nodes import fit_settings, forget_defaults
 from rekindle.launch.places import keep_places
 from rekindle.launch.provide import PROVIDE, provide
 from rekindle.launch.quiet import quiet_cpp, quiet_loggers
+from rekindle.launch.rendezvous_settings import fit_settings, forget_defaults
 from rekindle.launch.reports import (
     describe_exit,
     describe_fault,
@@ -185,7 +185,7 @@ def _train(args: Any, arguments: list[str], nodes: int, place: Path, say: Callab
             keep_places(),
             keep_compile_cache(args.compile_cache, place, say) as mend,
             _warm_workers(args, place, say) as tend,
-            deciding(partial(course.decide, mend), tend, meeting.enter),
+            deciding(partial(course.decide, mend), tend, meeting.enter, partial(meeting.miss, say)),
         ):
             # record() writes the first error of all to that file, for schedulers that read it.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)

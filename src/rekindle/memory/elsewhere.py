@@ -16,6 +16,9 @@ class Elsewhere:
         """Returns what ``rank`` has in a snapshot of the checkpoint of ``stamp``; nothing if none is found in time."""
         return ()
 
+    def look_again(self) -> None:
+        """Has snapshots found that others have taken since the last look. Nodes that failed to answer are left out."""
+
     def local_files(self, rank: int) -> LocalFiles | None:
         """Returns a rank's local states; None if they can't be had."""
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from rekindle.errors import RekindleError
 from rekindle.memory.nodes import Node, Nodes
-from rekindle.peers.wire import Credentials, WireError, call, connect
+from rekindle.peers.wire import Credentials, call, connect
 
 __all__ = ["Answer", "ask_nodes"]
 
@@ -33,9 +33,7 @@ def ask_nodes(nodes: Nodes, asked: Sequence[Node], message: Mapping[str, Any], s
 def _ask(nodes: Nodes, message: Mapping[str, Any], seconds: float, node: Node) -> Answer:
     until = time.monotonic() + seconds
     try:
-        with closing(connect(node.host, node.port, Credentials.of(nodes), seconds)) as link:
-            if link.peer != node.name:
-                raise WireError(f"node {link.peer} answers in its place")
+        with closing(connect(node.host, node.port, Credentials.of(nodes), seconds, node.name)) as link:
             return call(link, message, max(0.1, until - time.monotonic()))
     except (OSError, RekindleError) as error:
         return error

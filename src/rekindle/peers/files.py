@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -47,11 +48,13 @@ class PeerFiles(Files):
     port: int
     credentials: Credentials = field(repr=False)
     key: CheckpointKey
+    patience: float = math.inf
+    """Seconds in which the node must connect, and then reply, where they are fewer than the usual bounds."""
 
     @staticmethod
-    def of(nodes: Nodes, node: Node, key: CheckpointKey) -> PeerFiles:
+    def of(nodes: Nodes, node: Node, key: CheckpointKey, patience: float = math.inf) -> PeerFiles:
         """Returns those of a checkpoint on ``node``, which is another one of ``nodes``."""
-        return PeerFiles(node.name, node.host, node.port, Credentials.of(nodes), key)
+        return PeerFiles(node.name, node.host, node.port, Credentials.of(nodes), key, patience)
 
     def __str__(self) -> str:
         return f"{self.node}:{step_dir(self.key.step)}"
@@ -141,8 +144,6 @@ class _Remote:
         with self._os_errors():
             link = _connect_to(files)
         with self._closed_at_errors(link):
-            if link.peer != files.node:
-                raise OSError(errno.EPROTO, f"{link.peer} answers in place of {files.node}", self._where)
             raw = bytearray(self._call(link, {"verb": "open", **self._wanted.to_json()}, _MAX_RECEIPT))
             link.receive_into(memoryview(raw))
             if self._receipt is None:
@@ -153,7 +154,7 @@ class _Remote:
 
     def _call(self, link: Link, message: dict[str, object], most: int) -> int:
         """Returns the number of raw bytes that come after the reply to a request: at most so many."""
-        reply = call(link, message, _REPLY_SECONDS)
+        reply = call(link, message, min(_REPLY_SECONDS, self._files.patience))
         if "gone" in reply:
             raise FileNotFoundError(errno.ENOENT, str(reply["gone"]), self._where)
         return check_integer(reply.get("bytes"), 0, most)
@@ -192,10 +193,11 @@ class _Remote:
 
 def _connect_to(files: PeerFiles) -> Link:
     """Returns a connection. A node that has as many as it serves closes new ones at once: that one is retried."""
-    until = time.monotonic() + _CONNECT_SECONDS
+    until = time.monotonic() + min(_CONNECT_SECONDS, files.patience)
     while True:
+        seconds = max(_BUSY_SECONDS, until - time.monotonic())
         try:
-            return connect(files.host, files.port, files.credentials, _CONNECT_SECONDS)
+            return connect(files.host, files.port, files.credentials, seconds, files.node)
         except (BrokenPipeError, ConnectionResetError):
             if time.monotonic() > until:
                 raise

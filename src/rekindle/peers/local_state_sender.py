@@ -122,8 +122,8 @@ class LocalStateSender:
 
     def _connected(self) -> Link:
         if self._link is None:
-            credentials = Credentials(self._nodes.secret, self._nodes.start, self._nodes.here.name)
-            self._link = connect(self._partner.host, self._partner.port, credentials, _PATIENCE)
+            own, partner = Credentials.of(self._nodes), self._partner
+            self._link = connect(partner.host, partner.port, own, _PATIENCE, partner.name)
         return self._link
 
     def _fail(self, error: Exception) -> None:

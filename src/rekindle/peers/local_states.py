@@ -239,11 +239,14 @@ def _find_holder(rank: int, nodes: Nodes, kept: Sequence[Mapping[int, Kept]]) ->
     return None if best not in found or (best == nodes.own and found[best][2]) else best
 
 
-def ask_for_files(nodes: Nodes, node: Node, rank: int) -> dict[str, bytes]:
-    """Returns the newest files that another node has of a rank. Raises OSError or WireError."""
-    link = connect(node.host, node.port, Credentials.of(nodes), _PATIENCE)
+def ask_for_files(nodes: Nodes, node: Node, rank: int, patience: float = _PATIENCE) -> dict[str, bytes]:
+    """Returns the newest files that another node has of a rank. Raises OSError or WireError.
+
+    The connection, and then the answer, get ``patience`` seconds each.
+    """
+    link = connect(node.host, node.port, Credentials.of(nodes), patience, node.name)
     try:
-        return _receive(link, call(link, {"verb": "kept", "rank": rank}, _PATIENCE))
+        return _receive(link, call(link, {"verb": "kept", "rank": rank}, patience))
     finally:
         link.close()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-from rekindle.errors import RekindleError
+from rekindle.errors import FormatError, RekindleError
 from rekindle.format.layout import Chunk
 from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.memory.elsewhere import Elsewhere
@@ -24,9 +25,10 @@ log = logging.getLogger("rekindle")
 _MOST_ASKED = 16
 """Nodes, at most, that are asked for the snapshot of a rank which they don't have now. They may have had it before."""
 _PATIENCE = 2.0
-"""Seconds in which a node must answer. One that was lost with power answers nothing."""
+"""Seconds in which a node must connect, and then answer. One that was lost with power answers nothing."""
 _ALL = 15.0
-"""Seconds after which no node is asked any more: all ranks wait for those that rebuild."""
+"""Seconds after which no node is asked any more: all ranks wait for those that rebuild. A question takes at most twice
+``_PATIENCE``, unless a node fails in the middle of its answer."""
 
 
 def elsewhere_of(nodes: Nodes | None) -> Elsewhere:
@@ -47,28 +49,35 @@ class PeerMemory(Elsewhere):
     def chunks(self, stamp: ShardId, rank: int) -> tuple[Chunk, ...]:
         for node in self._asked(rank):
             if (stamp.checkpoint, rank, stamp.world) in self._list(node):
+                files = PeerFiles.of(self._nodes, node, stamp.checkpoint, _PATIENCE)
                 try:
-                    with PeerFiles.of(self._nodes, node, stamp.checkpoint).shard(rank, stamp.world) as shard:
+                    with files.shard(rank, stamp.world) as shard:
                         return shard.receipt.layout.chunks
-                except (OSError, RekindleError) as error:  # recycled meanwhile, for one
+                except (FileNotFoundError, FormatError) as error:  # recycled meanwhile, for one
                     log.info("node %s: rank %d's snapshot of step %d: %s", node.name, rank, stamp.step, error)
+                except (OSError, RekindleError) as error:
+                    self._give_up(node, error)
         return ()
 
+    def look_again(self) -> None:
+        self._snapshots.clear()
+
     def local_files(self, rank: int) -> LocalFiles | None:
-        for node in self._asked(rank)[:1]:
+        for node in islice(self._asked(rank), 1):
             try:
-                return LocalFiles.decode(ask_for_files(self._nodes, node, rank), rank, node.name)
+                return LocalFiles.decode(ask_for_files(self._nodes, node, rank, _PATIENCE), rank, node.name)
             except (OSError, RekindleError) as error:
                 self._give_up(node, error)
         return None
 
-    def _asked(self, rank: int) -> list[Node]:
-        """Returns the nodes that may have what a rank has left: first its own, then those that follow this one."""
+    def _asked(self, rank: int) -> Iterator[Node]:
+        """Yields the nodes that may have what a rank has left: first its own, then those that follow this one."""
         own, nodes = self._nodes.own, self._nodes.nodes
         others = [node for node in (*nodes[own + 1 :], *nodes[:own]) if node.port]
         first = [node for node in others if rank in node.ranks]
-        found = first + [node for node in others if node not in first][:_MOST_ASKED]
-        return [node for node in found if node.name not in self._silent and time.monotonic() < self._until]
+        for node in first + [node for node in others if node not in first][:_MOST_ASKED]:
+            if node.name not in self._silent and time.monotonic() < self._until:
+                yield node
 
     def _list(self, node: Node) -> set[tuple[CheckpointKey, int, int]]:
         if node.name not in self._snapshots:
@@ -80,7 +89,7 @@ class PeerMemory(Elsewhere):
         return self._snapshots[node.name]
 
     def _ask_for_list(self, node: Node) -> Iterator[tuple[CheckpointKey, int, int]]:
-        link = connect(node.host, node.port, Credentials.of(self._nodes), _PATIENCE)
+        link = connect(node.host, node.port, Credentials.of(self._nodes), _PATIENCE, node.name)
         try:
             shards: Any = call(link, {"verb": "list"}, _PATIENCE).get("shards")
         finally:

@@ -79,7 +79,7 @@ class Link:
 
     def __init__(self, stream: TimedSocket, peer: str, sending: bytes, receiving: bytes) -> None:
         self.peer = peer
-        """Name that the other end gave, bound into its proof. The caller compares it with the one expected."""
+        """Name that the other end gave, bound into its proof."""
         self.attached = ExitStack()
         """State that a handler keeps for this connection: closed with it."""
         self._stream = stream
@@ -193,16 +193,17 @@ def call(link: Link, message: Mapping[str, Any], timeout: float) -> dict[str, An
     return reply
 
 
-def connect(host: str, port: int, credentials: Credentials, timeout: float) -> Link:
+def connect(host: str, port: int, credentials: Credentials, timeout: float, peer: str | None = None) -> Link:
     """Returns a link to the server at an address, within ``timeout`` seconds. ``host`` is a name or an IP address.
 
-    Raises ConnectionRefusedError, TimeoutError or another OSError without a connection, and WireError when the server
-    is not one of this start of the job.
+    ``peer`` is the name of the node that must answer: another one of the start may have its address now. None takes
+    any of them. Raises ConnectionRefusedError, TimeoutError or another OSError without a connection, and WireError when
+    the server is not that one, or not one of this start of the job.
     """
     until = time.monotonic() + timeout
     connection = socket.create_connection((host, port), timeout)
     with _closed_at_an_error(connection):
-        return _greet(TimedSocket(connection), credentials, until)
+        return _greet(TimedSocket(connection), credentials, until, peer)
 
 
 def accept(connection: socket.socket, credentials: Credentials, timeout: float) -> Link:
@@ -219,7 +220,7 @@ def refuse(connection: socket.socket, why: str, timeout: float) -> None:
         _say(stream, {"refused": why}, until)
 
 
-def _greet(stream: TimedSocket, own: Credentials, until: float) -> Link:
+def _greet(stream: TimedSocket, own: Credentials, until: float, expected: str | None) -> Link:
     nonce = secrets.token_hex(_NONCE)
     _say(stream, {"rekindle": _VERSION, "name": own.name, "start": own.start, "nonce": nonce}, until)
     answer = _hear(stream, until)
@@ -229,6 +230,8 @@ def _greet(stream: TimedSocket, own: Credentials, until: float) -> Link:
     keys = _Keys(own, [own.name, peer, nonce, _text(answer, "nonce")])
     keys.check(b"server", _text(answer, "proof"))
     _check_other(own, peer)
+    if expected not in (None, peer):
+        raise WireError(f"node {peer} answers in place of {expected}")
     _say(stream, {"proof": keys.proof(b"client")}, until)
     return Link(stream, peer, keys.derive(b"to server"), keys.derive(b"to client"))
 

@@ -82,6 +82,11 @@ class AgentKeeper:
         if self.job.agent() is None:
             self._start()
 
+    @property
+    def agent_lives(self) -> bool:
+        """True while there is an agent, or a process that is about to be one."""
+        return self.job.agent() is not None or (self._process is not None and self._process.poll() is None)
+
     def replace(self, agent: int) -> None:
         """Has an agent followed by one with the environment of this process. It finishes the drain in hand before."""
         with suppress(OSError, RekindleError):

@@ -22,17 +22,21 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import LONGEST_TEXT, SECRET_BYTES, Node, Nodes
 from rekindle.peers.local_states import Kept, bring_local_state, kept_local_states
 from rekindle.peers.wire import Credentials, connect
+from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.session import Session
 
-__all__ = ["Introduction", "arrange", "enter_mesh", "find_host"]
+__all__ = ["Introduction", "arrange", "enter_mesh", "find_host", "read_address"]
 
 log = logging.getLogger("rekindle")
 
 T = TypeVar("T")
 
-_ANSWERS_WITHIN = 5.0
-"""Seconds in which the agent of a node must listen, and then know the other nodes. It has started just now, perhaps."""
+_ANSWERS_WITHIN = 15.0
+"""Seconds in which the agent of a node must listen, and then know the other nodes. It has started just now, perhaps, on
+processors that have other work. One that can't listen says so."""
+_STARTS_WITHIN = 5.0
+"""Seconds after which a start waits for no agent where none runs."""
 _LOOK_EVERY = 0.02
 _ELSEWHERE = "192.0.2.1"
 """An address of no host, kept for examples: the way to it is the way to anywhere else. Nothing is sent there."""
@@ -131,7 +135,7 @@ def _introduce(session: Session, host: str, until: float) -> Introduction:
     """Waits for the agent of this node to listen, and introduces the node."""
     address = None
     if session.keeper is not None and host:
-        address = _await(lambda: _read_address(session.job_dir, host), until)
+        address = _await_address(session, session.keeper, host, until)
     domain = os.environ.get("REKINDLE_DOMAIN") or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
     name = socket.gethostname()[: LONGEST_TEXT - 8] or "node"
     return Introduction(
@@ -144,13 +148,29 @@ def _introduce(session: Session, host: str, until: float) -> Introduction:
     )
 
 
-def _read_address(job: JobDir, host: str) -> tuple[str, int] | None:
-    """Returns ``host`` and the port on which the living agent listens there; None if it doesn't, or not yet."""
+def _await_address(session: Session, keeper: AgentKeeper, host: str, until: float) -> tuple[str, int] | None:
+    """Returns ``host`` and the port on which this node's agent listens there, once it does; None if it won't."""
+    gone, start = time.monotonic() + _STARTS_WITHIN, session.agreed.incarnation.id
+
+    def look() -> tuple[str, int] | None:
+        found = read_address(session.job_dir, host, start)
+        return (host, 0) if found is None and time.monotonic() > gone and not keeper.agent_lives else found
+
+    address = _await(look, until)
+    return address if address is not None and address[1] else None
+
+
+def read_address(job: JobDir, host: str, start: str) -> tuple[str, int] | None:
+    """Returns ``host`` and the port on which the living agent listens there; 0 if it can't in this start.
+
+    None before it has tried.
+    """
     try:
         found = loads(read_file(job.paths.address))
         if (found["pid"], found["host"]) != (job.agent(), host):
             return None
-        return host, check_integer(found["port"], 1, 65535)
+        port = check_integer(found["port"], 0, 65535)
+        return (host, port) if port or found["start"] == start else None
     except (OSError, RekindleError, ValueError, TypeError, KeyError):
         return None
 
@@ -168,7 +188,7 @@ def _tell_agent(job: JobDir, nodes: Nodes, until: float) -> bool:
 
     def ask() -> bool | None:
         try:
-            connect(here.host, here.port, credentials, max(0.1, until - time.monotonic())).close()
+            connect(here.host, here.port, credentials, max(0.1, until - time.monotonic()), here.name).close()
         except (OSError, RekindleError):  # it has not read of this start yet
             return None
         return True

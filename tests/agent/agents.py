@@ -172,11 +172,16 @@ class Host:
             return Fault.from_json(loads(self.job.paths.fault.read_bytes()))
         return None
 
+    def held(self) -> int:
+        """The threads and the open files of its agent."""
+        assert self.agent is not None
+        return sum(len(os.listdir(f"/proc/{self.agent.pid}/{what}")) for what in ("task", "fd"))
+
     def log(self) -> str:
         return self.job.paths.agent_log.read_text()
 
 
-class Lab:
+class Agents:
     """Hosts whose agents serve one start after another, as those of real nodes do."""
 
     def __init__(self, place: Path, count: int) -> None:
@@ -189,6 +194,14 @@ class Lab:
     def begin(self, count: int, floor: float | None = None) -> list[Rank]:
         """Begins a start with a rank on each of ``count`` nodes. Returns the ranks once all agents know of all."""
         self.end()
+        self.meet(count)
+        hosts = self.hosts[:count]
+        self.ranks = [Rank(host.job, host.number, self.generation, floor) for host in hosts]
+        wait_for(lambda: all(self._knows_all(host, count) for host in hosts), what="a mesh")
+        return self.ranks
+
+    def meet(self, count: int) -> None:
+        """Has the agents of ``count`` nodes learn of a start, as its ranks do before they train."""
         self.generation += 1
         start, hosts = Incarnation.begin(self.generation).id, self.hosts[:count]
         for host in hosts:
@@ -205,9 +218,6 @@ class Lab:
         for host, known in zip(hosts, self.nodes, strict=True):
             known.write(host.job)
             wait_for(partial(host.is_in, known), what=f"node {host.number} in the mesh")
-            self.ranks.append(Rank(host.job, host.number, self.generation, floor))
-        wait_for(lambda: all(self._knows_all(host, count) for host in hosts), what="a mesh")
-        return self.ranks
 
     def _knows_all(self, host: Host, count: int) -> bool:
         nodes = host.nodes()
