@@ -89,7 +89,7 @@ def test_retention_keeps_the_newest_and_milestones(root: Path, memory: Path) -> 
         training.update()
         ckpt.save(step, wait="durable", timeout=30, pin=False)
     ckpt.close()
-    wait_for(lambda: sorted(int(p.name[5:]) for p in root.iterdir()) == [5, 10, 11, 12], what="retention")
+    wait_for(lambda: sorted(int(p.name[5:]) for p in root.glob("step-*")) == [5, 10, 11, 12], what="retention")
 
 
 def test_wait_durable_upgrades_a_snapshot_that_policy_left_in_memory(root: Path, memory: Path) -> None:
@@ -165,10 +165,10 @@ def test_restore_of_an_older_step_leaves_newer_ones_until_the_new_branch_is_dura
     ckpt = rekindle.Checkpointer(root, again.state, keep=5)
     assert ckpt.restore(step=2) == 2
     assert again.progress.epoch == 2
-    assert sorted(int(p.name[5:]) for p in root.iterdir()) == [1, 2, 3, 4]
+    assert sorted(int(p.name[5:]) for p in root.glob("step-*")) == [1, 2, 3, 4]
     again.update()
     ckpt.save(3, wait="durable", timeout=30)
-    wait_for(lambda: sorted(p.name for p in root.iterdir()) == [f"step-{s:010d}" for s in (1, 2, 3)])
+    wait_for(lambda: sorted(p.name for p in root.glob("step-*")) == [f"step-{s:010d}" for s in (1, 2, 3)])
     assert [c.generation for c in ckpt.checkpoints() if c.durable] == [2, 1, 1]
     ckpt.close()
     with pytest.raises(rekindle.NotFoundError, match="step 4"):

@@ -165,6 +165,13 @@ class Recorder:
         else:
             self.log += [Entry((come,), f"{text} (there)"), Entry((gone,), f"{text} (gone from here)")]
 
+    def _link(self, real: Callable[..., None], path: Path, to: Path) -> None:
+        real(path, to)
+        here, there = self._find(path.parent), self._find(to.parent)
+        if here is not None and there is not None:
+            node = there.names[to.name] = here.names[path.name]
+            self.log.append(Entry(((there, to.name, node),), f"link {path.name} to {to.name}"))
+
     def _unlink(self, real: Callable[..., None], path: Path) -> None:
         self._catch_up_names(path.parent)
         real(path)

@@ -171,7 +171,7 @@ def test_when_it_returns_nobody_works_on_storage_or_memory_any_more(root: Path, 
         assert ckpt.restore() == 0
         go(ckpt, training, 1, 3)
         ckpt.close()
-        assert not job.path.exists() and [path.name for path in root.iterdir()] == ["step-0000000003"]
+        assert not job.path.exists() and [path.name for path in root.glob("step-*")] == ["step-0000000003"]
         shutil.rmtree(root)
 
 

@@ -202,11 +202,11 @@ class _Job:
         return wrong
 
     def garbage(self, step: int) -> list[str]:
-        there = sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
+        there = sorted(str(path.relative_to(self.root)) for path in self.root.glob("step-*/**/*") if path.is_file())
         names = ("checkpoint.json", "shard-00000-of-00001.json", "shard-00000-of-00001.safetensors")
         wanted = [f"step-{step:010d}/{name}" for name in names]
         wrong = [] if there == wanted else [f"storage has {set(there) ^ set(wanted)}"]
-        wrong += [f"storage has {p.name}" for p in self.root.iterdir() if p.name != f"step-{step:010d}"]
+        wrong += [f"storage has {p.name}" for p in self.root.glob("*step-*") if p.name != f"step-{step:010d}"]
         temporary = [path.name for path in self.job.path.rglob("*.tmp")]
         return wrong + [f"memory has {name}" for name in temporary]
 

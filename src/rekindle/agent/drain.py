@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rekindle.agent.backlog import Backlog, local_ranks
 from rekindle.agent.compile_carrier import CompileCarrier
@@ -20,6 +21,7 @@ from rekindle.format.shard import OpenShard
 from rekindle.memory.clean_up import remove_departed_ranks
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.starts import read_starts
 from rekindle.storage.catalog import StoredCopy
 from rekindle.storage.checks import describe_rival
 from rekindle.storage.commit import Committer, SupersededError
@@ -147,7 +149,7 @@ class Drainer:
                 return False
             self._budget.limit = info.drain_limit
             # A new one each time: all that it has to know from one drain to the next is noted in memory.
-            committer = Committer(open_store(info.root), self.job)
+            committer = Committer(open_store(info.root), self.job, partial(read_starts, self.job))
             self._ask_again(info, committer)
             copy = self._next(info, committer)
             done = copy is not None and self._drain(info, committer, copy)
@@ -274,6 +276,7 @@ class Drainer:
         """Commits this node's shards of a snapshot. True when that made it durable."""
         began = time.monotonic()
         shards = [replace(copy.stamp, rank=rank) for rank in local_ranks(info, copy)]
+        committer.hold_claim()
         self._write(info, committer, copy, shards)
         published = committer.commit(shards[0], shards)
         self.progress.brought = copy.step, copy.incarnation.id

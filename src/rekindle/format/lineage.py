@@ -21,10 +21,10 @@ from rekindle.format.fields import check_integer
 from rekindle.format.names import MAX_RANKS, MAX_STEP
 
 __all__ = ["CheckpointKey", "Incarnation", "ShardId", "check_id", "continued_by_another", "drop_superseded"]
-__all__ += ["superseded_by"]
+__all__ += ["MAX_GENERATION", "superseded_by"]
 
 _ID = re.compile(r"[0-9a-f]{16}\Z")
-_MAX_GENERATION = 1 << 62
+MAX_GENERATION = 1 << 62
 """Far above every generation that a job can reach. A later start still has room for its own."""
 
 
@@ -103,7 +103,7 @@ class ShardId:
                 persist=bool(value["persist"]),
                 pinned=bool(value.get("pinned", False)),
                 incarnation=Incarnation(
-                    generation=check_integer(inc["generation"], 0, _MAX_GENERATION),
+                    generation=check_integer(inc["generation"], 0, MAX_GENERATION),
                     id=check_id(inc["id"]),
                     parent=check_id(inc["parent"]) if inc["parent"] else "",
                     parent_step=check_integer(inc["parent_step"], 0, MAX_STEP),

@@ -12,6 +12,8 @@ from urllib.parse import unquote, urlsplit
 from rekindle.errors import UsageError
 
 __all__ = [
+    "CLAIMS",
+    "MAX_CLAIM",
     "MAX_STEP",
     "MANIFEST",
     "MANIFEST_KIND",
@@ -22,6 +24,8 @@ __all__ = [
     "job_name",
     "receipt_name",
     "canonical_root",
+    "claim_name",
+    "parse_claim_name",
     "root_path",
     "shard_name",
     "parse_shard_name",
@@ -35,6 +39,8 @@ MANIFEST = "checkpoint.json"
 """File that makes a directory of shards a checkpoint."""
 PINNED = "pinned"
 """Empty file beside the manifest, which exempts the checkpoint from retention."""
+CLAIMS = "claims"
+"""Directory of the claims of starts, beside the checkpoints. A root that has nothing else is empty."""
 MANIFEST_KIND = "rekindle-checkpoint"
 """Field ``format`` of a manifest."""
 
@@ -51,7 +57,11 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9!_.*'()=+@,;/-]")
 MAX_RANKS = 10**5
 """Most ranks of a job, the limit of five digits."""
 
+MAX_CLAIM = 10**12 - 1
+"""Largest number of a claim, the limit of twelve digits."""
+
 _SHARD = re.compile(r"shard-(\d{5})-of-(\d{5})\.(safetensors|json)\Z", re.ASCII)
+_CLAIM = re.compile(r"claims/claim-(\d{12})\.json\Z", re.ASCII)
 
 
 def step_dir(step: int) -> str:
@@ -73,6 +83,17 @@ def parse_shard_name(name: str) -> tuple[int, int, str] | None:
     """Returns (rank, world, extension) of a shard's or receipt's file name; None for any other name."""
     match = _SHARD.match(name)
     return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def claim_name(number: int) -> str:
+    """Returns the name of a start's claim, below the root."""
+    return f"{CLAIMS}/claim-{number:012d}.json"
+
+
+def parse_claim_name(name: str) -> int | None:
+    """Returns the number of a claim from its name; None for any other name."""
+    match = _CLAIM.match(name)
+    return int(match[1]) if match else None
 
 
 def canonical_root(root: str | os.PathLike[str], *, what: str = "root") -> Root:

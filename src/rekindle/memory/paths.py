@@ -18,6 +18,7 @@
         watch.sock  fault.json           where ranks and agent tell each other of faults; the newest fault
         nodes.json  address.json         all nodes of a start and their secret; where this node's agent listens
         start.json  gone.json            the newest start on this host; when its last process had ended after a fault
+        starts.json                      the newest start's claim of the root, and the starts before it
         incidents/                       records of incidents, a line of JSON in a file each, as on storage
         slots/                           free files, which hold no snapshot
         step-0000000012/                 the same files as on storage, without a manifest
@@ -98,6 +99,11 @@ class JobPaths:
     def start(self) -> Path:
         """Record of the newest start on this host."""
         return self.directory / "start.json"
+
+    @property
+    def starts(self) -> Path:
+        """Record of the newest start's claim and of the starts before it."""
+        return self.directory / "starts.json"
 
     @property
     def gone(self) -> Path:

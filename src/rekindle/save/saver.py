@@ -69,7 +69,7 @@ class Saver:
         self.live = Live(capture, slots)
         self.memory = MemorySaver(self.live, slots, overlap) if slots is not None else None
         """None where there is no memory store."""
-        self.direct = DirectSaver(self.live, session.store, settings.retention, session.job)
+        self.direct = DirectSaver(self.live, session.store, settings.retention, session.job, lambda: session.starts)
         self._gate: Gate | NoGate = NoGate()
         self._pid = os.getpid()
         self.newest: ShardId | None = None

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -14,6 +15,7 @@ from contextlib import suppress
 from rekindle.common.priority import lower_priority
 from rekindle.common.timeouts import in_background
 from rekindle.errors import NotDurableError
+from rekindle.format.claim import Starts
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir
@@ -42,13 +44,19 @@ class DirectSaver:
     """
 
     def __init__(
-        self, live: Live, store: Store, keep: tuple[int | None, int | None], job: JobDir | None = None
+        self,
+        live: Live,
+        store: Store,
+        keep: tuple[int | None, int | None],
+        job: JobDir | None = None,
+        starts: Callable[[], Starts | None] = lambda: None,
     ) -> None:
-        """``keep`` and ``job`` are for ``Committer``: the retention, and where to note what is on storage."""
+        """``keep``, ``job`` and ``starts`` are for ``Committer``: the retention, where to note what is on storage, and
+        whose claim of the root it writes by."""
         self._live = live
         self._store = store
         self._keep = keep
-        self._committer = Committer(store, job)
+        self._committer = Committer(store, job, starts)
         """Remembers from save to save what storage has shown."""
         self._buffer: mmap.mmap | None = None
         self._cache: object = None

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import BusyError, UsageError
+from rekindle.format.claim import Starts
 from rekindle.format.lineage import Incarnation
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.room import Room
+from rekindle.memory.starts import read_starts
+from rekindle.session.claiming import stake_claim
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.inventory import deleted_for_all, take_inventory
 from rekindle.session.residence import Residence, refuse_split_nodes, residence_of
@@ -47,6 +50,10 @@ class _Report(NamedTuple):
     """These three are properties of its ``Inventory``."""
     problem: str | None
     """Reason why the root can't be used."""
+    starts: Starts | None
+    """Starts that its node remembers, on the first rank of each; None where it remembers none."""
+    used: bool | None
+    """True if storage has checkpoints; None where it doesn't answer."""
 
 
 def meet(
@@ -96,8 +103,12 @@ def _agree(
         with suppress(OSError):
             log.info("%s", room.describe(job, nbytes, len(local_ranks)))
     deleted = deleted_for_all([report.storage_state for report in reports])
+    first = session.job if group.rank == local_ranks[0] else None
+    begun = Incarnation(1 + max(report.generation for report in reports), reports[0].begun)
+    remembered = [report.starts for report in reports]
+    stake = stake_claim(group, session.store, first, begun, nodes, remembered, used=reports[0].used)
     return Meeting(
-        incarnation=Incarnation(1 + max(report.generation for report in reports), reports[0].begun),
+        incarnation=Incarnation(stake.starts.own.generation, begun.id),
         world=group.world,
         local_ranks=local_ranks,
         nodes=len(set(nodes)),
@@ -105,6 +116,7 @@ def _agree(
         found=not deleted and any(report.anything for report in reports),
         deleted=deleted,
         nbytes=nbytes,
+        stake=stake,
     )
 
 
@@ -126,6 +138,8 @@ def _look(
                 in_memory=inventory.in_memory,
                 storage_state=inventory.storage_state,
                 problem=problem,
+                starts=read_starts(session.job) if first_on_node and session.job is not None else None,
+                used=bool(inventory.stored) if inventory.storage_error is None else None,
             )
         )
     restart = any(report.in_memory for report in reports)

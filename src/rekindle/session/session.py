@@ -30,6 +30,7 @@ import torch
 from rekindle.common.os_errors import describe_error
 from rekindle.devices.page_lock import PageLocker
 from rekindle.errors import BusyError, MemoryStoreError
+from rekindle.format.claim import Starts
 from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId
 from rekindle.format.names import Root
 from rekindle.memory.clean_up import remove_superfluous
@@ -40,6 +41,7 @@ from rekindle.memory.nodes import Nodes
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.session.agent_keeper import AgentKeeper
+from rekindle.session.claiming import Stake, claim_again, record_starts
 from rekindle.session.finish import wait_durable, wait_for_agent
 from rekindle.storage.checks import root_identity
 from rekindle.storage.open import open_store
@@ -77,6 +79,8 @@ class Meeting:
     """True if all that an earlier start had on storage was deleted: what memory still has of it counts no more."""
     nbytes: int = 0
     """Estimated size of this rank's snapshot."""
+    stake: Stake | None = None
+    """Claim of the root, or why there is none; None for a start that makes no claims."""
 
 
 class Session:
@@ -107,6 +111,8 @@ class Session:
         """True once it is known what this start goes on from."""
         self.joined = 0.0
         """Time at which it joined, by this node's monotonic clock, in seconds."""
+        self.starts: Starts | None = None
+        """This start, by whose claim it writes to the root, and earlier ones; None for one without claims."""
         self._incarnation: Incarnation | None = None
 
     # -- joining -------------------------------------------------------------------------------------------------
@@ -167,6 +173,7 @@ class Session:
     def join(self, meeting: Meeting) -> None:
         """Goes by what all ranks have agreed on, from here on."""
         self.meeting, self._incarnation, self.joined = meeting, meeting.incarnation, time.monotonic()
+        self.starts = meeting.stake.starts if meeting.stake is not None else None
 
     def on_takeover(self, give_way: Callable[[], str | None]) -> None:
         """Registers the bound method ``give_way``, to be called when a later trainer of this process wants the place.
@@ -268,7 +275,10 @@ class Session:
         ``stored`` is the newest step that storage has of it. It was ``chosen`` if a person named its step. ``back``: it
         is of a run that was deleted, and is there again. ``seen_generation`` is the highest that ranks have seen since
         they met, when storage may have been away.
+
+        Raises BusyError on all ranks, unless it was ``chosen``, where the job goes on elsewhere already.
         """
+        self._settle_claim(chosen=chosen, used=stored is not None)
         generation = max(self.incarnation.generation, 1 + seen_generation)
         if self.agreed.deleted if base is None else back:
             self._give_up_memory()
@@ -280,6 +290,21 @@ class Session:
         parent, step = (base.incarnation.id, base.step) if base is not None else ("", 0)
         self._incarnation = replace(self.incarnation, generation=generation, parent=parent, parent_step=step)
         self.begun = True
+
+    def _settle_claim(self, *, chosen: bool, used: bool) -> None:
+        """Claims the root where the meeting could not, because storage was away, or a person has to decide.
+
+        ``used``: storage has checkpoints.
+        """
+        stake = self.agreed.stake
+        if stake is None or (stake.refusal is None and stake.asked) or self.begun:
+            return
+        if stake.refusal is not None and not chosen:
+            raise BusyError(stake.refusal)
+        if self.rank == 0:
+            self.starts = claim_again(self.store, stake.starts, used=used, on_purpose=chosen)
+        if self.is_first_on_node:
+            record_starts(self.job, self.starts)
 
     def _give_up_memory(self) -> None:
         """Frees what memory has of a run that was deleted, before the note of it goes: else it would be drained."""

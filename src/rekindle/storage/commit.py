@@ -3,22 +3,23 @@
 Every writer of checkpoints goes through ``Committer``: the agent's drain, saves straight to storage,
 torch.distributed.checkpoint and ``rekindle import``. The steps, in this order, and the loss that each protects from:
 
-1. Look (``begin``, or ``newest`` for a writer that decides by itself). A mount that is gone is refused: bytes written
-   below its place vanish with the next mount. A root that another start of the job writes to is refused: that start's
-   retention would remove this checkpoint unnoticed.
+1. Look (``begin``, or ``newest`` and ``hold_claim`` for a writer that decides by itself). A mount that is gone is
+   refused: bytes written below its place vanish with the next mount. A root that another start of the job writes to, or
+   has claimed, is refused: that start's retention would remove this checkpoint unnoticed.
 2. Write (``write``). Each shard is verified on its way and synced, and only then followed by its receipt. No restore
    reads it yet, so a crash leaves nothing half written that counts: the next agent goes on with it, or clean-up removes
    it when a newer checkpoint is durable.
 3. Look again (``commit``). The mount may have gone while bytes moved.
 4. Identify the root's file system, while there is no checkpoint to lose. A later start can then tell a root that was
    deleted from one that is not mounted.
-5. Publish: write the manifest, once the shards of all ranks are there. The checkpoint exists from here on. A crash
+5. Publish: write the manifest, once the shards of all ranks are there, and after one more look for a claim: of a start
+   that was passed over no more comes to storage than what was whole before. The checkpoint exists from here on. A crash
    before leaves none of it, a crash after leaves all of it. Publishing again changes nothing but what a crash left
    unsynced.
 6. Pin the checkpoint, if the user asked for that while bytes moved: before anything is pruned.
 7. Note the step in memory. Should storage be away when the job starts again, that start knows what it had, and does not
    go on from less. A crash before the note is harmless: the next agent publishes again, and notes it.
-8. Prune (``tidy``). Older checkpoints go only now, so that no crash leaves the job without one.
+8. Prune (``tidy``), after the same look. Older checkpoints go only now, so that no crash leaves the job without one.
 9. Clean up what killed writers left. A crash or an error in 8 or 9 leaves work to the next commit, and costs disk space
    until then: the checkpoint is durable, so no save fails by it.
 """
@@ -32,11 +33,13 @@ from contextlib import contextmanager, suppress
 
 from rekindle.common.os_errors import explain
 from rekindle.errors import NotDurableError
+from rekindle.format.claim import Starts
 from rekindle.format.lineage import Incarnation, ShardId, continued_by_another
 from rekindle.format.receipt import Receipt
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.notes import RootIdentity
 from rekindle.storage.checks import checkpoints_deleted, describe_rival, is_superseded, newest_live, root_identity
+from rekindle.storage.claims import hold_claim
 from rekindle.storage.store import Store
 from rekindle.storage.throttle import Budget
 
@@ -64,8 +67,10 @@ class Committer:
     ``tidy`` raises OSError where storage refuses.
     """
 
-    def __init__(self, store: Store, job: JobDir | None) -> None:
-        self._store = store
+    def __init__(self, store: Store, job: JobDir | None, starts: Callable[[], Starts | None] = lambda: None) -> None:
+        """``starts`` tells which start writes, as the next one may come meanwhile: its claim of the root is looked for.
+        None for a writer without claims, such as an import."""
+        self._store, self._starts = store, starts
         self._job = job
         """Holds the note of what is durable. None without a memory store: then only this object remembers it."""
         self._shown: int | None = None
@@ -89,12 +94,21 @@ class Committer:
     def begin(self, stamp: ShardId) -> ShardId | None:
         """Returns the newest live checkpoint, to be asked before the first byte of ``stamp`` is written.
 
-        Raises FileNotFoundError as ``newest`` does, and FileExistsError where another start of the job writes.
+        Raises FileNotFoundError as ``newest`` does, and FileExistsError where another start of the job writes, or has
+        claimed the root.
         """
         newest = self.newest()
         if newest is not None and continued_by_another(stamp.incarnation, newest.incarnation):
             raise FileExistsError(describe_rival(self._store.root, newest, "what this one saves is not kept"))
+        self.hold_claim()
         return newest
+
+    def hold_claim(self) -> None:
+        """Makes sure that the start has the newest claim. Raises FileExistsError where another one has claimed the
+        root since."""
+        starts = self._starts()
+        if starts is not None:
+            hold_claim(self._store, starts)
 
     def root_deleted(self) -> bool:
         """True if storage had a checkpoint, and somebody has deleted all of it since."""
@@ -107,7 +121,8 @@ class Committer:
         progress: Callable[[int], object] = lambda nbytes: None,
         budget: Budget | None = None,
     ) -> None:
-        """Writes one rank's shard: see ``Store.write_shard``. Precondition: ``begin`` or ``newest`` refused nothing.
+        """Writes one rank's shard: see ``Store.write_shard``. Precondition: ``begin``, or both ``newest`` and
+        ``hold_claim``, refused nothing.
 
         Raises SupersededError where others have removed it, as a checkpoint as new is durable.
         """
@@ -135,7 +150,7 @@ class Committer:
         dear to be repeated several times a second while other nodes write.
         """
         identity = root_identity(self._store, stamp.step)
-        if not self._store.publish(stamp):
+        if not self._store.publish(stamp, self.hold_claim):
             return False
         if self._pinned_meanwhile(stamp):
             self._store.pin(stamp)
@@ -154,6 +169,7 @@ class Committer:
         removed: list[int] = []
         root = str(self._store.root)
         try:
+            self.hold_claim()
             if not self._undecided(stamp.incarnation.generation):
                 removed = self._store.prune(keep, keep_every)
             self._store.clean_up()

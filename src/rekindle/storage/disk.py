@@ -20,6 +20,7 @@ __all__ = [
     "create_new",
     "open_direct",
     "fsync",
+    "link",
     "make_path",
     "mkdir",
     "pwrite",
@@ -99,6 +100,11 @@ def sync(path: Path) -> None:
 def rename(path: Path, to: Path) -> None:
     """Renames a file or directory. Replaces a file of that name, or an empty directory."""
     os.rename(path, to)
+
+
+def link(path: Path, to: Path) -> None:
+    """Gives a file a second name. Raises FileExistsError where something has that name."""
+    os.link(path, to, follow_symlinks=False)
 
 
 def unlink(path: Path) -> None:

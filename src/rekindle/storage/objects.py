@@ -21,7 +21,7 @@ from rekindle.common.failpoints import reach
 from rekindle.errors import FormatError
 from rekindle.format.files import Files
 from rekindle.format.lineage import ShardId, drop_superseded
-from rekindle.format.names import MANIFEST, PINNED, parse_shard_name, receipt_name, shard_name, step_dir
+from rekindle.format.names import CLAIMS, MANIFEST, PINNED, parse_shard_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
 from rekindle.memory.notes import RootIdentity
@@ -120,8 +120,9 @@ class ObjectStore(Store):
         )
 
     def below(self) -> list[str]:
-        """Lists the URLs one level below the root, without those of its own shards. Raises OSError."""
-        return [f"{self.root}/{name}" for name in self.bucket.directories() if not _SHARDS.match(name)]
+        """Lists the URLs one level below the root, without those of its own shards and claims. Raises OSError."""
+        names = (name for name in self.bucket.directories() if name != CLAIMS and not _SHARDS.match(name))
+        return [f"{self.root}/{name}" for name in names]
 
     def durable(self, stamp: ShardId) -> bool:
         found = self._manifest_of(stamp.step)
@@ -200,7 +201,7 @@ class ObjectStore(Store):
     def make_room(self, stamp: ShardId) -> None:
         """Removes nothing: a bucket always has room, and a finished shard need not be sent again."""
 
-    def publish(self, stamp: ShardId) -> bool:
+    def publish(self, stamp: ShardId, before: Callable[[], object] = lambda: None) -> bool:
         found = self._manifest_of(stamp.step)
         if found is not None and found.stamp is not None and found.stamp.checkpoint == stamp.checkpoint:
             return True
@@ -215,6 +216,7 @@ class ObjectStore(Store):
         document = build_manifest(receipts, stamp)
         if any(receipt.stamp.pinned for receipt in receipts):
             self.bucket.put(_pin_name(stamp), b"")
+        before()
         self._write_manifest(stamp, found, document)
         reach("drain.manifest", stamp.step)
         reach("drain.published", stamp.step)
@@ -321,6 +323,13 @@ class ObjectStore(Store):
 
     def write_extra(self, name: str, data: bytes) -> None:
         self.bucket.put(name, data)
+
+    def create_extra(self, name: str, data: bytes) -> None:
+        """Writes over one that is there where the service has no conditional writes, as ``capability_warning`` says."""
+        try:
+            self.bucket.create(name, data)
+        except NotImplementedError:
+            self.bucket.put(name, data)
 
     def take_away(self, name: str) -> None:
         self.bucket.delete([name])

@@ -35,6 +35,9 @@ __all__ = ["PosixStore", "synced_file", "write_all"]
 
 log = logging.getLogger("rekindle")
 
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""Errors of a file system on which no file has two names."""
+
 
 class _Durable(NamedTuple):
     """A durable checkpoint and the directory that it lies in."""
@@ -173,7 +176,7 @@ class PosixStore(Store):
         if directory.exists() and self._read_stamp(directory) is None:
             self._move_aside(directory, stamp.step, None)
 
-    def publish(self, stamp: ShardId) -> bool:
+    def publish(self, stamp: ShardId, before: Callable[[], object] = lambda: None) -> bool:
         if self._sync_published(stamp):
             return True
         directory = self.partial(stamp)
@@ -186,6 +189,7 @@ class PosixStore(Store):
             # Outside of the directory, which another publisher may rename under us, and each publisher its own: a rank
             # that found no room in memory and its node's agent may be two of them.
             temporary = self.root / f".{directory.name}.{stamp.rank}.{os.getpid()}.tmp"
+            before()
             with synced_file(directory / MANIFEST, temporary) as fd:
                 write_all(fd, document)
             disk.sync(directory)
@@ -347,11 +351,23 @@ class PosixStore(Store):
     def write_extra(self, name: str, data: bytes) -> None:
         path = self.root / name
         disk.make_path(path.parent)
-        fd = disk.create(path)
+        _write_file(disk.create(path), data)
+
+    def create_extra(self, name: str, data: bytes) -> None:
+        """Links the finished file to its name: of several names that come at once, a file system takes one."""
+        path = self.root / name
+        if not path.parent.is_dir():  # else its name would be synced again, which takes a disk some milliseconds
+            disk.make_path(path.parent)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
-            write_all(fd, data)
+            _write_file(disk.create(temporary), data)
+            disk.link(temporary, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _write_file(disk.create_new(path, 0o644), data)  # as good, but that others may see it before its bytes
         finally:
-            os.close(fd)
+            disk.unlink(temporary)
 
     def take_away(self, name: str) -> None:
         disk.unlink(self.root / name)
@@ -417,6 +433,14 @@ def _has_pin(directory: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _write_file(fd: int, data: bytes) -> None:
+    """Writes a new file that is open as ``fd``, and closes it."""
+    try:
+        write_all(fd, data)
+    finally:
+        os.close(fd)
 
 
 def write_all(fd: int, data: bytes) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rekindle.errors import UsageError
-from rekindle.format.names import MANIFEST, STEP_DIR, Root, canonical_root
+from rekindle.format.names import CLAIMS, MANIFEST, STEP_DIR, Root, canonical_root
 from rekindle.storage.open import urls_below
 
 __all__ = ["describe_root", "refuse_inside", "root_to_train"]
@@ -127,6 +127,8 @@ def _describe_unfinished(root: Path, names: list[str]) -> str | None:
 def _describe_directory(root: Path, names: list[str]) -> str:
     if not names:
         return "the directory is empty: no job has saved there yet"
+    if names == [CLAIMS]:
+        return "a job has begun there, and has saved nothing yet"
     import_it = f"'rekindle import {root} ROOT STEP' makes a checkpoint of it"
     if ".metadata" in names:
         return f"it is a directory of torch.distributed.checkpoint: {import_it} (with --allow-pickle)"

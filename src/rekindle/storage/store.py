@@ -143,10 +143,11 @@ class Store(ABC):
         self.discard(stamp)
 
     @abstractmethod
-    def publish(self, stamp: ShardId) -> bool:
+    def publish(self, stamp: ShardId, before: Callable[[], object] = lambda: None) -> bool:
         """Writes the manifest if every rank's part is there. Returns True when the checkpoint is durable.
 
-        It is pinned from that moment on if a rank's part says so.
+        It is pinned from that moment on if a rank's part says so. ``before`` is called right before the manifest is
+        written, and what it raises prevents that.
 
         Ranks on other nodes may publish the same checkpoint at the same time, as they write the same manifest. Raises
         CorruptError when the parts don't make up a whole state. Raises FileExistsError where another start of the job
@@ -203,6 +204,14 @@ class Store(ABC):
     @abstractmethod
     def write_extra(self, name: str, data: bytes) -> None:
         """Writes a file for people beside the checkpoints. ``name`` may have slashes."""
+
+    @abstractmethod
+    def create_extra(self, name: str, data: bytes) -> None:
+        """Writes a file as ``write_extra`` does, if there is none of this name. Nobody sees a part of it.
+
+        Raises FileExistsError where there is one, so that one of many writers succeeds; it may be this one's own where
+        an answer was lost. Not synced: a power cut may take it.
+        """
 
     def has(self, name: str) -> bool:
         """True if a file that ``write_extra`` wrote is there."""

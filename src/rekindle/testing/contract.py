@@ -43,6 +43,9 @@ FIRST = Incarnation(1, "11" * 8)
 SECOND = Incarnation(2, "22" * 8, FIRST.id, 4)
 RIVAL = Incarnation(2, "33" * 8, FIRST.id, 4)
 _KILLED = -9
+_WRITERS = 4
+_MEETING = 60.0
+"""Seconds in which all of these must have begun."""
 _CLOCK = 3600.0
 """Seconds by which ``saved_at`` may differ from this clock: the length of a test and the error of a clock."""
 
@@ -207,6 +210,23 @@ class StoreContract:
         assert not store.has("probe")
         store.clean_up()
         assert self.everything() - before and self.steps() == [1] and store.damaged() == []
+
+    def test_of_many_writers_of_a_new_file_one_succeeds(self) -> None:
+        store, together = self.open(), Barrier(_WRITERS)
+
+        def create(number: int) -> bool:
+            together.wait(_MEETING)
+            try:
+                store.create_extra("claims/first", b"%d" % number * 9)
+            except FileExistsError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            made = list(pool.map(create, range(_WRITERS)))
+        assert sum(made) == 1
+        assert store.extras("claims") == ["claims/first"]
+        assert store.read_extra("claims/first", 100) == b"%d" % made.index(True) * 9
 
     # -- bytes --------------------------------------------------------------------------------------------------
 

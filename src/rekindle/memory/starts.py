@@ -1,0 +1,48 @@
+"""Records the newest start of a job on this node and the ones before it, ``starts.json``: what a claim goes by.
+
+A start is recorded before it claims. So a node never forgets a claim that was made for it, whenever its processes end.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rekindle.errors import FormatError
+from rekindle.format.claim import Claim, Past, Starts
+from rekindle.format.fields import check_texts, loads
+from rekindle.format.lineage import check_id
+from rekindle.format.receipt import read_file, write_atomic
+from rekindle.memory.job_dir import JobDir
+
+__all__ = ["forget_starts", "read_starts", "write_starts"]
+
+_MOST = 200
+"""Earlier starts that are remembered. There are several only where storage was away at each of them."""
+
+
+def read_starts(job: JobDir) -> Starts | None:
+    """Returns the record; None where there is none, as after a good end, or where it can't be read."""
+    try:
+        value = loads(read_file(job.paths.starts))
+        past = tuple(_past_from_json(one) for one in value["past"])
+        return Starts(Claim.from_json(value["own"]), past)
+    except (OSError, FormatError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write_starts(job: JobDir, starts: Starts) -> None:
+    """Replaces the record. Raises OSError when memory is full or gone."""
+    value = {"own": asdict(starts.own), "past": [asdict(one) for one in starts.past[-_MOST:]]}
+    write_atomic(job.paths.starts, json.dumps(value).encode())
+
+
+def forget_starts(job: JobDir) -> None:
+    """Removes the record. Raises OSError."""
+    job.paths.starts.unlink(missing_ok=True)
+
+
+def _past_from_json(value: Any) -> Past:
+    (launch,) = check_texts([value["launch"]])
+    return Past(check_id(value["start"]), launch)
