@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import threading
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -84,7 +84,7 @@ class MeshKeeper:
                 await asyncio.sleep(_TICK)
         finally:
             if self._server is not None:
-                self._server.close()  # first: who connects now is to see an agent that has ended, not one without a mesh
+                self._server.close()  # first: who connects now is to see that this agent ends
             self._leave()
 
     def _check(self) -> None:
