@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rekindle.agent.drain import Drainer
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.notes import Common
 from rekindle.memory.slots import Slots
 from tests.conftest import commit, make_shard
 from tests.faults.harness import wait_for
@@ -60,6 +62,22 @@ def test_the_first_goes_at_once_and_the_next_when_its_time_has_come(job: JobDir,
     save(4)
     Drainer(job).tick()
     assert steps_on(root) == [1, 3]
+
+
+def test_of_several_nodes_each_brings_the_step_that_all_have_marked(job: JobDir, root: Path, save: Save) -> None:
+    info = JobInfo(str(root), [0], 1, 9, None, 600.0, persist_seconds=30.0, start=FIRST.id, host="127.0.0.1")
+    job.write_job(info)
+    save(1)
+    assert not Drainer(job).tick(), "other nodes may choose another one"
+    job.notes.write_common(Common("b" * 16, 1, -1, 1))
+    assert not Drainer(job).tick(), "that was an earlier start"
+    job.notes.write_common(Common(FIRST.id, 2, -1, 2))
+    for step in (2, 3):
+        save(step)
+    assert Drainer(job).tick() and steps_on(root) == [2]
+    job.write_job(replace(info, persist_seconds=None))
+    job.notes.write_common(Common(FIRST.id, 3, -1, 3))
+    assert not Drainer(job).tick(), "time decides nothing"
 
 
 def test_what_was_asked_for_goes_at_once_and_once(job: JobDir, root: Path, save: Save) -> None:

@@ -30,6 +30,9 @@ _STALLS = 30.0
 _PATIENCE, _MOST_DOUBLED = 30.0, 4
 """Seconds that the leader waits for all bits; twice as long after each time that was too short, so many times. A state
 of 100 GB takes minutes, and a node that says nothing must not keep storage from newer steps for much longer."""
+_APART_EVERY = 100
+"""Interval in steps of those that are named while a node is missing: no step can be safe, and nodes that don't hear
+each other must choose the same ones for storage."""
 _GRACE = 3.0
 """Seconds that a step is kept after it was given up. A beat takes milliseconds, on a broken link 1 or 2 s."""
 _STOPPED = 1.5
@@ -67,7 +70,8 @@ class Told(NamedTuple):
         if type(failed) is not bool or type(have) is not str or len(have) > _LONGEST_MASK:
             raise ValueError("the word on a common step is malformed")
         steps = {name: check_integer(value[name], -1) for name in ("step", "safe", "drain", "wanted")}
-        return Told(round=check_integer(value["round"]), have=max(0, int(have, 16)), failed=failed, **steps)
+        mask = check_integer(int(have, 16), 0, 1 << 4 * len(have))
+        return Told(round=check_integer(value["round"]), have=mask, failed=failed, **steps)
 
 
 NOTHING_TOLD = Told()
@@ -97,7 +101,7 @@ class CommonStep:
 
     def __init__(
         self, own: int, present: Collection[int], *, copies: bool, every: int = 1, former: Told = NOTHING_TOLD
-    ):
+    ) -> None:
         """``present`` are the numbers of the nodes in the mesh.
 
         Without ``copies`` no step is ever safe: common steps serve storage alone, and are named when one is due there.
@@ -209,9 +213,14 @@ class CommonStep:
 
     def _lead(self, now: float, *, calm: bool, due: bool) -> None:
         told = self._told
+        due = due or not (calm or told.step % _APART_EVERY)
         if due and told.step > told.drain and told.step in self._own.steps:
             self._told = told = told._replace(drain=told.step)
+        step = None
         if told.step <= self._floor or (told.failed and now >= self._leave):
+            if not calm:
+                self._name_for_storage(now)
+                return
             step = self._next(now, due=due)
         elif told.failed:
             return
@@ -224,6 +233,13 @@ class CommonStep:
                 self._fail(now)
         if step is not None:
             self._begin(Told(told.round + 1, step), now)
+
+    def _name_for_storage(self, now: float) -> None:
+        """Names a step that other leaders name too, on nodes that this one doesn't hear: nobody copies it."""
+        told, newest = self._told, self._own.newest
+        if newest >= 0 and (not told.failed or told.step <= told.drain or told.step < newest):
+            self._begin(Told(told.round + 1, (newest // _APART_EVERY + 1) * _APART_EVERY, failed=True), now)
+            self._leave = now  # no bit of it is out
 
     @property
     def _floor(self) -> int:

@@ -48,7 +48,6 @@ def start_saver(
     elif settings.strict:
         raise MemoryStoreError(meeting.no_memory)
     if meeting.nodes > 1:
-        _forget_wanted(session)
         enter_mesh(group, session, host)
         metrics.read_node_safe(partial(session.job_dir.notes.safe_step, session.incarnation.id))
         if not session.is_in_whole_mesh:
@@ -93,13 +92,6 @@ def _open_memory(
         *(session.job_dir.path, session.root),
     )
     return info
-
-
-def _forget_wanted(session: Session) -> None:
-    """Let go of a step that a save of an earlier start has waited for: the agents would wait for it, too."""
-    if session.keeper is not None:
-        with suppress(OSError):
-            session.job_dir.notes.write_wanted(0)
 
 
 def _do_without_mesh(session: Session, schedule: Schedule, info: JobInfo | None) -> None:
