@@ -27,16 +27,16 @@ def _samples(count: int) -> list[float]:
 
     found, chances = [], random.Random(0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        lab = Agents(Path(place), _NODES)
+        agents = Agents(Path(place), _NODES)
         try:
             for number in range(count):
-                ranks = lab.begin(_NODES)
+                ranks = agents.begin(_NODES)
                 time.sleep(0.1 * chances.random())  # a beat is sent each 0.1 s
                 victim = ranks[number % _NODES]
                 killed = victim.kill()
                 found.append(max(rank.fault()[0] for rank in ranks if rank is not victim) - killed)
         finally:
-            lab.close()
+            agents.close()
     return found
 
 
@@ -70,7 +70,7 @@ def main(count: int, output: Path | None, docs: bool) -> None:
     from report import console_table, markdown, put_blocks
     from rich.console import Console
 
-    sys.path.insert(0, str(_DOCS.parent))  # the tests have the agents' lab
+    sys.path.insert(0, str(_DOCS.parent))  # the tests have agents of several nodes
     seconds = _samples(count)
     table, conditions = _tabulate(seconds), _conditions()
     if output is not None:

@@ -61,10 +61,13 @@ class Node0:
         port = self.mute.getsockname()[1]
         nodes = [Node(f"n{n}", "127.0.0.1", (ports or {}).get(n, port), [n]) for n in range(self.count)]
         self.nodes = Nodes(self.start, 1, os.urandom(32), own, nodes)
+        self.monitor.others = mesh = self.mesh(self.nodes, self.monitor)
+        return mesh
+
+    def mesh(self, nodes: Nodes, monitor: RankMonitor) -> Mesh:
         info = self.job.read_job()
         assert info is not None
-        self.monitor.others = mesh = Mesh(self.nodes, self.monitor, lambda: -1, info)
-        return mesh
+        return Mesh(nodes, monitor, lambda: -1, info)
 
     def serve(self, listener: socket.socket, number: int, handle: Handler) -> PeerServer:
         """Serves as the agent of another node."""
@@ -198,7 +201,7 @@ def test_a_node_that_is_asked_names_the_fault_that_its_ranks_are_dying_of(run: C
         listener = listen("127.0.0.1", 0)
         mesh = node.join({1: listener.getsockname()[1]})
         there = RankMonitor(node.job, lambda on: None)
-        there.others = asked = Mesh(replace(node.nodes, own=1), there, lambda: -1)
+        there.others = asked = node.mesh(replace(node.nodes, own=1), there)
         server = node.serve(listener, 1, asked.handle)
         try:
             assert there.hear(NEWS)

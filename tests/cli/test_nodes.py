@@ -297,6 +297,7 @@ def test_ls_shows_what_the_memory_of_all_nodes_holds(agents: Agents) -> None:
     assert [row.nodes for row in own] == [["n0"], ["n0"], ["n1"], []] and own[2].entry.copy.ranks >= {1}
     shown = own[2].to_json()
     assert (shown["place"], shown["bytes"], shown["path"], shown["node_safe"]) == (PEER, None, None, True)
-    rows = rows_of(agents.hosts[1].job)
-    (there,) = (row for row in rows if (row.entry.copy.step, row.entry.copy.place) == (7, PEER))
+    (there,) = (
+        row for row in rows_of(agents.hosts[1].job) if row.entry.copy.step == 7 and row.entry.copy.place == PEER
+    )
     assert there.nodes == ["n0"] and there.missing == [] and there.condition == "complete"

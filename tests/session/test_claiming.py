@@ -124,9 +124,26 @@ def test_a_start_is_remembered_before_it_claims(
     monkeypatch.undo()
     newest = newest_claim(store)
     assert newest is not None and (newest.start, newest.number) == (f"{2:016x}", 2)
+    left = read_starts(job)
+    assert left is not None and not left.settled
+    hold_claim(store, left)
     stake = begin(store, job, 3)
     assert stake.refusal is None and stake.starts.own.number == 3
     assert read_starts(job) == stake.starts and not stake.starts.past
+
+
+def test_while_ranks_meet_agents_write_what_is_left_and_claim_nothing(
+    store: PosixStore, node: Callable[[str], JobDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a side that waits for the other one would be first."""
+    job = node("a")
+    former = begin(store, job, 1).starts
+    met = Starts(Claim(f"{2:016x}", 2), former.remembered, settled=False)
+    hold_claim(store, met)
+    assert newest_claim(store) == former.own
+    begin(store, node("b"), 3)
+    with pytest.raises(FileExistsError):
+        hold_claim(store, met)
 
 
 def test_a_refused_start_leaves_what_its_node_remembers(store: PosixStore, node: Callable[[str], JobDir]) -> None:

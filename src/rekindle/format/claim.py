@@ -106,6 +106,8 @@ class Starts:
     """Its claim, made or not yet."""
     past: tuple[Past, ...] = ()
     """Earlier starts, oldest first. None from before one whose claim is known to have been made."""
+    settled: bool = True
+    """False until its ranks have agreed that it goes on. Up to then nobody else makes its claim."""
 
     @property
     def remembered(self) -> tuple[Past, ...]:
@@ -132,14 +134,13 @@ def may_follow(newest: Claim | None, own: Claim, past: Collection[Past]) -> bool
     return bool(own.launch) and own.launch not in {newest.launch, *(one.launch for one in past)}
 
 
-def is_minority(newest: Claim | None, own: Claim, present: int) -> bool:
+def is_minority(newest: Claim, own: Claim, present: int) -> bool:
     """True if only ``present`` of the nodes of ``newest`` are here: the others may be more, and then have precedence.
 
     Nobody has who was launched anew by a scheduler.
     """
-    if newest is None or (own.launch and own.launch != newest.launch):
-        return False
-    return 0 < 2 * present < newest.nodes
+    anew = own.launch and own.launch != newest.launch
+    return not anew and 0 < 2 * present < newest.nodes
 
 
 def describe_claim(claim: Claim) -> str:

@@ -27,14 +27,15 @@ def read_starts(job: JobDir) -> Starts | None:
     try:
         value = loads(read_file(job.paths.starts))
         past = tuple(_past_from_json(one) for one in value["past"])
-        return Starts(Claim.from_json(value["own"]), past)
+        return Starts(Claim.from_json(value["own"]), past, bool(value["settled"]))
     except (OSError, FormatError, ValueError, TypeError, KeyError):
         return None
 
 
 def write_starts(job: JobDir, starts: Starts) -> None:
     """Replaces the record. Raises OSError when memory is full or gone."""
-    value = {"own": asdict(starts.own), "past": [asdict(one) for one in starts.past[-_MOST:]]}
+    past = [asdict(one) for one in starts.past[-_MOST:]]
+    value = {"own": asdict(starts.own), "past": past, "settled": starts.settled}
     write_atomic(job.paths.starts, json.dumps(value).encode())
 
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from rekindle.common.os_errors import describe_error
@@ -76,7 +77,8 @@ def stake_claim(
         launch=_launch(),
     )
     starts = Starts(own, past)
-    record_starts(job, starts)  # first: a claim that is made is remembered, whenever the processes of this start end
+    # First: a claim that is made is remembered, whenever the processes of this start end.
+    record_starts(job, replace(starts, settled=False))
     stake = None
     if group.rank == 0:
         with_memory = [one.remembered for one in remembered if one is not None]

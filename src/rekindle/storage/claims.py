@@ -70,7 +70,8 @@ def claim_root(store: Store, starts: Starts, *, make: bool = True) -> tuple[Clai
 def hold_claim(store: Store, starts: Starts) -> None:
     """Returns if ``starts.own`` has the newest claim, and makes it first if it has none and may. For each commit.
 
-    Raises FileExistsError where another start has claimed the root since: this one writes no more. Raises OSError.
+    While the ranks meet, what a start before left in memory may still be written: none is made then. Raises
+    FileExistsError where another start has claimed the root since: this one writes no more. Raises OSError.
     """
     own = starts.own
     for _ in range(_RACES):
@@ -83,7 +84,7 @@ def hold_claim(store: Store, starts: Starts) -> None:
                 "any more, and one of the two has to end"
             )
             raise FileExistsError(errno.EEXIST, why, str(store.root))
-        if _make(store, own, newest) is not None:
+        if not starts.settled or _make(store, own, newest) is not None:
             return
     raise _race(store)
 

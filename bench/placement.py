@@ -1,0 +1,93 @@
+"""Cost of many nodes for each of them: ``python bench/placement.py``. Seconds and memory until it knows what to copy.
+
+What one node does at a start of so many ranks, eight on each node, sixteen nodes in a rack: it orders all nodes, writes
+and reads their record, finds the ranks that don't fail together with those it copies, and chooses what to copy of
+eight shards: of an FSDP job all of it, of an HSDP job with a replica in each rack what local states hold.
+"""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+from rich.console import Console
+
+_DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+_RANKS = (256, 1024, 4096, 16384)
+_ON_NODE, _IN_RACK, _TENSORS = 8, 16, 1000
+_HEADS = ("ranks", "to know all nodes, s", "FSDP: to choose, s", "HSDP: to choose, s", "MiB")
+
+
+def _meet(ranks: int, place: Path) -> Any:
+    """Returns the nodes as the record of a middle one has them."""
+    from rekindle.format.lineage import Incarnation
+    from rekindle.memory.job_dir import JobDir
+    from rekindle.memory.nodes import Nodes
+    from rekindle.session.nodes import Introduction, arrange
+
+    count = ranks // _ON_NODE
+    introductions = [
+        Introduction(
+            name=f"host{number:05}",
+            address=("10.0.0.1", 1),
+            ranks=list(range(_ON_NODE * number, _ON_NODE * (number + 1))),
+            domain=f"rack{number // _IN_RACK:04}",
+            secret=bytes(32),
+        )
+        for number in range(count)
+    ]
+    session: Any = SimpleNamespace(rank=ranks // 2, agreed=SimpleNamespace(incarnation=Incarnation(1, "ab" * 8)))
+    job = JobDir(place)
+    arrange(introductions, session).write(job)
+    return Nodes.read(job)
+
+
+def _choose(nodes: Any, replicas: int) -> int:
+    """Chooses what to copy of all ranks of a node. Returns the number of chunks."""
+    from rekindle.format.layout import Chunk, Layout
+    from rekindle.memory.local_state import LocalStatePlan
+    from rekindle.peers.unique import ranks_apart, unique_chunks
+
+    source = nodes.nodes[nodes.source]
+    world = sum(len(node.ranks) for node in nodes.nodes)
+    apart, chosen = ranks_apart(nodes.nodes, source), 0
+    for rank in source.ranks:
+        layout = Layout.build(Chunk(f"t{n:04}", "float32", (4 * world,), (4 * rank,), (4,)) for n in range(_TENSORS))
+        others = list(range(rank % (world // replicas), world, world // replicas))
+        plan = LocalStatePlan(layout, None, b"", [0], {chunk.name: others for chunk in layout.chunks}, "", 16)
+        chosen += len(unique_chunks(layout, plan, apart))
+    return chosen
+
+
+def _row(ranks: int) -> tuple[str, ...]:
+    racks = ranks // _ON_NODE // _IN_RACK
+    with tempfile.TemporaryDirectory() as place:
+        began = time.perf_counter()
+        nodes = _meet(ranks, Path(place))
+        met = time.perf_counter()
+        assert _choose(nodes, 1) == _ON_NODE * _TENSORS
+        sharded = time.perf_counter()
+        assert _choose(nodes, racks) == _ON_NODE
+        hybrid = time.perf_counter()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return f"{ranks:,}", *(f"{s:.3f}" for s in (met - began, sharded - met, hybrid - sharded)), str(memory)
+
+
+@click.command(help=__doc__)
+@click.option("--docs", is_flag=True, help="Put the table into docs/benchmarks.md.")
+def main(docs: bool) -> None:
+    from report import Table, console_table, markdown, put_blocks
+
+    table = Table("placement", "One node of many", list(_HEADS), [list(_row(ranks)) for ranks in _RANKS])
+    console_table(Console(width=120), table)
+    if docs:
+        put_blocks(_DOCS, {"placement": markdown(table)})
+
+
+if __name__ == "__main__":
+    main()
