@@ -5,16 +5,19 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from rekindle.format.lineage import Incarnation
 from rekindle.memory.fault import Fault
 from rekindle.memory.job import JobInfo
+from rekindle.memory.slots import Slots
 from rekindle.peers.wire import Credentials, WireError, connect
 from rekindle.session.nodes import read_address
 from tests.agent.agents import Agents, Rank
 from tests.faults.harness import wait_for
+from tests.memory import saved
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +175,35 @@ def test_an_agent_that_cannot_listen_says_so_and_tries_again_at_the_next_start(a
     assert read_address(host.job, nowhere, Incarnation.begin(9).id) is None
     start = begin(host.address)
     assert wait_for(lambda: read_address(host.job, host.address, start))[1] > 0
+
+
+def test_nodes_keep_each_others_part_of_a_step_and_an_agent_that_is_killed_changes_nothing(agents: Agents) -> None:
+    ranks = agents.begin(2)
+    hosts, start = agents.hosts[:2], Incarnation(agents.generation, agents.nodes[0].start)
+    with ExitStack() as stack:
+        slots = [Slots(host.job, host.number, 2, [host.number]) for host in hosts]
+        for one in slots:
+            stack.callback(one.close)
+
+        def save(number: int) -> None:
+            for rank, one in zip(ranks, slots, strict=True):
+                saved.save(one, number, start, persist=False)
+                rank.page.snapshot = number
+            step(ranks, number)
+
+        def are_safe(number: int) -> bool:
+            return [node["safe"] for node in hosts[0].nodes()] == [number, number]
+
+        save(1)
+        wait_for(lambda: are_safe(1), what="a safe step")
+        agents.hosts[1].signal_agent(signal.SIGKILL)
+        agents.hosts[1].run_agent()
+        save(2)
+        wait_for(lambda: are_safe(2), what="the next one")
+        for host in hosts:
+            saved.assert_sound(host.job.copies, 2, 1 - host.number, 2)
+            common = host.job.notes.common()
+            assert common is not None and (common.start, common.safe) == (start.id, 2)
 
 
 @pytest.mark.campaign
