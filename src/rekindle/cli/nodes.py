@@ -66,5 +66,5 @@ def lag_of(safe: int | None, memory: list[StoredCopy], nodes: list[dict[str, Any
     """Returns the steps by which a step that is node-safe is behind the newest that any node has; None without one."""
     if safe is None:
         return None
-    steps = [copy.step for copy in memory] + [node["newest"] for node in nodes if node["newest"] is not None]
+    steps: list[int] = [copy.step for copy in memory] + [node["newest"] for node in nodes if node["newest"] is not None]
     return max([0, *(step - safe for step in steps)])
