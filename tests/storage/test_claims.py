@@ -181,9 +181,9 @@ class Gated(PosixStore):
         self._turns.wait()
         return super().extras(directory)
 
-    def create_extra(self, name: str, data: bytes) -> None:
+    def write_extra(self, name: str, data: bytes, *, exclusive: bool = False) -> None:
         self._turns.wait()
-        super().create_extra(name, data)
+        super().write_extra(name, data, exclusive=exclusive)
 
     def read_extra(self, name: str, most: int) -> bytes:
         self._turns.wait()

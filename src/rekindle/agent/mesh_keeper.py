@@ -83,9 +83,9 @@ class MeshKeeper:
                     warned = True
                 await asyncio.sleep(_TICK)
         finally:
-            self._leave()
             if self._server is not None:
-                self._server.close()
+                self._server.close()  # first: who connects now is to see that this agent ends
+            self._leave()
 
     def _check(self) -> None:
         mark = mark_of(self._job.paths.job)

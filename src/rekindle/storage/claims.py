@@ -96,7 +96,7 @@ def _make(store: Store, own: Claim, newest: Claim | None) -> Claim | None:
     """
     claim = replace(own, number=max(newest.number if newest is not None else 0, own.after) + 1)
     try:
-        store.create_extra(claim_name(claim.number), claim.encode())
+        store.write_extra(claim_name(claim.number), claim.encode(), exclusive=True)
     except FileExistsError:
         return None
     if claim.number > _KEPT:

@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -321,15 +322,13 @@ class ObjectStore(Store):
         names = [o.name for o in self.bucket.walk(directory)]
         self.bucket.delete([name for name in names if parse_shard_name(name.rpartition("/")[2])])
 
-    def write_extra(self, name: str, data: bytes) -> None:
-        self.bucket.put(name, data)
-
-    def create_extra(self, name: str, data: bytes) -> None:
+    def write_extra(self, name: str, data: bytes, *, exclusive: bool = False) -> None:
         """Writes over one that is there where the service has no conditional writes, as ``capability_warning`` says."""
-        try:
-            self.bucket.create(name, data)
-        except NotImplementedError:
-            self.bucket.put(name, data)
+        if exclusive:
+            with suppress(NotImplementedError):
+                self.bucket.create(name, data)
+                return
+        self.bucket.put(name, data)
 
     def take_away(self, name: str) -> None:
         self.bucket.delete([name])

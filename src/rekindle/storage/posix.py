@@ -348,14 +348,16 @@ class PosixStore(Store):
     def _find_durable(self, stamp: ShardId) -> _Durable | None:
         return next((entry for entry in self._scan().durable if entry.stamp.checkpoint == stamp.checkpoint), None)
 
-    def write_extra(self, name: str, data: bytes) -> None:
+    def write_extra(self, name: str, data: bytes, *, exclusive: bool = False) -> None:
         path = self.root / name
-        disk.make_path(path.parent)
-        _write_file(disk.create(path), data)
+        if exclusive:
+            self._create_extra(path, data)
+        else:
+            disk.make_path(path.parent)
+            _write_file(disk.create(path), data)
 
-    def create_extra(self, name: str, data: bytes) -> None:
+    def _create_extra(self, path: Path, data: bytes) -> None:
         """Links the finished file to its name: of several names that come at once, a file system takes one."""
-        path = self.root / name
         if not path.parent.is_dir():  # else its name would be synced again, which takes a disk some milliseconds
             disk.make_path(path.parent)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")

@@ -202,15 +202,12 @@ class Store(ABC):
         """Lets retention decide on a checkpoint again, pinned or not."""
 
     @abstractmethod
-    def write_extra(self, name: str, data: bytes) -> None:
-        """Writes a file for people beside the checkpoints. ``name`` may have slashes."""
+    def write_extra(self, name: str, data: bytes, *, exclusive: bool = False) -> None:
+        """Writes a file beside the checkpoints. ``name`` may have slashes.
 
-    @abstractmethod
-    def create_extra(self, name: str, data: bytes) -> None:
-        """Writes a file as ``write_extra`` does, if there is none of this name. Nobody sees a part of it.
-
-        Raises FileExistsError where there is one, so that one of many writers succeeds; it may be this one's own where
-        an answer was lost. Not synced: a power cut may take it.
+        With ``exclusive`` nobody sees a part of it, and FileExistsError is raised where there is one of this name. So
+        one of many writers succeeds. The one that is there may be this one's own, where an answer was lost. It isn't
+        synced: a power cut may take it.
         """
 
     def has(self, name: str) -> bool:
