@@ -158,7 +158,7 @@ def _bound_exchange(handler: Any) -> None:
 
     The handler's other one, for the state of the rendezvous, may stand still for longer, and takes signs of life.
     """
-    from torch.distributed import TCPStore  # noqa: PLC0415
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
     store = getattr(handler, "_store", None)  # the static rendezvous has none yet, another backend one of another kind
     if isinstance(store, TCPStore):
