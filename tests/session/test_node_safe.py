@@ -120,7 +120,7 @@ def _node(name: str, state: str, newest: int | None) -> dict[str, Any]:
     [
         ([_node("A", "here", 5), _node("B", "silent", 5)], None, "node B (rank 0): silent"),
         (
-            [_node("A", "here", 4), _node("B", "there", None)],
+            [_node("A", "here", 4), _node("B", "there", 3)],
             None,
             "A (rank 0) has not saved it; node B (rank 0) has not",
         ),
