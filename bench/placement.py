@@ -17,19 +17,22 @@ from typing import Any
 import click
 from rich.console import Console
 
+from rekindle.format.layout import Chunk, Layout
+from rekindle.format.lineage import Incarnation
+from rekindle.memory.job_dir import JobDir
+from rekindle.memory.local_state import LocalStatePlan
+from rekindle.memory.nodes import Nodes
+from rekindle.peers.unique import ranks_apart, unique_chunks
+from rekindle.session.nodes import Introduction, arrange
+
 _DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 _RANKS = (256, 1024, 4096, 16384)
 _ON_NODE, _IN_RACK, _TENSORS = 8, 16, 1000
 _HEADS = ("ranks", "to know all nodes, s", "FSDP: to choose, s", "HSDP: to choose, s", "MiB")
 
 
-def _meet(ranks: int, place: Path) -> Any:
+def _meet(ranks: int, place: Path) -> Nodes:
     """Returns the nodes as the record of a middle one has them."""
-    from rekindle.format.lineage import Incarnation
-    from rekindle.memory.job_dir import JobDir
-    from rekindle.memory.nodes import Nodes
-    from rekindle.session.nodes import Introduction, arrange
-
     count = ranks // _ON_NODE
     introductions = [
         Introduction(
@@ -44,15 +47,13 @@ def _meet(ranks: int, place: Path) -> Any:
     session: Any = SimpleNamespace(rank=ranks // 2, agreed=SimpleNamespace(incarnation=Incarnation(1, "ab" * 8)))
     job = JobDir(place)
     arrange(introductions, session).write(job)
-    return Nodes.read(job)
+    found = Nodes.read(job)
+    assert found is not None
+    return found
 
 
-def _choose(nodes: Any, replicas: int) -> int:
+def _choose(nodes: Nodes, replicas: int) -> int:
     """Chooses what to copy of all ranks of a node. Returns the number of chunks."""
-    from rekindle.format.layout import Chunk, Layout
-    from rekindle.memory.local_state import LocalStatePlan
-    from rekindle.peers.unique import ranks_apart, unique_chunks
-
     source = nodes.nodes[nodes.source]
     world = sum(len(node.ranks) for node in nodes.nodes)
     apart, chosen = ranks_apart(nodes.nodes, source), 0
