@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +65,18 @@ def test_it_asks_for_the_step_and_ends_when_the_step_is_safe(session: Session) -
     assert told == [5] and notes.safe_step(START.id) == 6
 
 
+def test_it_can_be_interrupted(session: Session) -> None:
+    def person() -> None:
+        wait_for(session.job_dir.notes.wanted)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    other = threading.Thread(target=person)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        wait_node_safe(session, session.shard_id(5), 60.0)
+    other.join(60)
+
+
 def test_what_another_start_has_kept_does_not_count(session: Session) -> None:
     session.job_dir.notes.write_common(Common("b" * 16, 9, 9, -1))
     with pytest.raises(NotDurableError, match="step 5 does not survive the loss of a node after 0 s: "):
@@ -106,11 +120,11 @@ def _node(name: str, state: str, newest: int | None) -> dict[str, Any]:
     [
         ([_node("A", "here", 5), _node("B", "silent", 5)], None, "node B (rank 0): silent"),
         (
-            [_node("A", "here", 4), _node("B", "there", None)],
+            [_node("A", "here", 4), _node("B", "there", 3)],
             None,
             "A (rank 0) has not saved it; node B (rank 0) has not",
         ),
-        ([_node("A", "here", 5), _node("B", "unknown", None)], None, "copies are slow"),
+        ([_node("A", "here", None), _node("B", "unknown", None)], None, "copies are slow"),
         ([_node("A", "here", 6)], {"step": 5, "done": 1000, "total": 4000}, "copied 1,000 of 4,000 bytes of step 5"),
         ([], None, "copies are slow"),
     ],
@@ -138,7 +152,7 @@ def _job(memory: Path) -> JobDir | None:
 
 
 def _save_for_the_other_node(rank: int, root: Path, memories: list[Path], timeout: float) -> dict[str, Any]:
-    """Trains some steps and waits for the last one. Says what came of it."""
+    """Trains some steps and waits for two of them, the second one inside of guard(). Says what came of it."""
     meeting_of_nodes._ANSWERS_WITHIN = 60.0  # agents start slowly on a busy machine
     ckpt = rekindle.Checkpointer(root, {"own": rekindle.Values(x=rank)}, memory=memories[rank])
     ckpt.restore()
@@ -147,6 +161,9 @@ def _save_for_the_other_node(rank: int, root: Path, memories: list[Path], timeou
     said = ""
     try:
         ckpt.save(4, wait="node", timeout=timeout)
+        with ckpt.guard():
+            ckpt.step(5)
+            ckpt.save(6, wait="node", timeout=timeout)
     except NotDurableError as error:
         said = str(error)
     job = _job(memories[rank])
@@ -159,7 +176,7 @@ def _save_for_the_other_node(rank: int, root: Path, memories: list[Path], timeou
 
 def test_a_step_is_safe_once_the_other_node_has_it(root: Path, memories: list[Path]) -> None:
     for found in ranks(2, _save_for_the_other_node, root, memories, 60.0):
-        assert found == {"said": "", "safe": 4, "seconds": 30.0, "stored by": None}
+        assert found == {"said": "", "safe": 6, "seconds": 30.0, "stored by": None}
 
 
 def test_nodes_that_do_not_reach_each_other_say_so_at_once(
