@@ -190,7 +190,7 @@ def test_a_root_that_shows_nothing_is_claimed_by_the_first_commit(
     store: PosixStore, node: Callable[[str], JobDir]
 ) -> None:
     stake = begin(store, node("a"), 1, used=False)
-    assert stake.refusal is None and stake.asked and not store.root.exists()
+    assert stake.refusal is None and not store.root.exists()
     hold_claim(store, stake.starts)
     assert begin(store, node("a"), 2, used=False).starts.own.number == 2, "from then on it is known"
 
@@ -198,7 +198,7 @@ def test_a_root_that_shows_nothing_is_claimed_by_the_first_commit(
 def test_storage_that_is_away_at_the_meeting_is_claimed_later(store: PosixStore, node: Callable[[str], JobDir]) -> None:
     begin(store, node("a"), 1)
     away = begin(store, node("a"), 2, used=None)
-    assert not away.asked and away.refusal is None and away.starts.own.number == 0
+    assert away.refusal is None and away.starts.own.number == 0
     new = begin(store, node("b"), 3, used=None)
     with pytest.raises(FileExistsError):
         hold_claim(store, new.starts)

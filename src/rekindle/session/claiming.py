@@ -43,8 +43,6 @@ class Stake(NamedTuple):
     starts: Starts
     refusal: str | None = None
     """Message about the start that goes on already; None when there is none."""
-    asked: bool = True
-    """False where storage didn't tell which starts have claimed it."""
 
 
 def stake_claim(
@@ -61,8 +59,8 @@ def stake_claim(
 
     ``nodes`` has the node of each rank, ``remembered`` what the first rank of each remembers, and None of the others.
     ``job`` is this node's memory, on the first rank. ``used``: storage has checkpoints; None where it didn't tell. A
-    root that has neither these nor a claim may be a mount that is missing: it is claimed by the first commit, which
-    looks for that.
+    root that has neither these nor a claim may be a mount that is missing: it is claimed once storage shows what the
+    start goes on from, or by the first commit, which looks for that.
     """
     before = remembered[group.rank]
     past = tuple(dict.fromkeys(one for starts in remembered if starts is not None for one in starts.remembered))
@@ -117,7 +115,7 @@ def record_starts(job: JobDir | None, starts: Starts | None) -> None:
 def _stake(store: Store, starts: Starts, knowing: Callable[[str], int], used: bool | None) -> Stake:
     """Claims the root on rank 0. ``knowing`` counts the nodes that remember a start."""
     if used is None:
-        return Stake(starts, asked=False)
+        return Stake(starts)
     try:
         newest = with_timeout(_ANSWER, store.root, lambda: newest_claim(store))
         if newest is not None and is_minority(newest, starts.own, knowing(newest.start)):
@@ -125,7 +123,7 @@ def _stake(store: Store, starts: Starts, knowing: Callable[[str], int], used: bo
         own, rival = with_timeout(_ANSWER, store.root, lambda: claim_root(store, starts, make=used))
     except OSError as error:
         _log_unclaimed(store.root, error)
-        return Stake(starts, asked=False)
+        return Stake(starts)
     if rival is not None:
         return Stake(Starts(own, starts.past), _describe_refusal(store.root, rival))
     return Stake(Starts(own, () if own.number else starts.past))

@@ -292,12 +292,12 @@ class Session:
         self.begun = True
 
     def _settle_claim(self, *, chosen: bool, used: bool) -> None:
-        """Claims the root where the meeting could not, because storage was away, or a person has to decide.
+        """Claims the root where the meeting could not: storage was away, or a person has to decide.
 
         ``used``: storage has checkpoints.
         """
         stake = self.agreed.stake
-        if stake is None or (stake.refusal is None and stake.asked) or self.begun:
+        if stake is None or stake.starts.own.number or self.begun:
             return
         if stake.refusal is not None and not chosen:
             raise BusyError(stake.refusal)

@@ -35,9 +35,6 @@ __all__ = ["PosixStore", "synced_file", "write_all"]
 
 log = logging.getLogger("rekindle")
 
-_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""Errors of a file system on which no file has two names."""
-
 
 class _Durable(NamedTuple):
     """A durable checkpoint and the directory that it lies in."""
@@ -363,11 +360,7 @@ class PosixStore(Store):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             _write_file(disk.create(temporary), data)
-            disk.link(temporary, path)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            _write_file(disk.create_new(path, 0o644), data)  # as good, but that others may see it before its bytes
+            _link(temporary, path, data)
         finally:
             disk.unlink(temporary)
 
@@ -435,6 +428,24 @@ def _has_pin(directory: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _link(file: Path, name: Path, data: bytes) -> None:
+    """Gives a file with ``data`` a second name. Raises FileExistsError where something has that name.
+
+    Where no file has two names another one is made. That is as good, but that others may see it before its bytes.
+    """
+    try:
+        disk.link(file, name)
+    except FileExistsError:
+        raise
+    except OSError:
+        fd = disk.create_new(name, 0o644)
+        try:
+            _write_file(fd, data)
+        except OSError:
+            disk.unlink(name)
+            raise
 
 
 def _write_file(fd: int, data: bytes) -> None:
