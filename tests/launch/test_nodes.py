@@ -248,9 +248,8 @@ class Nodes:
         self._begun = place / "begun"
         self._begun.touch()
         self._word = place / "word"
-        os.mkfifo(self._word)
         self.script = place / "rank.sh"
-        self.script.write_text(f"echo $$ >> {self._begun}; exec cat {self._word}")
+        self.script.write_text(f"echo $$ >> {self._begun}; until [ -e {self._word} ]; do sleep 0.1; done")
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *options: str) -> subprocess.Popen[str]:
@@ -270,7 +269,7 @@ class Nodes:
 
     def finish(self) -> None:
         """Have the ranks end well."""
-        os.close(os.open(self._word, os.O_WRONLY | os.O_NONBLOCK))
+        self._word.touch()
 
     def end(self) -> None:
         for process in self.started:
