@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -119,14 +119,14 @@ def test_a_part_that_another_node_has_overtaken_is_no_missing_mount(
     one, other = nodes
     publish = PosixStore.publish
 
-    def late(store: PosixStore, stamp: ShardId) -> bool:
+    def late(store: PosixStore, stamp: ShardId, before: Callable[[], object]) -> bool:
         """A newer step becomes durable just before, from another agent of this node, and its clean-up takes this one's
         part."""
         monkeypatch.setattr(PosixStore, "publish", publish)
         one.save(2)
         other.save(2)
         assert not other.drainer.tick() and Drainer(one.job).tick() and partial(root) == []
-        return store.publish(stamp)
+        return store.publish(stamp, before)
 
     monkeypatch.setattr(PosixStore, "publish", late)
     assert not one.drain(1) and one.drainer.progress.error is None

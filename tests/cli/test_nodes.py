@@ -270,6 +270,16 @@ def test_ls_of_a_job_on_one_node_asks_nobody(root: Path, memory: Path) -> None:
     assert "missing on" not in CliRunner().invoke(main, ["ls", str(root)]).stdout
 
 
+def test_ls_asks_no_nodes_of_an_earlier_start(root: Path, memory: Path) -> None:
+    job = several(job_in(memory, root, world=2))
+    remember(job, 5, world=2)
+    info = job.read_job()
+    assert info is not None
+    job.write_job(replace(info, start="b" * 16))
+    code, (entry,), said = ls(root)
+    assert (code, entry["nodes"], said) == (0, [], "")
+
+
 def rows_of(job: JobDir, safe: SafeStep | None = None, durable: tuple[int, ...] = ()) -> list[Row]:
     """The rows of ``rekindle ls`` for a job whose own memory and storage hold whole checkpoints."""
     listed = []

@@ -109,8 +109,8 @@ def reports(tell: Callable[[object, str], None]) -> Iterator[None]:
     publish, tidy = PosixStore.publish, Committer.tidy
     numbers = itertools.count(1 << 28)  # far from the numbers of starts: an import has an id of its own
 
-    def heard_publish(store: PosixStore, stamp: ShardId) -> bool:
-        done = publish(store, stamp)
+    def heard_publish(store: PosixStore, stamp: ShardId, before: Callable[[], object] = lambda: None) -> bool:
+        done = publish(store, stamp, before)
         if done:
             tell(stamp.checkpoint, f"step {stamp.step} of start {stamp.incarnation.generation} is told to be durable")
         return done

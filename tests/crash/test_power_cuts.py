@@ -215,7 +215,7 @@ def test_trusting_a_manifest_that_can_be_seen_is_found(place: Path, monkeypatch:
     """As long as nobody had synced it, it was none; two nodes and a power cut at the wrong moment lost everything."""
 
     def seen(store: PosixStore, stamp: ShardId) -> bool:
-        found = [store._read_stamp(path) for path in (store.partial(stamp), store.root / step_dir(stamp.step))]
+        found = [store._read_stamp(path) for path in (store._partial(stamp), store.root / step_dir(stamp.step))]
         return any(one is not None and one.checkpoint == stamp.checkpoint for one in found)
 
     monkeypatch.setattr(PosixStore, "_sync_published", seen)

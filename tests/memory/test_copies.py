@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -106,6 +107,9 @@ def test_a_source_that_fails_leaves_the_copies_before_and_a_slot_to_use(job: Job
             slots.write(receipt.stamp, receipt.layout, fail, lambda sums: receipt.raw)
         assert steps(job.copies, 2) == [1]
     assert_sound(job.copies, 1, 2, WORLD)
+    for path in files(job.copies, 2):
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     write(slots, 4, 2)
     assert steps(job.copies, 2) == [1, 4] and len(files(job.copies, 2)) == 2
 

@@ -12,6 +12,7 @@ from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.notes import Common, SafeStep
 from rekindle.memory.recycling import keep_copies
+from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from tests.conftest import make_shard
 from tests.memory.saved import (
@@ -101,6 +102,17 @@ def test_the_safe_step_and_the_one_that_is_copied_outlast_any_number_of_saves(jo
     assert set(steps(job)) >= {7, 62, 70} and 3 not in steps(job) and len(files(job)) == 4
 
 
+def test_slots_that_the_next_common_step_will_need_are_not_dropped_meanwhile(job: JobDir) -> None:
+    """Storage has the safe step too, but memory is nearer."""
+    slots = alone(job)
+    note(job, 7, 3)
+    save_all(slots, 1, 10)
+    note(job, 7, 7)
+    job.notes.write_durable(9)
+    save_all(slots, 11, 60)
+    assert 7 in steps(job) and len(files(job)) == 4
+
+
 def test_the_first_step_from_the_named_one_on_is_copied_where_that_one_was_left_out(job: JobDir) -> None:
     slots = alone(job)
     note(job, 4, -1)
@@ -166,6 +178,17 @@ def test_a_mate_that_hangs_costs_neither_of_them(job: JobDir) -> None:
         assert_sound(job, step, 1, 2)
 
 
+def test_without_room_the_newest_goes_before_the_one_that_a_mate_has_too(job: JobDir) -> None:
+    fast, slow = (Slots(job, rank, 2, [0, 1], 3 * FILE + 100) for rank in (0, 1))
+    note(job, 1, 1)
+    for slots in (fast, slow):
+        for step in (1, 2):
+            save(slots, step, persist=False)
+    for step in (3, 4, 5):
+        save(fast, step, persist=False)
+        assert steps(job) == [1, 2, step]
+
+
 def test_the_safe_step_of_a_former_start_stays_until_the_present_one_has_its_own(job: JobDir) -> None:
     slots = alone(job)
     note(job, 5, 3)
@@ -209,6 +232,16 @@ def test_the_fourth_snapshot_leaves_room_for_copies_of_another_node(small_tmpfs)
     (job.copies.path / "one").unlink()
     save(slots, 10, size=size)
     assert steps(job) == [3, 5, 9, 10]
+
+
+def test_memory_of_copies_is_none_that_snapshots_can_use_again(small_tmpfs) -> None:
+    job, room = JobDir.of(Path("/some/run"), memory_base(small_tmpfs(32 << 20))), Room(reserved=0)
+    job.create()
+    job.copies.path.mkdir()
+    (job.copies.path / "one").write_bytes(bytes(8 << 20))
+    free = job.free_bytes()
+    assert room.describe_shortage(job, (free - (4 << 20)) // 2, 1) is None
+    assert room.describe_shortage(job, (free + (4 << 20)) // 2, 1) is not None
 
 
 # -- copies of another node's snapshots --------------------------------------------------------------------------------

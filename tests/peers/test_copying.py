@@ -89,11 +89,31 @@ def near(memory: Path) -> JobDir:
     return job
 
 
+def damaged(read: Handler, times: int) -> Handler:
+    left = [times]
+
+    def answer(link: Link, message: dict[str, Any]) -> dict[str, Any] | None:
+        if not left[0]:
+            return read(link, message)
+        left[0] -= 1
+        size = message["stop"] - message["start"]
+        link.send({"bytes": size})
+        link.send_bytes(bytes(size))
+        return None
+
+    return answer
+
+
 @contextmanager
-def serving(job: JobDir, **handlers: Handler) -> Iterator[Nodes]:
-    """Serves a job's snapshots as those of node "far", rank 0. Gives the nodes as the other one knows them."""
+def serving(job: JobDir, damages: int = 0, **handlers: Handler) -> Iterator[Nodes]:
+    """Serves a job's snapshots as those of node "far", rank 0, of which so many reads yield zeros.
+
+    Gives the nodes as the other one knows them.
+    """
     listener = socket.create_server((HOST, 0))
-    server = PeerServer(listener, lambda: Credentials(SECRET, FIRST.id, "far"), {**snapshot_handlers(job), **handlers})
+    own = snapshot_handlers(job)
+    own["read"] = damaged(own["read"], damages)
+    server = PeerServer(listener, lambda: Credentials(SECRET, FIRST.id, "far"), {**own, **handlers})
     server.start()
     try:
         nodes = [Node("far", HOST, listener.getsockname()[1], [0]), Node("near", HOST, 1, [1])]
@@ -136,25 +156,9 @@ def test_a_copy_has_the_chunks_that_were_chosen_and_all_else(far: JobDir, near: 
         assert (near.copies.path / step_dir(7) / shard_name(0, 2)).read_bytes() == path.read_bytes()
 
 
-def damaged(far: JobDir, times: int) -> Callable[[Link, dict[str, Any]], dict[str, Any] | None]:
-    """Answers reads of whole blocks with zeros for so many times."""
-    read, left = snapshot_handlers(far)["read"], [times]
-
-    def answer(link: Link, message: dict[str, Any]) -> dict[str, Any] | None:
-        if not left[0]:
-            return read(link, message)
-        left[0] -= 1
-        size = message["stop"] - message["start"]
-        link.send({"bytes": size})
-        link.send_bytes(bytes(size))
-        return None
-
-    return answer
-
-
 def test_a_block_that_is_damaged_on_the_way_is_read_again(far: JobDir, near: JobDir) -> None:
     put(far, 7, blocks_of(2), 0, 2)
-    with serving(far, read=damaged(far, 1)) as nodes:
+    with serving(far, damages=1) as nodes:
         copy(near, nodes, 7)
     assert tensors_at(near.copies, 7) == blocks_of(2)
 
@@ -164,7 +168,7 @@ def test_of_a_shard_that_is_damaged_there_is_no_copy_and_the_one_before_stays(fa
     put(far, 8, {"a": b"54321"}, 0, 2)
     with serving(far) as nodes:
         copy(near, nodes, 7)
-    with serving(far, read=damaged(far, 2)) as nodes, pytest.raises(CorruptError):
+    with serving(far, damages=2) as nodes, pytest.raises(CorruptError):
         copy(near, nodes, 8)
     assert tensors_at(near.copies, 7) == {"a": b"12345"}
     assert [stamp.step for stamp, _ in near.copies.snapshots.shard_ids()] == [7]

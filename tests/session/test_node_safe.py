@@ -81,7 +81,7 @@ def test_it_does_not_wait_for_what_can_not_come(made: dict[str, Any], step: int,
     session = _session(tmp_path, **made)
     try:
         with pytest.raises(NotDurableError, match=f"step {step} will not survive .*: .*{why}"):
-            wait_node_safe(session, session.shard_id(step), 3600.0)
+            wait_node_safe(session, session.shard_id(step), 5.0)
         assert session.job_dir.notes.wanted() is None
     finally:
         session.leave()
@@ -93,7 +93,7 @@ def test_a_job_that_keeps_nothing_on_other_nodes_is_told_so(session: Session, ro
         refuse_wait(session, None)
     with rekindle.Checkpointer(root, {"values": rekindle.Values(x=1)}) as ckpt:
         with pytest.raises(UsageError, match="the job trains on one node"):
-            ckpt.save(1, wait="node")
+            ckpt.save(1, wait="node", timeout=1.0)
         assert ckpt.metrics.saves == 0 and ckpt.metrics.node_safe_step == -1
 
 
@@ -166,6 +166,6 @@ def test_nodes_that_do_not_reach_each_other_say_so_at_once(
     root: Path, memories: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REKINDLE_ADDRESS", "no.such.host.invalid")
-    for found in ranks(2, _save_for_the_other_node, root, memories, 3600.0):
+    for found in ranks(2, _save_for_the_other_node, root, memories, 60.0):
         assert "step 4 will not survive the loss of a node until it is on storage: other nodes can't" in found["said"]
         assert (found["safe"], found["seconds"], found["stored by"]) == (-1, None, 100)

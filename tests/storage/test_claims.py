@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
 import threading
@@ -397,10 +396,10 @@ def test_without_hard_links(root: Path, no_links: None) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    itertools.chain(
-        [("start", "x"), ("number", -1), ("after", None), ("generation", 1 << 63), ("nodes", 0), ("world", True)],
-        [("hosts", ["a"] * 9), ("hosts", [1]), ("at", 3), ("launch", "x" * 300)],
-    ),
+    [
+        *[("start", "x"), ("number", -1), ("after", None), ("generation", 1 << 63), ("nodes", 0), ("world", True)],
+        *[("hosts", ["a"] * 9), ("hosts", [1]), ("at", 3), ("launch", "x" * 300)],
+    ],
 )
 def test_a_malformed_claim_is_refused(store: PosixStore, field: str, value: Any) -> None:
     claim = claimed(store, start(1)).own

@@ -116,7 +116,7 @@ def test_the_file_is_the_source_byte_for_byte(tmp_path, file_system, where, shap
     store, counted = PosixStore(root), []
     store.write_shard(receipt, lay(data), counted.append)
     assert sum(counted) == len(data)
-    assert (store.partial(STAMP) / shard_name(0, 1)).read_bytes() == data
+    assert (store._partial(STAMP) / shard_name(0, 1)).read_bytes() == data
     assert store.publish(STAMP)
     assert [verify(copy) for copy in find_copies(None, store)] == [[]]
 
@@ -126,7 +126,7 @@ def test_the_pieces_of_a_budget_make_the_same_file(tmp_path, limit):
     receipt, data = make_shard(STAMP, {"x": noise(MIB + 77), "y": noise(5000)})
     store = PosixStore(tmp_path)
     store.write_shard(receipt, aligned(data), lambda nbytes: None, Budget(limit))
-    assert (store.partial(STAMP) / shard_name(0, 1)).read_bytes() == data
+    assert (store._partial(STAMP) / shard_name(0, 1)).read_bytes() == data
 
 
 def write(path: Path, receipt, source: memoryview) -> bool:
@@ -173,7 +173,7 @@ def test_nothing_of_a_shard_stays_in_the_page_cache(tmp_path, lay: Lay):
     receipt, data = make_shard(STAMP, {"x": noise(40 * MIB + 3)})
     store = PosixStore(tmp_path / "run")
     store.write_shard(receipt, lay(data), lambda nbytes: None)
-    path = store.partial(STAMP) / shard_name(0, 1)
+    path = store._partial(STAMP) / shard_name(0, 1)
     before = resident(path)
     wait_for(lambda: path.read_bytes() and resident(path) > 40 * MIB)  # else there is nothing to see here
     assert before <= 16 * 4096
@@ -185,7 +185,7 @@ def test_a_shard_never_fills_the_page_cache_on_its_way(tmp_path, lay: Lay, most)
         pytest.skip("this file system refuses direct I/O")
     receipt, data = make_shard(STAMP, {"x": bytes(256 * MIB)})
     store, seen, done = PosixStore(tmp_path / "run"), [], 0
-    path = store.partial(STAMP) / f".{shard_name(0, 1)}.tmp"
+    path = store._partial(STAMP) / f".{shard_name(0, 1)}.tmp"
 
     def look(nbytes: int) -> None:
         nonlocal done
@@ -244,7 +244,7 @@ def test_a_disk_that_is_full_half_way_is_an_error_and_leaves_no_file(file_system
         store.write_shard(receipt, lay(data), done.append)
     assert caught.value.errno == errno.ENOSPC
     assert bool(done) == (kind == "ext2")
-    assert files(store.partial(STAMP)) == set()
+    assert files(store._partial(STAMP)) == set()
     assert os.statvfs(disk).f_bavail >= free - 16
     assert [p.stamp.step for p in store.published()] == [1]
     assert [verify(copy) for copy in find_copies(None, store)] == [[]]

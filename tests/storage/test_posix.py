@@ -396,7 +396,7 @@ def test_whatever_a_killed_writer_leaves_is_settled_by_the_next(store, root, poi
 
 def test_a_durable_step_that_never_got_its_name_gets_it(store, root):
     save(store, 1)
-    (root / step_dir(1)).rename(store.partial(ShardId(1, 0, 1, FIRST)))
+    (root / step_dir(1)).rename(store._partial(ShardId(1, 0, 1, FIRST)))
     assert steps(store) == [1] and not store.durable(ShardId(1, 0, 1, FIRST))
     store.clean_up()
     assert store.durable(ShardId(1, 0, 1, FIRST))
@@ -429,7 +429,7 @@ def test_settling_removes_a_step_whose_removal_was_cut_short(store, root):
 
 def test_a_killed_writers_leftovers_are_written_over(store, root):
     stamp = ShardId(2, 0, 1, FIRST)
-    directory = store.partial(stamp)
+    directory = store._partial(stamp)
     directory.mkdir(parents=True)
     (directory / f".{shard_name(0, 1)}.tmp").write_bytes(b"half" * 100_000)
     save(store, 2)

@@ -84,7 +84,7 @@ def write(root: Path, ranks: Sequence[Rank], step: int = 1, sound: bool = True) 
         with pytest.raises(rekindle.CorruptError, match="is in no shard"):
             store.publish(stamp)
         manifest = json.dumps({"saved_at": "", "shards": entries})[1:-1].encode()
-        (store.partial(stamp) / MANIFEST).write_bytes(encode_document(replace(stamp, rank=0), MANIFEST_KIND, manifest))
+        (store._partial(stamp) / MANIFEST).write_bytes(encode_document(replace(stamp, rank=0), MANIFEST_KIND, manifest))
         store.clean_up()
     else:
         assert store.publish(stamp)

@@ -295,6 +295,8 @@ def test_a_run_that_was_deleted_is_begun_anew(
 ) -> None:
     job = killed(root, memory)
     delete(root, job)
+    before = job.snapshots.step_dirs()[0]
+    shutil.copytree(before, job.copies.path / before.name)  # as a partner keeps another node's snapshots
     ckpt, weights = job_of(root, memory)
     if how == "restore":
         assert ckpt.restore() == 0
@@ -304,6 +306,7 @@ def test_a_run_that_was_deleted_is_begun_anew(
         assert {stamp.step for stamp, _ in job.snapshots.shard_ids()} <= {1, 2}, (
             "memory has given up the steps of that run"
         )
+        assert not any(job.copies.snapshots.shard_ids())
     ckpt.close(timeout=30)
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert told == [

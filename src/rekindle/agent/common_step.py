@@ -38,7 +38,7 @@ _GRACE = 3.0
 _STOPPED = 1.5
 """Seconds between two ticks after which this node was stopped: what it has heard is old."""
 _DEAF = 1.0
-"""Seconds for which it believes nobody then: beats that have waited for it are read first."""
+"""Seconds for which it believes nobody's masks then: beats that have waited for it are read first."""
 _LONGEST_MASK = (1 << 16) // 4
 """Hexadecimal digits of a mask, at most."""
 
@@ -118,7 +118,7 @@ class CommonStep:
         self._leave = math.inf
         """Time until which the step is kept though it was given up, or a later round has been heard of."""
         self._deaf = -math.inf
-        """Time until which nobody is believed."""
+        """Time until which no masks are believed."""
         self._too_short = 0
         """Times in a row that the leader's patience was over before all bits were set."""
         self._seen: deque[tuple[float, int]] = deque()
@@ -148,8 +148,8 @@ class CommonStep:
         self._ticked, self._own = now, own
         self._told = self._told._replace(wanted=max(self._told.wanted, own.wanted))
         self._see(now)
-        for other in heard if now >= self._deaf else ():
-            self._hear(other, now)
+        for other in heard:
+            self._hear(other if now >= self._deaf else other._replace(have=0), now)
         self._conclude(now)
         if leads:
             self._lead(now, calm=calm, due=due)

@@ -67,11 +67,13 @@ def claim_root(store: Store, starts: Starts, *, make: bool = True) -> tuple[Clai
     raise _race(store)
 
 
-def hold_claim(store: Store, starts: Starts) -> None:
+def hold_claim(store: Store, starts: Starts, *, make: bool = True) -> None:
     """Returns if ``starts.own`` has the newest claim, and makes it first if it has none and may. For each commit.
 
-    While the ranks meet, what a start before left in memory may still be written: none is made then. Raises
-    FileExistsError where another start has claimed the root since: this one writes no more. Raises OSError.
+    Without ``make`` it has to be enough that no other start has the newest one: the mount may have gone meanwhile, and
+    nothing may be written in its place. While the ranks meet, what a start before left in memory may still be written:
+    none is made then. Raises FileExistsError where another start has claimed the root since: this one writes no more.
+    Raises OSError.
     """
     own = starts.own
     for _ in range(_RACES):
@@ -84,7 +86,7 @@ def hold_claim(store: Store, starts: Starts) -> None:
                 "any more, and one of the two has to end"
             )
             raise FileExistsError(errno.EEXIST, why, str(store.root))
-        if not starts.settled or _make(store, own, newest) is not None:
+        if not (make and starts.settled) or _make(store, own, newest) is not None:
             return
     raise _race(store)
 

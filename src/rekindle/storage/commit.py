@@ -106,9 +106,12 @@ class Committer:
     def hold_claim(self) -> None:
         """Makes sure that the start has the newest claim. Raises FileExistsError where another one has claimed the
         root since."""
+        self._see_claim(make=True)
+
+    def _see_claim(self, *, make: bool = False) -> None:
         starts = self._starts()
         if starts is not None:
-            hold_claim(self._store, starts)
+            hold_claim(self._store, starts, make=make)
 
     def root_deleted(self) -> bool:
         """True if storage had a checkpoint, and somebody has deleted all of it since."""
@@ -150,7 +153,7 @@ class Committer:
         dear to be repeated several times a second while other nodes write.
         """
         identity = root_identity(self._store, stamp.step)
-        if not self._store.publish(stamp, self.hold_claim):
+        if not self._store.publish(stamp, self._see_claim):
             return False
         if self._pinned_meanwhile(stamp):
             self._store.pin(stamp)
@@ -169,7 +172,7 @@ class Committer:
         removed: list[int] = []
         root = str(self._store.root)
         try:
-            self.hold_claim()
+            self._see_claim()
             if not self._undecided(stamp.incarnation.generation):
                 removed = self._store.prune(keep, keep_every)
             self._store.clean_up()

@@ -133,12 +133,12 @@ class PosixStore(Store):
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def partial(self, stamp: ShardId) -> Path:
+    def _partial(self, stamp: ShardId) -> Path:
         """Returns the directory in which a step is written until it is published."""
         return self.root / f"{step_dir(stamp.step)}.{stamp.incarnation.id}.partial"
 
     def has_shard(self, stamp: ShardId) -> bool:
-        return (self.partial(stamp) / receipt_name(stamp.rank, stamp.world)).exists()
+        return (self._partial(stamp) / receipt_name(stamp.rank, stamp.world)).exists()
 
     def write_shard(
         self,
@@ -152,7 +152,7 @@ class PosixStore(Store):
         ``progress`` is called in the caller's thread.
         """
         stamp = receipt.stamp
-        directory = self.partial(stamp)
+        directory = self._partial(stamp)
         self._read_stamp(self.root / step_dir(stamp.step))  # fails now, not after the copy, if it can't be read
         disk.make_path(self.root)
         disk.mkdir(directory)
@@ -172,14 +172,14 @@ class PosixStore(Store):
 
     def discard(self, stamp: ShardId) -> None:
         """Leaves a step alone that has its manifest: another node may have reported it as durable."""
-        directory = self.partial(stamp)
+        directory = self._partial(stamp)
         if directory.exists() and self._read_stamp(directory) is None:
             self._move_aside(directory, stamp.step, None)
 
     def publish(self, stamp: ShardId, before: Callable[[], object] = lambda: None) -> bool:
         if self._sync_published(stamp):
             return True
-        directory = self.partial(stamp)
+        directory = self._partial(stamp)
         try:
             receipts = [self._read_receipt(directory, rank, stamp.world) for rank in range(stamp.world)]
             document = build_manifest(receipts, stamp)
@@ -205,7 +205,7 @@ class PosixStore(Store):
         A manifest that can be seen is not enough: its writer may have died before syncing it.
         """
         # In this order: it may be renamed from the first to the second meanwhile.
-        for path in (self.partial(stamp), self.root / step_dir(stamp.step)):
+        for path in (self._partial(stamp), self.root / step_dir(stamp.step)):
             found = self._read_stamp(path)
             if found is not None and found.checkpoint == stamp.checkpoint:
                 try:

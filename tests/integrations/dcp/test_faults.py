@@ -330,7 +330,7 @@ def test_a_part_of_a_tensor_that_no_shard_has_is_named(memory: Path, root: Path)
         store.publish(stamp)
     entry = {"file": shard_name(0, 1), "bytes": receipt.file_bytes, "receipt": receipt_name(0, 1)}
     body = json.dumps({"saved_at": "", "shards": [{**entry, "receipt_checksum": checksum(receipt.raw)}]})[1:-1]
-    (store.partial(stamp) / MANIFEST).write_bytes(encode_document(stamp, MANIFEST_KIND, body.encode()))
+    (store._partial(stamp) / MANIFEST).write_bytes(encode_document(stamp, MANIFEST_KIND, body.encode()))
     store.clean_up()
     error = error_of(lambda: dcp.load({"x": torch.zeros(8, 2)}, storage_reader=RekindleReader(root)))
     assert isinstance(error, CorruptError) and "x[4:6, 0:2] is in no shard" in str(error)
