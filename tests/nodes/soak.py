@@ -40,6 +40,8 @@ _HOSTS = 3
 _STEPS, _REST = 300, 80
 """Steps of a job, and those at its end in which nothing befalls it."""
 _PAUSE = 0.1
+_WATCHDOG = 15.0
+"""Seconds of silence that are a hang: what a link loses that is cut for 4 s is sent again some seconds later."""
 _HEADS = ("fault", "times", "most steps lost", "longest until it went on, s")
 
 
@@ -90,7 +92,7 @@ class Soak:
         with Lab(directory) as lab:
             for _ in range(_HOSTS):
                 lab.add()
-            guard = {"watchdog": "fast"}
+            guard = {"watchdog": _WATCHDOG}
             task = Task(str(lab.mount / "run"), str(directory), kind, _HOSTS, _STEPS, _PAUSE, guard=guard)
             with Job(lab, task, nodes=_HOSTS, starts=_STEPS) as job:
                 start = 0
