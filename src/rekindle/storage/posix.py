@@ -367,7 +367,12 @@ class PosixStore(Store):
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            _write_file(disk.create_new(path, 0o644), data)  # as good, but that others may see it before its bytes
+            fd = disk.create_new(path, 0o644)  # as good, but that others may see it before its bytes
+            try:
+                _write_file(fd, data)
+            except OSError:  # no room: what can't be read would be in everybody's way
+                disk.unlink(path)
+                raise
         finally:
             disk.unlink(temporary)
 
