@@ -186,6 +186,20 @@ def test_the_smaller_side_waits_and_then_goes_on_or_is_refused(
     assert begin(store, jobs[0], 5).refusal is None, "nobody else went on"
 
 
+def test_the_smaller_side_waits_no_longer_than_its_own_ranks_do(
+    store: PosixStore, node: Callable[[str], JobDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait in a collective of the user's process group, whose timeout may be short."""
+    monkeypatch.setattr(claiming, "_PRECEDENCE", 1e9)
+    monkeypatch.setattr(claiming, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(SingleProcess, "seconds", 0.2)
+    former = Starts(Claim(f"{1:016x}", 1, nodes=3))
+    claim_root(store, former)
+    job = node("a")
+    write_starts(job, former)
+    assert begin(store, job, 2).starts.own.number == 2
+
+
 def test_a_root_that_shows_nothing_is_claimed_by_the_first_commit(
     store: PosixStore, node: Callable[[str], JobDir]
 ) -> None:
@@ -207,6 +221,22 @@ def test_storage_that_is_away_at_the_meeting_is_claimed_later(store: PosixStore,
     assert claim_again(store, away.starts, used=True, on_purpose=False).own.number == 0
     assert claim_again(store, new.starts, used=True, on_purpose=False).own.number == 4
     assert claim_again(store, away.starts, used=True, on_purpose=True).own.number == 5
+
+
+def test_a_person_has_decided_though_storage_is_away(store: PosixStore, node: Callable[[str], JobDir]) -> None:
+    here = node("a")
+    begin(store, here, 1)
+    begin(store, node("b"), 2)
+    refused = begin(store, here, 3)
+    assert refused.refusal is not None
+    away = store.root.rename(store.root.with_name("away"))
+    store.root.write_text("no directory")
+    chosen = claim_again(store, refused.starts, used=True, on_purpose=True)
+    store.root.unlink()
+    away.rename(store.root)
+    hold_claim(store, chosen)
+    newest = newest_claim(store)
+    assert newest is not None and (newest.start, newest.number) == (chosen.own.start, 3)
 
 
 def test_slurm_has_the_last_word(
@@ -231,3 +261,16 @@ def test_a_damaged_record_is_none(node: Callable[[str], JobDir], text: str) -> N
     assert read_starts(job) is None
     write_starts(job, Starts(Claim(f"{1:016x}", 1), (Past(f"{2:016x}", "slurm 7.0"),)))
     assert read_starts(job) == Starts(Claim(f"{1:016x}", 1), (Past(f"{2:016x}", "slurm 7.0"),))
+
+
+def test_full_memory_takes_the_record_of_the_next_start(small_tmpfs: Callable[[int], Path]) -> None:
+    """By the one before, the node would be refused as left behind."""
+    job = JobDir(small_tmpfs(1 << 20) / "rekindle-0" / "job")
+    job.path.parent.mkdir(mode=0o700)
+    job.create()
+    write_starts(job, Starts(Claim(f"{1:016x}", 1, hosts=["a", "b"]), (Past(f"{0:016x}"),)))
+    with pytest.raises(OSError, match="No space left"), open(job.path / "filler", "wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+    write_starts(job, Starts(Claim(f"{2:016x}", 2)))
+    assert read_starts(job) == Starts(Claim(f"{2:016x}", 2))

@@ -394,6 +394,20 @@ def test_without_hard_links(root: Path, no_links: None) -> None:
     assert sorted(os.listdir(root / "claims")) == [Path(claim_name(n)).name for n in (1, 2)]
 
 
+def test_without_hard_links_and_room_no_half_claim_is_left(small_tmpfs: Callable[[int], Path], no_links: None) -> None:
+    """Nobody could read it, so it would be in everybody's way."""
+    root = small_tmpfs(1 << 20)
+    former = claimed(PosixStore(root), start(1))
+    with pytest.raises(OSError, match="No space left"), open(root / "filler", "wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+    os.truncate(root / "filler", (root / "filler").stat().st_size - 4096)  # room for one file, and it takes two
+    with pytest.raises(OSError, match="No space left"):
+        claim_root(PosixStore(root), start(2, former))
+    (root / "filler").unlink()
+    claimed(PosixStore(root), start(3, former))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -6,6 +6,7 @@ A start is recorded before it claims. So a node never forgets a claim that was m
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -33,10 +34,15 @@ def read_starts(job: JobDir) -> Starts | None:
 
 
 def write_starts(job: JobDir, starts: Starts) -> None:
-    """Replaces the record. Raises OSError when memory is full or gone."""
+    """Replaces the record. Raises OSError when memory is gone, or has no page for a first record."""
     past = [asdict(one) for one in starts.past[-_MOST:]]
     value = {"own": asdict(starts.own), "past": past, "settled": starts.settled}
-    write_atomic(job.paths.starts, json.dumps(value).encode())
+    data = json.dumps(value).encode()
+    try:
+        write_atomic(job.paths.starts, data)
+    except OSError:  # full memory: by the record of an earlier start, this node would be refused as left behind
+        with open(job.paths.starts, "r+b", buffering=0) as file:
+            file.write(data.ljust(os.fstat(file.fileno()).st_size))
 
 
 def forget_starts(job: JobDir) -> None:

@@ -71,6 +71,8 @@ def stake_claim(
         hosts=hosts[:MOST_HOSTS],
         nodes=len(hosts),
         world=group.world,
+        # What a start before this one might follow, this one may: its processes ended before it made its claim.
+        after=max((one.own.after for one in remembered if one is not None), default=0),
         at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         launch=_launch(),
     )
@@ -80,7 +82,9 @@ def stake_claim(
     stake = None
     if group.rank == 0:
         with_memory = [one.remembered for one in remembered if one is not None]
-        stake = _stake(store, starts, lambda start: sum(_knows(start, one) for one in with_memory), used)
+        # The other ranks wait for this one meanwhile.
+        patience = min(_PRECEDENCE, group.seconds / 2)
+        stake = _stake(store, starts, lambda start: sum(_knows(start, one) for one in with_memory), used, patience)
     agreed: Stake = group.gather(stake)[0]
     record_starts(job, agreed.starts if agreed.refusal is None else before)
     return agreed
@@ -112,30 +116,33 @@ def record_starts(job: JobDir | None, starts: Starts | None) -> None:
                 write_starts(job, starts)
 
 
-def _stake(store: Store, starts: Starts, knowing: Callable[[str], int], used: bool | None) -> Stake:
-    """Claims the root on rank 0. ``knowing`` counts the nodes that remember a start."""
+def _stake(store: Store, starts: Starts, knowing: Callable[[str], int], used: bool | None, patience: float) -> Stake:
+    """Claims the root on rank 0. ``knowing`` counts the nodes that remember a start. ``patience``: seconds for which a
+    smaller part of one waits."""
     if used is None:
         return Stake(starts)
     try:
         newest = with_timeout(_ANSWER, store.root, lambda: newest_claim(store))
         if newest is not None and is_minority(newest, starts.own, knowing(newest.start)):
-            _let_others_go_first(store, newest, knowing(newest.start))
+            _let_others_go_first(store, newest, knowing(newest.start), patience)
         own, rival = with_timeout(_ANSWER, store.root, lambda: claim_root(store, starts, make=used))
     except OSError as error:
         _log_unclaimed(store.root, error)
         return Stake(starts)
     if rival is not None:
+        # A person who decides to go on all the same has decided for the first commit too, should storage be away then.
+        own = replace(own, after=rival.number)
         return Stake(Starts(own, starts.past), _describe_refusal(store.root, rival))
     return Stake(Starts(own, () if own.number else starts.past))
 
 
-def _let_others_go_first(store: Store, newest: Claim, present: int) -> None:
+def _let_others_go_first(store: Store, newest: Claim, present: int, patience: float) -> None:
     """Waits until another start has claimed the root, or might have."""
     log.warning(
         "%d of the %d nodes of the last start are here: waiting %.0f s, as the others may go on without these",
-        *(present, newest.nodes, _PRECEDENCE),
+        *(present, newest.nodes, patience),
     )
-    until = time.monotonic() + _PRECEDENCE
+    until = time.monotonic() + patience
     while time.monotonic() < until:
         time.sleep(_LOOK_EVERY)
         if with_timeout(_ANSWER, store.root, lambda: newest_claim(store)) != newest:

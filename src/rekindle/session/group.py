@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -28,6 +29,7 @@ class SingleProcess:
 
     rank = 0
     world = 1
+    seconds = math.inf
 
     def await_all(self) -> None:
         return None
@@ -58,6 +60,11 @@ class ProcessGroup:
         self._timeout = (_gloo_timeout() if on_host else None) or timeout
         with self._ranks_missed():
             self._group = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which the other ranks wait for one that takes its time."""
+        return self._timeout.total_seconds()
 
     def await_all(self) -> None:
         """Waits for all ranks. The error of rank 0 names those that don't come, where torch does."""
