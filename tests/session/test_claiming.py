@@ -141,9 +141,33 @@ def test_while_ranks_meet_agents_write_what_is_left_and_claim_nothing(
     met = Starts(Claim(f"{2:016x}", 2), former.remembered, settled=False)
     hold_claim(store, met)
     assert newest_claim(store) == former.own
-    begin(store, node("b"), 3)
+    hold_claim(store, begin(store, node("b"), 3).starts)
     with pytest.raises(FileExistsError):
         hold_claim(store, met)
+
+
+def test_a_start_that_only_reads_ends_no_other(store: PosixStore, node: Callable[[str], JobDir]) -> None:
+    """As an evaluation on another host does, once or again."""
+    trains, reads = begin(store, node("a"), 1).starts, node("b")
+    for number in (2, 3):
+        stake = begin(store, reads, number)
+        assert stake.refusal is None and stake.starts.own.generation > trains.own.generation
+        hold_claim(store, trains)
+    hold_claim(store, stake.starts)  # it writes, too
+    with pytest.raises(FileExistsError, match="the job goes on elsewhere"):
+        hold_claim(store, trains)
+    assert begin(store, reads, 4).starts.own.number == 3
+    assert begin(store, node("a"), 5).refusal is not None
+
+
+def test_a_new_start_is_refused_at_its_first_commit_once_the_former_one_has_gone_on(
+    store: PosixStore, node: Callable[[str], JobDir]
+) -> None:
+    begin(store, node("a"), 1)
+    new = begin(store, node("b"), 2).starts
+    begin(store, node("a"), 3)
+    with pytest.raises(FileExistsError, match="the job goes on elsewhere"):
+        hold_claim(store, new)
 
 
 def test_a_refused_start_leaves_what_its_node_remembers(store: PosixStore, node: Callable[[str], JobDir]) -> None:
@@ -226,7 +250,7 @@ def test_storage_that_is_away_at_the_meeting_is_claimed_later(store: PosixStore,
 def test_a_person_has_decided_though_storage_is_away(store: PosixStore, node: Callable[[str], JobDir]) -> None:
     here = node("a")
     begin(store, here, 1)
-    begin(store, node("b"), 2)
+    hold_claim(store, begin(store, node("b"), 2).starts)
     refused = begin(store, here, 3)
     assert refused.refusal is not None
     away = store.root.rename(store.root.with_name("away"))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
-from rekindle.format.claim import MOST_HOSTS, Claim, Past, Starts, describe_claim, is_minority
+from rekindle.format.claim import MOST_HOSTS, Claim, Past, Starts, describe_claim, is_minority, may_follow
 from rekindle.format.lineage import Incarnation
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir
@@ -125,6 +125,10 @@ def _stake(store: Store, starts: Starts, knowing: Callable[[str], int], used: bo
         newest = with_timeout(_ANSWER, store.root, lambda: newest_claim(store))
         if newest is not None and is_minority(newest, starts.own, knowing(newest.start)):
             _let_others_go_first(store, newest, knowing(newest.start), patience)
+        if newest is not None and not knowing(newest.start) and may_follow(newest, starts.own, starts.past):
+            # Somebody's new start, which may only have come to read, beside that one: its first commit makes its claim.
+            generation = max(starts.own.generation, newest.generation + 1)
+            return Stake(replace(starts, own=replace(starts.own, generation=generation, after=newest.number)))
         own, rival = with_timeout(_ANSWER, store.root, lambda: claim_root(store, starts, make=used))
     except OSError as error:
         _log_unclaimed(store.root, error)

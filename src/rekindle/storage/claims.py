@@ -48,9 +48,8 @@ def claim_root(store: Store, starts: Starts, *, make: bool = True) -> tuple[Clai
     """Claims the root for ``starts.own``, by the rule of who may go on. Returns its claim, and the one in its way.
 
     The second is None where it may. The first has the generation that this start is to have, says after which other
-    claim it comes, and has its number once it is made: without ``make`` only if the root has been claimed before. A
-    start that remembers nothing of the newest claim's may only have come to read, beside that one: it makes its claim
-    with its first commit. Raises OSError.
+    claim it comes, and has its number once it is made: without ``make`` only if the root has been claimed before.
+    Raises OSError.
     """
     own = starts.own
     for _ in range(_RACES):
@@ -62,8 +61,7 @@ def claim_root(store: Store, starts: Starts, *, make: bool = True) -> tuple[Clai
             if not may_follow(newest, own, starts.past):
                 return own, newest
             own = replace(own, after=newest.number)
-        goes_on = make if newest is None else any(newest.start == one.start for one in starts.past)
-        made = _make(store, own, newest) if goes_on else own
+        made = _make(store, own, newest) if make or newest is not None else own
         if made is not None:
             return made, None
     raise _race(store)
