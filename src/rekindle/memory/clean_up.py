@@ -8,6 +8,7 @@ from rekindle.errors import BusyError, FormatError
 from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.memory.incidents import read_start
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.lock import Lock
 from rekindle.memory.paths import RANK_SLOTS, matching, rank_of
 
 __all__ = ["remove_departed_ranks", "remove_superfluous"]
@@ -32,7 +33,8 @@ def remove_departed_ranks(job: JobDir, durable: CheckpointKey) -> None:
 
     A snapshot that ``durable`` doesn't make superfluous stays until the present ranks have a durable checkpoint of
     their own: it may be the newest there is, and not drained yet. All stay while ranks of several nodes restore: those
-    that have departed to another one read theirs from here. Raises BusyError, FormatError or OSError.
+    that have departed to another one read theirs from here. Copies of another node's snapshots go alike once nobody
+    writes them any more. Raises BusyError, FormatError or OSError.
     """
     with job.locked():  # no rank arrives meanwhile
         info, trainers = job.read_job(), job.trainers()
@@ -44,6 +46,21 @@ def remove_departed_ranks(job: JobDir, durable: CheckpointKey) -> None:
         needed = {path for stamp, path in stamps if not _superfluous(stamp, durable)}
         for rank in found.difference(info.ranks, trainers):
             job.snapshots.remove(rank, {path for stamp, path in stamps if stamp.rank == rank} & needed)
+        _remove_copies(job.copies, durable)
+
+
+def _remove_copies(copies: JobDir, durable: CheckpointKey) -> None:
+    """Removes what ``durable`` makes superfluous, unless a copier is there, which tidies up itself."""
+    ranks = copies.snapshots.ranks()
+    copier = Lock(copies.paths.agent_lock)
+    if not ranks or not copier.acquire():
+        return
+    try:
+        needed = {path for stamp, path in copies.snapshots.shard_ids() if not _superfluous(stamp, durable)}
+        for rank in ranks:
+            copies.snapshots.remove_shards(rank, needed)
+    finally:
+        copier.release()
 
 
 def _restores(job: JobDir, start: str) -> bool:
