@@ -163,10 +163,6 @@ class Notes:
         start, step = safe if safe is not None else (common.start, -1)
         _write(self._common, f"{common.start} {_digits(*common[1:])} {start} {_digits(step)}".encode())
 
-    def forget_common(self) -> None:
-        """Removes the note on the common step: the nodes of the job agree on none any more."""
-        self._common.unlink(missing_ok=True)
-
     def wanted(self) -> int | None:
         """Returns the newest step that a save waits for to be node-safe. It may be one of an earlier start."""
         try:
