@@ -62,6 +62,8 @@ class _Peer:
         """True from a loss to the next beat."""
         self.away = 0.0
         """The seconds without a beat before it came back."""
+        self.settled = 0.0
+        """The time by which what was lost on the way while it was away has been sent again."""
         self.state: State = "unknown"
 
     @property
@@ -137,6 +139,13 @@ class Membership:
         peer = self._peers.get(node)
         return self._time(now) - peer.heard if peer is not None and peer.known else None
 
+    def settles(self) -> bool:
+        """Returns True while a node is just back, by the last tick: ranks may still wait for what its link has lost.
+
+        Networks send it again after pauses that double, so as late as the link was away.
+        """
+        return any(self._clock < peer.settled for peer in self._peers.values())
+
     def tick(self, now: float) -> list[Event]:
         """Returns what has changed since the last tick. To be called each ``BEAT_EVERY``."""
         self._clock, self._ticked = self._time(now), now
@@ -150,6 +159,7 @@ class Membership:
                 events.append(Event(peer.state, node, self._why(node, peer), self._clock - peer.heard))
             elif before != "unknown":
                 events.append(Event("back", node, f"heard again after {peer.away:.1f} s", peer.away))
+                peer.settled = self._clock + min(peer.away, self.patience)
                 peer.away = 0.0
         return events
 
