@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rekindle.cli.terminal import (
     print_json,
     show,
 )
-from rekindle.errors import NotFoundError, RekindleError
+from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.format.lineage import superseded_by
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir, memory_base
@@ -129,7 +130,9 @@ def _safe_step(job: JobDir) -> SafeStep | None:
 
     That of a former start was safe on the nodes of that one, of which one may have been lost since.
     """
-    info, marks = job.read_job(), job.notes.marks()
+    info, marks = None, job.notes.marks()
+    with suppress(FormatError):
+        info = job.read_job()
     safe = marks.safe if marks is not None else None
     return safe if safe is not None and info is not None and safe.start == info.start else None
 

@@ -61,7 +61,7 @@ def keep_own(notes: Notes, committed: Sequence[ShardId], complete: Sequence[Chec
         kept=frozenset(kept.union(common)),
         pending=frozenset(stamp.checkpoint for stamp in pending),
         common=common,
-        promised=frozenset(key for key in (told, None if cramped else safe) if key is not None),
+        promised=frozenset(key for key in (told, safe if told or not cramped else None) if key is not None),
         # A snapshot to be pinned may wait for a drain to end, while saves go on.
         most=3 + any(stamp.pinned for stamp in pending) + (not kept.issuperset(common)),
         usual=2 + here + (safe is not None),
