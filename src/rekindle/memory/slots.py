@@ -157,9 +157,9 @@ class Slots:
 
         A file that is being read is never touched. At least one step that every rank of this node has committed stays:
         the newest, unless that leaves no room. ``rule`` says what else stays. Raises MemoryStoreError when no slot can
-        be had, or when one more would leave less than the headroom free, which only a dying ``gasp`` may use. With
-        ``wait=False`` it is NotReadyError while other nodes count on what could be written over. ``busy`` is a slot that
-        is being written to.
+        be had, or when one more would leave less than the headroom free, which only a dying ``gasp`` may use; with
+        ``wait=False`` NotReadyError while other nodes count on what it would take. ``busy`` is a slot that is being
+        written to.
 
         Memory that is not ready is made now, or with ``wait=False`` in the background, if it is more than ``AT_ONCE``:
         NotReadyError is raised until it is there. So is a surplus given back. A gasp waits, and page-locks nothing.
