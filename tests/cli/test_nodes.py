@@ -280,6 +280,18 @@ def test_ls_asks_no_nodes_of_an_earlier_start(root: Path, memory: Path) -> None:
     assert (code, entry["nodes"], said) == (0, [], "")
 
 
+def test_ls_marks_no_step_of_a_former_start_as_node_safe(root: Path, memory: Path) -> None:
+    """One of the nodes on which it was safe may have been lost since."""
+    job = several(job_in(memory, root, world=2))
+    remember(job, 5, world=2)
+    info = job.read_job()
+    assert info is not None
+    job.notes.write_common(Common("a" * 16, 6, 5, -1))
+    for start, safe in (("a" * 16, True), ("b" * 16, False)):
+        job.write_job(replace(info, start=start))
+        assert [entry["node_safe"] for entry in ls(root)[1]] == [safe]
+
+
 def rows_of(job: JobDir, safe: SafeStep | None = None, durable: tuple[int, ...] = ()) -> list[Row]:
     """The rows of ``rekindle ls`` for a job whose own memory and storage hold whole checkpoints."""
     listed = []
