@@ -36,7 +36,7 @@ from rekindle.testing import make_shard
 from tests.agent.agents import Agents
 from tests.conftest import commit
 from tests.faults.harness import wait_for
-from tests.stored import job_in, remember
+from tests.stored import START, job_in, remember
 
 
 def node(name: str, state: str, ranks: list[int], seconds: float | None = 0.04, **more: Any) -> dict[str, Any]:
@@ -286,8 +286,8 @@ def test_ls_marks_no_step_of_a_former_start_as_node_safe(root: Path, memory: Pat
     remember(job, 5, world=2)
     info = job.read_job()
     assert info is not None
-    job.notes.write_common(Common("a" * 16, 6, 5, -1))
-    for start, safe in (("a" * 16, True), ("b" * 16, False)):
+    job.notes.write_common(Common(START.id, 6, 5, -1))
+    for start, safe in ((START.id, True), ("b" * 16, False)):
         job.write_job(replace(info, start=start))
         assert [entry["node_safe"] for entry in ls(root)[1]] == [safe]
 
