@@ -109,7 +109,7 @@ class Slots:
         """
         self._reserved = count
         with suppress(OSError):
-            while len(self.slots) < 2 or (len(self.slots) < count and self._has_room_for_one_more(nbytes)):
+            while len(self.slots) < min(count, 2) or (len(self.slots) < count and self._has_room_for_one_more(nbytes)):
                 self.slots.append(self._new())
             for slot in sorted(self.slots, key=attrgetter("step")):
                 size = slot.size if slot.stamp else nbytes
