@@ -194,16 +194,21 @@ def test_with_room_for_three_a_reader_of_the_newest_costs_neither_of_those_that_
     assert not job.notes.is_cramped(FIRST.id)
 
 
+def reserve(slots: Slots, size: int) -> None:
+    slots.reserve(size, 4)
+    slots.close()
+
+
 def test_memory_for_what_nodes_keep_together_is_made_ahead_where_there_is_room(job: JobDir, small_tmpfs) -> None:
-    alone(job).reserve(FILE, 4)
+    reserve(alone(job), FILE)
     assert len(files(job)) == 4
     tight = JobDir.of(Path("/some/run"), memory_base(small_tmpfs(1 << 20)))
     tight.create()
     for size, count in ((450_000, 2), (190_000, 3), (150_000, 4)):
-        alone(tight).reserve(size, 4)
+        reserve(alone(tight), size)
         assert len(files(tight)) == count, "two for copies must fit in, too"
         tight.snapshots.remove_shards()
-    alone(tight, 3 * 150_000).reserve(150_000, 4)
+    reserve(alone(tight, 3 * 150_000), 150_000)
     assert len(files(tight)) == 3
 
 

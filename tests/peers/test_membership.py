@@ -351,7 +351,7 @@ def test_ranks_have_no_unexcused_second_until_a_link_has_sent_again_what_it_lost
 def test_a_link_that_is_back_for_as_long_as_it_was_away_excuses_nothing() -> None:
     node = Node()
     node.tick(3.0)
-    node.tick(0.5, but=(2,))
+    node.tick(0.4, but=(2,))
     node.tick(0.1)
     assert not node.members.settles(), "ranks notice nothing of so short a cut"
     node.tick(4.0, but=(2,))

@@ -190,7 +190,7 @@ class Notes:
 
     def write_cramped(self, start: str) -> None:
         """Notes that a rank had no room for a save beside the step that all nodes of ``start`` keep."""
-        _write(self._cramped, f"{start} {time.monotonic():020.3f}".encode())
+        _write(self._cramped, f"{start} {int(time.monotonic()):020d}".encode())
 
     def write_agent_status(self, status: Mapping[str, Any]) -> None:
         """Replaces the status of the process that drains: the agent, or a trainer in its place."""
