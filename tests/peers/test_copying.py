@@ -21,6 +21,7 @@ from rekindle.format.receipt import Receipt
 from rekindle.memory.copies import CopySlots
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.nodes import Node, Nodes
+from rekindle.memory.notes import Common
 from rekindle.peers.copying import copy_shard
 from rekindle.peers.files import PeerFiles
 from rekindle.peers.server import Handler, PeerServer
@@ -229,6 +230,26 @@ def test_a_step_is_copied_once_the_source_has_it_and_outlives_the_agent(
         copier.close()
         after = copier_of(nodes)
         wait_until(lambda: after.copied == {7})
+
+
+def test_copies_of_a_former_agent_are_known_at_once_and_doubted_as_soon_as_one_is_written_over(
+    far: JobDir, near: JobDir, copier_of: Callable[..., Copier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a node has told others of must not be forgotten, and what it lets go of must not be told."""
+    near.notes.write_common(Common(FIRST.id, 8, 7, -1))
+    with serving(far) as nodes:
+        for step in (7, 8):
+            put(far, step, {"a": b"%d" % step}, 0, 2)
+            copy(near, nodes, step)
+        assert Copier(near, nodes, None, 0).copied == {7, 8}
+        put(far, 9, blocks_of(2), 0, 2)
+        copier = copier_of(nodes, limit=1)
+        assert copier.copied == {7, 8}
+        copier.aim(aim_at(9))
+        wait_until(lambda: copier.progress is not None and copier.progress.done)
+        assert copier.copied == {7}, "step 7 is safe"
+        copier.hurry(on=True)
+        wait_until(lambda: copier.copied == {7, 9})
 
 
 def test_what_this_nodes_shard_shows_is_left_out_and_looked_at_anew_at_each_step(

@@ -97,8 +97,9 @@ class Copier:
         self._over = False
         self._failures = 0
         """Number of failures since a step was last copied."""
-        self.copied: frozenset[int] = frozenset()
-        """Steps of the start of which all shards of the source's ranks are copied."""
+        self.copied = frozenset(self._held.look())
+        """Steps of the start of which all shards of the source's ranks are copied. Those of a former agent are known at
+        once: it may have told others of them."""
         self.failed = (-1, -1)
         """Round and step that can't be copied."""
         self.moved = time.monotonic()
@@ -144,7 +145,7 @@ class Copier:
                 except Exception as error:  # memory and network have many ways to fail, and training goes on
                     self._fail(aim, error)
                 finally:
-                    self.progress = None
+                    self.copied, self.progress = frozenset(self._held.look()), None
 
     def _open(self, stack: ExitStack) -> CopySlots | None:
         """Takes over the copies that are there. Returns None if the copier is to end.
@@ -162,7 +163,6 @@ class Copier:
                 slots = CopySlots(self._job, self._source.ranks, world, self._headroom)
                 stack.callback(slots.close)
                 slots.adopt()
-                self.copied = frozenset(self._held.look())
                 return slots
             except (OSError, RekindleError) as error:
                 stack.close()
@@ -183,6 +183,7 @@ class Copier:
             return None if self._over else self._aim
 
     def _copy(self, slots: CopySlots, aim: Aim) -> None:
+        slots.tidy(self._source.ranks)  # there may be room for this one only then
         with ExitStack() as stack:
             todo: list[tuple[OpenShard, list[Chunk]]] = []
             for rank in self._source.ranks:
@@ -193,6 +194,7 @@ class Copier:
             total = sum(chunk.nbytes for _, chunks in todo for chunk in chunks)
             self._budget.limit = self._limit or _pace(total, aim.seconds, self._speed)
             self.progress = Progress(aim.stamp.step, 0, total)
+            self.copied &= {self._job.notes.safe_step(self._nodes.start)}  # others may be written over from here on
             began, self._waited = time.monotonic(), 0.0
             for shard, chunks in todo:
                 copy_shard(shard, chunks, slots, lambda nbytes: self._take(aim, nbytes))
@@ -218,8 +220,7 @@ class Copier:
             raise _AbandonedError
 
     def _succeed(self, aim: Aim) -> None:
-        self.copied = frozenset(self._held.look())
-        if aim.stamp.step not in self.copied:
+        if aim.stamp.step not in self._held.look():
             raise FormatError(f"the copy of step {aim.stamp.step} was removed")
         if self._failures >= _WARN_AFTER:
             log.info("steps are safe from the loss of %s again", describe_node(self._source.name, self._source.ranks))

@@ -260,8 +260,10 @@ class Mesh(Others):
         return [number for number in self._beats if self._membership.state(number) == "there"]
 
     def paused_at(self) -> float:
-        """Returns now while a node is not heard that may be back: nobody knows then who holds up whom."""
+        """Returns now while a node is not heard that may be back, or just came back: nobody knows who holds up whom."""
         now, members = time.monotonic(), self._membership
+        if members.settles():
+            return now
         for number, changed in self._changed.items():
             away = members.state(number) in ("silent", "agent gone", "unknown")
             if away and now - changed < members.patience:
