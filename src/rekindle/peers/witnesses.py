@@ -53,19 +53,17 @@ class Witnesses:
         """
         unique, known = UniqueChunks(receipt), self._known.get(receipt.stamp.rank)
         if known is None or known.layout != receipt.header_checksum:
-            known = self._seek(receipt, unique, ask)
+            self._seek(receipt, unique, ask)
         else:
             self._compare(receipt, unique, known.ranks, ask)
         return unique.chunks()
 
-    def _seek(self, receipt: Receipt, unique: UniqueChunks, ask: Ask) -> _Witnesses:
+    def _seek(self, receipt: Receipt, unique: UniqueChunks, ask: Ask) -> None:
         """Compares with all ranks that may have replicas, and remembers those that had a box in common."""
         further = likely_ranks(receipt, self._apart - self._here)[:_ASKED]
         found, all_told = self._compare(receipt, unique, [*self._nearest(receipt.stamp.rank), *further], ask)
-        witnesses = _Witnesses(receipt.header_checksum, found)
         if all_told:
-            self._known[receipt.stamp.rank] = witnesses
-        return witnesses
+            self._known[receipt.stamp.rank] = _Witnesses(receipt.header_checksum, found)
 
     def _nearest(self, rank: int) -> list[int]:
         """Returns this node's ranks, if it is apart. First the one that copies the same part of what all hold."""
