@@ -36,7 +36,7 @@ from rekindle.testing import make_shard
 from tests.agent.agents import Agents
 from tests.conftest import commit
 from tests.faults.harness import wait_for
-from tests.stored import job_in, remember
+from tests.stored import START, job_in, remember
 
 
 def node(name: str, state: str, ranks: list[int], seconds: float | None = 0.04, **more: Any) -> dict[str, Any]:
@@ -278,6 +278,18 @@ def test_ls_asks_no_nodes_of_an_earlier_start(root: Path, memory: Path) -> None:
     job.write_job(replace(info, start="b" * 16))
     code, (entry,), said = ls(root)
     assert (code, entry["nodes"], said) == (0, [], "")
+
+
+def test_ls_marks_no_step_of_a_former_start_as_node_safe(root: Path, memory: Path) -> None:
+    """One of the nodes on which it was safe may have been lost since."""
+    job = several(job_in(memory, root, world=2))
+    remember(job, 5, world=2)
+    info = job.read_job()
+    assert info is not None
+    job.notes.write_common(Common(START.id, 6, 5, -1))
+    for start, safe in ((START.id, True), ("b" * 16, False)):
+        job.write_job(replace(info, start=start))
+        assert [entry["node_safe"] for entry in ls(root)[1]] == [safe]
 
 
 def rows_of(job: JobDir, safe: SafeStep | None = None, durable: tuple[int, ...] = ()) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Attacks on the copies that nodes keep of each other's steps: what was called safe must come back, or be passed over."""
+"""Attacks on the copies that nodes keep of each other's steps: what was called safe comes back, or is passed over."""
 
 from __future__ import annotations
 

@@ -120,12 +120,10 @@ class NodeSafety:
             return Own(steps, steps)
         told = self._common.told
         wanted = self._job.notes.wanted()  # perhaps of an earlier start
-        kept = steps & copier.copied
-        if self._noted is None or self._noted.kept != told.step > told.safe:
-            kept -= {told.step}  # saves may still write over it
+        promised = self._noted.kept if self._noted is not None else -1  # saves may still write over any other one
         return Own(
             steps=steps,
-            kept=kept,
+            kept=frozenset(step for step in steps & copier.copied if step <= told.safe or step == promised),
             failed=copier.failed == (told.round, told.step) or (self._is_cramped() and told.wanted != told.step),
             moved=copier.moved,
             wanted=wanted if wanted is not None and wanted in steps else -1,

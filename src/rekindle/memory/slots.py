@@ -72,6 +72,7 @@ class Slots:
     _usual: int = 2
     """Number of slots of which none is dropped."""
     _reserved: int = 2
+    """Number of slots that were asked for ahead."""
     _idle_saves: int = 0
     _thirds: int = 0
     """Number of third slots that were made."""
@@ -108,7 +109,7 @@ class Slots:
         """
         self._reserved = count
         with suppress(OSError):
-            while len(self.slots) < 2 or (len(self.slots) < count and self._has_room_for_one_more(nbytes)):
+            while len(self.slots) < min(count, 2) or (len(self.slots) < count and self._has_room_for_one_more(nbytes)):
                 self.slots.append(self._new())
             for slot in sorted(self.slots, key=attrgetter("step")):
                 size = slot.size if slot.stamp else nbytes
@@ -156,8 +157,9 @@ class Slots:
 
         A file that is being read is never touched. At least one step that every rank of this node has committed stays:
         the newest, unless that leaves no room. ``rule`` says what else stays. Raises MemoryStoreError when no slot can
-        be had, or when one more would leave less than the headroom free, which only a dying ``gasp`` may use. ``busy``
-        is a slot that is being written to.
+        be had, or when one more would leave less than the headroom free, which only a dying ``gasp`` may use; with
+        ``wait=False`` NotReadyError while other nodes count on what it would take. ``busy`` is a slot that is being
+        written to.
 
         Memory that is not ready is made now, or with ``wait=False`` in the background, if it is more than ``AT_ONCE``:
         NotReadyError is raised until it is there. So is a surplus given back. A gasp waits, and page-locks nothing.
