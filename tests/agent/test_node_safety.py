@@ -18,7 +18,6 @@ from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.slots import NotReadyError, Slots
-from rekindle.peers import kept_plans
 from rekindle.peers.server import PeerServer
 from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.wire import Credentials
@@ -93,8 +92,7 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    monkeypatch.setattr(kept_plans, "_COMES_WITHIN", 0.0)
+def hosts(memory: Path) -> Iterator[Hosts]:
     with ExitStack() as stack:
         yield Hosts(memory, stack)
 
