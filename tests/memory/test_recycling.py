@@ -137,15 +137,17 @@ def test_with_room_for_three_the_newest_is_written_over(job: JobDir) -> None:
     assert steps(job) == [3, 5, 19]
 
 
-def test_with_room_for_two_saves_go_on_and_the_safe_step_goes_last(job: JobDir) -> None:
+def test_with_room_for_two_saves_go_on_and_the_safe_step_goes_last(job: JobDir, monkeypatch) -> None:
     slots = alone(job, 2 * FILE + 100)
     note(job, 5, 3)
     save_all(slots, 1, 8)
     assert steps(job) == [3, 8]
     note(job, 8, 3)
-    with open_step(job, 8):  # it is being copied
-        save_all(slots, 9, 12)
-        assert steps(job) == [8, 12]
+    with open_step(job, 8):  # it is being drained
+        for _ in range(2):
+            assert not save_or_leave_out(slots, 9) and steps(job) == [3, 8]
+        monkeypatch.setattr("rekindle.memory.slots._STARVES", 0.0)
+        assert save_or_leave_out(slots, 10) and steps(job) == [8, 10]
 
 
 def save_or_leave_out(slots: Slots, step: int) -> bool:

@@ -42,7 +42,7 @@ def test_a_copy_that_was_damaged_is_passed_over_for_storage(unbroken: Unbroken, 
         lab.add()
         job.wait_for_end()
         out = observe(job, struck)
-    assert out.sources == {"storage"} and 5 <= out.resumed <= 12, out
+    assert "storage" in out.sources and "peer" not in out.sources and 5 <= out.resumed <= 12, out
     assert not out.differing and out.digests == unbroken.digests("fsdp2", 2, _STEPS)
     said = task.log(0).read_text()
     assert "checksum" in said and "Traceback" not in said, said[-3000:]
@@ -69,7 +69,7 @@ def test_a_job_that_comes_back_on_other_nodes_after_a_loss_goes_on_from_what_was
     with Job(lab, Task(place, traces, "fsdp2", after, safe + 60, _PAUSE), nodes=after) as job:
         job.wait_for_safe(beyond=safe, start=1)
         first = [row for row in job.rows("restored") if row["start"] == 1]
-        assert min(row["step"] for row in first) >= safe and not [row for row in first if row["place"] == "storage"]
+        assert min(row["step"] for row in first) >= safe, (safe, first)
         safe = job.safe_steps(1)[-1]
         job.node_of(0).kill()
         lab.add()

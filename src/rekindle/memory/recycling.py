@@ -30,7 +30,7 @@ class Keeping:
     usual: int = 2
     """Number of slots that stay though a save has no need for them."""
     promised: frozenset[CheckpointKey] = frozenset()
-    """Those of them that other nodes count on. Only a dying gasp writes over them."""
+    """Those of them that other nodes count on. Only a dying gasp writes over them, or a save that was long without."""
 
     def order(self, key: CheckpointKey) -> tuple[int, bool]:
         """Returns a sort key: the checkpoints that go first have the lowest."""
@@ -52,8 +52,7 @@ def keep_own(notes: Notes, committed: Sequence[ShardId], complete: Sequence[Chec
     pending = _pending(committed, durable)
     kept = {*complete[-1:], *(stamp.checkpoint for stamp in (*committed[-1:], *pending))}
     here = marks is not None and marks.common.start == start
-    cramped = notes.is_cramped(start)
-    safe = _safe(marks, committed, durable, "" if cramped else start)
+    safe = _safe(marks, committed, durable, "" if notes.is_cramped(start) else start)
     copied = _copied(marks, committed, start)
     told = copied if marks is not None and copied is not None and copied.step == marks.common.kept else None
     common = tuple(key for key in (copied, safe) if key is not None)
@@ -61,7 +60,7 @@ def keep_own(notes: Notes, committed: Sequence[ShardId], complete: Sequence[Chec
         kept=frozenset(kept.union(common)),
         pending=frozenset(stamp.checkpoint for stamp in pending),
         common=common,
-        promised=frozenset(key for key in (told, safe if told or not cramped else None) if key is not None),
+        promised=frozenset(key for key in (told, safe) if key is not None),
         # A snapshot to be pinned may wait for a drain to end, while saves go on.
         most=3 + any(stamp.pinned for stamp in pending) + (not kept.issuperset(common)),
         usual=2 + here + (safe is not None),

@@ -8,6 +8,7 @@ frees its lock. A commit is two renames: the file gets its place, then the recei
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ _MOST_DOUBLED = 6
 _OUTRUN = 2
 """Multiple of a state's growth, while memory was made for it, that is made beyond its size the next time. Each making
 has more room than the one before: growth is outrun unless it is more than half as fast as memory is made."""
+_STARVES = 60.0
+"""Seconds after which a save takes what other nodes count on: a drain that hangs may read all else."""
 _LET_GO = 10.0
 """Seconds that the thread which makes memory gets to let go of a slot: a page lock of 1 GiB takes it one at most."""
 _LET_GO_IN_A_GASP = 2.0
@@ -73,6 +76,8 @@ class Slots:
     """Number of slots of which none is dropped."""
     _reserved: int = 2
     """Number of slots that were asked for ahead."""
+    _held_back: float = 0.0
+    """Time from which on saves had no slot but those that other nodes count on; 0 while they have."""
     _idle_saves: int = 0
     _thirds: int = 0
     """Number of third slots that were made."""
@@ -178,6 +183,7 @@ class Slots:
         now = wait or gasp or nbytes <= AT_ONCE
         self._drop_unmade()
         slot = self._take(nbytes, incarnation.id, busy, now=now, wait=wait, gasp=gasp)
+        self._held_back = 0.0
         try:
             self._check_headroom(nbytes - slot.held, nbytes, gasp=gasp)
             self._end_work(slot, now=now, gasp=gasp)
@@ -273,9 +279,12 @@ class Slots:
         found = self._take_new(nbytes, keeping.most, now=now, gasp=gasp)
         if found is None:
             promised = self._note_promises(usable, keeping, start)
-            found = self._take_kept(committed, complete, keeping, gasp=gasp)
-            if found is None and promised and not wait:
-                raise NotReadyError("all nodes keep a step together, and memory has no room for one more beside it")
+            starves = self.rule is None and 0.0 < self._held_back < time.monotonic() - _STARVES
+            found = self._take_kept(committed, complete, keeping, all_of_it=gasp or starves)
+            if found is None and promised:
+                self._held_back = self._held_back or time.monotonic()
+                if not wait:
+                    raise NotReadyError("all nodes keep a step together, and memory has no room for one more beside it")
         if found is None:
             raise MemoryStoreError(
                 f"memory store {self.job.path}: every snapshot is being read, and there is no room for one more of "
@@ -295,14 +304,14 @@ class Slots:
         return promised
 
     def _take_kept(
-        self, committed: Sequence[Slot], complete: Sequence[CheckpointKey], keeping: Keeping, *, gasp: bool
+        self, committed: Sequence[Slot], complete: Sequence[CheckpointKey], keeping: Keeping, *, all_of_it: bool
     ) -> Slot | None:
         """Returns a locked slot of those that should stay: the newest, but those that are dearest come last."""
         held = [(slot, slot.stamp.checkpoint) for slot in reversed(committed) if slot.stamp]
         held.sort(key=lambda one: keeping.order(one[1]))
         for slot, key in held:
             others = any(other in complete for one, other in held if one is not slot)
-            if not others or self._maker.makes(slot) or (key in keeping.promised and not gasp):
+            if not others or self._maker.makes(slot) or (key in keeping.promised and not all_of_it):
                 continue
             if slot.lock():
                 return slot
