@@ -232,7 +232,7 @@ class Checkpointer:
         else:
             session.go_on_from(done.checkpoint, done.stored, chosen=chosen, back=done.back, seen_generation=seen)
         if session.slots is not None and first and session.agreed.found:
-            session.slots.reserve(self._capture.estimate())
+            session.reserve(self._capture.estimate())
         at, place, seconds, self._base = 0, "", 0.0, None  # an earlier restore() counts no more
         if done is not None:
             at, place, seconds = done.step, done.place, done.seconds

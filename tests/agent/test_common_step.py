@@ -168,6 +168,16 @@ def test_a_node_whose_bit_is_out_stays_with_its_step_for_a_while() -> None:
     assert node.tick(1.0, [later]).step == 9
 
 
+def test_a_node_that_can_keep_a_step_no_longer_keeps_it_until_nobody_counts_on_it() -> None:
+    node = Node()
+    node.have(7)
+    assert node.tick(0.7).have == 1 and node.common.is_promised
+    node.own = node.own._replace(failed=True)
+    assert node.tick().failed and not node.common.is_open and node.common.is_promised
+    assert node.tick(2.5).round == 1 and node.common.is_promised
+    assert node.tick(1.0).round == 2 and node.told.have == 0 and not node.common.is_promised
+
+
 def test_a_node_whose_bit_is_not_out_turns_to_the_next_round_at_once() -> None:
     node = Node(number=1)
     node.have(7, kept=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -232,6 +233,26 @@ def test_the_first_of_the_nodes_that_are_heard_is_the_one_to_judge(run: Callable
         mesh.close()
 
     run(check, 3)
+
+
+def test_ranks_are_excused_while_a_node_is_silent_and_as_long_again(run: Callable[..., None]) -> None:
+    def check(node: Node0) -> None:
+        mesh = node.join()
+        hear(mesh, 1, Beat())
+        node.let_pass(mesh, 0.5)
+        assert mesh.paused_at() == -math.inf
+        node.let_pass(mesh, 4.0)
+        assert mesh.status()[1]["state"] == "silent" and mesh.paused_at() > 0
+        hear(mesh, 1, Beat())
+        node.let_pass(mesh, 0.2)
+        assert mesh.status()[1]["state"] == "there" and mesh.paused_at() > 0
+        for _ in range(45):
+            hear(mesh, 1, Beat())
+            node.let_pass(mesh, BEAT_EVERY)
+        assert mesh.paused_at() == -math.inf
+        mesh.close()
+
+    run(check)
 
 
 class Told(Others):

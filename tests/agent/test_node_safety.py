@@ -5,23 +5,24 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rekindle.agent.node_safety import NodeSafety
-from rekindle.format.lineage import Incarnation
+from rekindle.errors import MemoryStoreError
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.nodes import Node, Nodes
-from rekindle.memory.slots import Slots
-from rekindle.peers import kept_plans
+from rekindle.memory.slots import NotReadyError, Slots
 from rekindle.peers.server import PeerServer
 from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.wire import Credentials
-from tests.memory.saved import assert_sound, save, steps
+from tests.conftest import make_shard
+from tests.memory.saved import FILE, assert_sound, content, save, steps
 
 START = Incarnation(1, "a" * 16)
 HOST, SECRET = "127.0.0.1", bytes(range(32))
@@ -75,11 +76,14 @@ class Hosts:
         over = time.monotonic() + 60
         while not until():
             assert time.monotonic() < over, [safety.told for safety in self.safeties]
-            now = time.monotonic()
-            for number, safety in enumerate(self.safeties):
-                safety.tick(now, -1, leads=number == 0, calm=True, urgent=False)
-                self.safeties[1 - number].hear(number, safety.told)
+            self.tick(time.monotonic())
             time.sleep(0.02)
+
+    def tick(self, now: float) -> None:
+        """Has both agents tick once, and send their beats."""
+        for number, safety in enumerate(self.safeties):
+            safety.tick(now, -1, leads=number == 0, calm=True, urgent=False)
+            self.safeties[1 - number].hear(number, safety.told)
 
     def safe(self) -> list[int]:
         """The newest safe steps, as trainers read them."""
@@ -88,8 +92,7 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    monkeypatch.setattr(kept_plans, "_COMES_WITHIN", 0.0)
+def hosts(memory: Path) -> Iterator[Hosts]:
     with ExitStack() as stack:
         yield Hosts(memory, stack)
 
@@ -150,3 +153,32 @@ def test_a_save_that_waits_hurries_the_copy_of_its_step(hosts: Hosts) -> None:
     hosts.save(2)  # without the note it would have to wait for hours
     hosts.hosts[1].job.notes.write_wanted(2)
     hosts.run(lambda: hosts.safe() == [2, 2])
+
+
+def save_as_step_does(host: Host, step: int) -> None:
+    """Saves without a wait for room: a step may be left out, or be for storage."""
+    receipt, data = make_shard(ShardId(step, host.number, 2, START), {"x": content(step, host.number)})
+    with suppress(NotReadyError, MemoryStoreError):
+        slot = host.slots.acquire(step, START, receipt.file_bytes, wait=False)
+        assert slot.map is not None
+        slot.map[: len(data)] = data
+        host.slots.commit(slot, receipt.stamp, receipt.raw)
+
+
+@pytest.mark.parametrize("room", [2, 3, 4])
+def test_however_little_room_there_is_what_is_called_safe_is_there(hosts: Hosts, room: int) -> None:
+    """Saves go on meanwhile, on a virtual clock: a step each 0.2 s. The first node has all the room that it wants."""
+    hosts.hosts[1].slots.limit = room * FILE + 100
+    hosts.begin()
+    for step in range(1, 101):
+        for host in hosts.hosts:
+            save_as_step_does(host, step)
+        for tick in (0.0, 0.1):
+            hosts.tick(0.2 * step + tick)
+            time.sleep(0.002)  # the copiers' threads don't know of that clock
+            newest = max(hosts.safe())
+            for host in hosts.hosts if newest >= 0 else ():
+                assert newest in steps(host.job, host.number), f"of step {step} on node {host.number}"
+                assert newest in steps(host.job.copies, 1 - host.number), f"of step {step} on node {host.number}"
+    assert max(steps(hosts.hosts[1].job, 1)) > 90, "saves go on"
+    assert min(hosts.safe()) > (80 if room > 2 else 0)

@@ -17,10 +17,14 @@ from rekindle.cli.operations import stop
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.notes import Common
 from rekindle.memory.slots import Slots
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
+from rekindle.storage.verify import verify
 from rekindle.testing import make_shard
 from tests.conftest import commit
+from tests.peers.peer import put
 
 START = Incarnation(1, "a" * 16)
 MISSING = r"step {} is not whole on storage: .* lacks the shard of rank\(s\) {}, and another node has to write it"
@@ -166,3 +170,86 @@ def test_a_part_that_another_node_has_begun_is_not_withdrawn(nodes: tuple[Node, 
     assert partial(root) == [1, 6, 7, 8]
     assert other.drain(1), "however slow it is"
     assert partial(root) == [6, 7, 8]
+
+
+# -- a node that never comes back --------------------------------------------------------------------------------------
+
+
+def keep_copy(node: Node, step: int, rank: int) -> None:
+    """Leaves a copy of another node's snapshot in the memory of ``node``."""
+    node.job.copies.create()
+    put(node.job.copies, step, {f"x{rank}": b"%d" % step}, rank, 2)
+
+
+def survivor(node: Node, lost: list[int]) -> Node:
+    node.drainer = Drainer(node.job, lost_ranks=lambda: lost)
+    return node
+
+
+def drain_all(node: Node, times: int = 12) -> None:
+    for _ in range(times):
+        node.drainer.tick()
+
+
+def durable(root: Path) -> list[int]:
+    return [entry.stamp.step for entry in PosixStore(root).published()]
+
+
+def test_the_newest_step_with_copies_gets_to_storage_when_a_node_is_lost_for_good(
+    nodes: tuple[Node, Node], root: Path
+) -> None:
+    lost: list[int] = []
+    one = survivor(nodes[0], lost)
+    for step in (5, 7):
+        keep_copy(one, step, 1)
+        one.save(step)
+    one.save(9)
+    drain_all(one)
+    assert durable(root) == [] and 9 in partial(root), "the other node may still come"
+    lost.append(1)
+    drain_all(one)
+    assert durable(root) == [7]
+    assert verify(find_copies(None, PosixStore(root))[0]) == []
+    assert one.drainer.pending() == 9, "should the node come back"
+
+
+def test_nobody_stands_in_for_a_lost_node_while_ranks_train(nodes: tuple[Node, Node], root: Path) -> None:
+    one = survivor(nodes[0], [1])
+    keep_copy(one, 7, 1)
+    lock = one.job.lock_rank(0, 0.0)
+    try:
+        one.save(7)
+        drain_all(one)
+        assert durable(root) == []
+    finally:
+        lock.release()
+    drain_all(one)
+    assert durable(root) == [7]
+
+
+def test_a_damaged_copy_makes_no_checkpoint_and_an_older_one_is_taken(nodes: tuple[Node, Node], root: Path) -> None:
+    one = survivor(nodes[0], [1])
+    for step in (5, 7):
+        keep_copy(one, step, 1)
+        one.save(step)
+    shard = next(one.job.copies.path.glob("step-*7/shard-*.safetensors"))
+    raw = shard.read_bytes()
+    shard.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    drain_all(one)
+    assert durable(root) == [5]
+
+
+def test_the_step_that_needs_no_lost_node_is_among_those_that_wait_on_storage(
+    nodes: tuple[Node, Node], root: Path
+) -> None:
+    one, _ = nodes
+    one.job.notes.write_common(Common(START.id, 2, 2, -1))
+    for step in (2, 3, 4, 5, 6):
+        one.save(step)
+    kept = {stamp.step for stamp, _ in one.job.snapshots.shard_ids()}
+    assert 2 in kept
+    one.drainer.tick()
+    one.drainer.tick()
+    assert partial(root) == [2, 6], "right after the newest one"
+    drain_all(one)
+    assert set(partial(root)) == kept

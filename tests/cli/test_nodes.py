@@ -23,7 +23,7 @@ from rekindle.cli.main import main
 from rekindle.cli.nodes import describe_missed, lag_of, ranks_of_nodes, take_nodes
 from rekindle.cli.operations import job_status, stop
 from rekindle.cli.other_memory import look_at_others
-from rekindle.errors import BusyError
+from rekindle.errors import BusyError, CorruptError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Node, Nodes, ranges
@@ -36,7 +36,7 @@ from rekindle.testing import make_shard
 from tests.agent.agents import Agents
 from tests.conftest import commit
 from tests.faults.harness import wait_for
-from tests.stored import job_in, remember
+from tests.stored import START, job_in, remember
 
 
 def node(name: str, state: str, ranks: list[int], seconds: float | None = 0.04, **more: Any) -> dict[str, Any]:
@@ -280,6 +280,18 @@ def test_ls_asks_no_nodes_of_an_earlier_start(root: Path, memory: Path) -> None:
     assert (code, entry["nodes"], said) == (0, [], "")
 
 
+def test_ls_marks_no_step_of_a_former_start_as_node_safe(root: Path, memory: Path) -> None:
+    """One of the nodes on which it was safe may have been lost since."""
+    job = several(job_in(memory, root, world=2))
+    remember(job, 5, world=2)
+    info = job.read_job()
+    assert info is not None
+    job.notes.write_common(Common(START.id, 6, 5, -1))
+    for start, safe in ((START.id, True), ("b" * 16, False)):
+        job.write_job(replace(info, start=start))
+        assert [entry["node_safe"] for entry in ls(root)[1]] == [safe]
+
+
 def rows_of(job: JobDir, safe: SafeStep | None = None, durable: tuple[int, ...] = ()) -> list[Row]:
     """The rows of ``rekindle ls`` for a job whose own memory and storage hold whole checkpoints."""
     listed = []
@@ -311,3 +323,28 @@ def test_ls_shows_what_the_memory_of_all_nodes_holds(agents: Agents) -> None:
         row for row in rows_of(agents.hosts[1].job) if row.entry.copy.step == 7 and row.entry.copy.place == PEER
     )
     assert there.nodes == ["n0"] and there.missing == [] and there.condition == "complete"
+
+
+def test_copies_of_another_nodes_snapshots_are_shown_and_verified(root: Path, memory: Path) -> None:
+    job = job_in(memory, root)
+    remember(job, 7, 0, 2)
+    job.copies.create()
+    receipt = remember(job.copies, 7, 1, 2)
+
+    def told(command: str) -> tuple[int, Any]:
+        result = CliRunner().invoke(main, [command, str(root), "7", "--json"])
+        return result.exit_code, json.loads(result.stdout)
+
+    code, shown = told("inspect")
+    assert code == 0 and [(shard["rank"], shard["copy"]) for shard in shown["shards"]] == [(0, False), (1, True)]
+    assert "1 (copy)" in CliRunner().invoke(main, ["inspect", str(root)]).stdout
+    code, found = told("verify")
+    assert code == 0 and [(each["ranks"], each["condition"]) for each in found] == [([0], "incomplete"), ([1], "copy")]
+    shard = receipt.with_suffix(".safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    code, found = told("verify")
+    assert code == CorruptError.exit_code and [each["verdict"] for each in found] == ["sound", "damaged"]
+    job.snapshots.remove()
+    assert [each["condition"] for each in told("verify")[1]] == ["copy"]

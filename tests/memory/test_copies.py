@@ -170,6 +170,21 @@ def test_copies_of_ranks_that_another_node_keeps_now_go_once_there_are_newer_one
     assert steps(job.copies, 2) == [12]
 
 
+def test_copies_that_storage_makes_superfluous_make_room_for_those_of_other_ranks(job: JobDir) -> None:
+    before = slots_for(job, 0)
+    for step in (8, 9):
+        write(before, step, 0)
+    note_safe(job, 9)
+    before.close()
+    slots = slots_for(job, 1)
+    job.notes.write_durable(8)
+    slots.tidy([1])
+    assert steps(job.copies, 0) == [9]
+    job.notes.write_durable(9)
+    slots.tidy([1])
+    assert steps(job.copies, 0) == [] and files(job.copies, 0) == []
+
+
 def test_the_end_of_the_job_removes_them(job: JobDir) -> None:
     write(slots_for(job, 2), 1, 2)
     assert job.held_bytes() > SIZE and job.remove() and not job.path.exists()

@@ -13,7 +13,7 @@ from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.notes import Common, SafeStep
 from rekindle.memory.recycling import keep_copies
 from rekindle.memory.room import Room
-from rekindle.memory.slots import Slots
+from rekindle.memory.slots import NotReadyError, Slots
 from tests.conftest import make_shard
 from tests.memory.saved import (
     FILE,
@@ -33,8 +33,8 @@ from tests.memory.saved import (
 SECOND = Incarnation(2, "b" * 16, FIRST.id, 6)
 
 
-def note(job: JobDir, step: int, safe: int, start: Incarnation = FIRST) -> None:
-    job.notes.write_common(Common(start.id, step, safe, -1))
+def note(job: JobDir, step: int, safe: int, start: Incarnation = FIRST, kept: int = -1) -> None:
+    job.notes.write_common(Common(start.id, step, safe, -1, kept))
 
 
 def save_all(slots: Slots, first: int, last: int, start: Incarnation = FIRST) -> None:
@@ -48,7 +48,7 @@ def save_all(slots: Slots, first: int, last: int, start: Incarnation = FIRST) ->
 def test_the_note_says_what_was_written_and_keeps_its_length(job: JobDir) -> None:
     assert job.notes.common() is None and job.notes.marks() is None
     sizes = set()
-    for common in (Common("a" * 16, -1, -1, -1), Common("a" * 16, 12, 7, 3), Common("a" * 16, 10**12, 10**12, 0)):
+    for common in (Common("a" * 16, -1, -1, -1), Common("a" * 16, 12, 7, 3, 12), Common("a" * 16, 10**12, 10**12, 0)):
         job.notes.write_common(common)
         assert job.notes.common() == common
         sizes.add((job.path / "common").stat().st_size)
@@ -137,15 +137,81 @@ def test_with_room_for_three_the_newest_is_written_over(job: JobDir) -> None:
     assert steps(job) == [3, 5, 19]
 
 
-def test_with_room_for_two_saves_go_on_and_the_safe_step_goes_last(job: JobDir) -> None:
+def test_with_room_for_two_saves_go_on_and_the_safe_step_goes_last(job: JobDir, monkeypatch) -> None:
     slots = alone(job, 2 * FILE + 100)
     note(job, 5, 3)
     save_all(slots, 1, 8)
     assert steps(job) == [3, 8]
     note(job, 8, 3)
-    with open_step(job, 8):  # it is being copied
-        save_all(slots, 9, 12)
-        assert steps(job) == [8, 12]
+    with open_step(job, 8):  # it is being drained
+        for _ in range(2):
+            assert not save_or_leave_out(slots, 9) and steps(job) == [3, 8]
+        monkeypatch.setattr("rekindle.memory.slots._STARVES", 0.0)
+        assert save_or_leave_out(slots, 10) and steps(job) == [8, 10]
+
+
+def save_or_leave_out(slots: Slots, step: int) -> bool:
+    """Saves as step() does, which waits for no room."""
+    try:
+        slot = slots.acquire(step, FIRST, FILE, wait=False)
+    except NotReadyError:
+        return False
+    end(slots, slot, step)
+    return True
+
+
+def test_a_step_that_others_count_on_stays_though_saves_are_left_out_meanwhile(job: JobDir) -> None:
+    slots = alone(job, 2 * FILE + 100)
+    note(job, 5, 3, kept=5)
+    save_all(slots, 1, 5)
+    assert not save_or_leave_out(slots, 6) and steps(job) == [3, 5]
+    with pytest.raises(MemoryStoreError):
+        save(slots, 6)  # one that waits goes to storage
+    assert job.notes.is_cramped(FIRST.id) and not job.notes.is_cramped(SECOND.id)
+    note(job, 5, 3)
+    assert save_or_leave_out(slots, 6) and steps(job) == [3, 6]
+    note(job, 5, 3, kept=5)  # step 5 is gone
+    assert save_or_leave_out(slots, 7) and steps(job) == [3, 7]
+
+
+def test_with_room_for_two_the_safe_step_goes_once_storage_has_a_newer_one(job: JobDir) -> None:
+    slots = alone(job, 2 * FILE + 100)
+    note(job, 5, 3, kept=5)
+    save_all(slots, 1, 5)
+    note(job, 9, 3)
+    save_all(slots, 6, 7)
+    assert steps(job) == [3, 7]
+    job.notes.write_durable(4)
+    save_all(slots, 8, 8)
+    assert steps(job) == [7, 8]
+
+
+def test_with_room_for_three_a_reader_of_the_newest_costs_neither_of_those_that_others_count_on(job: JobDir) -> None:
+    slots = alone(job, 3 * FILE + 100)
+    note(job, 5, 3, kept=5)
+    save_all(slots, 1, 6)
+    with open_step(job, 6):
+        assert not save_or_leave_out(slots, 7) and steps(job) == [3, 5, 6]
+    assert save_or_leave_out(slots, 7) and steps(job) == [3, 5, 7]
+    assert not job.notes.is_cramped(FIRST.id)
+
+
+def reserve(slots: Slots, size: int) -> None:
+    slots.reserve(size, 4)
+    slots.close()
+
+
+def test_memory_for_what_nodes_keep_together_is_made_ahead_where_there_is_room(job: JobDir, small_tmpfs) -> None:
+    reserve(alone(job), FILE)
+    assert len(files(job)) == 4
+    tight = JobDir.of(Path("/some/run"), memory_base(small_tmpfs(1 << 20)))
+    tight.create()
+    for size, count in ((450_000, 2), (190_000, 3), (150_000, 4)):
+        reserve(alone(tight), size)
+        assert len(files(tight)) == count, "two for copies must fit in, too"
+        tight.snapshots.remove_shards()
+    reserve(alone(tight, 3 * 150_000), 150_000)
+    assert len(files(tight)) == 3
 
 
 def test_a_gasp_takes_what_it_must(job: JobDir) -> None:

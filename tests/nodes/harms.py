@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tests.nodes.job import Job
@@ -26,6 +27,8 @@ class Harm:
     """Ends a start. Else nothing may come of it."""
     lost_node: bool = False
     """A node's memory is gone."""
+    without_agents: bool = False
+    """Agents are away meanwhile, so that replicas alone are not enough to go on from."""
 
 
 def _node(job: Job, dice: random.Random) -> Node:
@@ -90,6 +93,24 @@ def _lose(*, power: bool) -> _Strike:
     return strike
 
 
+def _lose_behind(number: int) -> _Strike:
+    """A node is lost moments after agents that chance picks got a signal, before all of them are back."""
+
+    def strike(job: Job, dice: random.Random) -> None:
+        nodes = [job.node_of(rank) for rank in range(job.task.world)]
+        struck = [pid for node in nodes if dice.random() < 0.7 for pid in node.processes("rekindle.agent")]
+        for pid in struck:
+            os.kill(pid, number)
+        time.sleep(dice.uniform(0.0, 2.0))
+        _lose(power=False)(job, dice)
+        time.sleep(2.0)
+        for pid in struck:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    return strike
+
+
 HARMS: dict[str, Harm] = {
     "rank killed": Harm(_signal_rank(signal.SIGKILL)),
     "all ranks killed": Harm(_kill_ranks),
@@ -101,5 +122,7 @@ HARMS: dict[str, Harm] = {
     "node lost, power": Harm(_lose(power=True), lost_node=True),
     "node lost, sockets closed": Harm(_lose(power=False), lost_node=True),
     "storage unmounted": Harm(_unmount, restarts=False),
+    "agents killed, node lost": Harm(_lose_behind(signal.SIGKILL), lost_node=True, without_agents=True),
+    "agents stopped, node lost": Harm(_lose_behind(signal.SIGSTOP), lost_node=True, without_agents=True),
 }
 """By the name that people see."""

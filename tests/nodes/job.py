@@ -32,7 +32,6 @@ _ENOUGH = 90.0
 """Seconds to wait for a node in place of one that is lost, or out of reach."""
 _LIMIT = 150.0
 """Seconds that anything else may take on a machine that has other work."""
-_PORT = 29500
 
 Row = dict[str, Any]
 
@@ -41,11 +40,12 @@ class Job:
     """Trains ``task`` on so many ``nodes`` of a lab, and starts all of its ranks again when one has ended by a fault.
 
     It does what a launcher on each node would: nodes that are up and connected are taken by their addresses, and no
-    rank runs on one that is lost. ``starts``: the most that there are.
+    rank runs on one that is lost. ``starts``: the most that there are. Each of them
+    meets on the next ``port``.
     """
 
-    def __init__(self, lab: Lab, task: Task, *, nodes: int = 2, starts: int = 5) -> None:
-        self.lab, self.task, self.nodes, self.starts = lab, task, nodes, starts
+    def __init__(self, lab: Lab, task: Task, *, nodes: int = 2, starts: int = 5, port: int = 29500) -> None:
+        self.lab, self.task, self.nodes, self.starts, self.port = lab, task, nodes, starts, port
         self.faults: dict[str, list[Fault]] = {}
         """By node: the faults that its agent has noted, in order."""
         self.agent_logs: dict[str, str] = {}
@@ -182,7 +182,7 @@ class Job:
         each = self.task.world // self.nodes
         always = {
             "MASTER_ADDR": members[0].address if members else "",
-            "MASTER_PORT": str(_PORT + number),
+            "MASTER_PORT": str(self.port + number),
             "WORLD_SIZE": str(self.task.world),
             "LOCAL_WORLD_SIZE": str(each),
             "TORCHELASTIC_RESTART_COUNT": str(number),

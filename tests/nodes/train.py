@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ class Task:
     """Seconds of a forward, beside its work."""
     options: dict[str, Any] = field(default_factory=dict)
     """For the Checkpointer."""
-    guard: dict[str, Any] = field(default_factory=dict)
+    guard: dict[str, Any] | None = field(default_factory=dict)
+    """For ``guard()``; None to train without it."""
     waits_at: int = 0
     """Step after which training goes on once it is safe from the loss of a node."""
     width: int = 32
@@ -91,8 +93,9 @@ def train(task: Task, rank: int) -> None:
     ckpt = rekindle.Checkpointer(task.root, state, **task.options)
     first = ckpt.restore()
     trace.say("restored", step=first, place=ckpt.metrics.restored_from)
-    with ckpt.guard(**task.guard) as guard:
-        assert guard.connected(30), "no agent"
+    with ExitStack() as stack:
+        if task.guard is not None:
+            assert stack.enter_context(ckpt.guard(**task.guard)).connected(30), "no agent"
         dist.barrier()
         for step in range(first + 1, task.steps + 1):
             time.sleep(task.pause)

@@ -119,6 +119,7 @@ def restore(jobs: list[JobDir], nodes: Nodes, root: Path) -> tuple[Verdict, list
     store = PosixStore(root)
     seen = see_peers([take_inventory(job, store, rank) for rank, job in enumerate(jobs)], 0, nodes)
     assert choose([one.offers for one in seen]).candidates == [KEY]
+    assert choose([one.offers for one in seen], STEP).candidates == [KEY], "a person may name it"
     live = state_of(0, 2)
     with Candidate(live, KEY, seen[0].copies[KEY], (0, 2), allow_pickle=False) as candidate:
         candidate.open()

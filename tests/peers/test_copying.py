@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rekindle.agent.copier import Aim, Copier
+from rekindle.agent.copier import Aim, Copier, _pace
 from rekindle.errors import CorruptError
 from rekindle.format.files import Directory
 from rekindle.format.layout import BLOCK, Chunk, Layout
@@ -19,14 +20,13 @@ from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.memory.copies import CopySlots
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.memory.local_state import LocalStatePlan, LocalStateWriter
 from rekindle.memory.nodes import Node, Nodes
-from rekindle.peers import kept_plans
+from rekindle.memory.notes import Common
 from rekindle.peers.copying import copy_shard
 from rekindle.peers.files import PeerFiles
 from rekindle.peers.server import Handler, PeerServer
 from rekindle.peers.snapshots import snapshot_handlers
-from rekindle.peers.unique import is_planned, ranks_apart, unique_chunks
+from rekindle.peers.unique import UniqueChunks, likely_ranks, ranks_apart
 from rekindle.peers.wire import Credentials, Link
 from rekindle.storage.verify import verify_shard
 from tests.peers.peer import FIRST, HOST, SECRET, blocks_of, far_job, put, wait_until
@@ -38,12 +38,19 @@ def chunk(name: str, rows: tuple[int, int] = (0, 8), *, own: bool = False) -> Ch
     return Chunk(name, "float32", (8, 4), (rows[0], 0), (rows[1] - rows[0], 4), own=own)
 
 
-def plan_of(*chunks: Chunk, blocks: list[int] | None = None, replicas: Mapping[str, list[int]]) -> LocalStatePlan:
-    return LocalStatePlan(Layout.build(chunks), {}, b"", blocks or [], dict(replicas), "", 0)
+def told(rank: int, *parts: tuple[Chunk, int], step: int = 7, world: int = 8, save: str = "") -> Receipt:
+    """The receipt of chunks, each with a number that stands for its bytes."""
+    numbers, layout = {part.name: number for part, number in parts}, Layout.build(part for part, _ in parts)
+    sums = [f"{numbers[part.name]:016x}" for part in layout.chunks for _ in range(part.block_count)]
+    raw = Receipt.encode(ShardId(step, rank, world, FIRST, save=save), Receipt.static_part(layout, {}), sums, b"[]")
+    return Receipt.decode(raw, "made by hand")
 
 
-def copied(plan: LocalStatePlan | None, *chunks: Chunk, apart: tuple[int, ...] = (1,)) -> list[str]:
-    return [found.name for found in unique_chunks(Layout.build(chunks), plan, apart)]
+def copied(receipt: Receipt, *others: Receipt) -> list[str]:
+    unique = UniqueChunks(receipt)
+    for other in others:
+        unique.leave_out(other)
+    return [found.name for found in unique.chunks()]
 
 
 def test_replicas_count_on_nodes_of_other_domains_only() -> None:
@@ -54,23 +61,35 @@ def test_replicas_count_on_nodes_of_other_domains_only() -> None:
     assert ranks_apart(alone, alone[1]) == {0, 2}, "a node without a domain is one of its own"
 
 
-def test_only_what_no_other_domain_holds_is_copied() -> None:
-    plan = plan_of(*map(chunk, "abcd"), replicas={"a": [0, 1], "b": [0, 2], "c": [0]})
-    assert copied(plan, *map(chunk, "abcd")) == ["b", "c", "d"]
-    assert copied(plan, *map(chunk, "abcd"), apart=(1, 2)) == ["c", "d"]
-    assert copied(None, *map(chunk, "abcd")) == [*"abcd"]
+def test_only_what_no_other_shard_shows_with_the_same_bytes_is_copied() -> None:
+    mine = told(0, (chunk("a"), 1), (chunk("b"), 2), (chunk("c"), 3))
+    assert copied(mine) == ["a", "b", "c"]
+    assert copied(mine, told(1, (chunk("a"), 1), (chunk("b"), 9))) == ["b", "c"]
+    assert copied(mine, told(1, (chunk("a"), 1)), told(2, (chunk("c"), 3), (chunk("b"), 9))) == ["b"]
+    assert copied(mine, told(1, (chunk("a"), 2), (chunk("b"), 1))) == ["a", "b", "c"]
 
 
-def test_what_a_rank_calls_its_own_or_sends_by_itself_is_copied() -> None:
-    plan = plan_of(chunk("a"), chunk("b"), blocks=[1], replicas={"a": [0, 1], "b": [0, 1]})
-    assert copied(plan, chunk("a", own=True), chunk("b")) == ["a", "b"]
-    assert copied(plan_of(chunk("a", own=True), replicas={"a": [0, 1]}), chunk("a")) == ["a"]
+def test_other_boxes_steps_and_saves_and_what_a_rank_calls_its_own_show_nothing() -> None:
+    mine = told(0, (chunk("a"), 1), save="a" * 16)
+    for other in (
+        told(1, (chunk("a", (0, 4)), 1), save="a" * 16),
+        told(1, (chunk("a", own=True), 1), save="a" * 16),
+        told(1, (chunk("a"), 1), save="a" * 16, step=8),
+        told(1, (chunk("a"), 1), save="a" * 16, world=4),
+        told(1, (chunk("a"), 1), save="b" * 16),
+    ):
+        assert copied(mine, other) == ["a"]
+    assert copied(mine, told(1, (chunk("a"), 1), save="a" * 16)) == []
+    assert copied(told(0, (chunk("a", own=True), 1)), told(1, (chunk("a"), 1))) == ["a"]
 
 
-def test_a_rank_that_copies_some_rows_of_a_replica_has_them_found_in_the_plan() -> None:
-    plan = plan_of(chunk("a", (0, 6)), replicas={"a": [0, 1]})
-    assert copied(plan, chunk("a", (2, 6))) == [] and is_planned(Layout.build([chunk("a", (2, 6))]), plan)
-    assert copied(plan, chunk("a", (2, 7))) == ["a"] and not is_planned(Layout.build([chunk("a", (2, 7))]), plan)
+def test_ranks_with_replicas_are_as_many_apart_as_a_tensor_has_parts() -> None:
+    others = range(1, 8)
+    assert likely_ranks(told(0, (chunk("a"), 1)), others) == [*others], "all have all"
+    quarter = told(3, (chunk("a", (0, 2)), 1), (chunk("b", (2, 4)), 1), (chunk("own", own=True), 1))
+    assert likely_ranks(quarter, [0, 1, 2, 4, 5, 6, 7]) == [7]
+    assert likely_ranks(told(2, (chunk("a", (0, 4)), 1)), [0, 1, 3, 4, 6]) == [4, 6, 0], "the next ones first"
+    assert likely_ranks(told(0, (chunk("own", own=True), 1)), others) == []
 
 
 # -- one shard ---------------------------------------------------------------------------------------------------------
@@ -105,21 +124,24 @@ def damaged(read: Handler, times: int) -> Handler:
 
 
 @contextmanager
-def serving(job: JobDir, damages: int = 0, **handlers: Handler) -> Iterator[Nodes]:
-    """Serves a job's snapshots as those of node "far", rank 0, of which so many reads yield zeros.
-
-    Gives the nodes as the other one knows them.
-    """
+def served(job: JobDir, node: Node, damages: int = 0, **handlers: Handler) -> Iterator[Node]:
+    """Serves a job's snapshots as those of a node, of which so many reads yield zeros. Gives it with its port."""
     listener = socket.create_server((HOST, 0))
     own = snapshot_handlers(job)
     own["read"] = damaged(own["read"], damages)
-    server = PeerServer(listener, lambda: Credentials(SECRET, FIRST.id, "far"), {**own, **handlers})
+    server = PeerServer(listener, lambda: Credentials(SECRET, FIRST.id, node.name), {**own, **handlers})
     server.start()
     try:
-        nodes = [Node("far", HOST, listener.getsockname()[1], [0]), Node("near", HOST, 1, [1])]
-        yield Nodes(FIRST.id, 1, SECRET, 1, nodes)
+        yield replace(node, port=listener.getsockname()[1])
     finally:
         server.close()
+
+
+@contextmanager
+def serving(job: JobDir, damages: int = 0, **handlers: Handler) -> Iterator[Nodes]:
+    """Serves node "far", with rank 0. Gives the nodes as the other one, with rank 1, knows them."""
+    with served(job, Node("far", HOST, 0, [0]), damages, **handlers) as far:
+        yield Nodes(FIRST.id, 1, SECRET, 1, [far, Node("near", HOST, 1, [1])])
 
 
 def copy(near: JobDir, nodes: Nodes, step: int, names: str | None = None) -> Receipt:
@@ -135,9 +157,9 @@ def copy(near: JobDir, nodes: Nodes, step: int, names: str | None = None) -> Rec
         slots.close()
 
 
-def tensors_at(job: JobDir, step: int) -> dict[str, bytes]:
+def tensors_at(job: JobDir, step: int, world: int = 2) -> dict[str, bytes]:
     """The tensors of a shard, whose every byte is verified."""
-    with Directory(job.path / step_dir(step), in_memory=True).shard(0, 2) as shard:
+    with Directory(job.path / step_dir(step), in_memory=True).shard(0, world) as shard:
         assert verify_shard(shard) == []
         data = bytes(shard.map())[shard.receipt.header_bytes :]
         return {c.name.removeprefix("v."): data[c.start : c.stop] for c in shard.receipt.layout.chunks}
@@ -178,8 +200,7 @@ def test_of_a_shard_that_is_damaged_there_is_no_copy_and_the_one_before_stays(fa
 
 
 @pytest.fixture
-def copier_of(near: JobDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Copier]]:
-    monkeypatch.setattr(kept_plans, "_COMES_WITHIN", 0.0)
+def copier_of(near: JobDir) -> Iterator[Callable[..., Copier]]:
     with ExitStack() as stack:
 
         def make(nodes: Nodes, limit: int | None = None) -> Copier:
@@ -192,8 +213,8 @@ def copier_of(near: JobDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         yield make
 
 
-def aim_at(step: int, round_: int = 1) -> Aim:
-    return Aim(round_, ShardId(step, 1, 2, FIRST), 0.0)
+def aim_at(step: int, round_: int = 1, world: int = 2) -> Aim:
+    return Aim(round_, ShardId(step, 1, world, FIRST), 0.0)
 
 
 def test_a_step_is_copied_once_the_source_has_it_and_outlives_the_agent(
@@ -211,17 +232,90 @@ def test_a_step_is_copied_once_the_source_has_it_and_outlives_the_agent(
         wait_until(lambda: after.copied == {7})
 
 
-def test_a_replica_is_left_out_as_the_plan_tells(far: JobDir, near: JobDir, copier_of: Callable[..., Copier]) -> None:
-    put(far, 7, {"a": b"a" * 100, "b": b"b" * 100}, 0, 2)
+def test_copies_of_a_former_agent_are_known_at_once_and_doubted_as_soon_as_one_is_written_over(
+    far: JobDir, near: JobDir, copier_of: Callable[..., Copier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a node has told others of must not be forgotten, and what it lets go of must not be told."""
+    near.notes.write_common(Common(FIRST.id, 8, 7, -1))
     with serving(far) as nodes:
-        with Directory(far.path / step_dir(7), in_memory=True).shard(0, 2) as shard:
-            static = Receipt.static_part(shard.receipt.layout, shard.receipt.structure)
-        near.copies.create()
-        LocalStateWriter(near.copies, 0).set_plan(ShardId(7, 0, 2, FIRST), static, [], {"v.a": [0, 1]})
+        for step in (7, 8):
+            put(far, step, {"a": b"%d" % step}, 0, 2)
+            copy(near, nodes, step)
+        assert Copier(near, nodes, None, 0).copied == {7, 8}
+        put(far, 9, blocks_of(2), 0, 2)
+        copier = copier_of(nodes, limit=1)
+        assert copier.copied == {7, 8}
+        copier.aim(aim_at(9))
+        wait_until(lambda: copier.progress is not None and copier.progress.done)
+        assert copier.copied == {7}, "step 7 is safe"
+        copier.hurry(on=True)
+        wait_until(lambda: copier.copied == {7, 9})
+
+
+def test_what_this_nodes_shard_shows_is_left_out_and_looked_at_anew_at_each_step(
+    far: JobDir, near: JobDir, copier_of: Callable[..., Copier]
+) -> None:
+    put(far, 7, {"a": b"a" * 100, "b": b"b" * 100}, 0, 2)
+    put(near, 7, {"a": b"a" * 100, "b": b"c" * 100}, 1, 2)
+    put(far, 8, {"a": b"x" * 100, "b": b"y" * 100}, 0, 2)
+    put(near, 8, {"a": b"a" * 100, "b": b"y" * 100}, 1, 2)
+    with serving(far) as nodes:
         copier = copier_of(nodes)
         copier.aim(aim_at(7))
         wait_until(lambda: copier.copied == {7})
+        copier.aim(aim_at(8, 2))
+        wait_until(lambda: 8 in copier.copied)
     assert tensors_at(near.copies, 7) == {"b": b"b" * 100}
+    assert tensors_at(near.copies, 8) == {"a": b"x" * 100}
+
+
+def test_what_fails_together_with_the_source_shows_nothing(
+    far: JobDir, near: JobDir, copier_of: Callable[..., Copier]
+) -> None:
+    for job, rank in ((far, 0), (near, 1)):
+        put(job, 7, {"a": b"a" * 100}, rank, 2)
+    with serving(far) as nodes:
+        rack = replace(nodes, nodes=[replace(node, domain="rack") for node in nodes.nodes])
+        copier = copier_of(rack)
+        copier.aim(aim_at(7))
+        wait_until(lambda: copier.copied == {7})
+    assert tensors_at(near.copies, 7) == {"a": b"a" * 100}
+
+
+def test_a_replica_on_a_third_node_is_asked_for(
+    far: JobDir, near: JobDir, memory: Path, copier_of: Callable[..., Copier]
+) -> None:
+    (memory / "third").mkdir(mode=0o700)
+    third = JobDir.of("/somewhere/run", memory_base(memory / "third"))
+    third.create()
+    for step in (7, 8):
+        put(far, step, {"a": b"a" * 100, "b": b"b" * 100}, 0, 3)
+        put(near, step, {"c": b"c" * 100}, 1, 3)
+    put(third, 7, {"a": b"a" * 100}, 2, 3)
+    with ExitStack() as stack:
+        one = stack.enter_context(served(far, Node("far", HOST, 0, [0])))
+        last = stack.enter_context(served(third, Node("third", HOST, 0, [2])))
+        copier = copier_of(Nodes(FIRST.id, 1, SECRET, 1, [one, Node("near", HOST, 1, [1]), last]))
+        copier.aim(aim_at(7, world=3))
+        wait_until(lambda: copier.copied == {7})
+        copier.aim(aim_at(8, 2, world=3))
+        put(third, 8, {"a": b"a" * 100}, 2, 3)  # the last one to come there
+        wait_until(lambda: 8 in copier.copied)
+    for step in (7, 8):
+        assert tensors_at(near.copies, step, 3) == {"b": b"b" * 100}
+
+
+def test_what_a_third_node_does_not_tell_is_copied(far: JobDir, near: JobDir, copier_of: Callable[..., Copier]) -> None:
+    put(far, 7, {"a": b"a" * 100}, 0, 3)
+    put(near, 7, {"c": b"c" * 100}, 1, 3)
+    with ExitStack() as stack:
+        one = stack.enter_context(served(far, Node("far", HOST, 0, [0])))
+        refuses = served(far, Node("third", HOST, 0, [2]), open=lambda link, message: {"error": "no"})
+        last = stack.enter_context(refuses)
+        copier = copier_of(Nodes(FIRST.id, 1, SECRET, 1, [one, Node("near", HOST, 1, [1]), last]))
+        copier.aim(aim_at(7, world=3))
+        wait_until(lambda: copier.copied == {7})
+    assert tensors_at(near.copies, 7, 3) == {"a": b"a" * 100}
 
 
 def test_a_step_that_the_source_has_skipped_fails_and_the_next_one_is_copied(
@@ -266,3 +360,15 @@ def test_a_limit_is_lifted_for_those_who_wait_and_holds_up_no_end(
         copier.hurry(on=True)
         wait_until(lambda: copier.copied == {7})
     assert tensors_at(near.copies, 7) == blocks_of(2)
+
+
+# -- the pace ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_takes_most_of_the_time_that_it_has_and_never_most_of_the_network() -> None:
+    gigabit, size = 119 << 20, 100 << 20
+    assert _pace(size, 10.0, gigabit) == pytest.approx(size / 8)
+    assert _pace(size, 1e4, gigabit) == pytest.approx(gigabit / 16)
+    assert _pace(size, 1.0, gigabit) == pytest.approx(gigabit / 2)
+    assert _pace(1 << 20, 10.0, gigabit) is None, "a small one is over before anybody notices"
+    assert _pace(size, 0.0, gigabit) is None and _pace(size, 10.0, None) is None

@@ -319,3 +319,47 @@ def test_an_hour_of_beats_raises_no_false_alarm():
     job = SimulatedJob(3, random.Random(1), PATIENCE)
     job.run(3600.0)
     assert job.events == [[], [], []]
+
+
+# -- a link that comes back --------------------------------------------------------------------------------------------
+
+
+def sent_again(cut: float, first: float) -> float:
+    """When the kernel has delivered what was lost as a cut began: its first attempt after the cut's end."""
+    at, pause = first, first
+    while at < cut:
+        pause *= 2
+        at += pause
+    return at
+
+
+@pytest.mark.parametrize("first", [0.2, 0.3])
+@pytest.mark.parametrize("again", [0.05, 0.4, 1.1])
+def test_ranks_have_no_unexcused_second_until_a_link_has_sent_again_what_it_lost(first: float, again: float) -> None:
+    """The least limit of a hang is a second and three steps. Beats come by a new link, ``again`` after the cut."""
+    for tenths in range(1, 96):
+        cut, node, unexcused = tenths / 10, Node(2), 0.0
+        node.tick(3.0)
+        began = node.now
+        while node.now < began + sent_again(cut, first):
+            node.tick(but=(1,) if node.now < began + cut + again else ())
+            excused = node.members.state(1) == "silent" or node.members.settles()
+            unexcused = 0.0 if excused else unexcused + BEAT_EVERY
+            assert unexcused < 1.15, f"a cut of {cut} s at {node.now - began:.1f} s"
+
+
+def test_a_link_that_is_back_for_as_long_as_it_was_away_excuses_nothing() -> None:
+    node = Node()
+    node.tick(3.0)
+    node.tick(0.4, but=(2,))
+    node.tick(0.1)
+    assert not node.members.settles(), "ranks notice nothing of so short a cut"
+    node.tick(4.0, but=(2,))
+    assert not node.members.settles() and node.members.state(2) == "silent"
+    node.tick(3.9)
+    assert node.members.settles()
+    node.tick(0.4)
+    assert not node.members.settles()
+    node.tick(60.0, but=(2,), hear=(0, 2))
+    node.tick(PATIENCE + 0.3)
+    assert not node.members.settles(), "a hang is noticed though a link was away for a minute"

@@ -56,6 +56,8 @@ class Backlog:
         copies = [copy for copy in self.complete(info, look=look) if copy.checkpoint not in unfinished]
         if look:
             self._look_at = time.monotonic() + open_store(info.root).poll
+        if unfinished and not trained:  # a node that is lost does not finish them
+            copies.sort(key=self._is_node_safe, reverse=True)
         if copies and copies[0].checkpoint != self._done and trained and not self._due(info):
             marked = self._marked(info)
             # A shard that a rank has put on storage itself waits there for the others, which memory keeps no longer.
@@ -104,6 +106,12 @@ class Backlog:
             return False
         began, seconds = self._job.notes.last_drain() or (-math.inf, 0.0)
         return not seconds <= time.monotonic() - began < drain_interval(info.persist_seconds, seconds)
+
+    def _is_node_safe(self, copy: StoredCopy) -> bool:
+        """True for the newest step that needs no node which is lost, unless storage was seen to have it."""
+        marks = self._job.notes.marks()
+        safe = marks is not None and (copy.incarnation.id, copy.step) == marks.safe
+        return safe and copy.checkpoint != self._done
 
     def _marked(self, info: JobInfo) -> tuple[str, int] | None:
         """Returns the start and the step that all nodes have marked for storage, as time decides; None for none."""

@@ -85,7 +85,7 @@ class Own(NamedTuple):
     kept: Collection[int] = ()
     """Those of them of which it also has the copies that are its task."""
     failed: bool = False
-    """True if the step of the present round can't be copied."""
+    """True if the step of the present round can't be copied, or not be kept for long."""
     moved: float = -math.inf
     """Time of the last byte that was copied."""
     wanted: int = -1
@@ -133,6 +133,13 @@ class CommonStep:
     def is_open(self) -> bool:
         """True if this node is to see that it has the step and its copies."""
         return self._copies and self._told.step > self._told.safe and not self._told.failed
+
+    @property
+    def is_promised(self) -> bool:
+        """True while other nodes count on this one to keep the step, or soon may."""
+        told = self._told
+        pending = not told.failed or (bool(told.have & self._bit) and self._ticked < self._leave)
+        return self._copies and told.step > told.safe and pending
 
     def tick(
         self, own: Own, now: float, heard: Iterable[Told] = (), *, leads: bool, calm: bool = True, due: bool = False
@@ -196,12 +203,13 @@ class CommonStep:
         own, told = self._own, self._told
         if self._reached is None and 0 <= told.step <= own.newest:
             self._reached = now
-        if not told.failed and not told.have & self._bit and self._reached is not None:
-            if told.step in own.kept:
-                self._told = told = told._replace(have=told.have | self._bit)
-            elif own.failed or self._is_missed(now, self._reached):
+        if not told.failed and told.step > told.safe and self._reached is not None:
+            missing = not told.have & self._bit
+            if own.failed or (missing and told.step not in own.kept and self._is_missed(now, self._reached)):
                 self._fail(now)
-        if self._copies and told.have == self._all and told.step > told.safe:
+            elif missing and told.step in own.kept:
+                self._told = told = told._replace(have=told.have | self._bit)
+        if self._copies and told.have == self._all and told.step > told.safe and told.step in own.kept:
             self._told, self._too_short = self._told._replace(safe=told.step), 0
 
     def _is_missed(self, now: float, reached: float) -> bool:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from rekindle.agent.held_steps import HeldSteps
@@ -19,13 +20,12 @@ from rekindle.format.shard import OpenShard
 from rekindle.memory.copies import CopySlots
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
-from rekindle.memory.nodes import Nodes, describe_node
+from rekindle.memory.nodes import Node, Nodes, describe_node
 from rekindle.peers.copying import copy_shard
 from rekindle.peers.files import PeerFiles
-from rekindle.peers.kept_plans import KeptPlans
 from rekindle.peers.local_states import describe
-from rekindle.peers.unique import ranks_apart, unique_chunks
 from rekindle.peers.wire import Credentials, call, connect
+from rekindle.peers.witnesses import Witnesses
 from rekindle.storage.throttle import Budget
 
 __all__ = ["Aim", "Copier", "Progress"]
@@ -34,8 +34,11 @@ log = logging.getLogger("rekindle.agent")
 
 _SHARE = 0.8
 """Part of the time between two common steps that a copy takes, if the network lets it."""
-_UNPACED = 64 << 20
-"""Bytes per second that are always copied: a small state is not held up for the sake of the network."""
+_AT_ONCE = 4 << 20
+"""Bytes of a copy that is not paced: they take 35 ms at 1 Gb/s."""
+_LEAST, _MOST = 1 / 16, 1 / 2
+"""Parts of the speed that the last copy found: a copy that is paced may take the one whatever the time, and never takes
+more than the other. Training has the rest of a network that it shares."""
 _ASK_EVERY = 0.1
 """Seconds between two questions for a shard that the source has not committed yet."""
 _LIST_EVERY = 2.0
@@ -81,18 +84,22 @@ class Copier:
         """``limit`` is the most bytes per second; None for as many as keep up. ``headroom`` is that of ``Slots``."""
         self._job, self._nodes = job, nodes
         self._source = nodes.nodes[nodes.source]
-        self._apart = ranks_apart(nodes.nodes, self._source)
         self._limit, self._headroom = limit, headroom
         self._held = HeldSteps(job.copies.snapshots, nodes.start, self._source.ranks)
-        self._plans = KeptPlans(job, nodes.start)
+        self._witnesses = Witnesses(job, nodes)
         self._budget = Budget()
+        self._speed: float | None = None
+        """Bytes per second of the last copy that was not small, without its waits; None before."""
+        self._waited = 0.0
+        """Seconds for which the copy in hand was held up."""
         self._changed = threading.Condition()
         self._aim: Aim | None = None
         self._over = False
         self._failures = 0
         """Number of failures since a step was last copied."""
-        self.copied: frozenset[int] = frozenset()
-        """Steps of the start of which all shards of the source's ranks are copied."""
+        self.copied = frozenset(self._held.look())
+        """Steps of the start of which all shards of the source's ranks are copied. Those of a former agent are known at
+        once: it may have told others of them."""
         self.failed = (-1, -1)
         """Round and step that can't be copied."""
         self.moved = time.monotonic()
@@ -138,7 +145,7 @@ class Copier:
                 except Exception as error:  # memory and network have many ways to fail, and training goes on
                     self._fail(aim, error)
                 finally:
-                    self.progress = None
+                    self.copied, self.progress = frozenset(self._held.look()), None
 
     def _open(self, stack: ExitStack) -> CopySlots | None:
         """Takes over the copies that are there. Returns None if the copier is to end.
@@ -156,7 +163,6 @@ class Copier:
                 slots = CopySlots(self._job, self._source.ranks, world, self._headroom)
                 stack.callback(slots.close)
                 slots.adopt()
-                self.copied = frozenset(self._held.look())
                 return slots
             except (OSError, RekindleError) as error:
                 stack.close()
@@ -177,24 +183,32 @@ class Copier:
             return None if self._over else self._aim
 
     def _copy(self, slots: CopySlots, aim: Aim) -> None:
+        slots.tidy(self._source.ranks)  # there may be room for this one only then
         with ExitStack() as stack:
             todo: list[tuple[OpenShard, list[Chunk]]] = []
             for rank in self._source.ranks:
                 if not slots.has(aim.stamp.checkpoint, [rank]):
-                    shard = stack.enter_context(self._await_shard(aim, rank))  # pinned there until all are copied
-                    todo.append((shard, self._choose(aim, shard.receipt)))
+                    # Pinned until all are copied.
+                    shard = stack.enter_context(self._await_shard(aim, self._source, rank))
+                    todo.append((shard, self._witnesses.unique_chunks(shard.receipt, partial(self._ask, aim))))
             total = sum(chunk.nbytes for _, chunks in todo for chunk in chunks)
-            self._budget.limit = self._limit or _pace(total, aim.seconds)
+            self._budget.limit = self._limit or _pace(total, aim.seconds, self._speed)
             self.progress = Progress(aim.stamp.step, 0, total)
+            self.copied &= {self._job.notes.safe_step(self._nodes.start)}  # others may be written over from here on
+            began, self._waited = time.monotonic(), 0.0
             for shard, chunks in todo:
                 copy_shard(shard, chunks, slots, lambda nbytes: self._take(aim, nbytes))
                 self._check(aim)
+            if total > _AT_ONCE:
+                self._speed = total / max(time.monotonic() - began - self._waited, 1e-3)
         slots.tidy(self._source.ranks)
 
     def _take(self, aim: Aim, nbytes: int) -> None:
         """Waits until so many bytes may be copied, and counts them."""
         self._check(aim)
+        before = time.monotonic()
         self._budget.take(nbytes)
+        self._waited += time.monotonic() - before
         self._check(aim)
         self.moved = time.monotonic()
         if self.progress is not None:
@@ -206,8 +220,7 @@ class Copier:
             raise _AbandonedError
 
     def _succeed(self, aim: Aim) -> None:
-        self.copied = frozenset(self._held.look())
-        if aim.stamp.step not in self.copied:
+        if aim.stamp.step not in self._held.look():
             raise FormatError(f"the copy of step {aim.stamp.step} was removed")
         if self._failures >= _WARN_AFTER:
             log.info("steps are safe from the loss of %s again", describe_node(self._source.name, self._source.ranks))
@@ -226,9 +239,9 @@ class Copier:
     # -- asking the source ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _await_shard(self, aim: Aim, rank: int) -> Iterator[OpenShard]:
-        """Opens a rank's shard of the step, once the source has it. Raises OSError when it never will."""
-        files, list_at = PeerFiles.of(self._nodes, self._source, aim.stamp.checkpoint), time.monotonic() + _LIST_EVERY
+    def _await_shard(self, aim: Aim, node: Node, rank: int) -> Iterator[OpenShard]:
+        """Opens a rank's shard of the step, once its node has it. Raises OSError when it never will."""
+        files, list_at = PeerFiles.of(self._nodes, node, aim.stamp.checkpoint), time.monotonic() + _LIST_EVERY
         while True:
             try:
                 shard = files.shard(rank, aim.stamp.world)
@@ -236,7 +249,7 @@ class Copier:
             except FileNotFoundError:
                 if time.monotonic() > list_at:
                     list_at += _LIST_EVERY
-                    if self._has_skipped(aim, rank):
+                    if self._has_skipped(aim, node, rank):
                         raise
             self._pause(aim)
         with shard:
@@ -250,10 +263,10 @@ class Copier:
             self._changed.wait_for(lambda: self._over or self._aim is None or self._aim.name != aim.name, _ASK_EVERY)
         self._check(aim)
 
-    def _has_skipped(self, aim: Aim, rank: int) -> bool:
-        """True if the source has a later step of a rank, and not the one that is asked for."""
-        source, wanted = self._source, aim.stamp
-        link = connect(source.host, source.port, Credentials.of(self._nodes), _PATIENCE, source.name)
+    def _has_skipped(self, aim: Aim, node: Node, rank: int) -> bool:
+        """True if a node has a later step of its rank, and not the one that is asked for."""
+        wanted = aim.stamp
+        link = connect(node.host, node.port, Credentials.of(self._nodes), _PATIENCE, node.name)
         try:
             listed: Any = call(link, {"verb": "list"}, _PATIENCE).get("shards")
         finally:
@@ -262,13 +275,20 @@ class Copier:
         steps = {stamp.step for stamp in stamps if (stamp.rank, stamp.incarnation) == (rank, wanted.incarnation)}
         return wanted.step not in steps and max(steps, default=-1) > wanted.step
 
-    def _choose(self, aim: Aim, receipt: Receipt) -> list[Chunk]:
-        """Returns the chunks of a shard that the loss of the source would take along."""
-        while self._plans.may_come(receipt):
-            self._pause(aim)
-        return unique_chunks(receipt.layout, self._plans.newest(receipt.stamp.rank), self._apart)
+    def _ask(self, aim: Aim, rank: int) -> Receipt | None:
+        """Returns the receipt of a rank of a further node: an ``Ask``."""
+        try:
+            with self._await_shard(aim, self._nodes.node_of(rank), rank) as shard:
+                return shard.receipt
+        except (OSError, RekindleError):
+            return None  # more is copied
 
 
-def _pace(total: int, seconds: float) -> int | None:
-    """Returns the bytes per second by which a copy ends just before the next one is due; None if that is unknown."""
-    return None if seconds <= 0 else max(_UNPACED, int(total / (_SHARE * seconds)))
+def _pace(total: int, seconds: float, speed: float | None) -> int | None:
+    """Returns the bytes per second by which a copy ends just before the next one is due; None for no limit.
+
+    ``speed`` is that without one.
+    """
+    if total <= _AT_ONCE or seconds <= 0 or speed is None:
+        return None
+    return int(min(max(total / (_SHARE * seconds), _LEAST * speed), _MOST * speed))

@@ -6,13 +6,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from rekindle.agent.backlog import Backlog, local_ranks
 from rekindle.agent.compile_carrier import CompileCarrier
 from rekindle.agent.records import RecordCarrier
+from rekindle.agent.stand_in import StandIn
 from rekindle.agent.unfinished import Unfinished
 from rekindle.common.os_errors import describe_error, explain
 from rekindle.errors import CorruptError, FormatError
@@ -80,14 +81,23 @@ class Drainer:
     have one.
     """
 
-    def __init__(self, job: JobDir, tell: Callable[[], object] = lambda: None) -> None:
-        """``tell`` is called before a checkpoint is made in a root that was deleted, of which ``progress`` tells."""
+    def __init__(
+        self,
+        job: JobDir,
+        tell: Callable[[], object] = lambda: None,
+        lost_ranks: Callable[[], Collection[int]] = lambda: (),
+    ) -> None:
+        """``tell`` is called before a checkpoint is made in a root that was deleted, of which ``progress`` tells.
+
+        ``lost_ranks`` is that of ``StandIn``.
+        """
         self.job, self._tell = job, tell
         self.progress = DrainProgress()
         self.records = RecordCarrier(job)
         self._compile_caches = CompileCarrier(job, self._note_answer)
         self._backlog = Backlog(job)
         self._unfinished = Unfinished(job)
+        self._stands_in = StandIn(job, lost_ranks)
         self._retry_at = 0.0
         self._delay = _RETRY_FIRST
         self._limit_at = 0.0
@@ -152,7 +162,7 @@ class Drainer:
             committer = Committer(open_store(info.root), self.job, partial(read_starts, self.job))
             self._ask_again(info, committer)
             copy = self._next(info, committer)
-            done = copy is not None and self._drain(info, committer, copy)
+            done = self._drain(info, committer, copy) if copy is not None else self._stand_in(info, committer)
         except SupersededError as error:
             log.debug("not drained: %s", error)
             return False
@@ -291,6 +301,27 @@ class Drainer:
         self._became_durable(info, committer, shards[0])
         log.debug("step %d is durable after %.2f s, %d bytes", copy.step, self.progress.seconds, self.progress.total)
         return True
+
+    def _stand_in(self, info: JobInfo, committer: Committer) -> bool:
+        """Writes a lost node's shards from their copies, if a checkpoint lacks them. True when that made it durable."""
+        due = self._stands_in.due(self._unfinished.shards())
+        if due is None:
+            return False
+        copy, shards = due
+        try:
+            committer.hold_claim()
+            self._write(info, committer, copy, shards)
+            published = committer.commit(shards[0], shards)
+        except CorruptError as error:
+            log.error("step %d can't be made whole on storage by copies of a lost node's part: %s", copy.step, error)
+            published = False
+        self._stands_in.over(copy.checkpoint)
+        if published:
+            log.info("step %d is durable: of what a lost node has not written, this one had copies", copy.step)
+            self.progress.drained += 1
+            self._became_durable(info, committer, shards[0])
+            self._unfinished.remove(copy.checkpoint)
+        return published
 
     def _write(self, info: JobInfo, committer: Committer, copy: StoredCopy, shards: list[ShardId]) -> None:
         store = open_store(info.root)

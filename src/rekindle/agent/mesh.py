@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -44,6 +44,9 @@ _NEWER = 0.2
 late."""
 _ANSWER = 1.0
 """Seconds that the event loop gets to answer another node. Whoever asks waits for less."""
+_GONE = 30.0
+"""Seconds without a sign of a node after which its partner may write to storage what it keeps of it. The node may be
+there, and write that itself."""
 
 
 class Mesh(Others):
@@ -257,8 +260,10 @@ class Mesh(Others):
         return [number for number in self._beats if self._membership.state(number) == "there"]
 
     def paused_at(self) -> float:
-        """Returns now while a node is not heard that may be back: nobody knows then who holds up whom."""
+        """Returns now while a node is not heard that may be back, or just came back: nobody knows who holds up whom."""
         now, members = time.monotonic(), self._membership
+        if members.settles():
+            return now
         for number, changed in self._changed.items():
             away = members.state(number) in ("silent", "agent gone", "unknown")
             if away and now - changed < members.patience:
@@ -273,6 +278,11 @@ class Mesh(Others):
 
     def elsewhere(self) -> Elsewhere:
         return PeerMemory(self.nodes)
+
+    def lost_ranks(self) -> Collection[int]:
+        source = self.nodes.source
+        gone = source in self._neighbours and self._membership.state(source) != "there"
+        return self.nodes.nodes[source].ranks if gone and time.monotonic() > self._changed[source] + _GONE else ()
 
     def safety(self) -> dict[str, Any]:
         return self._safety.status()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from contextlib import suppress
@@ -19,6 +20,8 @@ from rekindle.storage.throttle import drain_interval
 
 __all__ = ["NodeSafety"]
 
+log = logging.getLogger("rekindle.agent")
+
 _LOOK_EVERY = 0.5
 """Seconds after which the own snapshots are looked at though the status pages say nothing new: a rank outside of
 ``guard()`` has none."""
@@ -35,7 +38,8 @@ class NodeSafety:
         self._copier = Copier(job, nodes, info.peer_limit, info.headroom) if copies else None
         common = job.notes.common()
         self._noted = common if common is not None and common.start == nodes.start else None
-        former = NOTHING_TOLD if self._noted is None else Told(0, self._noted.step, 0, False, *self._noted[2:])
+        noted = self._noted
+        former = NOTHING_TOLD if noted is None else Told(0, noted.step, 0, False, noted.safe, noted.drain)
         step = every if isinstance(every, int) else 1
         self._common = CommonStep(nodes.own, present, copies=copies, every=step, former=former)
         self._lock = threading.Lock()
@@ -47,6 +51,8 @@ class NodeSafety:
         self._newest, self._looked = -1, -math.inf
         self._marked = -math.inf
         """Time at which a step was last marked for storage."""
+        self._cramped = False
+        """True once people were told that memory has no room for saves beside the common step."""
         self._named, self._seconds = -math.inf, 0.0
         """Time at which the present round came, and seconds from the one before to it."""
 
@@ -102,7 +108,8 @@ class NodeSafety:
         }
 
     def _look(self, now: float, newest: int) -> None:
-        if newest < 0 or newest != self._newest or now - self._looked > _LOOK_EVERY:
+        due = now - self._looked > _LOOK_EVERY or self._common.is_open  # nothing old is told of what others count on
+        if newest < 0 or newest != self._newest or due:
             self._newest, self._looked = newest, now
             self._stamps = self._held.look()
 
@@ -113,13 +120,26 @@ class NodeSafety:
             return Own(steps, steps)
         told = self._common.told
         wanted = self._job.notes.wanted()  # perhaps of an earlier start
+        promised = self._noted.kept if self._noted is not None else -1  # saves may still write over any other one
         return Own(
             steps=steps,
-            kept=steps & copier.copied,
-            failed=copier.failed == (told.round, told.step),
+            kept=frozenset(step for step in steps & copier.copied if step <= told.safe or step == promised),
+            failed=copier.failed == (told.round, told.step) or (self._is_cramped() and told.wanted != told.step),
             moved=copier.moved,
             wanted=wanted if wanted is not None and wanted in steps else -1,
         )
+
+    def _is_cramped(self) -> bool:
+        """Returns True on a node whose memory has no room for saves beside the common step. Warns of it once."""
+        found = self._job.notes.is_cramped(self._start)
+        if found and not self._cramped:
+            log.warning(
+                "newer steps are not safe from the loss of a node: memory here has room for two snapshots of a rank, "
+                "and a save needs one beside those that all nodes keep: make the file system larger, raise "
+                "memory_limit, or lower memory_headroom"
+            )
+        self._cramped = self._cramped or found
+        return found
 
     def _is_due(self, now: float) -> bool:
         """True if storage should get a step: the last one was marked, and its drain began, long enough ago."""
@@ -133,7 +153,8 @@ class NodeSafety:
 
         A new start notes nothing before it has named a step: what the former one has noted counts until then.
         """
-        common = Common(self._start, told.step, told.safe, told.drain)
+        kept = told.step if self._common.is_promised else -1
+        common = Common(self._start, told.step, told.safe, told.drain, kept)
         if common != self._noted and told.step >= 0:
             with suppress(OSError):
                 self._job.notes.write_common(common)

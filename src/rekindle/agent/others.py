@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from rekindle.agent.beat import Page
@@ -52,6 +53,13 @@ class Others:
     def elsewhere(self) -> Elsewhere:
         """Returns their memory, to be asked by another thread."""
         return Elsewhere()
+
+    def lost_ranks(self) -> Collection[int]:
+        """Returns the ranks that this node keeps copies for, once nothing was heard of their node for long.
+
+        For any thread.
+        """
+        return ()
 
     def safety(self) -> dict[str, Any]:
         """Tells how far steps are safe from the loss of a node, see ``rekindle.agent.node_safety``."""

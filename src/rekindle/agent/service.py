@@ -53,7 +53,7 @@ class Agent(Service):
     drainer: Drainer
 
     def __init__(self, job: JobDir, lock: Lock) -> None:
-        super().__init__(job, lock, Drainer(job, self._write_status))
+        super().__init__(job, lock, Drainer(job, self._write_status, lambda: self.monitor.others.lost_ranks()))
         self.monitor = RankMonitor(job, self._urgent)
         self._alone_since = time.monotonic()
         self._idle = False

@@ -24,6 +24,8 @@ _OVERDUE, _TELL_EVERY = 60.0, 30.0
 """Seconds that other nodes get before somebody is told of it, and between two looks whose shard is missing."""
 _MOST = 3
 """Checkpoints of which this node leaves its shards on storage, while no other node has begun to write its own."""
+_MOST_TOGETHER = 6
+"""The same where all nodes keep steps together: one of them is the newest that can be had without a lost node."""
 
 
 class Unfinished:
@@ -41,6 +43,10 @@ class Unfinished:
     def keys(self) -> set[CheckpointKey]:
         return set(self._waiting)
 
+    def shards(self) -> list[ShardId]:
+        """Returns a shard of each one."""
+        return [shard for shard, _ in self._waiting.values()]
+
     def add(self, store: Store, shards: Sequence[ShardId]) -> list[CheckpointKey]:
         """Adds a checkpoint of which this node has written ``shards``.
 
@@ -48,7 +54,8 @@ class Unfinished:
         """
         first = shards[0]
         self._waiting[first.checkpoint] = first, time.monotonic()
-        steps = store.withdraw(first, [shard.rank for shard in shards], _MOST)
+        most = _MOST if self._job.notes.marks() is None else _MOST_TOGETHER
+        steps = store.withdraw(first, [shard.rank for shard in shards], most)
         withdrawn = [CheckpointKey(step, first.incarnation) for step in steps]
         for key in withdrawn:
             self._waiting.pop(key, None)
@@ -62,7 +69,7 @@ class Unfinished:
         if not self._waiting or time.monotonic() < self._ask_at:
             return
         self._ask_at = time.monotonic() + max(_OTHER_NODES, store.poll)
-        yield from [shard for shard, _ in self._waiting.values()]
+        yield from self.shards()
 
     def report_if_overdue(self, store: Store, key: CheckpointKey) -> None:
         """Names the missing shards of a checkpoint that has waited for long."""

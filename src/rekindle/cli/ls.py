@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rekindle.cli.terminal import (
     print_json,
     show,
 )
-from rekindle.errors import NotFoundError, RekindleError
+from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.format.lineage import superseded_by
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir, memory_base
@@ -89,8 +90,7 @@ def ls_command(root: Root | None, files: bool, as_json: bool, memory: Path | Non
         if others is None or not others.held:
             raise
         listed, trouble = [], None
-    marks = job.notes.marks()
-    rows = make_rows(listed, others, marks.safe if marks is not None else None)
+    rows = make_rows(listed, others, _safe_step(job))
     if as_json:
         print_json([row.to_json() for row in rows])
     else:
@@ -123,6 +123,18 @@ def make_rows(listed: list[ListedCopy], others: OtherMemory | None, safe: SafeSt
         is_safe = safe is not None and (safe.start, safe.step) == (copy.incarnation.id, copy.step)
         rows.append(Row(entry, is_safe, key in durable, nodes, missing))
     return rows
+
+
+def _safe_step(job: JobDir) -> SafeStep | None:
+    """Returns the newest step that survives the loss of any one node; None if there is none.
+
+    That of a former start was safe on the nodes of that one, of which one may have been lost since.
+    """
+    info, marks = None, job.notes.marks()
+    with suppress(FormatError):
+        info = job.read_job()
+    safe = marks.safe if marks is not None else None
+    return safe if safe is not None and info is not None and safe.start == info.start else None
 
 
 def _list_peers(listed: list[ListedCopy], others: OtherMemory) -> list[ListedCopy]:

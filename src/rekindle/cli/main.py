@@ -45,16 +45,18 @@ from rekindle.cli.terminal import (
 from rekindle.cli.transfer import export_command, import_command
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import with_timeout
-from rekindle.errors import CorruptError, RekindleError, UsageError
+from rekindle.errors import CorruptError, NotFoundError, RekindleError, UsageError
 from rekindle.format.names import Root
 from rekindle.memory.compile_dir import CompileDir
 from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.storage.catalog import MEMORY
 from rekindle.storage.listing import (
     ListedCopy,
     job_in_memory,
     job_info,
     jobs_in_memory,
     list_copies,
+    list_kept,
     list_values,
     read_receipts,
 )
@@ -116,7 +118,15 @@ main.add_command(status_command)
 
 
 def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list[ListedCopy]:
-    return with_timeout(ANSWERS_WITHIN, root, lambda: list_copies(root, memory_base(memory), step))
+    """Lists all that this node can see, and last what it keeps of another node's snapshots."""
+    base = memory_base(memory)
+    kept = list_kept(root, base, step)
+    try:
+        return with_timeout(ANSWERS_WITHIN, root, lambda: list_copies(root, base, step)) + kept
+    except NotFoundError:
+        if not kept:
+            raise
+        return kept
 
 
 @main.command("inspect", short_help="Show the tensors and values of a checkpoint.")
@@ -128,23 +138,28 @@ def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) ->
     """Show the tensors and values of a checkpoint of ROOT: of STEP, or the newest complete one."""
     listed = _copies_of(root, memory, step)
     entry = next((e for e in listed if e.condition == "complete"), listed[0])
-    found = list(read_receipts(entry.copy))
+    found = [
+        (receipt, each.condition == "copy")
+        for each in _with_kept(entry, listed)
+        for receipt in read_receipts(each.copy)
+    ]
     if as_json:
         shards = [
             {
                 "rank": receipt.stamp.rank,
+                "copy": is_copy,
                 "tensors": [chunk.to_json() for chunk in receipt.layout.chunks],
                 "values": dict(list_values(receipt)),
             }
-            for receipt in found
+            for receipt, is_copy in found
         ]
         print_json({**entry.to_json(), "shards": shards})
         return
     click.echo(f"step {entry.copy.step} from {entry.copy.place}, {entry.condition}: {entry.copy.files}\n")
     tensors = make_table("rank", "tensor", "dtype", "shape", "of which", "bytes")
     values = make_table("rank", "value", "")
-    for receipt in found:
-        rank = str(receipt.stamp.rank)
+    for receipt, is_copy in found:
+        rank = f"{receipt.stamp.rank} (copy)" if is_copy else str(receipt.stamp.rank)
         for chunk in receipt.layout.chunks:
             box = "" if chunk.sizes == chunk.global_shape else str(chunk.box)
             row = (rank, chunk.name, chunk.dtype, str(list(chunk.global_shape)), box, f"{chunk.nbytes:,}")
@@ -155,6 +170,12 @@ def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) ->
     show(tensors)
     click.echo()
     show(values)
+
+
+def _with_kept(entry: ListedCopy, listed: list[ListedCopy]) -> list[ListedCopy]:
+    """Returns a copy of a checkpoint and, if it is in memory, what this node keeps of it for another node."""
+    kept = (each for each in listed if each.condition == "copy" and each.copy.checkpoint == entry.copy.checkpoint)
+    return [entry, *(each for each in kept if each is not entry and entry.copy.place == MEMORY)]
 
 
 @main.command("verify", short_help="Read every byte and compare it with its checksum.")

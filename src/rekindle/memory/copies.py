@@ -77,20 +77,20 @@ class CopySlots:
     def tidy(self, keep_ranks: Collection[int]) -> None:
         """Removes copies of other ranks than ``keep_ranks``, of which another node keeps copies now.
 
-        They stay until there are copies of a newer step. Those of the newest node-safe step stay until there is a newer
-        one of these. Raises OSError.
+        They stay until storage has a step that is no older, or there are copies of a newer one here. Those of the
+        newest node-safe step stay until there is a newer one of these. Raises OSError.
         """
-        snapshots, marks = self._job.copies.snapshots, self._job.notes.marks()
+        snapshots, marks, durable = self._job.copies.snapshots, self._job.notes.marks(), self._job.notes.durable()
         found = list(snapshots.shard_ids())
         newest = self._newest_complete([stamp for stamp, _ in found])
-        if newest is None:
-            return
-        spared = {
-            path
-            for stamp, path in found
-            if _age(stamp.checkpoint) >= _age(newest)
-            or (marks is not None and (stamp.incarnation.id, stamp.step) == marks.safe)
-        }
+
+        def is_needed(stamp: ShardId) -> bool:
+            if durable is not None and durable >= stamp.step:
+                return False
+            safe = marks is not None and (stamp.incarnation.id, stamp.step) == marks.safe
+            return safe or newest is None or _age(stamp.checkpoint) >= _age(newest)
+
+        spared = {path for stamp, path in found if is_needed(stamp)}
         for rank in snapshots.ranks().difference(keep_ranks):
             snapshots.remove_shards(rank, spared)
 

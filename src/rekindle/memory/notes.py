@@ -6,6 +6,7 @@ They lie in the job's directory, so that other processes and the next start read
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from rekindle.memory.paths import JobPaths
 
 __all__ = ["Common", "DirectoryIdentity", "Marks", "Notes", "RootIdentity", "SafeStep"]
 
+_CRAMPED_FOR = 60.0
+"""Seconds after which it is tried again if memory has room for a third slot: others may have filled it for a moment."""
 _NO_GENERATION = 1 << 62
 """Above every generation that a job can reach."""
 
@@ -36,6 +39,8 @@ class Common(NamedTuple):
     """Newest node-safe step: all nodes have it in memory, and copies that replace any one of them."""
     drain: int
     """Newest step that is marked for storage."""
+    kept: int = -1
+    """The common step while other nodes may count on this one to keep it: no save writes over it."""
 
 
 class SafeStep(NamedTuple):
@@ -63,6 +68,7 @@ class Notes:
         self._durable, self._root = directory / "durable", directory / "root.json"
         self._drained, self._anew = directory / "drained", directory / "anew"
         self._common, self._wanted = directory / "common", directory / "wanted"
+        self._cramped = directory / "cramped"
         self._agent_status = paths.agent_status
 
     def durable(self) -> int | None:
@@ -144,8 +150,8 @@ class Notes:
     def marks(self) -> Marks | None:
         """Returns what ``common`` does, and the newest node-safe step, which may be of a former start."""
         try:
-            start, step, safe, drain, safe_start, safe_step = read_file(self._common).decode().split()
-            common = Common(check_id(start), int(step), int(safe), int(drain))
+            start, step, safe, drain, kept, safe_start, safe_step = read_file(self._common).decode().split()
+            common = Common(check_id(start), int(step), int(safe), int(drain), int(kept))
             return Marks(common, None if int(safe_step) < 0 else SafeStep(check_id(safe_start), int(safe_step)))
         except (OSError, ValueError):
             return None
@@ -173,6 +179,18 @@ class Notes:
     def write_wanted(self, step: int) -> None:
         """Notes a step that a save waits for to be node-safe."""
         _write(self._wanted, b"%020d" % step)
+
+    def is_cramped(self, start: str) -> bool:
+        """Returns True if a rank of this node lately had no room for a save beside the step that all nodes keep."""
+        try:
+            noted, at = read_file(self._cramped).decode().split()
+            return noted == start and 0 <= time.monotonic() - float(at) < _CRAMPED_FOR
+        except (OSError, ValueError):
+            return False
+
+    def write_cramped(self, start: str) -> None:
+        """Notes that a rank had no room for a save beside the step that all nodes of ``start`` keep."""
+        _write(self._cramped, f"{start} {int(time.monotonic()):020d}".encode())
 
     def write_agent_status(self, status: Mapping[str, Any]) -> None:
         """Replaces the status of the process that drains: the agent, or a trainer in its place."""

@@ -29,8 +29,8 @@ class Keeping:
     """Number of slots at most: for one that is kept, one that is read, and one that is written."""
     usual: int = 2
     """Number of slots that stay though a save has no need for them."""
-    yields: bool = True
-    """False if what is kept is never written over."""
+    promised: frozenset[CheckpointKey] = frozenset()
+    """Those of them that other nodes count on. Only a dying gasp writes over them, or a save that was long without."""
 
     def order(self, key: CheckpointKey) -> tuple[int, bool]:
         """Returns a sort key: the checkpoints that go first have the lowest."""
@@ -45,18 +45,22 @@ newest, and the id of the start that saves."""
 def keep_own(notes: Notes, committed: Sequence[ShardId], complete: Sequence[CheckpointKey], start: str) -> Keeping:
     """Keeps a rank's newest snapshot, the newest that all ranks of the node have, and what storage still needs.
 
-    On several nodes it also keeps what all nodes keep together. That takes one slot more.
+    On several nodes it also keeps what all nodes keep together. That takes one slot more. On a node that was
+    found to have no room for that, the safe step goes once storage has one that is no older.
     """
     durable, marks = notes.durable(), notes.marks()
     pending = _pending(committed, durable)
     kept = {*complete[-1:], *(stamp.checkpoint for stamp in (*committed[-1:], *pending))}
     here = marks is not None and marks.common.start == start
-    copied, safe = _copied(marks, committed, start), _safe(marks, committed, start, durable)
+    safe = _safe(marks, committed, durable, "" if notes.is_cramped(start) else start)
+    copied = _copied(marks, committed, start)
+    told = copied if marks is not None and copied is not None and copied.step == marks.common.kept else None
     common = tuple(key for key in (copied, safe) if key is not None)
     return Keeping(
         kept=frozenset(kept.union(common)),
         pending=frozenset(stamp.checkpoint for stamp in pending),
         common=common,
+        promised=frozenset(key for key in (told, safe) if key is not None),
         # A snapshot to be pinned may wait for a drain to end, while saves go on.
         most=3 + any(stamp.pinned for stamp in pending) + (not kept.issuperset(common)),
         usual=2 + here + (safe is not None),
@@ -68,8 +72,9 @@ def keep_copies(notes: Notes, committed: Sequence[ShardId], complete: Sequence[C
 
     ``notes`` are the job's. They must tell that a step is safe before the next one is copied.
     """
-    safe = _safe(notes.marks(), committed, start, notes.durable())
-    return Keeping(frozenset(complete[-1:] if safe is None else [safe]), yields=False)
+    safe = _safe(notes.marks(), committed, notes.durable(), start)
+    kept = frozenset(complete[-1:] if safe is None else [safe])
+    return Keeping(kept, promised=kept)
 
 
 def not_durable(committed: Iterable[ShardId], durable: int | None) -> list[ShardId]:
@@ -86,10 +91,10 @@ def _pending(committed: Sequence[ShardId], durable: int | None) -> list[ShardId]
     return found[-1:] + [stamp for stamp in found if stamp.pinned][:1]
 
 
-def _safe(marks: Marks | None, committed: Sequence[ShardId], start: str, durable: int | None) -> CheckpointKey | None:
+def _safe(marks: Marks | None, committed: Sequence[ShardId], durable: int | None, start: str) -> CheckpointKey | None:
     """Returns the newest node-safe checkpoint.
 
-    That of a former start counts until the present one has another, or storage has a step that is no older.
+    One that is not of ``start`` counts until there is another, or storage has a step that is no older.
     """
     safe = marks.safe if marks is not None else None
     if safe is None or (safe.start != start and durable is not None and durable >= safe.step):

@@ -8,6 +8,7 @@ frees its lock. A commit is two renames: the file gets its place, then the recei
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ _MOST_DOUBLED = 6
 _OUTRUN = 2
 """Multiple of a state's growth, while memory was made for it, that is made beyond its size the next time. Each making
 has more room than the one before: growth is outrun unless it is more than half as fast as memory is made."""
+_STARVES = 60.0
+"""Seconds after which a save takes what other nodes count on: a drain that hangs may read all else."""
 _LET_GO = 10.0
 """Seconds that the thread which makes memory gets to let go of a slot: a page lock of 1 GiB takes it one at most."""
 _LET_GO_IN_A_GASP = 2.0
@@ -71,6 +74,10 @@ class Slots:
     slots: list[Slot] = field(default_factory=list)
     _usual: int = 2
     """Number of slots of which none is dropped."""
+    _reserved: int = 2
+    """Number of slots that were asked for ahead."""
+    _held_back: float = 0.0
+    """Time from which on saves had no slot but those that other nodes count on; 0 while they have."""
     _idle_saves: int = 0
     _thirds: int = 0
     """Number of third slots that were made."""
@@ -102,10 +109,12 @@ class Slots:
     def reserve(self, nbytes: int, count: int = 2) -> None:
         """Has memory made for ``count`` slots of ``nbytes``: in the background, if it is more than ``AT_ONCE``.
 
-        Existing snapshots are not touched. A failure is not reported here: the save that wants the slot reports it.
+        Those beyond the second leave room for as many copies of another node's. Existing snapshots are not touched. A
+        failure is not reported here: the save that wants the slot reports it.
         """
+        self._reserved = count
         with suppress(OSError):
-            while len(self.slots) < count:
+            while len(self.slots) < min(count, 2) or (len(self.slots) < count and self._has_room_for_one_more(nbytes)):
                 self.slots.append(self._new())
             for slot in sorted(self.slots, key=attrgetter("step")):
                 size = slot.size if slot.stamp else nbytes
@@ -116,6 +125,13 @@ class Slots:
                 else:
                     slot.make(size, self.page_lock)
                     slot.unlock()
+
+    def _has_room_for_one_more(self, nbytes: int) -> bool:
+        """Returns True if all slots and one more can be of so many bytes, beside two copies of each."""
+        lacking = nbytes + sum(max(0, nbytes - slot.held) for slot in self.slots)
+        within = self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit
+        copies = max(0, 2 * nbytes * len(self.local_ranks) - self.job.copies.held_bytes())
+        return within and self._leaves_headroom(lacking, copies)
 
     def wait_made(self, timeout: float) -> bool:
         """Waits until no memory is being made, cut or dropped. Returns False after ``timeout`` seconds."""
@@ -146,8 +162,9 @@ class Slots:
 
         A file that is being read is never touched. At least one step that every rank of this node has committed stays:
         the newest, unless that leaves no room. ``rule`` says what else stays. Raises MemoryStoreError when no slot can
-        be had, or when one more would leave less than the headroom free, which only a dying ``gasp`` may use. ``busy``
-        is a slot that is being written to.
+        be had, or when one more would leave less than the headroom free, which only a dying ``gasp`` may use; with
+        ``wait=False`` NotReadyError while other nodes count on what it would take. ``busy`` is a slot that is being
+        written to.
 
         Memory that is not ready is made now, or with ``wait=False`` in the background, if it is more than ``AT_ONCE``:
         NotReadyError is raised until it is there. So is a surplus given back. A gasp waits, and page-locks nothing.
@@ -165,7 +182,8 @@ class Slots:
                 self._uncommit(slot)
         now = wait or gasp or nbytes <= AT_ONCE
         self._drop_unmade()
-        slot = self._take(nbytes, incarnation.id, busy, now=now, gasp=gasp)
+        slot = self._take(nbytes, incarnation.id, busy, now=now, wait=wait, gasp=gasp)
+        self._held_back = 0.0
         try:
             self._check_headroom(nbytes - slot.held, nbytes, gasp=gasp)
             self._end_work(slot, now=now, gasp=gasp)
@@ -235,16 +253,16 @@ class Slots:
         lacking = sum(max(0, whole - one.held) for one in self.slots) * len(self.local_ranks)
         return whole - nbytes if within and lacking <= self.job.free_bytes() - self.headroom else 0
 
-    def _take(self, nbytes: int, start: str, busy: Slot | None, *, now: bool, gasp: bool) -> Slot:
+    def _take(self, nbytes: int, start: str, busy: Slot | None, *, now: bool, wait: bool, gasp: bool) -> Slot:
         """Returns a locked slot: one that is ready, else the oldest expendable one, else a new one.
 
         Without room for a new one it takes any whose loss leaves another complete step. Raises NotReadyError where one
-        is being made and it isn't needed ``now``.
+        is being made and it isn't needed ``now``, or all are needed elsewhere and the save can't ``wait``.
         """
         committed = sorted((s for s in self.slots if s.stamp), key=attrgetter("step"))
         complete = self.complete_checkpoints()
         keeping = self._rule([s.stamp for s in committed if s.stamp], complete, start)
-        self._usual = keeping.usual
+        self._usual = max(keeping.usual, self._reserved)
         usable = [s for s in self.slots if s is not busy and not s.lost]
         spare = [s for s in usable if s.stamp is None or s.stamp.checkpoint not in keeping.kept]
         spare.sort(key=lambda s: (not s.ready(nbytes), s.step))
@@ -259,7 +277,14 @@ class Slots:
             if self._maker.recall(slot, _LET_GO_IN_A_GASP if gasp else _LET_GO) and slot.lock():
                 return slot
         found = self._take_new(nbytes, keeping.most, now=now, gasp=gasp)
-        found = found or self._take_kept(committed, complete, keeping)
+        if found is None:
+            promised = self._note_promises(usable, keeping, start)
+            starves = self.rule is None and 0.0 < self._held_back < time.monotonic() - _STARVES
+            found = self._take_kept(committed, complete, keeping, all_of_it=gasp or starves)
+            if found is None and promised:
+                self._held_back = self._held_back or time.monotonic()
+                if not wait:
+                    raise NotReadyError("all nodes keep a step together, and memory has no room for one more beside it")
         if found is None:
             raise MemoryStoreError(
                 f"memory store {self.job.path}: every snapshot is being read, and there is no room for one more of "
@@ -267,13 +292,28 @@ class Slots:
             )
         return found
 
-    def _take_kept(self, committed: Sequence[Slot], complete: Sequence[CheckpointKey], keeping: Keeping) -> Slot | None:
+    def _note_promises(self, usable: Sequence[Slot], keeping: Keeping, start: str) -> bool:
+        """Returns True if other nodes count on one of the snapshots in ``usable``, so that a slot comes free soon.
+
+        A node without room for a third slot can't keep such promises for long, and notes that.
+        """
+        promised = any(slot.stamp and slot.stamp.checkpoint in keeping.promised for slot in usable)
+        if promised and self.rule is None and len(usable) <= 2:
+            with suppress(OSError):
+                self.job.notes.write_cramped(start)
+        return promised
+
+    def _take_kept(
+        self, committed: Sequence[Slot], complete: Sequence[CheckpointKey], keeping: Keeping, *, all_of_it: bool
+    ) -> Slot | None:
         """Returns a locked slot of those that should stay: the newest, but those that are dearest come last."""
         held = [(slot, slot.stamp.checkpoint) for slot in reversed(committed) if slot.stamp]
         held.sort(key=lambda one: keeping.order(one[1]))
-        for slot, _ in held if keeping.yields else ():
+        for slot, key in held:
             others = any(other in complete for one, other in held if one is not slot)
-            if others and not self._maker.makes(slot) and slot.lock():
+            if not others or self._maker.makes(slot) or (key in keeping.promised and not all_of_it):
+                continue
+            if slot.lock():
                 return slot
         return None
 

@@ -26,6 +26,9 @@ _TOGETHER = 1.0
 """Seconds by which a collective may fail before the last beat of the node that it failed by: beats are delayed too."""
 _OVERTAKEN = 0.5
 """Seconds for which beats may still come after the end of a link: they came by another one."""
+_CUT = 0.55
+"""Seconds without a beat after which its link may have lost more. Ranks notice a cut only if it is longer: the kernel
+sends what is lost again after 0.2 and 0.6 s, and 0.8 s later for the next time."""
 _REFUSED = 3.0
 """Seconds for which a refused connection shows that the host is up. A node that isn't heard is tried each second."""
 _ALL_HEAR_ALL = 16
@@ -62,6 +65,8 @@ class _Peer:
         """True from a loss to the next beat."""
         self.away = 0.0
         """The seconds without a beat before it came back."""
+        self.settled = 0.0
+        """The time by which what its link has lost is sent again."""
         self.state: State = "unknown"
 
     @property
@@ -100,6 +105,8 @@ class Membership:
         peer = self._peers.get(node)
         if peer is not None:
             time = self._time(now)
+            if peer.known and time - peer.heard > _CUT:
+                peer.settled = time + min(time - peer.heard, self.patience)
             if peer.state not in ("there", "unknown"):
                 peer.away = max(peer.away, time - peer.heard)
             peer.heard, peer.hears, peer.known = time, frozenset(hears), True
@@ -136,6 +143,14 @@ class Membership:
         """Returns the seconds since a node's last beat; None if none was heard."""
         peer = self._peers.get(node)
         return self._time(now) - peer.heard if peer is not None and peer.known else None
+
+    def settles(self) -> bool:
+        """Returns True while ranks may wait for what the link of a node lost before its beats came back.
+
+        The kernel sends it again after pauses that double: at the latest when the link has been back for as long as it
+        was away.
+        """
+        return any(self._clock < peer.settled for peer in self._peers.values())
 
     def tick(self, now: float) -> list[Event]:
         """Returns what has changed since the last tick. To be called each ``BEAT_EVERY``."""

@@ -1,20 +1,23 @@
 """Tells which chunks of a rank's shard are held by no node that could outlive the loss of the rank's own.
 
-Pure functions of the nodes of a start and of the plan that a rank's local states follow, which names its replicas.
+Nothing is assumed of replicas. A chunk is held elsewhere if the receipt of another rank's shard of the same step has a
+chunk of the same box with the same checksums. Pure functions of receipts and of the nodes of a start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 
-from rekindle.format.layout import Chunk, Layout
-from rekindle.memory.local_state import LocalStatePlan
+from rekindle.format.layout import Chunk
+from rekindle.format.lineage import CheckpointKey
+from rekindle.format.receipt import Receipt
 from rekindle.memory.nodes import Node
 
-__all__ = ["is_planned", "ranks_apart", "unique_chunks"]
+__all__ = ["UniqueChunks", "likely_ranks", "ranks_apart"]
 
-_Planned = dict[str, list[tuple[Chunk, bool]]]
-"""By name of a tensor: its chunks by the plan, each with True if local states hold it."""
+_Box = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Name, dtype, shape of the tensor, offsets and sizes: what a chunk holds, apart from its bytes."""
 
 
 def ranks_apart(nodes: Sequence[Node], source: Node) -> frozenset[int]:
@@ -26,46 +29,70 @@ def ranks_apart(nodes: Sequence[Node], source: Node) -> frozenset[int]:
     return frozenset(rank for node in apart for rank in node.ranks)
 
 
-def unique_chunks(layout: Layout, plan: LocalStatePlan | None, apart: Collection[int]) -> list[Chunk]:
-    """Returns the chunks of a shard that must be copied: those of which none of the ranks ``apart`` has the bytes.
+def likely_ranks(receipt: Receipt, ranks: Collection[int]) -> list[int]:
+    """Returns those of ``ranks`` that may have replicas of a shard, the next ones first.
 
-    ``plan`` is that of the shard's rank. Chunks that it doesn't know are copied, and so are all without a plan.
+    Replicas are as many ranks apart as the tensors have parts: in a mesh whose first dimension replicates, and where
+    the ranks of each node divide the copying of what they all hold. A wrong guess costs bytes, never safety.
     """
-    planned = _planned(plan)
-    return [chunk for chunk in layout.chunks if plan is None or not _is_held(chunk, planned, plan, apart)]
+    rank, world = receipt.stamp.rank, receipt.stamp.world
+    shared = [chunk for chunk in receipt.layout.chunks if _may_be_shared(chunk)]
+    whole = sum(math.prod(shape) for shape in {chunk.name: chunk.global_shape for chunk in shared}.values())
+    part = sum(math.prod(chunk.sizes) for chunk in shared)
+    parts = round(whole / part) if part else world
+    return sorted((other for other in ranks if (other - rank) % parts == 0), key=lambda other: (other - rank) % world)
 
 
-def is_planned(layout: Layout, plan: LocalStatePlan | None) -> bool:
-    """True if the plan knows all chunks of a shard. One that was made for another layout may not."""
-    planned = _planned(plan)
-    return all(_find(chunk, planned) is not None for chunk in layout.chunks)
+class UniqueChunks:
+    """The chunks of a shard of which no other shard has shown the same bytes."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        self._save, self._chunks = _save(receipt), receipt.layout.chunks
+        self._sums = dict(_shared(receipt))
+        """Checksums of the chunks that others may hold, and have not shown yet."""
+
+    @property
+    def may_shrink(self) -> bool:
+        """True while another shard could show bytes of it."""
+        return bool(self._sums)
+
+    def leave_out(self, other: Receipt) -> bool:
+        """Leaves out what another shard of the step has with the same checksums.
+
+        Returns True if both have a box in common, whatever its bytes. Shards of different saves have nothing in common.
+        """
+        common = False
+        if _save(other) != self._save:
+            return False
+        for box, sums in _shared(other):
+            if box in self._sums:
+                common = True
+                if self._sums[box] == sums:
+                    del self._sums[box]
+        return common
+
+    def chunks(self) -> list[Chunk]:
+        """Returns the chunks to copy: those that nobody has shown, and a rank's own, whose bytes others don't count."""
+        return [chunk for chunk in self._chunks if not _may_be_shared(chunk) or _box(chunk) in self._sums]
 
 
-def _planned(plan: LocalStatePlan | None) -> _Planned:
-    found: _Planned = {}
-    if plan is not None:
-        kept, block = set(plan.blocks), 0
-        for chunk in plan.layout.chunks:
-            found.setdefault(chunk.name, []).append((chunk, block in kept))
-            block += chunk.block_count
-    return found
+def _shared(receipt: Receipt) -> Iterator[tuple[_Box, list[str]]]:
+    """Yields the chunks that several ranks may hold, each with its checksums."""
+    block = 0
+    for chunk in receipt.layout.chunks:
+        stop = block + chunk.block_count
+        if _may_be_shared(chunk):
+            yield _box(chunk), receipt.checksums[block:stop]
+        block = stop
 
 
-def _is_held(chunk: Chunk, planned: _Planned, plan: LocalStatePlan, apart: Collection[int]) -> bool:
-    found = _find(chunk, planned)
-    if found is None or not chunk.nbytes or chunk.own or found[0].own or found[1]:
-        return False
-    return any(rank in apart for rank in plan.replicas.get(chunk.name, ()))
+def _may_be_shared(chunk: Chunk) -> bool:
+    return not chunk.own and chunk.nbytes > 0
 
 
-def _find(chunk: Chunk, planned: _Planned) -> tuple[Chunk, bool] | None:
-    """Returns the planned chunk that a chunk is, or of which it is some rows: ranks of a node divide their replicas."""
-    for whole, kept in planned.get(chunk.name, ()):
-        if (whole.dtype, whole.global_shape) == (chunk.dtype, chunk.global_shape) and _contains(whole, chunk):
-            return whole, kept
-    return None
+def _save(receipt: Receipt) -> tuple[CheckpointKey, int, str]:
+    return receipt.stamp.checkpoint, receipt.stamp.world, receipt.stamp.save
 
 
-def _contains(whole: Chunk, part: Chunk) -> bool:
-    spans = zip(whole.offsets, whole.sizes, part.offsets, part.sizes, strict=True)
-    return all(start <= at and at + size <= start + length for start, length, at, size in spans)
+def _box(chunk: Chunk) -> _Box:
+    return chunk.name, chunk.dtype, chunk.global_shape, chunk.offsets, chunk.sizes

@@ -56,8 +56,8 @@ def start_saver(
         take_kept_local_state(session.job_dir, session.slots.rank)
     _tell(session, schedule)
     saver = Saver(capture, fence, session, settings, schedule, metrics, overlap=overlap, in_step=in_step)
-    if session.slots is not None and not meeting.found:
-        session.slots.reserve(meeting.nbytes)  # else after the restore, which needs the cores itself
+    if not meeting.found:
+        session.reserve(meeting.nbytes)  # else after the restore, which needs the cores itself
     return saver
 
 

@@ -107,6 +107,8 @@ class Session:
         """None where snapshots don't go into memory."""
         self.nodes: Nodes | None = None
         """All nodes, as far as they reach each other; None on a single one."""
+        self._copies = False
+        """True if nodes are to keep copies of each other's snapshots."""
         self.begun = False
         """True once it is known what this start goes on from."""
         self.joined = 0.0
@@ -239,6 +241,7 @@ class Session:
         that copy into the memory, as far as that is known.
         """
         assert self.rank is not None
+        self._copies = info.peer_every is not None
         if self.is_first_on_node:
             self.keeper = AgentKeeper(self.job_dir, info, fallback_after, agent_changed)
             self.keeper.check()
@@ -252,6 +255,11 @@ class Session:
         )
         self.slots.adopt()
         return self.slots
+
+    def reserve(self, nbytes: int) -> None:
+        """Has memory made for the first snapshots of so many bytes: on several nodes also for those kept for others."""
+        if self.slots is not None:
+            self.slots.reserve(nbytes, 4 if self._copies and self.is_in_whole_mesh else 2)
 
     def check_agent(self) -> None:
         """Looks after the agent, if that is this rank's task. Never waits for it."""

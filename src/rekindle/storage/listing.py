@@ -37,6 +37,7 @@ __all__ = [
     "job_in_memory",
     "jobs_in_memory",
     "list_copies_within",
+    "list_kept",
     "read_receipts",
     "list_values",
 ]
@@ -53,7 +54,7 @@ class ListedCopy:
     nbytes: int
     condition: str
     """``complete``, ``incomplete`` (a rank of this node lacks it), ``abandoned`` (superseded: the job went on from an
-    earlier step) or ``damaged`` (its manifest can't be read)."""
+    earlier step), ``damaged`` (its manifest can't be read) or ``copy`` (of what only another node's ranks hold)."""
     saved_at: float | None = None
     """Time at which it was saved into memory or became durable, in seconds since 1970; None where unknown."""
 
@@ -138,6 +139,14 @@ def list_copies(root: Root, base: Path, step: int | None = None, *, stored: bool
     if not listed:
         raise NotFoundError(f"{root}: {_none_of(step, copies, root, base, stored=stored)}")
     return listed
+
+
+def list_kept(root: Root, base: Path, step: int | None = None) -> list[ListedCopy]:
+    """Lists the copies of another node's snapshots that this node keeps, newest first; of one step if given."""
+    job = JobDir.of(root, base)
+    job.check()
+    copies = copies_from(job.copies, None, own=True)
+    return [ListedCopy(copy, _bytes(copy), "copy", _saved_at(copy)) for copy in copies if step in (None, copy.step)]
 
 
 def _none_of(step: int | None, copies: list[StoredCopy], root: Root, base: Path, *, stored: bool) -> str:

@@ -1,0 +1,98 @@
+"""Attacks on the copies that nodes keep of each other's steps: what was called safe comes back, or is passed over."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.cases import Unbroken
+from tests.nodes.job import Job
+from tests.nodes.lab import Lab, Node
+from tests.nodes.outcome import observe
+from tests.nodes.train import Task
+
+_STEPS, _PAUSE = 24, 0.2
+
+
+def damage_copies(node: Node) -> int:
+    """Changes a byte of each copy that a node keeps. Returns their number."""
+    found = list(node.inside(f"/dev/shm/rekindle-{os.getuid()}").glob("*/others/step-*/shard-*.safetensors"))
+    for path in found:
+        with open(path, "r+b") as file:
+            file.seek(-5, os.SEEK_END)
+            byte = file.read(1)
+            file.seek(-5, os.SEEK_END)
+            file.write(bytes([byte[0] ^ 1]))
+    return len(found)
+
+
+@pytest.mark.campaign(seconds=25)
+def test_a_copy_that_was_damaged_is_passed_over_for_storage(unbroken: Unbroken, lab: Lab) -> None:
+    here, lost = lab.add(), lab.add()
+    task = Task(str(lab.mount / "run"), str(lab.directory), "fsdp2", 2, _STEPS, _PAUSE, {"persist_every": 5})
+    with Job(lab, task) as job:
+        job.wait_for_safe()
+        job.wait_for_step(12)
+        struck = time.monotonic()
+        lost.kill()
+        assert damage_copies(here) > 0
+        lab.add()
+        job.wait_for_end()
+        out = observe(job, struck)
+    assert "storage" in out.sources and "peer" not in out.sources and 5 <= out.resumed <= 12, out
+    assert not out.differing and out.digests == unbroken.digests("fsdp2", 2, _STEPS)
+    said = task.log(0).read_text()
+    assert "checksum" in said and "Traceback" not in said, said[-3000:]
+
+
+@pytest.mark.campaign(seconds=45)
+@pytest.mark.parametrize(("before", "after", "index"), [(3, 2, 2), (3, 2, 0), (2, 3, 1)])
+def test_a_job_that_comes_back_on_other_nodes_after_a_loss_goes_on_from_what_was_safe(
+    lab: Lab, before: int, after: int, index: int
+) -> None:
+    """All ranks are killed, a node is lost, and another number of nodes goes on; then one more of them is lost."""
+    place, traces = str(lab.mount / "run"), str(lab.directory)
+    for _ in range(before):
+        lab.add()
+    with Job(lab, Task(place, traces, "fsdp2", before, 1000, _PAUSE), nodes=before, starts=1) as job:
+        job.wait_for_safe()
+        for rank in range(before):
+            job.signal(rank)
+        job.wait_for_failure()
+        safe = job.safe_steps()[-1]
+    lab.nodes[index].kill()
+    while sum(node.alive for node in lab.nodes) < after:
+        lab.add()
+    with Job(lab, Task(place, traces, "fsdp2", after, safe + 60, _PAUSE), nodes=after) as job:
+        job.wait_for_safe(beyond=safe, start=1)
+        first = [row for row in job.rows("restored") if row["start"] == 1]
+        assert min(row["step"] for row in first) >= safe, (safe, first)
+        safe = job.safe_steps(1)[-1]
+        job.node_of(0).kill()
+        lab.add()
+        job.wait_for_end()
+        again = [row for row in job.rows("restored") if row["start"] > 1]
+    assert min(row["step"] for row in again) >= safe, (safe, again)
+
+
+@pytest.mark.campaign(seconds=30)
+def test_two_jobs_on_the_same_nodes_keep_their_steps_apart(unbroken: Unbroken, lab: Lab, tmp_path: Path) -> None:
+    lab.add()
+    lost = lab.add()
+    tasks = [Task(str(lab.mount / name), str(tmp_path / name), "fsdp2", 2, _STEPS, _PAUSE) for name in ("one", "two")]
+    for task in tasks:
+        Path(task.traces).mkdir()
+    with Job(lab, tasks[0], port=29500) as one, Job(lab, tasks[1], port=29600) as two:
+        for job in (one, two):
+            job.wait_for_safe()
+        struck = time.monotonic()
+        lost.kill()
+        lab.add()
+        for job in (one, two):
+            job.wait_for_end()
+            out = observe(job, struck)
+            assert not out.forgotten and not out.differing and "storage" not in out.sources, out
+            assert out.digests == unbroken.digests("fsdp2", 2, _STEPS)

@@ -1,0 +1,61 @@
+"""What agents copy of a job's steps, and what becomes of the copies."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+
+import pytest
+
+from rekindle.storage.catalog import find_copies
+from rekindle.storage.posix import PosixStore
+from rekindle.storage.verify import verify
+from tests.faults.harness import wait_for
+from tests.nodes.cases import Unbroken
+from tests.nodes.job import Job
+from tests.nodes.lab import Lab, Node
+from tests.nodes.train import Task
+
+
+def copied(node: Node) -> list[list[str]]:
+    """Names of the tensors in each copy that a node keeps."""
+    found = []
+    for path in node.inside(f"/dev/shm/rekindle-{os.getuid()}").glob("*/others/step-*/shard-*.json"):
+        with suppress(FileNotFoundError):  # a newer one takes its place
+            found.append([tensor["name"] for tensor in json.loads(path.read_text())["tensors"]])
+    return found
+
+
+@pytest.mark.campaign(seconds=30)
+def test_ddp_without_guard_copies_what_each_rank_has_alone_and_outlives_a_node(unbroken: Unbroken, lab: Lab) -> None:
+    here, lost = lab.add(), lab.add()
+    with Job(lab, Task(str(lab.mount / "run"), str(lab.directory), "ddp", 2, 24, 0.2, guard=None)) as job:
+        job.wait_for_safe()
+        found = copied(here) + copied(lost)
+        assert found and not any(name.startswith(("model", "optimizer")) for names in found for name in names), found
+        safe = job.safe_steps()[-1]
+        lost.kill()
+        lab.add()
+        job.wait_for_end()
+        first = [row for row in job.rows("restored") if row["start"] == 1]
+        assert min(row["step"] for row in first) >= safe and not [row for row in first if row["place"] == "storage"]
+        digests = {(row["rank"], row["step"]): row["digest"] for row in job.rows("step")}
+    assert digests == unbroken.digests("ddp", 2, 24)
+
+
+@pytest.mark.campaign(seconds=59)
+def test_what_was_safe_gets_to_storage_when_the_job_ends_with_the_loss_of_a_node(lab: Lab) -> None:
+    lab.add()
+    lost = lab.add()
+    options = {"persist_every": 10**6}
+    with Job(lab, Task(str(lab.mount / "run"), str(lab.directory), "fsdp2", 2, 1000, 0.2, options), starts=1) as job:
+        job.wait_for_safe()
+        safe = job.safe_steps()[-1]
+        lost.kill()
+        job.wait_for_failure()
+        store = PosixStore(lab.storage / "run")
+        assert store.published() == []
+        wait_for(store.published, timeout=90, what="the step on storage")
+        (found,) = find_copies(None, store)
+        assert found.step >= safe and verify(found) == []
