@@ -255,16 +255,17 @@ def test_copies_of_a_former_agent_are_known_at_once_and_doubted_as_soon_as_one_i
 def test_what_this_nodes_shard_shows_is_left_out_and_looked_at_anew_at_each_step(
     far: JobDir, near: JobDir, copier_of: Callable[..., Copier]
 ) -> None:
+    put(far, 6, {"other": b"o"}, 0, 2)
+    put(near, 6, {"another": b"o"}, 1, 2)
     put(far, 7, {"a": b"a" * 100, "b": b"b" * 100}, 0, 2)
     put(near, 7, {"a": b"a" * 100, "b": b"c" * 100}, 1, 2)
     put(far, 8, {"a": b"x" * 100, "b": b"y" * 100}, 0, 2)
     put(near, 8, {"a": b"a" * 100, "b": b"y" * 100}, 1, 2)
     with serving(far) as nodes:
         copier = copier_of(nodes)
-        copier.aim(aim_at(7))
-        wait_until(lambda: copier.copied == {7})
-        copier.aim(aim_at(8, 2))
-        wait_until(lambda: 8 in copier.copied)
+        for step in (6, 7, 8):
+            copier.aim(aim_at(step, step))
+            wait_until(lambda step=step: step in copier.copied)
     assert tensors_at(near.copies, 7) == {"b": b"b" * 100}
     assert tensors_at(near.copies, 8) == {"a": b"x" * 100}
 
