@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 __all__ = ["TimedSocket"]
@@ -16,7 +16,9 @@ STALL = 15.0
 _LOOK = 1.0
 """Seconds that the kernel waits, at most, in one call that transfers raw bytes. A stall is noticed so much later."""
 _PIECE = 1 << 20
-"""Bytes that one call receives at most. While the kernel copies them it takes no others from the network."""
+"""Bytes of a message that one call receives at most."""
+_MAX_VIEWS = 256
+"""Buffers that one call fills. The kernel's limit is 1,024."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 """Options that end a connection 25 s after the other host is gone, though nobody reads or writes. Linux has all."""
 
@@ -24,8 +26,8 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USE
 class TimedSocket:
     """A connected socket, for one thread at a time. A wait that ends without a result raises TimeoutError.
 
-    Messages wait in ``poll``, each until a time of its own. Raw bytes wait in the kernel's calls for them: that takes
-    half the calls, and a third less of the processor, as a call returns with a whole piece.
+    Messages wait in ``poll``, each until a time of its own. Raw bytes wait in the kernel's calls for them, which return
+    with all that was asked for: fewer calls, and fewer turns at the interpreter.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -61,17 +63,23 @@ class TimedSocket:
         del self._arrived[:count]
         return taken
 
-    def read_into(self, view: memoryview) -> None:
-        """Fills ``view`` straight from the socket. Raises TimeoutError when nothing arrives for ``STALL`` seconds."""
+    def read_into(self, views: Sequence[memoryview]) -> None:
+        """Fills ``views`` straight from the socket. Raises TimeoutError when nothing arrives for ``STALL`` seconds."""
         assert not self._arrived, "peek is asked for no more than is taken"
+        todo = list(views)
 
         def receive(done: int) -> int:
-            count = self._socket.recv_into(view[done : done + _PIECE], 0, socket.MSG_WAITALL)
+            count = self._socket.recvmsg_into(todo[:_MAX_VIEWS], 0, socket.MSG_WAITALL)[0]
             if not count:
                 raise ConnectionResetError("the connection was closed by the other side")
+            left = count
+            while todo and left >= len(todo[0]):
+                left -= len(todo.pop(0))
+            if left:
+                todo[0] = todo[0][left:]
             return count
 
-        self._transfer(receive, len(view), "nothing arrived in time")
+        self._transfer(receive, sum(map(len, todo)), "nothing arrived in time")
 
     def write(self, data: bytes, seconds: float) -> None:
         """Sends all of ``data``, within ``seconds``."""
