@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 
 from rekindle.format.layout import Chunk, Layout
-from rekindle.format.reader import NullSink, ShardReader, consecutive_runs
+from rekindle.format.reader import NullSink, ShardReader, read_blocks
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
 from rekindle.memory.copies import CopySlots
@@ -51,19 +52,20 @@ def _blocks_of(whole: Layout, reduced: Layout) -> list[int]:
 
 
 def _read(shard: OpenShard, places: dict[int, memoryview], take: Callable[[int], object]) -> None:
-    reader, sink, layout = ShardReader(shard), _Places(places), shard.receipt.layout
-    for run in consecutive_runs(layout, sorted(places)):
-        take(sum(len(places[block]) for block in run))
-        for block in reader.read(run, sink):
-            if reader.read([block], sink):  # once more: it may have been damaged on the way only
-                raise shard.corruption(block)
+    reader = ShardReader(shard)
+    for block in read_blocks(reader, _Places(places, take), sorted(places), to_the_end=True):
+        if reader.read([block], _Places(places)):  # once more: it may have been damaged on the way only
+            raise shard.corruption(block)
 
 
 class _Places(NullSink):
-    """Puts each block where it belongs in the copy."""
+    """Puts each block where it belongs in the copy, after ``take``, which one thread at a time calls."""
 
-    def __init__(self, places: dict[int, memoryview]) -> None:
-        self._places = places
+    def __init__(self, places: dict[int, memoryview], take: Callable[[int], object] = lambda nbytes: None) -> None:
+        self._places, self._take = places, take
+        self._lock = threading.Lock()
 
     def place(self, block: int) -> memoryview | None:
+        with self._lock:
+            self._take(len(self._places[block]))
         return self._places[block]

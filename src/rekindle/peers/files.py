@@ -32,8 +32,6 @@ _MAX_RECEIPT = 256 << 20
 """Most bytes of a receipt: 100 bytes for each of two million tensors."""
 _IDLE_LINKS = 8
 """Connections that a process keeps open while it reads none of them. Each costs the other node a thread."""
-_FEW = 8
-"""Views that are each received into. More are small ones: they are received together, and copied."""
 
 
 @dataclass(frozen=True)
@@ -161,15 +159,7 @@ class _Remote:
 
     def _receive(self, link: Link, views: list[memoryview]) -> None:
         with self._os_errors():
-            if len(views) <= _FEW:
-                for view in views:
-                    link.receive_into(view)
-                return
-            together = memoryview(bytearray(sum(map(len, views))))
-            link.receive_into(together)
-        for view in views:
-            view[:] = together[: len(view)]
-            together = together[len(view) :]
+            link.receive_into(*views)
 
     @contextmanager
     def _closed_at_errors(self, link: Link) -> Iterator[None]:

@@ -133,14 +133,14 @@ class Link:
         with self._sending_raw(stop - start):
             self._stream.write_file(fd, start, stop)
 
-    def receive_into(self, view: memoryview) -> None:
-        """Fills ``view`` with the next raw bytes of those that the last message has announced."""
+    def receive_into(self, *views: memoryview) -> None:
+        """Fills ``views``, one after the other, with the next raw bytes that the last message has announced."""
+        total = sum(view.nbytes for view in views)
         with self._closing():
-            if view.nbytes > self._unread:
-                raise WireError(f"{view.nbytes} raw bytes are asked for, and {self._unread} announced")
-            if view.nbytes:
-                self._stream.read_into(view.cast("B"))
-                self._unread -= view.nbytes
+            if total > self._unread:
+                raise WireError(f"{total} raw bytes are asked for, and {self._unread} announced")
+            self._stream.read_into([view.cast("B") for view in views if view.nbytes])
+            self._unread -= total
 
     def skip(self) -> None:
         """Reads and drops the raw bytes that were announced and not read, so that the next message can be received."""
