@@ -97,7 +97,7 @@ class Past:
     launch: str = ""
     """``Claim.launch`` of it."""
     at: str = ""
-    """``Claim.at`` of it."""
+    """``Claim.at`` of one that went on; empty for one that may have ended before."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Starts:
     @property
     def remembered(self) -> tuple[Past, ...]:
         """All that a later start on these nodes may have gone on from."""
-        return (*self.past, Past(self.own.start, self.own.launch, self.own.at))
+        return (*self.past, Past(self.own.start, self.own.launch, self.own.at if self.settled else ""))
 
 
 def is_in_the_way(newest: Claim | None, own: Claim, past: Collection[Past]) -> bool:
