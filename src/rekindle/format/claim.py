@@ -22,8 +22,8 @@ from rekindle.format.lineage import MAX_GENERATION, check_id
 from rekindle.format.names import MAX_CLAIM, MAX_RANKS
 from rekindle.format.receipt import VERSION, parse_document, seal
 
-__all__ = ["LONGEST_CLAIM", "MOST_HOSTS", "Claim", "Past", "Starts", "describe_claim", "describe_conflict"]
-__all__ += ["is_earlier", "is_in_the_way", "is_minority", "is_unfinished", "may_follow"]
+__all__ = ["LONGEST_CLAIM", "MOST_HOSTS", "Claim", "Past", "Starts", "describe_conflict", "is_earlier"]
+__all__ += ["is_in_the_way", "is_minority", "is_unfinished", "may_follow"]
 
 _KIND = "rekindle-claim"
 MOST_HOSTS = 8
@@ -161,15 +161,15 @@ def is_earlier(newest: Claim, known: Collection[Past]) -> bool:
 def describe_conflict(newest: Claim, known: Collection[Past]) -> str:
     """Describes, for a sentence, why nodes that took part in the ``known`` starts may not go on after ``newest``."""
     if not is_earlier(newest, known):
-        return f"the job goes on elsewhere, by {describe_claim(newest)}"
+        return f"the job goes on elsewhere, by {_describe_claim(newest)}"
     return (
-        f"the newest claim there, number {newest.number}, is of {describe_claim(newest)}, which began before the last "
+        f"the newest claim there, number {newest.number}, is of {_describe_claim(newest)}, which began before the last "
         "start on the nodes here: the root was put back to an earlier state, as from a backup, or that start has begun "
         "to save since"
     )
 
 
-def describe_claim(claim: Claim) -> str:
+def _describe_claim(claim: Claim) -> str:
     """Describes the start of a claim, for a sentence."""
     if not claim.start:
         return f"a start whose claim, number {claim.number}, can't be read"
