@@ -24,11 +24,11 @@ from rekindle.storage.listing import list_values
 from tests.faults.harness import end_agent, wait_for
 from tests.integrations.environments import REPO, environment
 
-STEPS, KILLED_AFTER = 600, 50
+STEPS, KILLED_AFTER = 200, 30
 LONG = 120.0
 """Seconds that a start of Ray, or of all workers, may take on processors that have other work."""
 
-pytestmark = [pytest.mark.campaign(seconds=55), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.campaign(seconds=55), pytest.mark.timeout(1800)]
 
 
 class Cluster:
@@ -88,13 +88,12 @@ class Cluster:
 
     def end(self) -> None:
         for raylet in self._raylets[::-1]:
-            with suppress(ProcessLookupError):
-                os.killpg(raylet.pid, signal.SIGTERM)
-        for raylet in self._raylets[::-1]:
+            raylet.terminate()  # and it ends the others of its node
             with suppress(subprocess.TimeoutExpired):
-                raylet.wait(30)
+                raylet.wait(45)
             with suppress(ProcessLookupError):
                 os.killpg(raylet.pid, signal.SIGKILL)
+            raylet.wait()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -130,7 +129,7 @@ def finished(cluster: Cluster, root: Path, during: Callable[[], None] = lambda: 
     driver = cluster.train(root)
     try:
         during()
-        code = driver.wait(2 * LONG)
+        code = driver.wait(5 * LONG)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(driver.pid, signal.SIGKILL)
@@ -143,19 +142,20 @@ def finished(cluster: Cluster, root: Path, during: Callable[[], None] = lambda: 
 def test_a_killed_worker_costs_no_step(cluster: Cluster, tmp_path: Path) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     finished(cluster, unbroken)
+    jobs, reached = cluster.jobs(broken), list[int]()
+
+    def newest() -> int:
+        return min(max((stamp.step for stamp, _ in job.snapshots.shard_ids()), default=0) for job in jobs)
 
     def kill() -> None:
-        def newest(job: JobDir) -> int:
-            return max((stamp.step for stamp, _ in job.snapshots.shard_ids()), default=0)
-
-        jobs = cluster.jobs(broken)
-        wait_for(lambda: min(map(newest, jobs)) >= KILLED_AFTER, LONG, "no steps are made on both nodes")
-        trainers = [job.trainers() for job in jobs]
-        assert sorted(rank for ranks in trainers for rank in ranks) == [0, 1], "Ray has put a worker on each node"
-        os.kill(next(pid for ranks in trainers for rank, pid in ranks.items() if rank == 1), signal.SIGKILL)
+        wait_for(lambda: newest() >= KILLED_AFTER, LONG, "no steps are made on both nodes")
+        one, other = (job.trainers() for job in jobs)
+        assert sorted([*one, *other]) == [0, 1] and len(one) == 1, "Ray has put a worker on each node"
+        reached.append(newest())
+        os.kill({**one, **other}[1], signal.SIGKILL)
 
     text = finished(cluster, broken, kill)
     restored = {int(step) for step in re.findall(r"\[\d\] restored step (\d+) from memory", text)}
-    assert len(restored) == 1 and KILLED_AFTER <= restored.pop() < STEPS, text
-    assert not any(job.path.exists() for job in cluster.jobs(broken)), "memory is given back at the end"
+    assert len(restored) == 1 and reached[0] <= restored.pop() < STEPS, text
+    wait_for(lambda: not any(job.path.exists() for job in jobs), what="memory is not given back at the end")
     assert content(broken) == content(unbroken)
