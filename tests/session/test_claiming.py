@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,19 @@ def test_a_refused_start_leaves_what_its_node_remembers(store: PosixStore, node:
     assert begin(store, new, 6).refusal is None, "it remembers nothing"
 
 
+def test_a_root_that_was_put_back_is_refused_with_what_to_do(store: PosixStore, node: Callable[[str], JobDir]) -> None:
+    here = node("a")
+    begin(store, here, 1)
+    former = read_starts(here)
+    assert former is not None
+    write_starts(here, replace(former, own=replace(former.own, at="2026-11-02")))
+    store.take_away("claims/claim-000000000001.json")
+    claim_root(store, Starts(Claim(f"{9:016x}", 2, at="2026-11-01", hosts=["there"])))
+    refusal = begin(store, here, 2).refusal
+    assert refusal is not None and "at 2026-11-01 on there, which began before the last start on the nodes" in refusal
+    assert "goes on elsewhere" not in refusal and "'rekindle stop --discard" in refusal and "restore(step=N)" in refusal
+
+
 def test_the_smaller_side_waits_and_then_goes_on_or_is_refused(
     store: PosixStore, node: Callable[[str], JobDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,8 +297,8 @@ def test_a_damaged_record_is_none(node: Callable[[str], JobDir], text: str) -> N
     job = node("a")
     job.paths.starts.write_text(text)
     assert read_starts(job) is None
-    write_starts(job, Starts(Claim(f"{1:016x}", 1), (Past(f"{2:016x}", "slurm 7.0"),)))
-    assert read_starts(job) == Starts(Claim(f"{1:016x}", 1), (Past(f"{2:016x}", "slurm 7.0"),))
+    write_starts(job, Starts(Claim(f"{1:016x}", 1), (Past(f"{2:016x}", "slurm 7.0", "2026"),)))
+    assert read_starts(job) == Starts(Claim(f"{1:016x}", 1), (Past(f"{2:016x}", "slurm 7.0", "2026"),))
 
 
 def test_full_memory_takes_the_record_of_the_next_start(small_tmpfs: Callable[[int], Path]) -> None:

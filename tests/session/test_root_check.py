@@ -80,6 +80,35 @@ def test_a_restart_with_something_in_memory_only_warns(
     ckpt.close(timeout=60)
 
 
+def test_a_file_where_claims_belong_is_an_error_at_once(root: Path, memory: Path) -> None:
+    """Each commit would fail."""
+    root.mkdir()
+    (root / "claims").write_text("mine")
+    with pytest.raises(rekindle.UsageError, match=r"/claims: is no directory.*: give what is there another name"):
+        start(root, memory)
+    job = JobDir.of(root, memory_base(memory))
+    assert job.trainers() == {} and job.agent() is None, "nothing is left behind"
+    assert (root / "claims").read_text() == "mine"
+
+
+def test_a_file_where_claims_belong_costs_a_restart_nothing(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt = start(root, memory)
+    ckpt.restore()
+    root.mkdir()
+    (root / "claims").write_text("mine")
+    ckpt.save(1, wait="memory")
+    del ckpt
+    gc.collect()
+    ckpt = start(root, memory)
+    assert f"saves stay in memory until storage takes them: {root}/claims: is no directory" in caplog.text
+    assert ckpt.restore() == 1
+    (root / "claims").unlink()
+    ckpt.save(2, wait="durable", timeout=60)
+    ckpt.close(timeout=60)
+
+
 # -- several nodes ---------------------------------------------------------------------------------------------------
 
 

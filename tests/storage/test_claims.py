@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from rekindle.format.claim import Claim, Past, Starts, is_minority, may_follow
+from rekindle.format.claim import Claim, Past, Starts, describe_conflict, is_minority, may_follow
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import claim_name
-from rekindle.storage import disk
+from rekindle.storage import claims, disk
 from rekindle.storage.claims import claim_root, hold_claim, newest_claim
 from rekindle.storage.commit import Committer
 from rekindle.storage.posix import PosixStore
@@ -349,12 +349,96 @@ def test_the_newest_claims_stay(store: PosixStore) -> None:
 
 def test_a_damaged_claim_is_that_of_somebody_unknown(store: PosixStore) -> None:
     former = claimed(store, start(1))
-    (store.root / claim_name(1)).write_bytes(b"{")
+    (store.root / claim_name(1)).write_bytes(b"{}")
     _, rival = claim_root(store, start(2, former))
     assert rival is not None
     with pytest.raises(FileExistsError, match="a start whose claim, number 1, can't be read"):
         hold_claim(store, former)
     claimed(store, start(3))
+
+
+def test_a_claim_that_its_start_did_not_finish_is_passed_over(
+    store: PosixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kill leaves it where no file has two names, or a power cut."""
+    monkeypatch.setattr(claims, "_FINISHED_WITHIN", 0.03)
+    former = claimed(store, start(1))
+    whole = replace(start(9).own, number=2).encode()
+    for part in (b"", b"{", whole[: len(whole) // 2], whole[:-1]):
+        left = store.root / claim_name(2)
+        left.write_bytes(part)
+        hold_claim(store, former, make=False)
+        assert newest_claim(store) == former.own
+        hold_claim(store, former)
+        assert newest_claim(store) == replace(former.own, number=3), "commits after this one need not wait again"
+        again = claimed(store, start(4, former))
+        assert again.own.number == 4
+        for number in (3, 4):
+            store.take_away(claim_name(number))
+    store.take_away(claim_name(1))
+    assert newest_claim(store) is None
+    assert claim_root(store, start(5), make=False)[0].number == 3, "the root is known to be in use"
+
+
+def test_a_claim_that_is_being_written_counts_once_it_is_whole(store: PosixStore, monkeypatch: Any) -> None:
+    monkeypatch.setattr(claims, "_FINISHED_WITHIN", WAIT)
+    former = claimed(store, start(1))
+    rival = replace(start(2).own, number=2)
+    path = store.root / claim_name(2)
+    path.write_bytes(b"")
+    writer = threading.Timer(0.2, lambda: path.write_bytes(rival.encode()))
+    writer.start()
+    try:
+        with pytest.raises(FileExistsError, match=r"the job goes on elsewhere, by a start of .* on host2"):
+            hold_claim(store, former)
+    finally:
+        writer.join(WAIT)
+    assert newest_claim(store) == rival
+
+
+def test_of_a_slow_writer_and_one_that_passed_it_over_one_writes(store: PosixStore, monkeypatch: Any) -> None:
+    """The slow one takes its claim for made, and finds the later one at its first commit."""
+    monkeypatch.setattr(claims, "_FINISHED_WITHIN", 0.05)
+    former = claimed(store, start(1))
+    slow = start(2, former)
+    path = store.root / claim_name(2)
+    path.write_bytes(b"")
+    quick = claimed(store, start(3, former))
+    path.write_bytes(replace(slow.own, number=2).encode())
+    assert refused(store, slow)
+    hold_claim(store, quick)
+
+
+def test_what_killed_starts_leave_of_claims_goes_once_their_numbers_are_taken(store: PosixStore) -> None:
+    first = claimed(store, start(1))
+    left = [store.root / "claims" / f".{Path(claim_name(number)).name}.{number:016x}.tmp" for number in (1, 2, 3)]
+    other = store.root / "claims" / ".claim-notes.tmp"
+    for path in (*left, other):
+        path.write_bytes(b"")
+    store.clean_up()
+    assert [path.exists() for path in left] == [False, True, True], "a writer of the next claim may live"
+    claimed(store, start(2, first))
+    store.clean_up()
+    assert [path.exists() for path in left] == [False, False, True] and other.exists()
+
+
+def test_a_root_that_was_put_back_is_not_said_to_be_in_use(store: PosixStore) -> None:
+    """A run was deleted, another one has begun in its place, and a backup brings the first one back."""
+
+    def at(day: int, one: Starts) -> Starts:
+        return replace(one, own=replace(one.own, at=f"2026-11-{day:02}T00:00:00+00:00"))
+
+    lost = claimed(store, at(1, start(1, generation=7)))
+    backup = (store.root / claim_name(1)).read_bytes()
+    store.take_away(claim_name(1))
+    now = claimed(store, at(2, start(2)))
+    (store.root / claim_name(1)).write_bytes(backup)
+    words = r"number 1, is of a start of generation 7, at 2026-11-01.* put back to an earlier state, as from a backup"
+    with pytest.raises(FileExistsError, match=words):
+        hold_claim(store, now)
+    _, rival = claim_root(store, at(3, start(3, now)))
+    assert rival == lost.own
+    assert "the job goes on elsewhere" in describe_conflict(claimed(store, at(4, start(4))).own, now.remembered)
 
 
 def test_other_files_beside_them_are_no_claims(store: PosixStore) -> None:

@@ -22,8 +22,8 @@ from rekindle.format.lineage import MAX_GENERATION, check_id
 from rekindle.format.names import MAX_CLAIM, MAX_RANKS
 from rekindle.format.receipt import VERSION, parse_document, seal
 
-__all__ = ["LONGEST_CLAIM", "MOST_HOSTS", "Claim", "Past", "Starts", "describe_claim", "is_in_the_way", "is_minority"]
-__all__ += ["may_follow"]
+__all__ = ["LONGEST_CLAIM", "MOST_HOSTS", "Claim", "Past", "Starts", "describe_conflict", "is_earlier"]
+__all__ += ["is_in_the_way", "is_minority", "is_unfinished", "may_follow"]
 
 _KIND = "rekindle-claim"
 MOST_HOSTS = 8
@@ -96,6 +96,8 @@ class Past:
     """Id of the incarnation."""
     launch: str = ""
     """``Claim.launch`` of it."""
+    at: str = ""
+    """``Claim.at`` of one that went on; empty for one that may have ended before."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Starts:
     @property
     def remembered(self) -> tuple[Past, ...]:
         """All that a later start on these nodes may have gone on from."""
-        return (*self.past, Past(self.own.start, self.own.launch))
+        return (*self.past, Past(self.own.start, self.own.launch, self.own.at if self.settled else ""))
 
 
 def is_in_the_way(newest: Claim | None, own: Claim, past: Collection[Past]) -> bool:
@@ -143,7 +145,31 @@ def is_minority(newest: Claim, own: Claim, present: int) -> bool:
     return not anew and 0 < 2 * present < newest.nodes
 
 
-def describe_claim(claim: Claim) -> str:
+def is_unfinished(data: bytes) -> bool:
+    """True if ``data`` is only the beginning of a claim's document: its start is still writing it, or has ended."""
+    return not data.endswith(b"}")
+
+
+def is_earlier(newest: Claim, known: Collection[Past]) -> bool:
+    """True if the ``newest`` claim is of a start that began before one of the ``known`` ones. For words only.
+
+    The root was put back to an earlier state then, as from a backup, or that start has made its claim late.
+    """
+    return bool(newest.start) and newest.at < max((one.at for one in known), default="")
+
+
+def describe_conflict(newest: Claim, known: Collection[Past]) -> str:
+    """Describes, for a sentence, why nodes that took part in the ``known`` starts may not go on after ``newest``."""
+    if not is_earlier(newest, known):
+        return f"the job goes on elsewhere, by {_describe_claim(newest)}"
+    return (
+        f"the newest claim there, number {newest.number}, is of {_describe_claim(newest)}, which began before the last "
+        "start on the nodes here: the root was put back to an earlier state, as from a backup, or that start has begun "
+        "to save since"
+    )
+
+
+def _describe_claim(claim: Claim) -> str:
     """Describes the start of a claim, for a sentence."""
     if not claim.start:
         return f"a start whose claim, number {claim.number}, can't be read"

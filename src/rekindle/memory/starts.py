@@ -51,5 +51,5 @@ def forget_starts(job: JobDir) -> None:
 
 
 def _past_from_json(value: Any) -> Past:
-    (launch,) = check_texts([value["launch"]])
-    return Past(check_id(value["start"]), launch)
+    launch, at = check_texts([value["launch"], value["at"]])
+    return Past(check_id(value["start"]), launch, at)

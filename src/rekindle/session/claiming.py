@@ -16,7 +16,16 @@ from typing import NamedTuple
 
 from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
-from rekindle.format.claim import MOST_HOSTS, Claim, Past, Starts, describe_claim, is_minority, may_follow
+from rekindle.format.claim import (
+    MOST_HOSTS,
+    Claim,
+    Past,
+    Starts,
+    describe_conflict,
+    is_earlier,
+    is_minority,
+    may_follow,
+)
 from rekindle.format.lineage import Incarnation
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir
@@ -102,7 +111,7 @@ def claim_again(store: Store, starts: Starts, *, used: bool, on_purpose: bool) -
         _log_unclaimed(store.root, error)
         return starts
     if rival is not None:
-        log.warning("%s", _describe_refusal(store.root, rival))
+        log.warning("%s", _describe_refusal(store.root, rival, starts.past))
     return Starts(own, () if own.number else starts.past)
 
 
@@ -136,7 +145,7 @@ def _stake(store: Store, starts: Starts, knowing: Callable[[str], int], used: bo
     if rival is not None:
         # A person who decides to go on all the same has decided for the first commit too, should storage be away then.
         own = replace(own, after=rival.number)
-        return Stake(Starts(own, starts.past), _describe_refusal(store.root, rival))
+        return Stake(Starts(own, starts.past), _describe_refusal(store.root, rival, starts.past))
     return Stake(Starts(own, () if own.number else starts.past))
 
 
@@ -153,12 +162,17 @@ def _let_others_go_first(store: Store, newest: Claim, present: int, patience: fl
             return
 
 
-def _describe_refusal(root: Root, rival: Claim) -> str:
+def _describe_refusal(root: Root, rival: Claim, past: Sequence[Past]) -> str:
+    why = f"{root}: {describe_conflict(rival, past)}"
+    from_storage = (
+        f"to go on from storage, run 'rekindle stop --discard {root}' on the nodes here, which gives up what their "
+        "memory has of the job. restore(step=N) goes on from step N on purpose"
+    )
+    if is_earlier(rival, past):
+        return f"{why}. See that no other start of the job runs; then, {from_storage}, which memory may have"
     return (
-        f"{root}: the job goes on elsewhere, by {describe_claim(rival)}, of which the nodes here know nothing: two "
-        "starts would go on from one. End that one first; then start the job where it ran, or, to go on from storage, "
-        f"run 'rekindle stop --discard {root}' on the nodes here, which gives up what their memory has of the job. "
-        "restore(step=N) goes on from step N on purpose"
+        f"{why}, of which the nodes here know nothing: two starts would go on from one. End that one first; then start "
+        f"the job where it ran, or, {from_storage}"
     )
 
 

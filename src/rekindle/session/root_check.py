@@ -13,6 +13,7 @@ from rekindle.common.timeouts import with_timeout
 from rekindle.errors import UsageError
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.inventory import Inventory
+from rekindle.storage.claims import describe_obstacle
 from rekindle.storage.store import Store
 
 __all__ = ["RootProbe", "find_refusal", "refuse_root", "warn_of_capability"]
@@ -34,6 +35,7 @@ def find_refusal(store: Store, inventory: Inventory) -> str | None:
         return None  # it doesn't answer, and has been waited for
     try:
         with_timeout(_ANSWER, store.root, store.check_writable)
+        return with_timeout(_ANSWER, store.root, lambda: describe_obstacle(store))
     except OSError as error:
         if error.errno in _PERMANENT:
             return f"{error.filename or store.root}: {describe_error(error)}"

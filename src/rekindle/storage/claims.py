@@ -3,45 +3,51 @@
 Claims are numbered, and each is made by an exclusive create of the number after the newest one that its start has seen.
 So between a start's look and its claim there is no other: of two that want one number, one gets it, and the other one
 looks again. Nobody changes a claim.
+
+A file system without hard links shows a claim before all of it is there. One that its start does not finish, because it
+was killed or the power failed, is passed over: its number is taken, and the claim before it counts.
 """
 
 from __future__ import annotations
 
 import errno
+import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from rekindle.errors import FormatError
-from rekindle.format.claim import LONGEST_CLAIM, Claim, Starts, describe_claim, is_in_the_way, may_follow
+from rekindle.format.claim import (
+    LONGEST_CLAIM,
+    Claim,
+    Starts,
+    describe_conflict,
+    is_in_the_way,
+    is_unfinished,
+    may_follow,
+)
 from rekindle.format.names import CLAIMS, claim_name, parse_claim_name
+from rekindle.storage import disk
 from rekindle.storage.store import Store
 
-__all__ = ["claim_root", "hold_claim", "newest_claim"]
+__all__ = ["claim_root", "describe_obstacle", "hold_claim", "newest_claim", "remove_temporary_claims"]
 
 _RACES = 20
 """Attempts at a claim while others make theirs, and at a read while others prune."""
 _KEPT = 8
 """Newest claims that stay. Only the newest one counts: the others are for people."""
+_FINISHED_WITHIN = 1.0
+"""Seconds in which a start finishes the claim that it has begun: one write of some hundred bytes. Passing over one that
+takes longer lets no two starts write: whoever claims next has the newest number, which each commit looks for."""
+_LOOK_EVERY = 0.02
 
 
 def newest_claim(store: Store) -> Claim | None:
-    """Returns the claim of the highest number; None where there is none. Raises OSError.
+    """Returns the claim that counts, the finished one of the highest number; None where there is none. Raises OSError.
 
     One that can't be read counts as that of a start that nobody remembers.
     """
-    for _ in range(_RACES):
-        numbers = _numbers(store)
-        if not numbers:
-            return None
-        name = claim_name(numbers[-1])
-        try:
-            claim = Claim.decode(store.read_extra(name, LONGEST_CLAIM), f"{store.root}/{name}")
-            return replace(claim, number=numbers[-1])
-        except FileNotFoundError:
-            continue  # newer ones have come, and it was pruned
-        except FormatError:
-            return Claim("", 0, numbers[-1])
-    raise _race(store)
+    return _look(store)[0]
 
 
 def claim_root(store: Store, starts: Starts, *, make: bool = True) -> tuple[Claim, Claim | None]:
@@ -53,7 +59,7 @@ def claim_root(store: Store, starts: Starts, *, make: bool = True) -> tuple[Clai
     """
     own = starts.own
     for _ in range(_RACES):
-        newest = newest_claim(store)
+        newest, taken = _look(store)
         if newest is not None and newest.start == own.start:
             return newest, None
         if newest is not None:
@@ -61,7 +67,7 @@ def claim_root(store: Store, starts: Starts, *, make: bool = True) -> tuple[Clai
             if not may_follow(newest, own, starts.past):
                 return own, newest
             own = replace(own, after=newest.number)
-        made = _make(store, own, newest) if make or newest is not None else own
+        made = _make(store, own, taken) if make or taken else own
         if made is not None:
             return made, None
     raise _race(store)
@@ -77,26 +83,77 @@ def hold_claim(store: Store, starts: Starts, *, make: bool = True) -> None:
     """
     own = starts.own
     for _ in range(_RACES):
-        newest = newest_claim(store)
-        if newest is not None and newest.start == own.start:
+        newest, taken = _look(store)
+        # After an unfinished one it claims anew, so that the next commit does not wait for that again.
+        if newest is not None and newest.start == own.start and newest.number == taken:
             return
         if newest is not None and is_in_the_way(newest, own, starts.past):
             why = (
-                f"the job goes on elsewhere, by {describe_claim(newest)}, so nothing of this start is written there "
-                "any more, and one of the two has to end"
+                f"{describe_conflict(newest, starts.remembered)}, so nothing of this start is written there any more: "
+                "see that only one of the two runs, and start the job again, which says how to go on"
             )
             raise FileExistsError(errno.EEXIST, why, str(store.root))
-        if not (make and starts.settled) or _make(store, own, newest) is not None:
+        if not (make and starts.settled) or _make(store, own, taken) is not None:
             return
     raise _race(store)
 
 
-def _make(store: Store, own: Claim, newest: Claim | None) -> Claim | None:
-    """Makes a claim right after the ``newest`` one, and removes an old one. None where another start was first.
+def describe_obstacle(store: Store) -> str | None:
+    """Returns why the root can't be claimed as it is, and what to do; None where it can be. Raises OSError."""
+    try:
+        store.extras(CLAIMS)
+    except NotADirectoryError:
+        return (
+            f"{store.root}/{CLAIMS}: is no directory, and starts claim their root in a directory of this name: "
+            "give what is there another name"
+        )
+    return None
+
+
+def remove_temporary_claims(root: Path) -> None:
+    """Removes what was to be a claim, of a number that is taken: its writer was killed there, or comes too late.
+
+    Those of numbers that are free may be of writers that live.
+    """
+    directory = root / CLAIMS
+    names = sorted(path.name for path in directory.glob("claim-*.json") if parse_claim_name(f"{CLAIMS}/{path.name}"))
+    for path in directory.glob(".claim-*.tmp"):
+        if names and path.name[1 : len(names[-1]) + 1] <= names[-1]:
+            disk.unlink(path)
+
+
+def _look(store: Store) -> tuple[Claim | None, int]:
+    """Returns the claim that counts, and the highest number that is taken, 0 for none."""
+    for _ in range(_RACES):
+        numbers = _numbers(store)
+        with suppress(FileNotFoundError):  # newer ones have come, and it was pruned
+            found = (_read(store, number) for number in reversed(numbers))
+            return next((claim for claim in found if claim is not None), None), max(numbers, default=0)
+    raise _race(store)
+
+
+def _read(store: Store, number: int) -> Claim | None:
+    """Reads a claim. None for one that nobody finishes, which is known after a wait. Raises OSError."""
+    name = claim_name(number)
+    until = time.monotonic() + _FINISHED_WITHIN
+    try:
+        data = store.read_extra(name, LONGEST_CLAIM)
+        while is_unfinished(data):
+            if time.monotonic() > until:
+                return None
+            time.sleep(_LOOK_EVERY)
+            data = store.read_extra(name, LONGEST_CLAIM)
+        return replace(Claim.decode(data, f"{store.root}/{name}"), number=number)
+    except FormatError:
+        return Claim("", 0, number)
+
+
+def _make(store: Store, own: Claim, taken: int) -> Claim | None:
+    """Makes a claim of the number after ``taken``, and removes an old one. None where another start was first.
 
     Where claims were removed with the root, numbers go on as if they were there.
     """
-    claim = replace(own, number=max(newest.number if newest is not None else 0, own.after) + 1)
+    claim = replace(own, number=max(taken, own.after) + 1)
     try:
         store.write_extra(claim_name(claim.number), claim.encode(), exclusive=True)
     except FileExistsError:

@@ -24,6 +24,7 @@ from rekindle.format.names import MANIFEST, PINNED, STEP_DIR, parse_shard_name, 
 from rekindle.format.receipt import Receipt, open_file, read_file
 from rekindle.memory.notes import RootIdentity
 from rekindle.storage import disk, identity
+from rekindle.storage.claims import remove_temporary_claims
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.manifest import Head, build_manifest, read_head
@@ -309,6 +310,7 @@ class PosixStore(Store):
         for path in self.root.glob(".step-*.partial.*.tmp"):
             if not (self.root / f"{path.name[1:].rpartition('.partial.')[0]}.partial").exists():
                 disk.unlink(path)
+        remove_temporary_claims(self.root)
 
     def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
         surplus = self.surplus(keep, keep_every)
