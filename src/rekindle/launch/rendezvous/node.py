@@ -114,17 +114,23 @@ class Node:
         """The address of the leader that was lost last."""
         self._silent = False
         """True if that one fell silent, and did not close the connection."""
+        self._lost_at = now
         self._passed: set[Address] = set()
         """Launchers that come before this one, and did not answer when it began to lead: they may lead as well."""
         self._began, self._signed, self._claimed = now, now, now
         self._hints: set[Address] = set()
-        """Addresses at which others say that somebody leads."""
+        """An address at which another one says that somebody leads, until it is asked."""
         self._search: _Search | None = None
         self._search_at = now
 
     @property
     def leads(self) -> bool:
         return self._roster is not None
+
+    @property
+    def has_members(self) -> bool:
+        """True while others follow this launcher."""
+        return any(found.role == "member" for found in self._links.values())
 
     @property
     def is_member(self) -> bool:
@@ -178,7 +184,7 @@ class Node:
         if found.role == "asked" and found.address is not None:
             self._answered(found.address, "none", now)
         elif found.role == "leader":
-            self._leader, self._lost, self._silent = None, found.address, silent
+            self._leader, self._lost, self._silent, self._lost_at = None, found.address, silent, now
             self._seek(now)
         elif found.role == "member" and self._roster is not None:
             self._roster.leave(found.id, now)
@@ -228,7 +234,7 @@ class Node:
             if self._leader is None and self._roster is None:
                 found.role, self._leader = "leader", link
                 self._end_search()
-                self._lost, self._hints = None, set()
+                self._lost = None
                 if self._store is not None:  # perhaps only since the hello
                     self._send(link, Want(self._store, self._number))
                 self._hear_leader(link, message, now)
@@ -241,8 +247,9 @@ class Node:
             self._answered(address, "none", now)
         elif isinstance(message, Elsewhere):
             self._end(link)
-            if message.address is not None and message.address != self.me.address:
-                self._hints.add(message.address)
+            # That it still follows one that has just fallen silent says only that it has not noticed yet.
+            late = self._silent and message.address == self._lost and now - self._lost_at < _ANSWERS_WITHIN
+            if message.address is not None and not late:
                 self._ask(message.address, now)
             self._answered(address, "seeks" if message.address is None else "follows", now)
 
@@ -302,6 +309,7 @@ class Node:
         self._search = _Search(now, frozenset(first))
         for address in [*first, *others, *self._hints]:
             self._ask(address, now)
+        self._hints = set()
         if not self._search.answers:
             self._conclude(self._search, now)
 

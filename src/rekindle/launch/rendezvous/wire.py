@@ -34,6 +34,7 @@ SUCCESSORS = 32
 """Launchers of which all know that they may lead next, in this order. The job is lost only if all are lost at once."""
 
 _MOST_NODES = 1 << 16
+_LONGEST_TEXT = 1024
 _HOST = re.compile(r"[\w.:%-]{1,255}", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{16}")
 
@@ -184,7 +185,7 @@ def _field(kind: type[Message], name: str, value: Any) -> Any:
 
 def _text(value: Any) -> str:
     text = check_texts([value])[0]
-    if not 0 < len(text) <= 256 or not text.isprintable():
+    if not 0 < len(text) <= _LONGEST_TEXT or not text.isprintable():
         raise ValueError("a text is empty, too long or not printable")
     return text
 
