@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 import uuid
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from rekindle.faults.torchelastic import FRESH_STORE
 from rekindle.launch.rendezvous.entry import BACKEND
 from rekindle.launch.rendezvous.hosts import is_this_host, listen, own_host
 from rekindle.launch.rendezvous.hub import Hub, View
@@ -59,6 +61,7 @@ class Rendezvous:
         self._kept: Any = None
         """The store of the newest round, while this node has it."""
         self._is_part = self._was_spare = self._was_member = False
+        os.environ[FRESH_STORE] = "1"  # for the ranks
         self._hub = Hub(me, opened, self._tell_of_the_lead)
 
     @property
