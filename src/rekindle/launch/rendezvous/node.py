@@ -322,10 +322,10 @@ class Node:
         ids = [successor.id for successor in self.news.successors]
         addresses = [successor.address for successor in self.news.successors if successor.id != self.me.id]
         place = ids.index(self.me.id) if self.me.id in ids else len(addresses)
-        if self._lost is not None and not self._silent:  # the connection alone may be lost
-            return [self._lost, *addresses[:place]], [*addresses[place:], *endpoints]
         others = [*addresses[place:], *endpoints]
-        return addresses[:place], [address for address in others if address != self._lost]
+        if self._lost is not None and not self._silent:
+            others.append(self._lost)  # the connection alone may be lost
+        return addresses[:place], [address for address in others if address != self._lost or not self._silent]
 
     def _ask(self, address: Address, now: float) -> None:
         if self._search is not None and address != self.me.address and address not in self._search.answers:
