@@ -156,7 +156,9 @@ def test_a_killed_rank_has_all_nodes_start_again_on_the_ranks_that_they_had(job:
     job.finish()
     told = [said(process) for process in both]
     assert [process.returncode for process in both] == [0, 0], told
-    assert sorted(len(lines) for lines in told) == [0, 1], told  # the restart, on the node of the rank
+    assert sorted(len(lines) for lines in told) == [0, 1], "\n".join(
+        told[0] + told[1]
+    )  # the restart, on the node of the rank
 
 
 @pytest.mark.campaign(seconds=25)

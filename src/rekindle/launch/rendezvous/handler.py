@@ -47,7 +47,7 @@ class Rendezvous:
         self._join_within = float(params.get("join_timeout", _JOIN))
         self._read_within = float(params.get("read_timeout", _READ))
         local = [each for each in self._endpoints if _may_listen(params, each)]
-        listeners = {each: opened for each in local if (opened := listen(each.port)) is not None}
+        listeners = {each: made for each in local if (made := listen(each.port)) is not None}
         opened = [*listeners.values()] or [_listen_anywhere()]
         self._host = params.local_addr or own_host(self._endpoints, local)
         own = tuple(listeners)

@@ -94,28 +94,30 @@ class Hub:
         except Exception as error:  # told to the launcher, which ends
             why = f"{type(error).__name__}: {error}"
         finally:
-            for writer in self._writers.values():
-                writer.close()
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._publish(self.view._replace(is_member=False, failed=why))
             self._loop.close()
 
     async def _main(self) -> None:
         servers = [await asyncio.start_server(self._serve, sock=own, limit=MOST_BYTES) for own in self._listeners]
-        while not self._ended.is_set():
-            self._clock, self._ticked = self._now(), time.monotonic()
-            self._node.tick(self._clock)
-            self._settle()
-            for task in [task for task in self._tasks if task.done()]:
-                self._tasks.remove(task)
-                task.result()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), _TICK)
-        for server in servers:
-            server.close()
+        try:
+            while not self._ended.is_set():
+                self._clock, self._ticked = self._now(), time.monotonic()
+                self._node.tick(self._clock)
+                self._settle()
+                for task in [task for task in self._tasks if task.done()]:
+                    self._tasks.remove(task)
+                    task.result()
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), _TICK)
+        finally:
+            for server in servers:
+                server.close()
+            for writer in self._writers.values():
+                writer.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
     def _now(self) -> float:
         """Returns the time on a clock that stands still while this launcher is stopped."""

@@ -360,13 +360,12 @@ class Node:
     # -- as the one that leads ----------------------------------------------------------------------------------------
 
     def _lead(self, now: float) -> None:
-        me, last = self.me, self.round
+        me = self.me
         self._roster = roster = Roster(me.least, me.most, me.last_call, me.id)
         self._has_led, self._claimed = True, now
         if self.news is not None:
             self.took_over = True
-            roster.term, roster.closed = self.news.term + 1, self.news.closed
-            roster.round, roster.world = (last.number, last.world) if last else (0, 0)
+            roster.term, roster.round, roster.world = self.news.term + 1, self.news.round, self.news.world
             roster.succeed(self.news.leads_from, now)
             if self._lost is not None:
                 self._passed.add(self._lost)

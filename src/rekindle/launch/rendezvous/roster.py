@@ -143,6 +143,8 @@ class Roster:
         return {
             member.id: News(
                 term=self.term,
+                round=self.round,
+                world=self.world,
                 successors=successors,
                 leads_from=place,
                 waiting=0 if member.store is not None else waiting if self._holds(member) else min(1, member.round),

@@ -100,6 +100,9 @@ class News(NamedTuple):
 
     term: int
     """The number of launchers that have led, this one included."""
+    round: int
+    world: int
+    """The newest round and the number of its nodes: a spare that leads on has to know that there was one."""
     successors: tuple[Successor, ...]
     leads_from: int
     """The place of the launcher that leads; -1 while it is a spare."""
