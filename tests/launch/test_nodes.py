@@ -103,6 +103,12 @@ class Nodes:
             until(self._is_listened_to)
         return self.started[-1]
 
+    @property
+    def followers(self) -> int:
+        """The number of launchers that have a connection to the first one."""
+        ends = [line.split()[2:4] for line in Path("/proc/net/tcp").read_text().splitlines()]
+        return ends.count([f"0100007F:{self.port:04X}", "01"])
+
     def _is_listened_to(self) -> bool:
         with socket.socket() as probe:
             return not probe.connect_ex(("127.0.0.1", self.port))
@@ -166,6 +172,7 @@ def test_the_job_goes_on_without_the_launcher_that_led(job: Nodes) -> None:
     first, second = job.start(), job.start()
     until(lambda: len(job.begun) == 2)
     spare = job.start()
+    until(lambda: job.followers == 2)
     first.kill()
     job.kill_ranks()
     until(lambda: len(job.begun) == 4)
@@ -198,6 +205,7 @@ def test_a_spare_node_steps_in_and_one_that_is_not_needed_ends_well(job: Nodes) 
     leader, second = job.start(), job.start()
     until(lambda: len(job.begun) == 2)
     spares = [job.start(), job.start()]
+    until(lambda: job.followers == 3)
     second.kill()
     job.kill_ranks()
     until(lambda: len(job.begun) == 4)

@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import Any
 
 from rekindle.faults.torchelastic import FRESH_STORE
-from rekindle.launch.rendezvous.entry import BACKEND
 from rekindle.launch.rendezvous.hosts import is_this_host, listen, own_host
 from rekindle.launch.rendezvous.hub import Hub, View
 from rekindle.launch.rendezvous.node import Identity
@@ -43,6 +42,7 @@ class Rendezvous:
         self.say: Callable[[str], object] = _log.warning
         """Given each line for people."""
         self._endpoints = _parse(params.endpoint)
+        self._backend: str = params.backend
         self._run_id: str = params.run_id
         self._join_within = float(params.get("join_timeout", _JOIN))
         self._read_within = float(params.get("read_timeout", _READ))
@@ -71,7 +71,7 @@ class Rendezvous:
 
     def get_backend(self) -> str:
         """Returns the name of this kind of rendezvous."""
-        return BACKEND
+        return self._backend
 
     def get_run_id(self) -> str:
         """Returns the job's name."""
