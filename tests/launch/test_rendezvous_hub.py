@@ -33,7 +33,7 @@ def start(hubs: list[Hub], endpoint: int = 0) -> int:
     address = Address(LOCAL, listener.getsockname()[1])
     first = Address(LOCAL, endpoint or address.port)
     own = () if endpoint else (address,)
-    me = Identity("job", f"{len(hubs):016x}", address, 2, 2, 1.0, (first,), own)
+    me = Identity("job", f"{address.port:016x}", address, 2, 2, 1.0, (first,), own)
     hubs.append(Hub(me, [listener], lambda: None))
     return address.port
 
