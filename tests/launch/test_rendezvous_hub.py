@@ -81,7 +81,9 @@ def test_a_launcher_leads_on_when_the_other_one_ends(hubs: list[Hub]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [b"GET / HTTP/1.1\r\n\r\n", b"{" * 100, b"x" * (MOST_BYTES + 2), b"\x00\xff\n", b"[]\n"]
+    "words",
+    [b"GET / HTTP/1.1\r\n\r\n", b"{" * 100, b"x" * (MOST_BYTES + 2), b"\x00\xff\n", b"[]\n"],
+    ids=["another protocol", "half a line", "a long line", "bytes", "a list"],
 )
 def test_nonsense_ends_its_connection_and_others_are_served(hubs: list[Hub], words: bytes) -> None:
     port = start(hubs)
