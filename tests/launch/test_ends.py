@@ -302,7 +302,7 @@ def test_the_node_that_gives_up_ends_the_job_on_the_other_one_too(script: Path, 
         "    raise ValueError('bad')\n"
         "dist.barrier()\n"
     )
-    command = [sys.executable, "-m", "rekindle", "run", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "x"]
+    command = [sys.executable, "-m", "rekindle", "run", "--nnodes", "2", "--rdzv-id", "x"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", str(script)]
     nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     try:

@@ -51,8 +51,9 @@ class LaunchedJob(Job):
         if not task.exists():
             task.write_bytes(pickle.dumps(self.task))
         words = [sys.executable, "-m", "rekindle", "run", "--nnodes", str(self.nodes)]
-        words += ["--nproc-per-node", str(self.task.world // self.nodes), "--rdzv-backend", "c10d", "--rdzv-id", "lab"]
-        words += ["--rdzv-endpoint", f"{self.lab.nodes[0].address}:{_PORT}", "--local-addr", node.address]
+        words += ["--nproc-per-node", str(self.task.world // self.nodes), "--rdzv-id", "lab"]
+        endpoints = ",".join(f"{node.address}:{_PORT}" for node in self.lab.nodes[:2])
+        words += ["--rdzv-endpoint", endpoints, "--local-addr", node.address]
         words += ["--max-restarts", "9", "--restart-pause", "0", str(_SCRIPT), str(task)]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         environment["REKINDLE_DOMAIN"] = node.domain

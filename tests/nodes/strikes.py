@@ -55,9 +55,14 @@ def power_of_the_first(job: Job) -> None:
 
 
 def power_beside_a_spare(job: Job) -> None:
-    """Of a node that trains, and doesn't hold the launchers' store: any of three may be the spare."""
+    """Of a node that trains, and whose launcher doesn't lead: any of three may be the spare."""
     found = [job.node_of(rank) for rank in range(job.task.world)]
     next(node for node in found if node is not job.lab.nodes[0]).lose_power()
+
+
+def power_of_the_leader(job: Job) -> None:
+    """Of the node whose launcher leads: it trains, as no other one can have come before it."""
+    job.lab.nodes[0].lose_power()
 
 
 def fin(job: Job) -> None:

@@ -9,7 +9,6 @@ import pytest
 from tests.nodes.cases import CASES, Unbroken, judge, play
 from tests.nodes.job import Job
 from tests.nodes.lab import Lab
-from tests.nodes.launched import LaunchedJob
 from tests.nodes.train import Task
 
 CELLS = [(name, kind) for name, case in CASES.items() for kind in case.kinds]
@@ -31,21 +30,3 @@ def test_a_node_without_the_storage_does_not_train(lab: Lab) -> None:
         said = job.wait_for_failure()
     assert "UsageError" in said and "mount the same file system" in said, said
     assert not job.rows("step")
-
-
-@pytest.mark.campaign(seconds=60)
-@pytest.mark.parametrize("power", [True, False], ids=["power", "sockets closed"])
-def test_the_node_of_the_launchers_store_is_lost(power: bool, lab: Lab) -> None:
-    """The launchers can't go on without it: they say so and end, and the ranks have secured their state."""
-    first = lab.add()
-    lab.add()
-    task = Task(str(lab.mount / "run"), str(lab.directory), steps=1000)
-    with LaunchedJob(lab, task) as job:
-        job.wait_for_step(5)
-        if power:
-            first.lose_power()
-        else:
-            first.kill()
-        job.wait_for_failure()
-        said = job.launcher_logs()
-    assert "Traceback" not in said.split("nodeb")[1], said

@@ -32,8 +32,7 @@ def launch(node: Node, task: Task, endpoint: Node, nodes: str) -> subprocess.Pop
     traces.mkdir(exist_ok=True)
     (traces / "task").write_bytes(pickle.dumps(task))
     words = [sys.executable, "-m", "rekindle", "run", "--nnodes", nodes, "--nproc-per-node", "1"]
-    words += ["--rdzv-backend", "c10d", "--rdzv-id", "lab", "--rdzv-endpoint", f"{endpoint.address}:{_PORT}"]
-    words += ["--rdzv-conf", "last_call_timeout=1", "--local-addr", node.address]
+    words += ["--rdzv-id", "lab", "--rdzv-endpoint", f"{endpoint.address}:{_PORT}", "--local-addr", node.address]
     words += ["--max-restarts", "9", "--restart-pause", "0", str(_SCRIPT), str(traces / "task")]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     environment.pop("REKINDLE_MEMORY", None)

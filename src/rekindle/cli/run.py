@@ -45,8 +45,9 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
       --nnodes N            nodes; 1 if unset. Further ones that are started
                             wait, and take the place of a lost one
       --nnodes MIN:MAX      as many nodes as there are
-      --rdzv-endpoint HOST:PORT --rdzv-id JOB
-                            where nodes find each other: one of them, and a port
+      --rdzv-endpoint HOST:PORT[,HOST:PORT] --rdzv-id JOB
+                            where nodes find each other: one or some of them,
+                            and a port
       --max-restarts N      restarts without progress after which the job is
                             given up; 20 if unset (torchrun: 0)
       --count-restarts job  count them over the life of the job, as torchrun
@@ -66,10 +67,10 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
 
     'python -m torch.distributed.run --help' lists all of torchrun's.
 
-    Several nodes: start the same command on each. keep_alive_interval=1, keep_alive_max_attempt=3 and
-    last_call_timeout=1 are added to --rdzv-conf where they aren't given, so that a lost node is given up after 3 s, and
-    --rdzv-backend is c10d if unset. The node of HOST has to stay: when it is lost, the others end within 30 s, and say
-    what is saved and how to go on.
+    Several nodes: start the same command on each. They meet by Rekindle's own rendezvous, --rdzv-backend rekindle if
+    unset. Any node may be lost, also that of HOST: it is given up at once if its connections are closed, else after
+    3 s. A spare takes its place 1 s later; nodes that start after the loss of HOST need another endpoint, which is
+    printed.
 
     Restarts: when a rank ends with an exit code other than 0, or is killed, the others are told to go (SIGTERM, SIGKILL
     30 s later) and all are started again. A script that calls ckpt.restore() then goes on from the newest step that
@@ -82,9 +83,9 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     OMP_NUM_THREADS=1 for several ranks on a node. LOGLEVEL=INFO or WARNING shows torchrun's own log.
 
     Exit code 0 when all ranks have ended with 0, or this node was a spare to the end, 1 when no restarts are left, the
-    same error came again, or HOST is not reached or lost, 2 when there is nothing to run or a usage error ended a rank,
-    5 when the state doesn't fit, 7 when another process trains the root (nothing is started again then), 128 and the
-    number of the signal that told it to go (130 for Ctrl-C).
+    same error came again, HOST is not reached or too few nodes come, 2 when there is nothing to run or a usage error
+    ended a rank, 5 when the state doesn't fit, 7 when another process trains the root (nothing is started again then),
+    128 and the number of the signal that told it to go (130 for Ctrl-C).
     """
     sys.exit(launch(list(arguments), ctx.get_help, _say))
 

@@ -21,6 +21,7 @@ from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 
 __all__ = [
+    "FRESH_STORE",
     "LAUNCH",
     "REFUSED",
     "SURVIVOR_EXIT",
@@ -31,6 +32,9 @@ __all__ = [
 ]
 
 log = logging.getLogger("rekindle")
+
+FRESH_STORE = "REKINDLE_FRESH_STORE"
+"""Environment variable of ranks whose store is torchrun's, but a new one in each start."""
 
 REFUSED = "refused"
 """File in that directory: the class and the text of an error that each further start would meet again."""
@@ -111,7 +115,8 @@ def tell_of_uncaught_errors() -> None:
 
 def warn_of_reused_store(rank: int) -> None:
     """Warn, on rank 0, where restarted workers may meet the addresses of dead ones: torchrun of torch 2.13 does so."""
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and FRESH_STORE not in os.environ
+    if rank == 0 and shared:
         log.warning(
             "torchrun reuses its store after a restart, and restarted ranks may fail to find each other: launch with "
             "'rekindle run', or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with several nodes use --rdzv-backend c10d "

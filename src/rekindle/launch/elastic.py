@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rekindle.launch.rendezvous.entry import BACKEND
 from rekindle.launch.restarts import Decision
 from rekindle.launch.waits import wait_for_ends
 
@@ -20,18 +21,18 @@ _MEETINGS = 5
 def deciding(
     decide: Callable[[Mapping[int, Any]], Decision],
     tend: Callable[[], object],
-    enter: Callable[[Any], object],
+    say: Callable[[str], object],
     missed: Callable[[], bool],
 ) -> Iterator[None]:
     """Makes torchrun's agents ask ``decide`` after each failure, and call ``tend`` whenever they look at the ranks.
 
     ``decide`` is given torch's failures, by global rank. The agents look ten times a second (``--monitor-interval``).
-    ``enter`` is given the handler of the rendezvous once it is connected. ``missed`` is called when a node is lost
-    between a rendezvous and the exchange of addresses; it returns True if the others are to meet again. torchrun has no
-    option for its agent's class, so the name by which its launcher knows it is replaced.
+    ``say`` is given the lines of Rekindle's own rendezvous. ``missed`` is called when a node is lost between a
+    rendezvous and the exchange that follows; it returns True if the others are to meet again. torchrun has no option
+    for its agent's class, so the name by which its launcher knows it is replaced.
     """
     # Imported here, as the other commands need no torch.
-    from torch.distributed import DistStoreError  # noqa: PLC0415
+    from torch.distributed import DistError  # noqa: PLC0415
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec  # noqa: PLC0415
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError  # noqa: PLC0415
@@ -41,7 +42,8 @@ def deciding(
         def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
             self._look_every, spec.monitor_interval = spec.monitor_interval, 0.0  # waited for below, not slept
             super().__init__(spec, *args, **options)
-            enter(spec.rdzv_handler)
+            if spec.rdzv_handler.get_backend() == BACKEND:
+                spec.rdzv_handler.say = say  # type: ignore[attr-defined]
 
         def run(self, *args: Any, **options: Any) -> RunResult:
             """Returns the result of the ranks. Raises RendezvousGracefulExitError for a spare node that had none.
@@ -59,7 +61,7 @@ def deciding(
                 try:
                     super()._rendezvous(worker_group)
                     return
-                except DistStoreError:
+                except DistError:
                     if not left or not missed():
                         raise
 

@@ -26,10 +26,9 @@ from rekindle.format.names import Root
 from rekindle.launch.compile_cache import keep_compile_cache
 from rekindle.launch.elastic import deciding
 from rekindle.launch.end_notes import note_end
-from rekindle.launch.meeting import MeetingPoint
-from rekindle.launch.places import keep_places
 from rekindle.launch.provide import PROVIDE, provide
 from rekindle.launch.quiet import quiet_cpp, quiet_loggers
+from rekindle.launch.rendezvous import entry
 from rekindle.launch.rendezvous_settings import fit_settings, forget_defaults
 from rekindle.launch.reports import (
     describe_exit,
@@ -159,38 +158,42 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     try:
         with _own_directory() as place:
             os.environ[LAUNCH] = place
-            return _train(args, arguments, nodes, Path(place), say)
+            return _train(args, nodes, Path(place), say)
     except SignalException as error:  # a second one, while the answer to the first was on its way
         return 128 + int(error.sigval)
 
 
-def _train(args: Any, arguments: list[str], nodes: int, place: Path, say: Callable[[str], object]) -> int:
+def _train(args: Any, nodes: int, place: Path, say: Callable[[str], object]) -> int:
     """Starts the ranks until they have ended well, or the job is given up. Returns the exit code."""
     from torch.distributed import DistError  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous import (  # noqa: PLC0415
+        RendezvousClosedError,
         RendezvousError,
         RendezvousGracefulExitError,
     )
     from torch.distributed.run import run  # noqa: PLC0415
 
+    def miss() -> bool:
+        if args.rdzv_backend == "static":  # its nodes can't meet again
+            return False
+        say("a node was lost just after all had met: the others meet again")
+        return True
+
     course = _Course(_limits(args), one_node=nodes == 1, place=place, say=say)
-    meeting = MeetingPoint(args, nodes)
-    meeting.expect(say)
+    entry.register()
     quiet_loggers()
     try:
         with (
             short_delays(nodes),
-            keep_places(),
             keep_compile_cache(args.compile_cache, place, say) as mend,
             _warm_workers(args, place, say) as tend,
-            deciding(partial(course.decide, mend), tend, meeting.enter, partial(meeting.miss, say)),
+            deciding(partial(course.decide, mend), tend, say, miss),
         ):
             # record() writes the first error of all to that file, for schedulers that read it.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
     except ChildFailedError as error:
-        meeting.leave()
         course.report_end(error.failures, redirected=args.redirects != "0")
         return 1
     except SignalException as error:
@@ -200,13 +203,14 @@ def _train(args: Any, arguments: list[str], nodes: int, place: Path, say: Callab
     except RendezvousGracefulExitError:
         say("the job has ended; this node was a spare, and was not needed")
         return 0
-    except (RendezvousError, DistError) as error:
-        say(meeting.describe(error))
+    except RendezvousClosedError:
+        say("ended, because the job has ended on another node")
         _say_what_is_saved(place, say)
-        if meeting.lost(error):
-            say(f"to go on, start this on {args.nnodes} nodes: {meeting.command(arguments)}")
         return 1
-    meeting.leave()
+    except (RendezvousError, DistError) as error:
+        say(f"ended: {str(error).partition(chr(10))[0]}")  # a store's error goes on with frames of C++
+        _say_what_is_saved(place, say)
+        return 1
     return 0
 
 

@@ -1,0 +1,1 @@
+"""Lets the launchers of several nodes meet, also when any one of them is lost."""

@@ -1,0 +1,28 @@
+"""Makes the rendezvous "rekindle" known to torch, which looks for it early: the rest is imported when it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["BACKEND", "get_creator", "register"]
+
+BACKEND = "rekindle"
+
+
+def get_creator() -> Callable[[Any], Any]:
+    """Returns what makes the handler: the entry point ``torchrun.handlers``."""
+    return _create
+
+
+def register() -> None:
+    """Makes the name known to torchrun, also where this package's entry points are not."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry  # noqa: PLC0415
+
+    rendezvous_handler_registry.register(BACKEND, _create)
+
+
+def _create(params: Any) -> Any:
+    from rekindle.launch.rendezvous.handler import Rendezvous  # noqa: PLC0415
+
+    return Rendezvous(params)

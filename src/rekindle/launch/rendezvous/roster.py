@@ -1,0 +1,224 @@
+"""Decides for the launcher that leads who takes part in which round: a state machine without clock or sockets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from rekindle.launch.rendezvous.wire import SUCCESSORS, Address, Hello, News, Round, Successor
+
+__all__ = ["REJOIN_WITHIN", "SMALLER_SIDE_WAITS", "VACANT_FOR", "Roster"]
+
+VACANT_FOR = 1.0
+"""Seconds for which a place has to be free until a spare node takes it: its node may just have lost a connection."""
+REJOIN_WITHIN = 2.0
+"""Seconds that the others get to come to a launcher that has begun to lead. All notice the loss of the one before
+within half a second."""
+SMALLER_SIDE_WAITS = 30.0
+"""Seconds for which those who see less than half of the nodes wait for the others: more of them may be together
+elsewhere, and go on first."""
+
+_DIGITS = 5
+"""Digits of a launcher's name that the numbers of its rounds differ by from those of others."""
+
+
+@dataclass
+class _Member:
+    id: str
+    address: Address
+    came: int
+    """Its number in the order in which members came first."""
+    round: int
+    place: int
+    store: Address | None
+    """The store that it offers; None while its ranks run."""
+    leaves: bool = False
+    """True once it has taken its leave."""
+
+
+@dataclass
+class Roster:
+    """The members of a job, and their places: the node's ranks in the newest round.
+
+    A node that comes back has its place kept. The others are given to spare nodes, in the order in which they came.
+    """
+
+    least: int
+    most: int
+    last_call: float
+    """Seconds for which a job that may grow waits for further nodes."""
+    own: str
+    """The launcher that leads."""
+    term: int = 1
+    round: int = 0
+    world: int = 0
+    closed: bool = False
+    _members: dict[str, _Member] = field(default_factory=dict)
+    _vacant: dict[int, float] = field(default_factory=dict)
+    """The time from which on each place without a node is free."""
+    _assigned: dict[str, Round] = field(default_factory=dict)
+    """The newest round, as each of its members is told of it; empty if another launcher made it."""
+    _came: int = 0
+    _changed: float = 0.0
+    """The time at which a node last came, went or asked for a round."""
+    _few_since: float | None = None
+    """The time from which on less than half of the newest round's nodes are here."""
+
+    def succeed(self, place: int, now: float) -> None:
+        """Takes over from a launcher that was lost with the node of this place: -1 for a spare."""
+        self._vacant = {other: now + REJOIN_WITHIN for other in range(self.world)}
+        if place in self._vacant:
+            self._vacant[place] = now + VACANT_FOR
+        self._changed = now
+
+    def join(self, hello: Hello, now: float) -> None:
+        """Takes a member in, also one that has been here before."""
+        if hello.round > self.round:  # made by a launcher that was lost before it had told this one
+            self.round, self.world, self._assigned = hello.round, hello.world, {}
+            self._vacant = {place: now + REJOIN_WITHIN for place in range(hello.world)}
+        before = self._members.get(hello.id)
+        self._came += before is None
+        came = before.came if before else self._came
+        member = _Member(hello.id, hello.address, came, hello.round, hello.place, hello.store)
+        told = self._assigned.get(hello.id)
+        if told is not None and told.number > hello.round:  # its connection broke before it heard of it
+            member.round, member.place, member.store = told.number, told.place, None
+        self._members[hello.id] = member
+        if self._holds(member):
+            self._vacant.pop(member.place, None)
+        self._changed = now
+
+    def want(self, id: str, store: Address, after: int, now: float) -> None:
+        """Notes that a member's ranks have ended, and that it asks for a round after that one."""
+        member = self._members.get(id)
+        if member is not None and member.round <= after:
+            member.store, self._changed = store, now
+
+    def leave(self, id: str, now: float) -> None:
+        """Notes that a member is lost."""
+        member = self._members.pop(id, None)
+        if member is not None:
+            if self._holds(member):
+                self._vacant[member.place] = now + VACANT_FOR
+            self._changed = now
+
+    def bye(self, id: str, over: bool, now: float) -> None:
+        """Notes that a member takes its leave; with ``over`` the job has ended, else it goes on without it."""
+        self.closed = self.closed or over
+        if not over:
+            self.leave(id, now)
+        elif id in self._members:
+            self._members[id].leaves = True
+
+    @property
+    def seen(self) -> int:
+        """The newest round's nodes that are here."""
+        return sum(map(self._holds, self._members.values()))
+
+    def tick(self, now: float) -> None:
+        """Makes a round, if it is time to. To be called every now and then, and whenever something has changed."""
+        few = self.round > 0 and 2 * self.seen < self.world
+        self._few_since = (now if self._few_since is None else self._few_since) if few else None
+        holders = [member for member in self._members.values() if self._holds(member)]
+        if self.closed or not self._may_go_on(now) or any(member.store is None for member in holders):
+            return
+        chosen = self._seat(now)
+        if chosen and chosen[0].store is not None:
+            self._begin(chosen, chosen[0].store)
+
+    def round_of(self, id: str) -> Round | None:
+        """Returns the newest round for a member; None for one that is no part of it."""
+        return self._assigned.get(id)
+
+    def news(self, now: float) -> dict[str, News]:
+        """Returns what each member has to know."""
+        here = [member for member in self._members.values() if not member.leaves]
+        others = sorted((member for member in here if member.id != self.own), key=self._succession)
+        successors = tuple(Successor(member.id, member.address) for member in others[:SUCCESSORS])
+        leader = self._members.get(self.own)
+        place = leader.place if leader is not None and self._holds(leader) else -1
+        runs = self.seen > 0
+        waiting = max(1, sum(member.store is not None for member in here)) if self._is_due(now) else 0
+        over = not any(map(self._holds, here))
+        return {
+            member.id: News(
+                term=self.term,
+                round=self.round,
+                world=self.world,
+                successors=successors,
+                leads_from=place,
+                waiting=0 if member.store is not None else waiting if self._holds(member) else min(1, member.round),
+                spare=runs and member.store is not None and not self._holds(member),
+                closed=self.closed,
+                over=over and member.leaves,
+            )
+            for member in self._members.values()
+        }
+
+    def _holds(self, member: _Member) -> bool:
+        """Returns True if a member has a place in the newest round."""
+        return 0 < self.round == member.round and member.place >= 0
+
+    def _succession(self, member: _Member) -> tuple[bool, int, int]:
+        return not self._holds(member), member.place, member.came
+
+    def _may_go_on(self, now: float) -> bool:
+        """Returns False while another side of a parted job may have more of its nodes.
+
+        Spares alone never go on: they remember nothing, and would begin the job anew from storage.
+        """
+        if not self.round or 2 * self.seen >= self.world:
+            return True
+        return self.seen > 0 and self._few_since is not None and now - self._few_since >= SMALLER_SIDE_WAITS
+
+    def _candidates(self) -> list[_Member]:
+        """Returns the members that want a place, in the order in which they came."""
+        waiting = (m for m in self._members.values() if not self._holds(m) and m.store is not None and not m.leaves)
+        return sorted(waiting, key=lambda member: member.came)
+
+    def _is_due(self, now: float) -> bool:
+        """Returns True if ranks that run are to end: for others whose ranks have, or for a node that takes a place."""
+        holders = [member for member in self._members.values() if self._holds(member)]
+        if self.closed or not holders:
+            return False
+        if any(member.store is not None for member in holders):
+            return True
+        if not self._candidates() or not self._may_go_on(now):
+            return False
+        grows = self.world < self.most and now - self._changed >= self.last_call
+        return grows or any(since <= now for since in self._vacant.values())
+
+    def _seat(self, now: float) -> list[_Member]:
+        """Returns the members of the next round by place; none if it has to wait."""
+        candidates = self._candidates()
+        if not self.round:
+            first = sorted(candidates[: self.most], key=lambda member: (_natural(member.address), member.came))
+            called = len(first) == self.most or now - self._changed >= self.last_call
+            return first if called and len(first) >= self.least else []
+        if any(since > now for since in self._vacant.values()):
+            return []
+        seats = {member.place: member for member in self._members.values() if self._holds(member)}
+        free = [place for place in range(self.most) if place not in seats]
+        for member in [m for m in candidates if m.place in free]:  # it had that place, and missed a round
+            if member.place in free:
+                free.remove(member.place)
+                seats[member.place] = member
+                candidates.remove(member)
+        seats.update(zip(free, candidates, strict=False))
+        return [seats[place] for place in sorted(seats)] if len(seats) >= self.least else []
+
+    def _begin(self, members: list[_Member], store: Address) -> None:
+        # Rounds that two launchers make apart, each without the other, must not have the same number.
+        self.round += 1 + int(self.own[:_DIGITS], 16)
+        self.world, self._vacant = len(members), {}
+        self._assigned = {
+            member.id: Round(self.round, place, self.world, store) for place, member in enumerate(members)
+        }
+        for place, member in enumerate(members):
+            member.round, member.place, member.store = self.round, place, None
+
+
+def _natural(address: Address) -> list[tuple[bool, int, str]]:
+    """Returns a key by which node-2 comes before node-10."""
+    parts = re.split(r"(\d+)", address.host)
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part]
