@@ -1,4 +1,4 @@
-"""Loaders of every kind, and training that sees what they give: unbroken, or broken off and gone on with in fresh objects.
+"""Loaders of every kind, and training that sees what they give: unbroken, or broken off and gone on with.
 
 Nothing here knows pytest: programs in other environments use it too.
 """
@@ -67,6 +67,10 @@ def _stream(**options: Any) -> DataLoader[torch.Tensor]:
     return DataLoader(Stream(), batch_size=4, **options)
 
 
+TWO: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+"""Workers, at the least cost."""
+
+
 def _with_replacement() -> DataLoader[torch.Tensor]:
     return _indexed(sampler=RandomSampler(range(SIZE), replacement=True, generator=torch.Generator().manual_seed(3)))
 
@@ -87,11 +91,11 @@ KINDS = {
     "replacement": Kind(_with_replacement),
     "single": Kind(lambda: _indexed(shuffle=True, batch_size=None)),
     "distributed": Kind(lambda: _indexed(batch_size=2, sampler=DistributedSampler(Indexed(), num_replicas=2, rank=1))),
-    "workers": Kind(lambda: _indexed(shuffle=True, num_workers=2)),
-    "persistent": Kind(lambda: _indexed(shuffle=True, num_workers=2, persistent_workers=True), replay=False),
+    "workers": Kind(lambda: _indexed(shuffle=True, **TWO)),
+    "persistent": Kind(lambda: _indexed(shuffle=True, **TWO, persistent_workers=True), replay=False),
     "stream": Kind(_stream, replay=False),
-    "stream-workers": Kind(lambda: _stream(num_workers=2)),
-    "stream-persistent": Kind(lambda: _stream(num_workers=2, persistent_workers=True), replay=False, seeded=False),
+    "stream-workers": Kind(lambda: _stream(**TWO)),
+    "stream-persistent": Kind(lambda: _stream(**TWO, persistent_workers=True), replay=False, seeded=False),
 }
 
 

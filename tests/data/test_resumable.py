@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 import rekindle
 from rekindle.data import Resumable
-from tests.data.kinds import KINDS, SIZE, Indexed, resumable, seed_all, unbroken_and_broken
+from tests.data.kinds import KINDS, SIZE, TWO, Indexed, resumable, seed_all, unbroken_and_broken
 
 MODES = ["replay", "seeded"]
 
@@ -54,6 +54,10 @@ def test_a_loader_gives_what_it_gives_by_itself(exact: Any) -> None:
     assert (ours == alone) is (exact == "replay")
 
 
+def workers_of(count: int) -> dict[str, Any]:
+    return TWO if count else {}
+
+
 class Counting(Indexed):
     """Counts what is fetched, by whichever process."""
 
@@ -69,14 +73,12 @@ class Counting(Indexed):
 @pytest.mark.parametrize(
     ("workers", "exact", "fetched"), [(0, "replay", 4), (0, "seeded", 4), (2, "seeded", 4), (2, "replay", SIZE)]
 )
-def test_batches_that_are_done_are_fetched_again_only_where_workers_draw(
-    workers: int, exact: Any, fetched: int
-) -> None:
-    data = Resumable(DataLoader(Indexed(), batch_size=4, shuffle=True, num_workers=workers), exact)
+def test_batches_are_fetched_again_only_where_workers_may_draw(workers: int, exact: Any, fetched: int) -> None:
+    data = Resumable(DataLoader(Indexed(), batch_size=4, shuffle=True, **workers_of(workers)), exact)
     first = iter(data)
     state = [data.state_dict() for _ in range(4) if next(first) is not None][-1]
     dataset = Counting()
-    again = Resumable(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=workers), exact)
+    again = Resumable(DataLoader(dataset, batch_size=4, shuffle=True, **workers_of(workers)), exact)
     again.load_state_dict(state)
     assert len(list(again)) == 1
     assert dataset.fetched.value == fetched
@@ -104,12 +106,14 @@ class Failing(Indexed):
 def test_a_batch_whose_fetching_failed_comes_again() -> None:
     seed_all(0)
     data = Resumable(DataLoader(Failing(), batch_size=4))
-    seen: list[Any] = []
+    seen: list[float] = []
     with pytest.raises(OSError, match="storage is away"):
-        seen.extend(batch[:, 0].tolist() for batch in data)
+        for batch in data:
+            seen += batch[:, 0].tolist()
     assert data.batches == 2
-    seen.extend(batch[:, 0].tolist() for batch in data)
-    assert sum(seen, []) == list(range(SIZE))
+    for batch in data:
+        seen += batch[:, 0].tolist()
+    assert seen == list(range(SIZE))
 
 
 def test_samplers_are_told_the_epoch() -> None:
@@ -144,9 +148,7 @@ def test_what_has_no_place_is_refused(root: Path, memory: Path) -> None:
         Resumable([], exact="always")  # type: ignore[arg-type]
     with pytest.raises(rekindle.UsageError, match="list_iterator can't be iterated over again"):
         Resumable(iter([1]))
-    with pytest.raises(
-        rekindle.UsageError, match=r"state\['data'\] is a DataLoader.*rekindle.data.Resumable\(loader\)"
-    ):
+    with pytest.raises(rekindle.UsageError, match=r"is a DataLoader, which.*rekindle.data.Resumable\(loader\)"):
         rekindle.Checkpointer(root, {"data": DataLoader(range(3))})
 
 
@@ -157,13 +159,14 @@ def test_a_resumable_is_its_loader() -> None:
         _ = data.no_such_thing
 
 
-def test_a_worker_can_reach_the_dataset_under_seeds() -> None:
-    def name(worker: int) -> None:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None and isinstance(info.dataset.size, int)  # type: ignore[attr-defined]
-        info.dataset.size = 10 + worker  # type: ignore[attr-defined]
+def _set_size(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None and info.dataset.size == 0
+    info.dataset.size = 10
 
-    loader = DataLoader(Sized(), batch_size=2, num_workers=1, worker_init_fn=name)
+
+def test_a_worker_can_reach_the_dataset_under_seeds() -> None:
+    loader = DataLoader(Sized(), batch_size=2, worker_init_fn=_set_size, **TWO)
     assert [batch.tolist() for batch in Resumable(loader, "seeded")] == [[10, 10], [10, 10]]
 
 

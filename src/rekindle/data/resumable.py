@@ -106,8 +106,8 @@ class Resumable:
             done = self.batches
             self.batches = done * before // now
             log.warning(
-                "data: all ranks together took %d samples at a time, now %d, so %d batches of epoch %d count as %d; some "
-                "come twice or never where that leaves a rest, or the ranks share out another order",
+                "data: all ranks together took %d samples at a time, now %d, so %d batches of epoch %d count as %d; "
+                "some come twice or never where that leaves a rest, or the ranks share out another order",
                 *(before, now, done, self.epoch, self.batches),
             )
 
