@@ -105,25 +105,34 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _see(data: Any, seen: list[Any], steps: int, stop: int = -1) -> bytes:
-    """Trains on epoch after epoch until ``steps`` are seen. Returns the state after ``stop`` steps, as it is saved."""
+def _see(data: Any, seen: list[Any], steps: int, stop: int = -1, between: bool = False) -> bytes:
+    """Trains on epoch after epoch until ``steps`` are seen. Returns the state after ``stop`` steps, as it is saved.
+
+    That is in the loop's body or, with ``between``, after the loop of an epoch and a look at other data.
+    """
     saved = b""
     while len(seen) < steps:
         for batch in data:
             content = batch.tolist() if isinstance(batch, torch.Tensor) else repr(batch)
             seen.append((content, torch.rand(()).item(), random.random(), numpy.random.rand()))
-            if len(seen) == stop:
+            if len(seen) == stop and not between:
                 saved = pickle.dumps((data.state_dict(), RngState().state_dict()))
             if len(seen) == steps:
                 break
+        if between and len(seen) == stop:
+            if getattr(data, "generator", None) is not None:
+                torch.rand((), generator=data.generator)
+            saved = pickle.dumps((data.state_dict(), RngState().state_dict()))
     return saved
 
 
-def unbroken_and_broken(make: Callable[[], Any], steps: int, stop: int) -> tuple[list[Any], list[Any]]:
+def unbroken_and_broken(
+    make: Callable[[], Any], steps: int, stop: int, between: bool = False
+) -> tuple[list[Any], list[Any]]:
     """Returns the steps after ``stop``, each as batch and training's own draws: without a break, and after one."""
     seed_all(0)
     unbroken: list[Any] = []
-    state, generators = pickle.loads(_see(make(), unbroken, steps, stop))
+    state, generators = pickle.loads(_see(make(), unbroken, steps, stop, between))
     seed_all(99)
     data = make()
     data.load_state_dict(state)

@@ -37,6 +37,13 @@ def test_training_goes_on_from_any_batch(exact: Any, stop: int) -> None:
             assert broken == unbroken, kind
 
 
+@pytest.mark.parametrize(("kind", "exact"), [("generator", "replay"), ("indexed", "seeded"), ("persistent", "seeded")])
+def test_training_goes_on_between_two_epochs(kind: str, exact: Any) -> None:
+    """Where steps are epochs. The loader's own generator may have served others meanwhile."""
+    unbroken, broken = unbroken_and_broken(resumable(kind, exact), steps=9, stop=5, between=True)
+    assert broken == unbroken
+
+
 def test_persistent_workers_keep_their_order() -> None:
     unbroken, broken = unbroken_and_broken(resumable("persistent", "replay"), steps=9, stop=7)
     for (batch, *draws), (other, *other_draws) in zip(unbroken, broken, strict=True):

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from rekindle.data.parts import generators_of
-from rekindle.state.rng import RngState
+from rekindle.state.rng import RngState, state_bytes, state_tensor
 
-__all__ = ["LoaderGenerators", "Seeds", "isolated", "untouched"]
+__all__ = ["LoaderGenerators", "Seeds", "isolated"]
 
 
 class LoaderGenerators:
@@ -25,16 +25,32 @@ class LoaderGenerators:
     def __init__(self, loader: Any) -> None:
         self._process, self._own = RngState(), generators_of(loader)
 
+    def own_states(self) -> list[bytes]:
+        """Returns the states of the loader's own."""
+        return [state_bytes(generator.get_state()) for generator in self._own]
+
+    def load_own(self, states: list[bytes]) -> None:
+        """Sets the loader's own. One that was not there when the states were taken stays as it is."""
+        for generator, state in zip(self._own, states, strict=False):
+            generator.set_state(state_tensor(state))
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of each generator."""
-        own = [bytes(generator.get_state().tolist()) for generator in self._own]
-        return {"process": self._process.state_dict(), "own": own}
+        return {"process": self._process.state_dict(), "own": self.own_states()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets each generator. One that was not there when the state was taken stays as it is."""
+        """Sets each generator."""
         self._process.load_state_dict(state["process"])
-        for generator, words in zip(self._own, state["own"], strict=False):
-            generator.set_state(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+        self.load_own(state["own"])
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Gives each generator back as it was, whatever the block has drawn."""
+        before = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(before)
 
 
 class Seeds:
@@ -48,17 +64,6 @@ class Seeds:
         """Returns the seed of a batch, of 63 bits."""
         digest = hashlib.blake2b(f"{self.base}/{self._rank}/{epoch}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
-
-
-@contextmanager
-def untouched() -> Iterator[None]:
-    """Gives the process's generators back as they were, whatever the block has drawn."""
-    generators = RngState()
-    before = generators.state_dict()
-    try:
-        yield
-    finally:
-        generators.load_state_dict(before)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from rekindle.data.fetching import choose_fetching
-from rekindle.data.generators import LoaderGenerators, Seeds, untouched
+from rekindle.data.generators import LoaderGenerators, Seeds
 from rekindle.data.parts import drop_workers, keeps_workers, samples_per_step, set_epoch
 from rekindle.errors import UsageError
 
@@ -56,7 +56,7 @@ class Resumable:
         """Batches of this epoch that have been handed out."""
         self._seeds = Seeds()
         self._generators = LoaderGenerators(loader)
-        self._start: dict[str, Any] | None = None  # the generators when this epoch began, or else the one before
+        self._start: dict[str, Any] | None = None  # the generators when the newest epoch began
         self._fetching = choose_fetching(loader, self._seeds if exact == "seeded" else None)
         self._inner: Iterator[Any] | None = None
 
@@ -94,6 +94,7 @@ class Resumable:
             "samples_per_step": samples_per_step(self._loader),
             "seeds": self._seeds.base,
             "start": self._start,
+            "own": self._generators.own_states(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -101,6 +102,7 @@ class Resumable:
         self._close()
         self.epoch, self.batches, self._start = state["epoch"], state["batches"], state["start"]
         self._seeds.base = state["seeds"]
+        self._generators.load_own(state["own"])
         before, now = state["samples_per_step"], samples_per_step(self._loader)
         if before != now and self.batches:
             done = self.batches
@@ -116,14 +118,14 @@ class Resumable:
         drop_workers(self._fetching.loader)
 
     def _open(self) -> Iterator[Any]:
-        """Begins this epoch, or returns to the place in it, from where training's generators go on as they are."""
+        """Begins this epoch, or returns to the place in it, for which training's generators stay as they are."""
         set_epoch(self._loader, self.epoch)
         self._make_workers()
         if not self.batches:
             self._start = self._generators.state_dict()
             return self._fetching.open(self.epoch, 0)
         began = time.monotonic()
-        with untouched():
+        with self._generators.untouched():
             if self._start is not None:
                 self._generators.load_state_dict(self._start)
             try:
@@ -144,6 +146,5 @@ class Resumable:
         """
         loader: Any = self._fetching.loader
         if self.epoch and keeps_workers(loader) and loader._iterator is None:
-            before = self._generators.state_dict()
-            iter(loader)
-            self._generators.load_state_dict(before)
+            with self._generators.untouched():
+                iter(loader)
