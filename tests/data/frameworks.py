@@ -40,7 +40,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 BARE: dict[str, Callable[[], Any]] = {
     "bare": lambda: StatefulDataLoader(_numbers(), batch_size=4, shuffle=True),
     "bare-workers": lambda: StatefulDataLoader(_numbers(), batch_size=4, shuffle=True, **TWO),
-    "bare-stream": lambda: _rows().to_iterable_dataset(num_shards=2),
+    "bare-stream": lambda: _rows().to_iterable_dataset(num_shards=2).repeat(2),
 }
 
 

@@ -29,7 +29,7 @@ class Job:
 
     out: Path
     """Gets a line for each step, and one at the end."""
-    kind: str = "workers"
+    kind: str = "generator"
     exact: Any = "replay"
     steps: int = 12
     root: Path | None = None

@@ -14,7 +14,7 @@ from tests.faults.harness import finish
 
 
 def end_of(job: Job, where: Path) -> tuple[dict[int, str], str]:
-    """What the job writes without a Checkpointer and without a fault."""
+    """What the job writes without a Checkpointer, which draws no random numbers, and without a fault."""
     alone = replace(job, out=where / f"alone-{job.out.name}", root=None, die=None)
     assert finish([alone.start()]) == [0]
     return alone.written()
@@ -31,12 +31,12 @@ def test_a_job_that_is_killed_goes_on_in_the_middle_of_an_epoch(root: Path, memo
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(
     ("kind", "exact"),
-    [("generator", "replay"), ("stream-workers", "replay"), ("persistent", "seeded"), ("stream", "seeded")],
+    [("workers", "replay"), ("stream-workers", "replay"), ("persistent", "seeded"), ("stream", "seeded")],
 )
 def test_jobs_of_other_kinds_go_on(
     kind: str, exact: Any, moment: str, root: Path, memory: Path, tmp_path: Path
 ) -> None:
-    """They are killed twice, once of these times in the last step of an epoch, for what that is worth."""
+    """They are killed twice, the first time in the last step of an epoch."""
     job = Job(tmp_path / "job", kind=kind, exact=exact, root=root, memory=memory)
     for step in (5, 7):
         assert finish([replace(job, die=(step, moment)).start()]) == [-signal.SIGKILL]

@@ -19,7 +19,7 @@ from tests.data.kinds import KINDS, SIZE, TWO, Indexed, resumable, seed_all, unb
 MODES = ["replay", "seeded"]
 
 
-@pytest.mark.parametrize(("kind", "exact"), itertools.product(KINDS, MODES))
+@pytest.mark.parametrize(("kind", "exact"), list(itertools.product(KINDS, MODES)))
 def test_training_goes_on_in_the_middle_of_the_second_epoch(kind: str, exact: Any) -> None:
     """Kinds that docs/data.md calls inexact are told to be, so that the page does not promise too little either."""
     unbroken, broken = unbroken_and_broken(resumable(kind, exact), steps=9, stop=7)

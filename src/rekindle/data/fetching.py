@@ -23,7 +23,7 @@ class Fetching:
 
         Raises StopIteration if there are less.
         """
-        inner = iter(self.loader)
+        inner: Iterator[Any] = iter(self.loader)
         for number in range(first):
             self.fetch(inner, epoch, number)
         return inner

@@ -72,7 +72,7 @@ class _SeededFetch:
 
     def __call__(self, numbered: _Numbered) -> Any:
         with isolated(numbered.seed):
-            return self._fetcher.fetch(numbered.indices)
+            return self._fetcher.fetch(numbered.indices)  # type: ignore[no-untyped-call]
 
 
 def number_batches(loader: DataLoader[Any], seeds: Seeds) -> tuple[DataLoader[Any], NumberedSampler]:
