@@ -38,6 +38,7 @@ ROOMS = {
     "session": Room(6),
     "save": Room(7),
     "restore": Room(7),
+    "data": Room(8),
     "faults": Room(8),
     "files": Room(8, torch="in functions"),
     "transfer": Room(8),

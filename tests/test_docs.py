@@ -48,7 +48,16 @@ def run_blocks(code: list[str], where: Path, memory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/guide.md", "docs/export.md", "docs/dcp.md", "docs/files.md", "docs/torch_nebula.md"]
+    "page",
+    [
+        "README.md",
+        "docs/guide.md",
+        "docs/export.md",
+        "docs/dcp.md",
+        "docs/files.md",
+        "docs/torch_nebula.md",
+        "docs/data.md",
+    ],
 )
 def test_python_blocks_run_in_order(page: str, tmp_path: Path, memory: Path) -> None:
     blocks = [block.text for block in blocks_of(page) if block.language == "python" and block.runs]

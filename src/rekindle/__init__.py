@@ -81,13 +81,15 @@ _LAZY = {
     "replica_groups": "rekindle.state.replicas",
     "save": "rekindle.files",
 }
+_ROOMS = ("data", "files")
+"""Rooms whose names are public."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY and name != "files":
+    if name not in _LAZY and name not in _ROOMS:
         raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
-    if name == "files":
-        return _import_module("rekindle.files")
+    if name in _ROOMS:
+        return _import_module(f"rekindle.{name}")
     return getattr(_import_module(_LAZY[name]), name)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from rekindle.agent.watchdog import silence_floor
 from rekindle.common.timeouts import check_timeout
+from rekindle.data.bare import accept_loaders
 from rekindle.errors import NotDurableError, UsageError
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import Hooks
@@ -166,7 +167,7 @@ class Checkpointer:
         self.root = root_to_train(root)
         self.metrics = Metrics()
         self._peer_every = settings.peer_every
-        self._capture = Capture(state, rng=rng, allow_pickle=allow_pickle)
+        self._capture = Capture(accept_loaders(state), rng=rng, allow_pickle=allow_pickle)
         self._session = session = Session(self.root, memory)
         self._fence = Fence(self._capture.state)
         self._capture.use_fence(self._fence)

@@ -41,7 +41,8 @@ class CompileCarrier:
         """Files, as they were then, that storage has or that can't be read."""
         self._refused = False
         # Most of what several nodes have compiled is the same on all of them: the first one carries it.
-        self._look_at = time.monotonic() + random.uniform(0, _LOOK_EVERY)
+        own = random.Random()  # this may be a trainer, and its generators are training's
+        self._look_at = time.monotonic() + own.uniform(0, _LOOK_EVERY)
 
     def tick(self) -> None:
         """Carries a pack, if it is time to look for one. Never raises."""

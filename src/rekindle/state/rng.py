@@ -12,7 +12,7 @@ import torch
 
 from rekindle.devices.table import all_backends
 
-__all__ = ["RNG", "RngState"]
+__all__ = ["RNG", "RngState", "state_bytes", "state_tensor"]
 
 RNG = "rng"
 """Name of the generators' entry in a state."""
@@ -29,35 +29,37 @@ class RngState:
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": (version, array.array("I", words).tobytes(), gauss),
-            "torch": _bytes(torch.get_rng_state()),
+            "torch": state_bytes(torch.get_rng_state()),
         }
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state["numpy"] = numpy.random.get_state(legacy=False)
         for backend in all_backends():
             if backend.in_use():
-                state[backend.kind] = [_bytes(s) for s in backend.rng_states()]
+                state[backend.kind] = [state_bytes(s) for s in backend.rng_states()]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets every generator that ``state`` has and this process can have."""
         version, words, gauss = state["python"]
         random.setstate((version, tuple(array.array("I", words)), gauss))
-        torch.set_rng_state(_tensor(state["torch"]))
+        torch.set_rng_state(state_tensor(state["torch"]))
         if "numpy" in state:
             import numpy  # noqa: PLC0415  only if it was imported when the checkpoint was saved
 
             numpy.random.set_state(state["numpy"])
         for backend in all_backends():
             if backend.kind in state and backend.available():
-                backend.set_rng_states([_tensor(words) for words in state[backend.kind]])
+                backend.set_rng_states([state_tensor(words) for words in state[backend.kind]])
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def state_bytes(tensor: torch.Tensor) -> bytes:
+    """Returns the state of a generator of torch as bytes."""
     return ctypes.string_at(
         tensor.data_ptr(), tensor.numel()
     )  # without NumPy, and faster than a walk over the elements
 
 
-def _tensor(data: bytes) -> torch.Tensor:
+def state_tensor(data: bytes) -> torch.Tensor:
+    """Returns what a generator of torch takes as its state."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
