@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_killed_on_all_ranks(ranks: int, memory: Path, tmp_path: Path, unbroken:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "options", [(), ("--unseeded",), ("--workers", 2), ("--trainer", "mixin"), ("--trainer", "sft")]
+    "options", [(), ("--unseeded",), ("--workers", 2), ("--trainer", "mixin"), ("--trainer", "sft"), ("--lora",)]
 )
 def test_killed_on_one_of_two_ranks(
     options: tuple[object, ...], memory: Path, tmp_path: Path, unbroken: Callable[..., End]
@@ -121,6 +122,19 @@ def test_a_newer_checkpoint_of_the_trainers_own_is_taken(
     text = (tmp_path / "resumed" / f"{PROGRAM}-0.out").read_text()
     assert re.search(r"checkpoint-8 is of step 8, and the newest checkpoint in .* of step 3", text)
     assert end_of(tmp_path / "resumed", 1)[0]["schedule"] == unbroken(1)[0]["schedule"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_told_to_go(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """The step is secured, and the exit code is the signal's for the rank that was told."""
+    root, broken = tmp_path / "run", random.randrange(2, STEPS[ranks])
+    die = ["--die-before", broken, "--die-rank", 0, "--signal", "TERM"]
+    codes = train(tmp_path / "broken", ranks, *die, root=root)
+    assert codes[0] == 128 + signal.SIGTERM and 0 not in codes
+    assert train(tmp_path / "resumed", ranks, root=root) == [0] * ranks
+    assert began(tmp_path / "resumed") in (broken - 1, broken)
+    assert end_of(tmp_path / "resumed", ranks) == unbroken(ranks), broken
 
 
 @pytest.mark.timeout(600)

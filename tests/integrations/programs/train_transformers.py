@@ -38,6 +38,8 @@ options.add_argument("--workers", type=int, default=0)
 options.add_argument("--strategy", default="steps", help="when to evaluate: steps or epoch")
 options.add_argument("--patience", type=int, default=100)
 options.add_argument("--unseeded", action="store_true", help="shuffles by the global generator")
+options.add_argument("--signal", default="KILL", help="dies by it")
+options.add_argument("--lora", action="store_true", help="trains a PEFT model")
 options.add_argument("--jit", action="store_true", help="sets enable_jit_checkpoint")
 given = options.parse_args()
 rank = int(os.environ.get("RANK", 0))
@@ -55,7 +57,7 @@ class Dying(TrainerCallback):
 
     def die(self, step: int) -> None:
         if step == given.die_before and given.die_rank in (None, rank):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals["SIG" + given.signal])
 
 
 class Attached(RekindleMixin, Trainer):
@@ -70,6 +72,11 @@ def examples(seed: int, count: int) -> list[dict[str, list[int]]]:
 
 set_seed(3)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+if given.lora:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = get_peft_model(model, lora)
 settings = dict(
     output_dir=given.out,
     per_device_train_batch_size=2,

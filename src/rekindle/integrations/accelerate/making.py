@@ -8,6 +8,7 @@ from typing import Any
 import rekindle
 from rekindle.errors import UsageError
 from rekindle.integrations.accelerate.loaders import LoaderPosition
+from rekindle.integrations.peft import without_frozen_base
 from rekindle.integrations.versions import warn_if_untested
 
 __all__ = ["checkpointer"]
@@ -42,7 +43,7 @@ def checkpointer(accelerator: Any, root: str | os.PathLike[str], **settings: Any
     warn_if_untested("accelerate", *_TESTED)
     state: dict[str, Any] = {}
     for name, entries in {
-        "model": accelerator._models,
+        "model": [without_frozen_base(model) for model in accelerator._models],
         "optimizer": accelerator._optimizers,
         "scheduler": accelerator._schedulers,
         "loader": [LoaderPosition(loader) for loader in accelerator._dataloaders],

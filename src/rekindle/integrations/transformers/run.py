@@ -12,6 +12,7 @@ from typing import Any
 
 import rekindle
 from rekindle.errors import RekindleError, UsageError
+from rekindle.integrations.peft import without_frozen_base
 from rekindle.integrations.transformers.progress import TrainerProgress
 from rekindle.state.rng import RngState
 
@@ -41,6 +42,9 @@ class Attachment:
         self.checkpointer: rekindle.Checkpointer | None = None
         """The Checkpointer of the newest ``train()``; None before the first."""
         self._trainer, self._root, self._watchdog, self._settings = trainer, root, watchdog, settings
+        self._resumed = self._began = False
+        """True if a step was restored, and once training has set its own counters to zero."""
+        self._secured = -1
         self._ends = ExitStack()
         """Leaves the guard, and closes the Checkpointer, at the end of training or at what it raises."""
         self._original = {name: getattr(trainer, name) for name in WRAPPED}
@@ -54,7 +58,6 @@ class Attachment:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_checkpoint(self._trainer.args.output_dir)
         self._resumed = self._began = False
-        self._secured = -1
         with self._ends:
             return self._original["train"](resume_from_checkpoint, *args, **options)
 
@@ -91,7 +94,8 @@ class Attachment:
     def _open(self) -> rekindle.Checkpointer:
         trainer = self._trainer
         self._progress = TrainerProgress(trainer)
-        state = {"model": trainer.model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
+        model = without_frozen_base(trainer.model)
+        state = {"model": model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
         state["trainer"] = self._progress
