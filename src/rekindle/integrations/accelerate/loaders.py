@@ -105,7 +105,8 @@ class LoaderPosition:
         chosen = not isinstance(base.dataset, torch.utils.data.IterableDataset) and not hasattr(base, "state_dict")
         if passed and chosen:
             skipping = importlib.import_module("accelerate").skip_first_batches(self._loader, passed)
-            return iter(skipping.base_dataloader)
+            passed_over: Iterable[Any] = skipping.base_dataloader
+            return passed_over
         return islice(self._iterate(), passed, None)
 
     def _generators(self) -> list[torch.Generator]:
