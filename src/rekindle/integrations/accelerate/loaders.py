@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rekindle.integrations.randomness import capture_random, own_generators, set_own_generators, set_random
 from rekindle.state.rng import RngState
 
 __all__ = ["LoaderPosition"]
@@ -34,7 +35,7 @@ class LoaderPosition:
         """The epoch of the newest pass, and True once that has no batches left in the base."""
         self._restored: dict[str, Any] | None = None
         """State of a pass to be resumed by the next ``iter()``."""
-        self._start = {"global": RngState().state_dict(), "own": self._own_generators()}
+        self._start = capture_random(loader)
         """Random generators as they were when the pass began."""
         self._iterate = None
         if isinstance(loader, importlib.import_module("accelerate.data_loader").DataLoaderShard):
@@ -52,7 +53,7 @@ class LoaderPosition:
         if self._restored is not None:
             return self._restored
         batches = self._given()
-        start = self._start if batches else {**self._start, "own": self._own_generators()}
+        start = self._start if batches else {**self._start, "own": own_generators(self._loader)}
         return {"epoch": getattr(self._loader, "iteration", 0), "batches": batches, "start": start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -62,7 +63,7 @@ class LoaderPosition:
         if state["batches"] and self._iterate is not None:
             self._restored = state
         else:
-            self._set_own_generators(state["start"]["own"])
+            set_own_generators(self._loader, state["start"]["own"])
 
     def _given(self) -> int:
         if self._exhausted:  # the last batch is being trained on, or the loop is over and the next epoch has begun
@@ -77,9 +78,8 @@ class LoaderPosition:
         after: dict[str, Any] | None = None
         if restored is not None:
             after = RngState().state_dict()
-            RngState().load_state_dict(restored["start"]["global"])
-            self._set_own_generators(restored["start"]["own"])
-        self._start = {"global": RngState().state_dict(), "own": self._own_generators()}
+            set_random(self._loader, restored["start"])
+        self._start = capture_random(self._loader)
         self._epoch, self._exhausted = self._loader.iteration, False
         self._first = self._fetched = restored["batches"] if restored is not None else 0
         try:
@@ -108,16 +108,3 @@ class LoaderPosition:
             passed_over: Iterable[Any] = skipping.base_dataloader
             return passed_over
         return islice(self._iterate(), passed, None)
-
-    def _generators(self) -> list[torch.Generator]:
-        """Returns the generators of the loader's own."""
-        base = getattr(self._loader, "base_dataloader", None)
-        found = [getattr(self._loader, "synchronized_generator", None), getattr(base, "generator", None)]
-        return [generator for generator in dict.fromkeys(found) if isinstance(generator, torch.Generator)]
-
-    def _own_generators(self) -> list[bytes]:
-        return [bytes(generator.get_state().tolist()) for generator in self._generators()]
-
-    def _set_own_generators(self, states: list[bytes]) -> None:
-        for generator, state in zip(self._generators(), states, strict=False):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rekindle.integrations.randomness import capture_random, own_generators
 from rekindle.state.rng import RngState
 
 __all__ = ["TrainerProgress"]
@@ -27,15 +28,18 @@ _COUNTED = ("_metrics", "_total_train_tokens")
 class TrainerProgress:
     """Entry of the state. Plain values go into JSON, as the Trainer's own do: their structure may change any time."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, loader: Any) -> None:
+        """``loader``: that of the training's data."""
         if not hasattr(trainer, "_tr_loss"):  # made by train(), later than this
             trainer._tr_loss = torch.zeros((), device=trainer.args.device)
-        self._trainer = trainer
+        self._trainer, self._loader = trainer, loader
         self._log = _LogText()
         self._exportable = importlib.import_module("transformers.trainer_callback").ExportableState
         self._loaded: dict[str, Any] = {}
-        self.epoch_rng: dict[str, Any] = RngState().state_dict()
+        self.epoch_start = capture_random(loader)
         """Random generators as they were when the epoch began, of whose numbers a shuffled order may be made."""
+        self.step_end = self.epoch_start
+        """Those of the restored step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress after the newest step. The tensor is the live one."""
@@ -48,13 +52,14 @@ class TrainerProgress:
             "total_loss": getattr(trainer, "_total_loss_scalar", 0.0),
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
             "flos": trainer.current_flos,
-            "epoch_rng": self.epoch_rng,
+            "epoch_start": self.epoch_start,
+            "own_generators": own_generators(self._loader),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keeps ``state`` for the other methods: training makes anew, as it begins, what would be set here."""
         self._loaded = {**state, "loss": state["loss"].clone()}
-        self.epoch_rng = state["epoch_rng"]
+        self.epoch_start = state["epoch_start"]
 
     def _state_text(self) -> str:
         state = self._trainer.state
@@ -70,6 +75,10 @@ class TrainerProgress:
         )
 
     # -- going on -----------------------------------------------------------------------------------------------
+
+    def note_restored(self) -> None:
+        """Notes the random generators that have just been restored with the rest of the state."""
+        self.step_end = {"global": RngState().state_dict(), "own": self._loaded["own_generators"]}
 
     def write_state(self, directory: str) -> None:
         """Writes the restored ``TrainerState`` to a file, from which the Trainer finds its place in the data."""

@@ -13,6 +13,7 @@ from typing import Any
 import rekindle
 from rekindle.errors import RekindleError, UsageError
 from rekindle.integrations.peft import without_frozen_base
+from rekindle.integrations.randomness import capture_random, set_random
 from rekindle.integrations.transformers.progress import TrainerProgress
 from rekindle.state.rng import RngState
 
@@ -79,11 +80,11 @@ class Attachment:
         self._prepared = original["_prepare_for_training"](max_steps, self._loader, given)
         checkpointer = self._open()
         reached, named = checkpointer.restore(), trainer.state.global_step
-        self._step_rng = RngState().state_dict()
         if reached and reached < named:
             self._load_given(given, named, reached)
         elif reached:
             self._resumed = True
+            self._progress.note_restored()
             with tempfile.TemporaryDirectory() as directory:
                 self._progress.write_state(directory)
                 place = original["_init_training_state"](max_steps, updates, epochs, directory, trial)
@@ -93,7 +94,7 @@ class Attachment:
 
     def _open(self) -> rekindle.Checkpointer:
         trainer = self._trainer
-        self._progress = TrainerProgress(trainer)
+        self._progress = TrainerProgress(trainer, self._loader)
         model = without_frozen_base(trainer.model)
         state = {"model": model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
@@ -127,9 +128,9 @@ class Attachment:
                 trainer.control.should_training_stop = True
                 return
             midway = options["steps_trained_in_current_epoch"] > 0
-            RngState().load_state_dict(self._progress.epoch_rng if midway else self._step_rng)
+            set_random(self._loader, self._progress.epoch_start if midway else self._progress.step_end)
             options["resume_from_checkpoint"] = os.fspath(self._root)  # any at all: batches are skipped by it
-        self._progress.epoch_rng = RngState().state_dict()
+        self._progress.epoch_start = capture_random(self._loader)
         self._original["_run_epoch"](*args, **options)
         self._secure()
 
@@ -143,7 +144,7 @@ class Attachment:
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Sets the random generators, when the batches before the restored step have been skipped."""
         if self._resumed:
-            RngState().load_state_dict(self._step_rng)
+            RngState().load_state_dict(self._progress.step_end["global"])
         else:
             self._original["_load_rng_state"](checkpoint)
 
