@@ -66,7 +66,9 @@ def test_killed_on_all_ranks(ranks: int, memory: Path, tmp_path: Path, unbroken:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "options", [(), ("--unseeded",), ("--workers", 2), ("--trainer", "mixin"), ("--trainer", "sft"), ("--lora",)]
+    "options",
+    [(), ("--unseeded",), ("--workers", 2), ("--trainer", "mixin"), ("--trainer", "sft"), ("--lora",)],
+    ids=str,
 )
 def test_killed_on_one_of_two_ranks(
     options: tuple[object, ...], memory: Path, tmp_path: Path, unbroken: Callable[..., End]
