@@ -1,7 +1,7 @@
 """Trains a small network by a loop of Accelerate's kind, and survives faults.
 
     python examples/train_accelerate.py runs/acc                              one process
-    accelerate launch --cpu --num_processes 2 examples/train_accelerate.py runs/acc     two ranks
+    torchrun --nproc-per-node 2 examples/train_accelerate.py runs/acc         two ranks; or accelerate launch
 
 Kill it in any way you like, and start it again by the same command: it goes on behind the last completed step.
 """
