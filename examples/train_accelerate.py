@@ -19,7 +19,7 @@ EPOCHS = 5
 
 def main(root: str) -> None:
     set_seed(0)
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 32))
     data = torch.utils.data.TensorDataset(torch.randn(4096, 32))
     loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)

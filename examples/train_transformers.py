@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 from rekindle.integrations.transformers import attach
@@ -23,7 +24,13 @@ def main(root: str) -> None:
     set_seed(0)
     trainer = Trainer(
         model=GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=128, n_layer=2, n_head=4)),
-        args=TrainingArguments(output_dir=f"{root}-trainer", max_steps=200, logging_steps=10, report_to=[]),
+        args=TrainingArguments(
+            output_dir=f"{root}-trainer",
+            max_steps=200,
+            logging_steps=10,
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+        ),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     )
     attach(trainer, root)

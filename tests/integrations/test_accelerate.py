@@ -57,7 +57,9 @@ def test_killed_on_all_ranks(
     assert train(tmp_path / "resumed", ranks, *options, root=root) == [0] * ranks, broken
     start = int(lines(tmp_path / "resumed", PROGRAM)["start"].split()[0])
     assert start in (broken[1] - 1, broken[1] - 2)  # the newest copy may have been under way
-    assert end_of(tmp_path / "resumed", ranks) == unbroken(ranks, *options), broken
+    end = unbroken(ranks, *options)
+    assert int(end[0]["steps"]) == STEPS[ranks]
+    assert end_of(tmp_path / "resumed", ranks) == end, broken
 
 
 @pytest.mark.timeout(600)

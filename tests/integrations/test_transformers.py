@@ -61,7 +61,9 @@ def test_killed_on_all_ranks(ranks: int, memory: Path, tmp_path: Path, unbroken:
         assert 0 not in codes, broken
     assert train(tmp_path / "resumed", ranks, root=root) == [0] * ranks, broken
     assert began(tmp_path / "resumed") == broken[1] - 1
-    assert end_of(tmp_path / "resumed", ranks) == unbroken(ranks), broken
+    end = unbroken(ranks)
+    assert int(end[0]["train_loss"].split()[1]) == STEPS[ranks]
+    assert end_of(tmp_path / "resumed", ranks) == end, broken
 
 
 @pytest.mark.timeout(600)
