@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PACKAGES_deepspeed := deepspeed==0.19.8
 PACKAGES_mindspore := mindspore==2.10.0 aiohttp click rich xxhash
 PACKAGES_nebula    := deepspeed==0.19.6  # it still has Nebula
-PACKAGES_transformers := transformers==5.18.0 accelerate==1.15.0 trl==1.13.0 peft==0.21.0
+PACKAGES_transformers := transformers==5.23.0 accelerate==1.15.0 trl==1.13.0 peft==0.21.0
 TESTS_deepspeed := tests/integrations/test_deepspeed.py
 TESTS_lightning := tests/integrations/test_lightning.py
 TESTS_mindspore := tests/provide/mindio/test_mindspore.py

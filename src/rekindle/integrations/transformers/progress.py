@@ -50,6 +50,7 @@ class TrainerProgress:
             "counted": json.dumps(counted, default=_plain),
             "loss": trainer._tr_loss,
             "total_loss": getattr(trainer, "_total_loss_scalar", 0.0),
+            "first_step": getattr(trainer, "_initial_global_step", 0),  # train_loss is a mean of the steps behind it
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
             "flos": trainer.current_flos,
             "epoch_start": self.epoch_start,
@@ -89,6 +90,7 @@ class TrainerProgress:
         trainer, loaded = self._trainer, self._loaded
         trainer._tr_loss = loaded["loss"].to(trainer.args.device)
         trainer._total_loss_scalar = loaded["total_loss"]
+        trainer._initial_global_step = loaded["first_step"]
         trainer._globalstep_last_logged = loaded["last_logged"]
         trainer.current_flos = loaded["flos"]
         for name, value in json.loads(loaded["counted"]).items():
