@@ -9,17 +9,20 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 # Frameworks with environments of their own, and all frameworks' tests. Lightning is in .venv, by the dev extra.
+OWN := data deepspeed mindspore nebula ray transformers
 PACKAGES_data      := torchdata==0.11.0 datasets==5.2.0
 PACKAGES_deepspeed := deepspeed==0.19.8
 PACKAGES_mindspore := mindspore==2.10.0 aiohttp click rich xxhash
 PACKAGES_nebula    := deepspeed==0.19.6  # it still has Nebula
 PACKAGES_ray       := ray[train]==2.60.0
+PACKAGES_transformers := transformers==5.23.0 accelerate==1.15.0 trl==1.13.0 peft==0.21.0
 TESTS_data      := tests/data/test_frameworks.py
 TESTS_deepspeed := tests/integrations/test_deepspeed.py
 TESTS_lightning := tests/integrations/test_lightning.py
 TESTS_mindspore := tests/provide/mindio/test_mindspore.py
 TESTS_nebula    := tests/integrations/test_nebula.py tests/provide/test_torch_nebula_lightning.py
 TESTS_ray       := tests/integrations/test_ray.py
+TESTS_transformers := tests/integrations/test_transformers.py tests/integrations/test_accelerate.py
 
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -32,6 +35,7 @@ help:
 	@echo 'make test    run the tests that protect every change; ARGS="-k memory" runs some of them, WORKERS=8 more at a time'
 	@echo 'make test-all    the same with the campaigns, which take long to show more; ARGS="--campaign-share=3/10" for a tenth'
 	@echo 'make data, make deepspeed, make lightning, make nebula, make ray   run the tests with the real framework, which they install'
+	@echo 'make transformers   the same with Hugging Face Trainer, TRL and Accelerate'
 	@echo 'make mindspore   the same with MindSpore, 2.8 GB'
 	@echo 'make check   check style, types and import rules'
 	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
@@ -60,8 +64,8 @@ test: .venv/ready
 test-all: .venv/ready
 	$(PYTEST) -m '' $(ARGS)
 
-data deepspeed mindspore nebula ray: %: .venv-%/ready
-data deepspeed lightning mindspore nebula ray: .venv/ready
+$(OWN): %: .venv-%/ready
+$(OWN) lightning: .venv/ready
 	$(PYTEST) -m '' $(TESTS_$@) $(ARGS)
 
 # It sees the packages of .venv, torch among them, so that it needs only its own. That of MindSpore has to do without torch.
@@ -86,4 +90,4 @@ clean:
 	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo drill soak test test-all data mindspore deepspeed lightning nebula ray check bench clean
+.PHONY: help demo drill soak test test-all $(OWN) lightning check bench clean

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-__all__ = ["PROGRAMS", "REPO", "environment", "launch", "lines", "needs_lightning"]
+__all__ = ["PROGRAMS", "REPO", "environment", "launch", "lines", "needs_lightning", "ranks_of"]
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -45,3 +46,24 @@ def lines(where: Path, program: str, rank: int = 0) -> dict[str, str]:
     """Maps the first word of each line that a program printed to the rest. Later lines win."""
     text = (where / f"{program}-{rank}.out").read_text(encoding="utf-8")
     return {key: rest for key, _, rest in (line.partition(" ") for line in text.splitlines())}
+
+
+def ranks_of(count: int, python: str, program: str, *arguments: object, where: Path, **variables: str) -> list[int]:
+    """Runs a program on that many ranks to their ends, a single one without a launcher's words. Returns exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
+    each = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)] if count > 1 else [{}]
+    offline = {"HF_HUB_OFFLINE": "1", **variables}
+    ranks = [launch(python, program, *arguments, where=where, **offline, **own) for own in each]
+    try:
+        return [rank.wait(150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()

@@ -391,3 +391,36 @@ def test_parameters_whose_names_start_with_a_dollar(pipeline):
     line.save()
     line.load_into({"model": back})
     assert_same_state(live, back)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer as Accelerate wraps it: it is never made as one, and shows what the other has as its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+def test_an_optimizer_is_found_in_its_wrappers() -> None:
+    model, optimizer = model_and_optimizer()
+    assert Capture({"model": model, "opt": Wrapper(Wrapper(optimizer))}).state["opt"] is optimizer
+
+
+def test_a_wrapper_with_state_of_its_own_is_saved_itself() -> None:
+    class Averaging(Wrapper):
+        state = {}
+
+    model, optimizer = model_and_optimizer()
+    wrapper = Averaging(optimizer)
+    assert Capture({"model": model, "opt": wrapper}).state["opt"] is wrapper

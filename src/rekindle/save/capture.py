@@ -46,7 +46,10 @@ _NAMES = 1024
 
 
 def unwrap(module: Any) -> Any:
-    """Returns the module inside DistributedDataParallel or torch.compile: names don't depend on the wrapping."""
+    """Returns the module, or the optimizer, inside the wrappers of torch and of frameworks.
+
+    Names don't depend on the wrapping, and only the inner optimizer calls hooks before an update.
+    """
     if is_zero(module):
         return ZeroState(module)
     while True:
@@ -54,8 +57,20 @@ def unwrap(module: Any) -> Any:
             module = module.module
         elif _is_compiled(module):
             module = module._orig_mod
+        elif _is_wrapper(module):
+            module = module.optimizer
         else:
             return module
+
+
+def _is_wrapper(entry: Any) -> bool:
+    """Returns True for an optimizer that shows groups and state of another one as its own: it has nothing to be saved.
+
+    Those of Accelerate and Lightning do. One that keeps weights or state of its own is no mere wrapper.
+    """
+    optimizer = torch.optim.Optimizer
+    inner = getattr(entry, "optimizer", None) if isinstance(entry, optimizer) else None
+    return isinstance(inner, optimizer) and entry.param_groups is inner.param_groups and entry.state is inner.state
 
 
 def _is_compiled(module: Any) -> bool:

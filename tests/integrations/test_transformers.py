@@ -1,0 +1,158 @@
+"""The real Trainer on one and two ranks: killed anywhere it ends as the run that was not, by the same command."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.environments import REPO, environment, lines, ranks_of
+
+PROGRAM = "train_transformers"
+STEPS = {1: 22, 2: 12}
+"""Updates by number of ranks, in two epochs."""
+
+End = list[dict[str, str]]
+
+
+def train(where: Path, ranks: int, *options: object, root: Path | None = None) -> list[int]:
+    """Trains on that many ranks. Returns their exit codes."""
+    where.mkdir(exist_ok=True)
+    root = root or where / "run"
+    return ranks_of(ranks, environment("transformers"), PROGRAM, root, root.parent / "own", *options, where=where)
+
+
+def end_of(where: Path, ranks: int) -> End:
+    """Returns what each rank printed at its end, but for the step that it began with."""
+    found = [lines(where, PROGRAM, rank) for rank in range(ranks)]
+    kept = ("weights", "optimizer", "schedule", "log", "train_loss", "callbacks")
+    return [{key: printed[key] for key in kept} for printed in found]
+
+
+def began(where: Path) -> int:
+    return int(lines(where, PROGRAM)["start"].split()[0])
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., End]:
+    """Returns the end of a training that was not interrupted, and did not know of Rekindle."""
+
+    @cache
+    def end(ranks: int, *options: object) -> End:
+        where = tmp_path_factory.mktemp("unbroken")
+        assert train(where, ranks, *options, "--alone") == [0] * ranks
+        return end_of(where, ranks)
+
+    return end
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_on_all_ranks(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """Twice, at random steps; the second start goes on from the first one's."""
+    root, broken = tmp_path / "run", sorted(random.sample(range(2, STEPS[ranks]), 2))
+    for number, step in enumerate(broken):
+        codes = train(tmp_path / f"broken{number}", ranks, "--die-before", step, root=root)
+        assert 0 not in codes, broken
+    assert train(tmp_path / "resumed", ranks, root=root) == [0] * ranks, broken
+    assert began(tmp_path / "resumed") == broken[1] - 1
+    end = unbroken(ranks)
+    assert int(end[0]["train_loss"].split()[1]) == STEPS[ranks]
+    assert end_of(tmp_path / "resumed", ranks) == end, broken
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--unseeded",), ("--workers", 2), ("--trainer", "mixin"), ("--trainer", "sft"), ("--lora",)],
+    ids=str,
+)
+def test_killed_on_one_of_two_ranks(
+    options: tuple[object, ...], memory: Path, tmp_path: Path, unbroken: Callable[..., End]
+) -> None:
+    root, broken = tmp_path / "run", random.randrange(2, STEPS[2])
+    train(tmp_path / "broken", 2, "--die-before", broken, "--die-rank", 1, *options, root=root)
+    assert train(tmp_path / "resumed", 2, "--resume", *options, root=root) == [0, 0], broken
+    assert end_of(tmp_path / "resumed", 2) == unbroken(2, *options), broken
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("where", ["the last update of an epoch", "the evaluation behind an epoch"])
+def test_killed_where_an_epoch_ends(where: str, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """A step is secured behind what the Trainer does at an epoch's end, or that would be left out of the log."""
+    root = tmp_path / "run"
+    die = ["--die-before", 11, *(["--die-evaluating"] if "evaluation" in where else [])]
+    assert 0 not in train(tmp_path / "broken", 1, "--strategy", "epoch", *die, root=root)
+    assert train(tmp_path / "resumed", 1, "--strategy", "epoch", root=root) == [0]
+    assert end_of(tmp_path / "resumed", 1) == unbroken(1, "--strategy", "epoch")
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_is_over_is_not_trained_on(memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """Its last step lies within an epoch, of which the Trainer itself would train one step more."""
+    root = tmp_path / "run"
+    for start in ("first", "second"):
+        assert train(tmp_path / start, 1, "--max-steps", 15, "--resume", root=root) == [0]
+    assert began(tmp_path / "second") == 15
+    first, second = (end_of(tmp_path / start, 1) for start in ("first", "second"))
+    assert first == second == unbroken(1, "--max-steps", 15)
+
+
+@pytest.mark.timeout(600)
+def test_stopped_early_by_a_callback_that_a_restart_does_not_reset(
+    memory: Path, tmp_path: Path, unbroken: Callable[..., End]
+) -> None:
+    root, options = tmp_path / "run", ("--patience", 2)
+    assert 0 not in train(tmp_path / "broken", 1, "--die-before", 10, *options, root=root)
+    assert train(tmp_path / "resumed", 1, *options, root=root) == [0]
+    end = unbroken(1, *options)
+    assert int(end[0]["train_loss"].split()[1]) < STEPS[1], "nothing stopped it"
+    assert end_of(tmp_path / "resumed", 1) == end
+
+
+@pytest.mark.timeout(600)
+def test_a_newer_checkpoint_of_the_trainers_own_is_taken(
+    memory: Path, tmp_path: Path, unbroken: Callable[..., End]
+) -> None:
+    root = tmp_path / "run"
+    assert 0 not in train(tmp_path / "one", 1, "--die-before", 4, root=root)
+    assert 0 not in train(tmp_path / "alone", 1, "--alone", "--die-before", 10, root=root)
+    assert train(tmp_path / "resumed", 1, "--resume", root=root) == [0]
+    text = (tmp_path / "resumed" / f"{PROGRAM}-0.out").read_text()
+    assert re.search(r"checkpoint-8 is of step 8, and the newest checkpoint in .* of step 3", text)
+    assert end_of(tmp_path / "resumed", 1)[0]["schedule"] == unbroken(1)[0]["schedule"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_told_to_go(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """The step is secured, and the exit code is the signal's for the rank that was told."""
+    root, broken = tmp_path / "run", random.randrange(2, STEPS[ranks])
+    die = ["--die-before", broken, "--die-rank", 0, "--signal", "TERM"]
+    codes = train(tmp_path / "broken", ranks, *die, root=root)
+    assert codes[0] == 128 + signal.SIGTERM and 0 not in codes
+    assert train(tmp_path / "resumed", ranks, root=root) == [0] * ranks
+    assert began(tmp_path / "resumed") in (broken - 1, broken)
+    assert end_of(tmp_path / "resumed", ranks) == unbroken(ranks), broken
+
+
+@pytest.mark.timeout(600)
+def test_another_owner_of_sigterm_is_refused_by_name(memory: Path, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", 1, "--jit") == [1]
+    text = (tmp_path / "run" / f"{PROGRAM}-0.out").read_text()
+    assert "UsageError: TrainingArguments.enable_jit_checkpoint can't be had with Rekindle" in text
+
+
+def test_lines_that_a_user_adds() -> None:
+    """One, and its import."""
+    script = (REPO / "examples/train_transformers.py").read_text()
+    code = [line for line in script.split('"""')[2].splitlines() if "rekindle" in line or "attach" in line]
+    assert [line.split("(")[0].strip() for line in code] == [
+        "from rekindle.integrations.transformers import attach",
+        "attach",
+    ]
