@@ -204,7 +204,8 @@ def _iperf(nbytes: int) -> Turn:
     assert receiver.stdout is not None
     sender = ["iperf3", "-c", "127.0.0.1", "-p", port, "-n", str(nbytes), "-P", str(_connections()), "-J"]
     until = time.monotonic() + 30
-    while subprocess.run(sender, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "timeout": 60}
+    while subprocess.run(sender, **quiet, check=False).returncode:
         assert time.monotonic() < until, "iperf3 does not answer"
         time.sleep(0.1)
     found = json.loads(receiver.stdout.read())["end"]["sum_received"]
