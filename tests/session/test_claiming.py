@@ -193,7 +193,8 @@ def test_a_root_that_was_put_back_is_refused_with_what_to_do(store: PosixStore, 
     claim_root(store, Starts(Claim(f"{9:016x}", 2, at="2026-11-01", hosts=["there"])))
     refusal = begin(store, here, 2).refusal
     assert refusal is not None and "at 2026-11-01 on there, which began before the last start on the nodes" in refusal
-    assert "goes on elsewhere" not in refusal and "'rekindle stop --discard" in refusal and "restore(step=N)" in refusal
+    assert "goes on elsewhere" not in refusal and "See that no other start of the job runs; then" in refusal
+    assert "'rekindle stop --discard" in refusal and "restore(step=N)" in refusal
 
 
 def test_the_smaller_side_waits_and_then_goes_on_or_is_refused(
