@@ -142,6 +142,16 @@ def test_told_to_go(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable
 
 
 @pytest.mark.timeout(600)
+def test_told_to_go_before_the_first_update(memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """The restored step is secured again as it was, though the trainer has its counters at zero then."""
+    root = tmp_path / "run"
+    assert 0 not in train(tmp_path / "broken", 1, "--die-before", 9, root=root)
+    assert train(tmp_path / "told", 1, "--end-at-start", root=root) == [128 + signal.SIGTERM]
+    assert train(tmp_path / "resumed", 1, root=root) == [0]
+    assert end_of(tmp_path / "resumed", 1) == unbroken(1)
+
+
+@pytest.mark.timeout(600)
 def test_another_owner_of_sigterm_is_refused_by_name(memory: Path, tmp_path: Path) -> None:
     assert train(tmp_path / "run", 1, "--jit") == [1]
     text = (tmp_path / "run" / f"{PROGRAM}-0.out").read_text()

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import signal
+import threading
 
 import torch
 from digests import digest
@@ -31,6 +32,7 @@ options.add_argument("--alone", action="store_true", help="trains without Rekind
 options.add_argument("--die-before", type=int, help="the update that is not made any more")
 options.add_argument("--die-rank", type=int, help="the rank that dies; all do without it")
 options.add_argument("--die-evaluating", action="store_true", help="dies in the evaluation behind that update")
+options.add_argument("--end-at-start", action="store_true", help="is told to go before the first update")
 options.add_argument("--resume", action="store_true", help="passes resume_from_checkpoint=True")
 options.add_argument("--trainer", default="plain")
 options.add_argument("--max-steps", type=int, default=-1)
@@ -47,6 +49,11 @@ sft = given.trainer == "sft"
 
 
 class Dying(TrainerCallback):
+    def on_train_begin(self, args, state, control, **others):
+        if given.end_at_start:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
+
     def on_pre_optimizer_step(self, args, state, control, **others):
         if not given.die_evaluating:
             self.die(state.global_step + 1)

@@ -36,6 +36,8 @@ class TrainerProgress:
         self._log = _LogText()
         self._exportable = importlib.import_module("transformers.trainer_callback").ExportableState
         self._loaded: dict[str, Any] = {}
+        self._pending = False
+        """True from a restore until training has begun: the trainer doesn't have yet what was restored."""
         self.epoch_start = capture_random(loader)
         """Random generators as they were when the epoch began, of whose numbers a shuffled order may be made."""
         self.step_end = self.epoch_start
@@ -43,6 +45,8 @@ class TrainerProgress:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress after the newest step. The tensor is the live one."""
+        if self._pending:
+            return self._loaded
         trainer = self._trainer
         counted = {name: getattr(trainer, name) for name in _COUNTED if hasattr(trainer, name)}
         return {
@@ -78,7 +82,8 @@ class TrainerProgress:
     # -- going on -----------------------------------------------------------------------------------------------
 
     def note_restored(self) -> None:
-        """Notes the random generators that have just been restored with the rest of the state."""
+        """Notes that training goes on from what was restored, and the random generators of that step."""
+        self._pending = True
         self.step_end = {"global": RngState().state_dict(), "own": self._loaded["own_generators"]}
 
     def write_state(self, directory: str) -> None:
@@ -88,6 +93,7 @@ class TrainerProgress:
     def apply(self) -> None:
         """Sets what was restored. To be called when training is about to begin, and has set it to zero."""
         trainer, loaded = self._trainer, self._loaded
+        self._pending = False
         trainer._tr_loss = loaded["loss"].to(trainer.args.device)
         trainer._total_loss_scalar = loaded["total_loss"]
         trainer._initial_global_step = loaded["first_step"]
