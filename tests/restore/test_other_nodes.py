@@ -57,7 +57,7 @@ def _train(
     model = torch.nn.parallel.DistributedDataParallel(linear)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     state = {"model": linear, "optimizer": optimizer, "own": own}
-    ckpt = rekindle.Checkpointer(root, state, memory=memories[rank], persist_every=10**6)
+    ckpt = rekindle.Checkpointer(root, state, memory=memories[rank], persist_every=10**6, peer_every=None)
     begun = ckpt.restore()
     came_to = {begun: _digest(linear, optimizer, own)}
     with ckpt.guard(watchdog=False) if lost_after else nullcontext():
@@ -143,7 +143,7 @@ def _read(rank: int, root: Path, memories: list[Path]) -> tuple[int, int, float]
     _be_patient()
     torch.manual_seed(0)
     model = torch.nn.Linear(2500, 2500)  # 25 MB
-    ckpt = rekindle.Checkpointer(root, {"model": model}, memory=memories[rank], persist_every=10**6)
+    ckpt = rekindle.Checkpointer(root, {"model": model}, memory=memories[rank], persist_every=10**6, peer_every=None)
     session = ckpt._session
     done, _ = restore(
         ckpt._group, ckpt._capture.state, session.job, session.store, None, allow_pickle=False, nodes=session.nodes
