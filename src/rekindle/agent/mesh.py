@@ -140,7 +140,8 @@ class Mesh(Others):
         return {"known": None if fault is None else fault_to_json(fault)}
 
     def _hear_fault(self, fault: Fault) -> None:
-        if self._monitor.others is not self or not self._trains():  # the next start has begun meanwhile
+        former = fault.generation < self.nodes.generation
+        if former or self._monitor.others is not self or not self._trains():  # the next start has begun meanwhile
             return
         if self._monitor.hear(fault) and len(self._neighbours) + 1 < len(self.nodes.nodes):
             self.tell(fault)  # who told this node does not know all others
@@ -197,6 +198,8 @@ class Mesh(Others):
         return {"verb": verb, "start": self.nodes.start, **(fields or {})}
 
     def tell(self, fault: Fault) -> None:
+        if fault.generation < self.nodes.generation:  # what an agent that was stopped reads first is of a former start
+            return
         for neighbour in self._neighbours.values():
             neighbour.tell(lambda: self._message("fault", fault_to_json(fault)))
 

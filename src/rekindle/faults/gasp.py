@@ -169,18 +169,23 @@ class Gasp:
         if not self.hooks.clean(step):
             log.warning("rank %d is not secured: on_clean says that step %d's state can't be read", self.rank, step)
             return False
-        whole = cause not in SURVIVED or self._peers_differ(step)
+        place = MEMORY
+        if cause == "notice" or not self.securer.holds_restored(step):
+            place = self._secure_part(step, end, whole=cause not in SURVIVED or self._peers_differ(step))
+        self.hooks.gasp(step)
+        self._note_secured(step, place)
+        return True
+
+    def _secure_part(self, step: int, end: float, *, whole: bool) -> str:
+        """Secure this rank's part of the step, or with ``whole`` all that it holds, also once a rank has gone."""
         place = self.securer.secure(step, whole=whole)
         until = min(end, time.monotonic() + _TOGETHER)
         while not whole and not self.securer.is_shared_by_all(step):
             if self._peers_differ(step) or time.monotonic() > until:
                 # On storage a dead rank's part can't be made from what others hold: there more would be in vain.
-                place = self.securer.secure(step, whole=True) if place == MEMORY else place
-                break
+                return self.securer.secure(step, whole=True) if place == MEMORY else place
             time.sleep(_POLL)
-        self.hooks.gasp(step)
-        self._note_secured(step, place)
-        return True
+        return place
 
     def _peers_differ(self, step: int) -> bool:
         """True if another rank of this node has gone without a copy of ``step``, or is past it."""

@@ -105,6 +105,9 @@ class Guard(ContextDecorator):
                 *(page or StatusPage(None, self._generation), self._saver.reached, inject_fault, before_update),
                 clock=self._saver.live.clock,
             )
+            self._rescue = self._rehearse_rescue()
+            undo.callback(self._rescue.close)
+            self._devices = self._rescue.devices + current_devices()
             if page is not None and self._job is not None:
                 self._hang_record = HangRecord(self._job, self._rank)
                 undo.callback(self._hang_record.close)
@@ -115,9 +118,6 @@ class Guard(ContextDecorator):
             self._saver.begin_guard(self._gate)
             undo.callback(self._saver.end_guard)
             self._keep_local_state()
-            self._rescue = self._rehearse_rescue()
-            undo.callback(self._rescue.close)
-            self._devices = self._rescue.devices + current_devices()
             self._undo = undo.pop_all()
         return self
 
@@ -211,7 +211,10 @@ class Guard(ContextDecorator):
     def _hear(self, message: dict[str, Any]) -> None:
         """Act on a message of the agent, in the link's thread."""
         if "fault" in message:
-            fault = self._first = Fault.from_json(message["fault"])
+            fault = Fault.from_json(message["fault"])
+            if fault.generation < self._generation:
+                return  # an agent that was stopped has just learned of it
+            self._first = fault
             self._heard.set()
             said = fault.cause in ("exception", "loss", "notice") and fault.rank == self._rank
             if not said:  # what this rank has said itself is seen to by the thread that said it

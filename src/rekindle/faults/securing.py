@@ -30,6 +30,17 @@ class StateSecurer:
         """
         return self._saver.gasp(self._session.shard_id(step), whole=whole)
 
+    def holds_restored(self, step: int) -> bool:
+        """True if the state is still what was restored, of which memory has the parts of all ranks of this node.
+
+        A snapshot of the same step takes the place of such a part, and helps nobody unless all ranks make theirs.
+        """
+        memory, start = self._saver.memory, self._session.incarnation
+        if memory is None or not start.parent or step != start.parent_step:
+            return False
+        found = memory.slots.complete_checkpoints()
+        return any((key.incarnation.id, key.step) == (start.parent, step) for key in found)
+
     def secure_newest_save(self, timeout: float) -> int | None:
         """Wait for what is on its way into memory, when the state itself can't be read any more. Returns its step.
 
