@@ -97,20 +97,3 @@ def test_two_jobs_on_the_same_nodes_keep_their_steps_apart(unbroken: Unbroken, l
             out = observe(job, struck)
             assert not out.forgotten and not out.differing and "storage" not in out.sources, out
             assert out.digests == unbroken.digests("fsdp2", 2, _STEPS)
-
-
-@pytest.mark.campaign(seconds=20)
-def test_a_rank_that_dies_before_the_first_step_of_a_start_costs_no_step(lab: Lab) -> None:
-    """The others still have what was restored: no part of it may go for a snapshot of the same step that lacks one."""
-    for _ in range(2):
-        lab.add()
-    with Job(lab, Task(str(lab.mount / "run"), str(lab.directory), "fsdp2", 2, 9, 0.7)) as job:
-        job.wait_for_step(5)
-        job.signal(1)
-        job.wait_until(lambda: {row["rank"] for row in job.rows("restored") if row["start"] == 1} == {0, 1}, "restart")
-        time.sleep(0.4)
-        job.signal(1)
-        job.wait_for_end()
-    first, second = ({row["step"] for row in job.rows("restored") if row["start"] == start} for start in (1, 2))
-    assert first == second, (first, second)
-    assert not [row for row in job.rows("restored") if row["place"] == "storage"]
