@@ -263,7 +263,7 @@ def simulate(seed: int) -> SimulatedSteps:
     return job
 
 
-MANY = [pytest.param(range(at, at + 1000), marks=pytest.mark.campaign(30)) for at in range(0, 10_000, 1000)]
+MANY = [pytest.param(range(at, at + 1000), marks=pytest.mark.campaign(50)) for at in range(0, 10_000, 1000)]
 
 
 @pytest.mark.parametrize("seeds", [range(40), *MANY], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")

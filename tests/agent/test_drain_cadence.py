@@ -6,11 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 import rekindle
+from rekindle.agent.backlog import Backlog
 from rekindle.agent.drain import Drainer
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.memory.job import JobInfo
@@ -167,3 +171,24 @@ def test_where_steps_decide_they_are_told(root: Path, memory: Path, caplog: pyte
 def test_a_pause_that_is_no_time_is_refused(root: Path, memory: Path, value: object) -> None:
     with pytest.raises(rekindle.UsageError, match="persist_seconds"):
         rekindle.Checkpointer(root, {}, persist_seconds=value)  # type: ignore[arg-type]
+
+
+def test_times_between_drains_are_kept_within_one_step_under_jitter(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock of its own: each step has a snapshot, and the agent looks twenty times a second."""
+    draw, now, step_ends, begun = Random(5), 1e6, 1e6, list[float]()
+    info = JobInfo(str(job.path), [0], 1, 9, None, 600.0, persist_seconds=30.0)
+    backlog = Backlog(job)
+    monkeypatch.setattr("rekindle.agent.backlog.time", SimpleNamespace(monotonic=lambda: now))
+    drained = True
+    while len(begun) < 30:
+        while step_ends <= now:
+            step_ends, drained = step_ends + draw.uniform(0.5, 1.5) * 2.0, False
+        if not drained and backlog._due(info):
+            job.notes.write_last_drain(now, 1.0)
+            begun, drained = [*begun, now], True
+            now += 1.0  # which it took
+        now += 0.05
+    gaps = [later - at for at, later in pairwise(begun)]
+    assert min(gaps) >= 30 - 0.01 and max(gaps) <= 30 + 3 + 0.1, gaps  # the note's time is rounded

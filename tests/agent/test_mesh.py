@@ -210,7 +210,7 @@ def test_nodes_keep_each_others_part_of_a_step_and_an_agent_that_is_killed_chang
             assert common is not None and (common.start, common.safe) == (start.id, 2)
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(seconds=11)
 def test_a_node_that_nobody_hears_is_lost_once_patience_is_over(agents: Agents) -> None:
     ranks = agents.begin(3)
     agents.hosts[2].signal_agent(signal.SIGSTOP)

@@ -173,6 +173,21 @@ def test_late_news_do_not_strike_the_next_start(run: Callable[..., None], *, ove
     run(check)
 
 
+def test_a_fault_of_a_former_start_is_neither_taken_up_nor_told(run: Callable[..., None]) -> None:
+    """An agent that was stopped learns of it first when the next start trains."""
+    former = replace(NEWS, generation=0)
+
+    def check(node: Node0) -> None:
+        with node.telling(1) as (mesh, told):
+            mesh._hear_fault(former)
+            assert node.monitor.fault is None
+            mesh.tell(former)
+            mesh.tell(NEWS)
+            assert told.get(timeout=30.0)["fault"]["generation"] == NEWS.generation
+
+    run(check)
+
+
 def test_a_pause_is_told_to_nodes_that_do_not_hear_the_one_that_pauses(run: Callable[..., None]) -> None:
     def check(node: Node0) -> None:
         with node.telling(1) as (mesh, told):

@@ -228,6 +228,19 @@ def test_nobody_stands_in_for_a_lost_node_while_ranks_train(nodes: tuple[Node, N
     assert durable(root) == [7], "the newest one, after which nobody needs the other"
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_former_starts_step_is_completed_unless_ranks_have_changed_places(
+    nodes: tuple[Node, Node], root: Path, *, moved: bool
+) -> None:
+    """Then nobody knows whose part the copies are. The step stays in memory for the next start."""
+    one = survivor(nodes[0], [0 if moved else 1])
+    keep_copy(one, 7, 1)
+    one.save(7)
+    one.job.write_job(JobInfo(str(root), [1 if moved else 0], 2, 2, None, 600.0, start="b" * 16))
+    drain_all(one)
+    assert durable(root) == ([] if moved else [7]) and one.drainer.pending() == (7 if moved else None)
+
+
 def test_a_damaged_copy_makes_no_checkpoint_and_an_older_one_is_taken(nodes: tuple[Node, Node], root: Path) -> None:
     one = survivor(nodes[0], [1])
     for step in (5, 7):

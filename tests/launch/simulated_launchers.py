@@ -11,7 +11,7 @@ from collections.abc import Callable
 from rekindle.launch.rendezvous.node import Identity, Node
 from rekindle.launch.rendezvous.wire import Address, Round, decode, encode
 
-__all__ = ["Launcher", "Network"]
+__all__ = ["PORT", "Launcher", "Network"]
 
 PORT = 29400
 _UNANSWERED = 3.0
@@ -21,12 +21,14 @@ _UNANSWERED = 3.0
 class Launcher:
     """A node's launcher with torchrun's behaviour: it runs ranks, looks for a reason to end them, and meets again."""
 
-    def __init__(self, network: Network, host: str, *, least: int, most: int, endpoints: tuple[Address, ...]) -> None:
+    def __init__(
+        self, network: Network, host: str, *, least: int, most: int, endpoints: tuple[Address, ...], job: str
+    ) -> None:
         self.network, self.host = network, host
         own = tuple(each for each in endpoints if each.host == host)
         self.address = own[0] if own else Address(host, next(network.ports))
         self.id = f"{network.chance.getrandbits(64):016x}"
-        me = Identity("job", self.id, self.address, least, most, 1.0, endpoints, own)
+        me = Identity(job, self.id, self.address, least, most, 1.0, endpoints, own)
         self.node = Node(me, network.now)
         self.alive = True
         self.has_power = True
@@ -35,6 +37,8 @@ class Launcher:
         self.rounds: list[Round] = []
         self.runs = False
         self.stops_at: float | None = None
+        self.is_stuck = False
+        """True while its ranks can't be ended, not by SIGKILL either."""
         self.ports = itertools.count(1000)
 
     def begin(self) -> None:
@@ -43,7 +47,7 @@ class Launcher:
 
     def fail(self) -> None:
         """Its ranks end by themselves."""
-        if self.runs:
+        if self.runs and not self.is_stuck:
             self.runs = False
             self._want()
 
@@ -57,6 +61,7 @@ class Launcher:
         if not self.alive:
             return
         event(self.network.now)
+        self.node.settle(self.network.now)
         while self.node.output:
             done, self.node.output = self.node.output, []
             for output in done:
@@ -73,11 +78,17 @@ class Launcher:
 
     def _tick(self) -> None:
         self.act(self.node.tick)
-        if not self.alive or self.ended:
+        if not self.alive:
             return
-        if self.runs and self.node.news is not None and self.node.news.waiting and self.stops_at is None:
+        if (
+            self.runs
+            and not self.ended
+            and self.node.news is not None
+            and self.node.news.waiting
+            and self.stops_at is None
+        ):
             self.stops_at = self.network.now + self.network.chance.uniform(0.0, 0.5)
-        if self.stops_at is not None and self.network.now >= self.stops_at:
+        if self.stops_at is not None and self.network.now >= self.stops_at and not self.is_stuck:
             self.stops_at = None
             self.fail()
         self.network.at(0.1, self._tick)
@@ -102,10 +113,10 @@ class Network:
         self._apart: set[str] = set()
         """Hosts that are cut off from all others, but not from each other."""
 
-    def add(self, host: str, *, least: int = 2, most: int = 2, at: str = "a") -> Launcher:
+    def add(self, host: str, *, least: int = 2, most: int = 2, at: str = "a", job: str = "job") -> Launcher:
         """Starts a launcher. ``at`` are the hosts of its endpoints."""
         endpoints = tuple(Address(name, PORT) for name in at.split(","))
-        made = Launcher(self, host, least=least, most=most, endpoints=endpoints)
+        made = Launcher(self, host, least=least, most=most, endpoints=endpoints, job=job)
         self.launchers.append(made)
         made.begin()
         return made
@@ -134,6 +145,13 @@ class Network:
         for near, (other, link) in list(self._ends.items()):
             if near[0] is launcher:
                 self._close(near, other, link)
+
+    def sever(self, launcher: Launcher) -> None:
+        """Breaks all connections of a launcher, which lives on."""
+        for near, (other, link) in list(self._ends.items()):
+            if near[0] is launcher:
+                self._close(near, other, link)
+                launcher.act(lambda now, own=near[1]: launcher.node.lost(own, now))  # type: ignore[misc]
 
     def lose_power(self, launcher: Launcher) -> None:
         """Ends a launcher. Nobody hears anything from it any more."""

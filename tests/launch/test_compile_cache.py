@@ -359,7 +359,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @has_compiler
-@pytest.mark.campaign(60)
+@pytest.mark.campaign(100)
 @pytest.mark.timeout(900)
 def test_a_fresh_node_compiles_nothing(trained):
     with Compiled(trained) as job:
@@ -390,7 +390,7 @@ def rename(place: Path) -> str:
 
 
 @has_compiler
-@pytest.mark.campaign(60)
+@pytest.mark.campaign(120)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("harm", [corrupt, pytest.param(give_away, marks=is_root), rename])
 def test_what_can_not_be_used_is_compiled_anew(trained, tmp_path, harm):

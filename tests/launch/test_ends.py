@@ -288,7 +288,7 @@ def test_steps_saved_through_dcp_are_progress(script: Path, tmp_path: Path, memo
     assert restarts(done) == [f"restart 1 of 20 since step {step}" for step in (1, 2)], done.stderr
 
 
-@pytest.mark.campaign(seconds=60)
+@pytest.mark.campaign(seconds=27)
 def test_the_node_that_gives_up_ends_the_job_on_the_other_one_too(script: Path, tmp_path: Path, memory: Path) -> None:
     """Two launchers, as on two nodes. The rank of one raises, that of the other one waits for it."""
     with socket.socket() as free:

@@ -79,7 +79,7 @@ def test_a_package_of_which_many_parts_are_left_out_is_left_out() -> None:
     [
         ("networkx", "NETWORKX_FALLBACK_TO_NX"),
         ("tqdm", "TQDM_MININTERVAL"),
-        pytest.param("torch._inductor.compile_fx", "NETWORKX_FALLBACK_TO_NX", marks=pytest.mark.campaign(20)),
+        pytest.param("torch._inductor.compile_fx", "NETWORKX_FALLBACK_TO_NX", marks=pytest.mark.campaign(9)),
     ],
 )
 def test_what_torchs_compiler_imports_is_loaded_ahead(tmp_path: Path, name: str, variable: str) -> None:

@@ -50,7 +50,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 pytestmark = [
-    pytest.mark.campaign(seconds=60),
+    pytest.mark.campaign(seconds=10),
     pytest.mark.timeout(400),
     pytest.mark.skipif(not (shutil.which("slurmctld") and shutil.which("slurmd")), reason="no Slurm is installed"),
 ]

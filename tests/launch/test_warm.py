@@ -187,6 +187,43 @@ def test_a_launcher_that_has_a_rank_itself_gives_it_to_no_import(
         assert worker is not None and worker.wait(100) == 1 and not said, said
 
 
+def test_the_first_start_of_a_node_that_has_waited_is_warm(
+    said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def foresee(record: Path) -> bool:
+        return bool(record.write_text(json.dumps({"modules": {}, "changed": [], "foreseen": True})))
+
+    monkeypatch.setattr(warm, "_ANSWERS_WITHIN", 100.0)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    workers = WarmWorkers(tmp_path, tmp_path, said.append, foresee)
+    try:
+        workers.expect(COMMAND)
+        spare = next_spare(workers)
+        workers.expect(COMMAND)
+        assert next_spare(workers) == spare, "one is enough"
+        assert b"MASTER_PORT=" not in Path(f"/proc/{spare}/environ").read_bytes()
+        started = {**os.environ, "RANK": "1", "MASTER_PORT": "2"}
+        worker = workers.start(0, COMMAND, started, [0, 1, 2])
+        assert worker is not None and worker.wait(100) == 1 and not said, said
+        begin(workers)
+        assert said == [
+            "started cold: the last warm start did not come as far as its second step (with DCP: its first save)"
+        ]
+    finally:
+        workers.close()
+
+
+def test_a_node_whose_script_can_not_be_foreseen_starts_cold_and_then_as_ever(said: list[str], tmp_path: Path) -> None:
+    workers = WarmWorkers(tmp_path, tmp_path, said.append, lambda record: False)
+    workers.expect(COMMAND)
+    assert workers._spare is None
+    begin(workers)
+    try:
+        assert next_spare(workers) and not said
+    finally:
+        workers.close()
+
+
 def test_a_worker_has_the_launchers_scheduling(
     workers: WarmWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,8 +327,8 @@ def test_a_torch_that_starts_workers_in_another_way_starts_them_cold(
     else:
         monkeypatch.delattr(SubprocessHandler, "_popen")
     before = vars(api).copy()
-    with warm_workers(workers) as tend:
-        tend()
+    with warm_workers(workers) as given:
+        assert given is None
         assert vars(api) == before
     assert len(said) == 1 and said[0].startswith("restarts are cold: torch ")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,15 @@ class Case:
     culprit: str = ""
     """Words by which each node's record of the fault names it; empty if nothing needs to be noticed."""
     kinds: tuple[str, ...] = KINDS
+    """Kinds for which it makes a difference."""
     world: int = 2
     hosts: int = 2
     domains: str = ""
     """A letter for each of the first nodes: those that have the same fail together."""
     spare: bool = False
     """One node more is there from the start; else one comes where a node is lost."""
-    launched: bool = False
-    """Brought about under ``rekindle run``, since its launchers have a part in it."""
+    launcher: str = ""
+    """The real launcher that has a part in it: its name; empty for the small one that forks ranks."""
     restarts: tuple[int, ...] = (1,)
     """Numbers of restarts that are right."""
     lost: int = 1
@@ -58,6 +60,11 @@ class Case:
     steps: int = _STEPS
     waits_at: int = 0
     """Step that is saved with ``wait="node"``."""
+
+    @property
+    def all_kinds(self) -> tuple[str, ...]:
+        """Those of which torch computes the same bits each time: all with two ranks."""
+        return KINDS if self.world == 2 else self.kinds
 
     def needs_copies(self, kind: str) -> bool:
         return self.lost_node and kind not in _REPLICATED
@@ -85,7 +92,7 @@ class Unbroken:
                 with Job(lab, task, nodes=1) as job:
                     job.wait_for_end()
                     self._known[kind, world] = {(r["rank"], r["step"]): r["digest"] for r in job.rows("step")}
-        return self._known[kind, world]
+        return {(rank, step): digest for (rank, step), digest in self._known[kind, world].items() if step <= steps}
 
 
 def play(case: Case, kind: str, directory: Path) -> Outcome:
@@ -96,8 +103,11 @@ def play(case: Case, kind: str, directory: Path) -> Outcome:
         options = {} if case.persist_every is None else {"persist_every": case.persist_every}
         place, more = str(lab.mount / "run"), (options, case.guard, case.waits_at)
         task = Task(place, str(directory), kind, case.world, case.steps, 0.2, *more)
-        with (LaunchedJob if case.launched else Job)(lab, task, nodes=case.hosts) as job:
+        launch = partial(LaunchedJob, launcher=case.launcher) if case.launcher else Job
+        with launch(lab, task, nodes=case.hosts) as job:
             job.wait_for_step(_AT)
+            if case.spare and isinstance(job, LaunchedJob):
+                job.wait_until_warm(case.steps // 2)
             if case.lost_node:
                 job.wait_for_safe()
             struck = time.monotonic()
@@ -140,7 +150,18 @@ CASES = {
         Case("one rank killed", strikes.kill_rank, "rank 1 was killed by SIGKILL"),
         Case("one rank killed, slow link", strikes.kill_rank_on_a_slow_link, "rank 1 was killed by SIGKILL", ("ddp",)),
         Case(
-            "one rank killed, rekindle run", strikes.kill_rank, "rank 1 was killed by SIGKILL", ("ddp",), launched=True
+            "one rank killed, rekindle run",
+            strikes.kill_rank,
+            "rank 1 was killed by SIGKILL",
+            ("ddp",),
+            launcher="rekindle run",
+        ),
+        Case(
+            "one rank killed, torchrun",
+            strikes.kill_rank,
+            "rank 1 was killed by SIGKILL",
+            ("ddp",),
+            launcher="torchrun",
         ),
         Case("one rank of four killed", strikes.kill_rank, "rank 1 was killed by SIGKILL", ("ddp", "hsdp"), world=4),
         Case("one rank stopped", strikes.stop_rank, "rank 1", guard={"watchdog": "fast"}),
@@ -189,7 +210,8 @@ CASES = {
             kinds=("ddp", "fsdp2"),
             spare=True,
             lost_node=True,
-            launched=True,
+            launcher="rekindle run",
+            steps=60,
         ),
         Case(
             "leader lost, spare there",
@@ -197,15 +219,26 @@ CASES = {
             kinds=("ddp", "fsdp2"),
             spare=True,
             lost_node=True,
-            launched=True,
+            launcher="rekindle run",
+            steps=60,
         ),
-        Case("leader lost, rekindle run", strikes.power_of_the_first, kinds=("ddp",), lost_node=True, launched=True),
+        Case(
+            "leader lost, rekindle run",
+            strikes.power_of_the_first,
+            kinds=("ddp",),
+            lost_node=True,
+            launcher="rekindle run",
+        ),
+        Case("leader lost, torchrun", strikes.power_of_the_first, kinds=("ddp",), lost_node=True, launcher="torchrun"),
         Case("node preempted", strikes.preempt, "rank 1", ("ddp", "fsdp2"), lost_node=True, stored=True),
         Case("blip of 0.5 s", strikes.blip(0.5), restarts=(0,), kinds=("ddp",)),
         Case("blip of 1.2 s", strikes.blip(1.2), restarts=(0,), kinds=("ddp", "fsdp2")),
         Case("blip of 4 s", strikes.blip(4.0), restarts=(0,), kinds=("ddp",)),
         Case("partition of 20 s", strikes.blip(20.0), "node", ("ddp",)),
-        Case("one way for 2 s", strikes.mute, restarts=(0,), kinds=("ddp",)),
+        Case("one way for 0.5 s", strikes.mute(0.5), restarts=(0,), kinds=("ddp",)),
+        Case("one way for 1.2 s", strikes.mute(1.2), restarts=(0,), kinds=("fsdp2",)),
+        Case("one way for 4 s", strikes.mute(4.0), restarts=(0,), kinds=("ddp",)),
+        Case("one way for 20 s", strikes.mute(20.0), "node", ("ddp",)),
         Case("link slow", strikes.slow, restarts=(0,), kinds=("ddp",)),
         Case("mount lost for 3 s", strikes.lose_mount, restarts=(0,), kinds=("ddp",), persist_every=5),
     )

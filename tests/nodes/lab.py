@@ -49,7 +49,7 @@ class Node:
         self.address = f"{_NETWORK}.{number}"
         self._port = f"p-{self.name}"
         self.connected = True
-        """False while its cable is out of the switch."""
+        """False while its cable is out of the switch, or nobody hears what it sends."""
         self._killed = False
         self.leaving = False
         """True once it has been told that it will be taken away: no new start may count on it."""
@@ -135,9 +135,11 @@ class Node:
         for other in self.lab.nodes:
             if other is not self:
                 self.run("ip", "neigh", "replace", other.address, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent")
+        self.connected = False
 
     def unmute(self) -> None:
         self.run("ip", "neigh", "flush", "dev", "eth0", "nud", "permanent")
+        self.connected = True
 
     def slow_down(self, rate: str) -> None:
         """Limits its link, to such as "10mbit", in both directions."""

@@ -131,7 +131,10 @@ class Soak:
         done, promise = _promise(job, kind, harm, start)
         if min(again) < promise:
             self.losses.append(f"{kind}: {name}: went on from step {min(again)}, and {promise} was promised")
-        return max(0, done - min(again))
+        lost = max(0, done - min(again))
+        if lost:
+            self.say(f"{kind}, step {done}: {lost} steps lost, {done - promise} were not safe")
+        return lost
 
     # -- one job --------------------------------------------------------------------------------------------------
 

@@ -149,11 +149,15 @@ def blip(seconds: float) -> Callable[[Job], None]:
     return strike
 
 
-def mute(job: Job) -> None:
-    """What a node sends is lost for two seconds."""
-    job.lab.nodes[1].mute()
-    time.sleep(2.0)
-    job.lab.nodes[1].unmute()
+def mute(seconds: float) -> Callable[[Job], None]:
+    """What a node sends is lost for a moment, and it still hears all others."""
+
+    def strike(job: Job) -> None:
+        job.lab.nodes[1].mute()
+        time.sleep(seconds)
+        job.lab.nodes[1].unmute()
+
+    return strike
 
 
 def slow(job: Job) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,7 +51,7 @@ def test_a_copy_that_was_damaged_is_passed_over_for_storage(unbroken: Unbroken, 
     assert "differs from its checksum" in said, said[-3000:]
 
 
-@pytest.mark.campaign(seconds=45)
+@pytest.mark.campaign(seconds=30)
 @pytest.mark.parametrize(("before", "after", "index"), [(3, 2, 2), (3, 2, 0), (2, 3, 1)])
 def test_a_job_that_comes_back_on_other_nodes_after_a_loss_goes_on_from_what_was_safe(
     lab: Lab, before: int, after: int, index: int
@@ -97,3 +99,23 @@ def test_two_jobs_on_the_same_nodes_keep_their_steps_apart(unbroken: Unbroken, l
             out = observe(job, struck)
             assert not out.forgotten and not out.differing and "storage" not in out.sources, out
             assert out.digests == unbroken.digests("fsdp2", 2, _STEPS)
+
+
+@pytest.mark.campaign(seconds=40)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_wait_for_other_nodes_ends_once_an_agent_that_dies_again_and_again_is_let_live(lab: Lab, index: int) -> None:
+    hosts = [lab.add(), lab.add()]
+    with Job(
+        lab, Task(str(lab.mount / "run"), str(lab.directory), "fsdp2", 2, 14, _PAUSE, waits_at=10), starts=1
+    ) as job:
+        job.wait_for_step(8)
+        until = time.monotonic() + 6.0
+        while time.monotonic() < until:
+            for pid in hosts[index].processes("rekindle.agent"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        job.wait_for_end()
+    assert not any(job.faults.values()), job.log()
+    waited = [row["safe"] for row in job.rows("step") if row["step"] == 10]
+    assert waited == [10, 10], job.log()

@@ -57,5 +57,6 @@ def test_what_was_safe_gets_to_storage_when_the_job_ends_with_the_loss_of_a_node
         store = PosixStore(lab.storage / "run")
         assert store.published() == []
         wait_for(store.published, timeout=90, what="the step on storage")
+        wait_for(lambda: store.durable(store.published()[0].stamp), what="its final name")
         (found,) = find_copies(None, store)
         assert found.step >= safe and verify(found) == []

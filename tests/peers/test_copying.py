@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from rekindle.agent.copier import Aim, Copier, _pace
+from rekindle.common.failpoints import POINTS, arm
 from rekindle.errors import CorruptError
 from rekindle.format.files import Directory
 from rekindle.format.layout import BLOCK, Chunk, Layout
@@ -29,6 +31,7 @@ from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.unique import UniqueChunks, likely_ranks, ranks_apart
 from rekindle.peers.wire import Credentials, Link
 from rekindle.storage.verify import verify_shard
+from tests.fork_server import context
 from tests.peers.peer import FIRST, HOST, SECRET, blocks_of, far_job, put, wait_until
 
 # -- which chunks ------------------------------------------------------------------------------------------------------
@@ -193,7 +196,39 @@ def test_of_a_shard_that_is_damaged_there_is_no_copy_and_the_one_before_stays(fa
     with serving(far, damages=2) as nodes, pytest.raises(CorruptError):
         copy(near, nodes, 8)
     assert tensors_at(near.copies, 7) == {"a": b"12345"}
-    assert [stamp.step for stamp, _ in near.copies.snapshots.shard_ids()] == [7]
+    assert steps_of(near) == [7]
+
+
+def steps_of(near: JobDir) -> list[int]:
+    return sorted(stamp.step for stamp, _ in near.copies.snapshots.shard_ids())
+
+
+def copy_until(point: str, near: Path, nodes: Nodes) -> None:
+    """An agent that copies three steps, and dies at a point."""
+    arm(point)
+    for step in (7, 8, 9):
+        copy(JobDir(near), nodes, step)
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS["save"] if point != "save.copying"])
+def test_an_agent_that_is_killed_at_any_rename_of_a_copy_leaves_sound_ones_and_the_safe_one(
+    point: str, far: JobDir, near: JobDir
+) -> None:
+    """``save.copying`` is where a trainer copies its own memory: nothing of a step has a name until it is whole."""
+    data = {step: {"a": b"%d" % step} for step in (7, 8, 9)}
+    for step, tensors in data.items():
+        put(far, step, tensors, 0, 2)
+    near.notes.write_common(Common(FIRST.id, 8, 7, -1))
+    with serving(far) as nodes:
+        agent = context.Process(target=copy_until, args=(f"{point}@9", near.path, nodes))
+        agent.start()
+        agent.join(60)
+        assert agent.exitcode == -signal.SIGKILL
+        assert steps_of(near) == ([7, 9] if point == "save.committed" else [7])
+        assert {step: tensors_at(near.copies, step) for step in steps_of(near)}.items() <= data.items()
+        copy(near, nodes, 9)
+        assert {step: tensors_at(near.copies, step) for step in steps_of(near)} == {step: data[step] for step in (7, 9)}
+        assert len([*near.copies.path.rglob("*.slot"), *near.copies.path.rglob("*.safetensors")]) == 2
 
 
 # -- the thread --------------------------------------------------------------------------------------------------------

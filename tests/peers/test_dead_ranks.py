@@ -75,7 +75,7 @@ def _train(rank: int, root: Path, memories: list[Path], optimizer: str, moment: 
     return begun, ckpt.metrics.restored_from, digest
 
 
-@pytest.mark.campaign(seconds=90)
+@pytest.mark.campaign(seconds=25)
 @pytest.mark.parametrize(("optimizer", "moment"), [("adam", "step"), ("sgd", "step"), ("adam", "update")])
 def test_a_killed_rank_loses_no_step_though_only_another_node_has_replicas(
     optimizer: str, moment: str, root: Path, memories: list[Path], tmp_path: Path
@@ -88,7 +88,7 @@ def test_a_killed_rank_loses_no_step_though_only_another_node_has_replicas(
     assert [digest for *_, digest in again] == [digest for *_, digest in unbroken]
 
 
-@pytest.mark.campaign(seconds=15)
+@pytest.mark.campaign
 def test_the_step_of_a_killed_rank_reaches_storage_though_the_job_does_not_start_again(
     root: Path, memories: list[Path]
 ) -> None:

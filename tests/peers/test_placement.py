@@ -8,11 +8,13 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk, Layout
 from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.peers.unique import UniqueChunks, likely_ranks, ranks_apart
+from rekindle.save.partition import Item, partition
 from tests.peers.peer import FIRST
 
 Content = tuple[str, int]
@@ -122,6 +124,30 @@ def test_nothing_is_copied_that_the_partner_holds_itself(job: Job) -> None:
         partner = job.partner(number)
         if ranks_apart(job.nodes, node).issuperset(partner.ranks):
             assert all(name in marked or (name, part) not in job.holds(partner) for name, part in job.copied(node))
+
+
+def test_nodes_with_different_numbers_of_ranks_copy_no_tensors_but_those_that_one_of_them_cuts() -> None:
+    rows = (900, 20_000, 50, 3_000, 8_000, 100)
+    items = [Item(f"t{number}", Box((0, 0), (count, 1024)), 4) for number, count in enumerate(rows)]
+    nodes = [(2, [0, 1]), (3, [2, 3, 4])]
+
+    def receipts(count: int, ranks: list[int]) -> list[Receipt]:
+        found = []
+        for number, rank in enumerate(ranks):
+            parts = partition(items, number, count)
+            layout = Layout.build(Chunk(item.name, "float32", item.box.sizes, *box) for item, box in parts)
+            sums = [f"{chunk.offsets} {chunk.sizes}" for chunk in layout.chunks for _ in range(chunk.block_count)]
+            found.append(Receipt(ShardId(7, rank, 5, FIRST), layout, 8, "", sums, {}, [], b""))
+        return found
+
+    for (count, ranks), other in zip(nodes, reversed(nodes), strict=True):
+        copied = set()
+        for receipt in receipts(count, ranks):
+            unique = UniqueChunks(receipt)
+            for witness in receipts(*other):
+                unique.leave_out(witness)
+            copied |= {chunk.name for chunk in unique.chunks()}
+        assert copied == {"t1", "t3"}, "cut in the middle, and after a third and two thirds"
 
 
 def test_sixteen_thousand_ranks_have_their_places() -> None:

@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import pytest
 import torch
 
 import rekindle
+from rekindle.agent.drain import Drainer
 from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.lock import Lock
 from rekindle.session import agent_keeper
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import wait_for
-from tests.stored import newest
+from tests.stored import START, job_in, newest, remember
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -105,12 +108,13 @@ def begin(root: Path, memory: Path, **options: Any) -> rekindle.Checkpointer:
     return ckpt
 
 
+def refuse(store: PosixStore, *_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.root))
+
+
 def test_who_waits_for_a_trainer_that_drains_itself_is_told_its_error(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
-
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with monkeypatch.context() as patch:
         patch.setattr(PosixStore, "write_shard", refuse)
@@ -155,6 +159,41 @@ def test_a_directory_in_place_of_a_jobs_description_is_named(root: Path, memory:
     job.paths.job.rmdir()
     again = begin(root, memory)
     again.close(timeout=60)
+
+
+def test_a_deleted_root_is_told_of_once_whoever_makes_it_anew(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One agent fails at that, and the next one does it with a newer step."""
+    job = job_in(memory, root)
+    info = job.read_job()
+    assert info is not None
+    keeper = agent_keeper.AgentKeeper(job, replace(info, start=START.id))
+
+    def drain(step: int) -> bool:
+        remember(job, step)
+        drainer = Drainer(job)
+        done = drainer.tick()
+        job.notes.write_agent_status({"pid": os.getpid(), **asdict(drainer.progress)})
+        assert keeper.pass_on_report()
+        return done
+
+    def told() -> list[str]:
+        return [line.rpartition("step ")[2] for line in caplog.messages if "is made anew" in line]
+
+    trainer, agent = job.lock_rank(0, 5.0), Lock(job.paths.agent_lock)
+    try:
+        assert agent.acquire(5.0) and drain(1) and not told()
+        shutil.rmtree(root)
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixStore, "write_shard", refuse)
+            assert not drain(2) and told() == ["2 is its oldest checkpoint now"]
+        assert drain(3) and len(told()) == 1
+        shutil.rmtree(root)
+        assert drain(4) and told()[1:] == ["4 is its oldest checkpoint now"], "it is deleted again"
+    finally:
+        agent.release()
+        trainer.release()
 
 
 @pytest.fixture

@@ -5,14 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import rekindle
+from rekindle.memory.incident import ENDED, RUNNING
+from rekindle.memory.incidents import describe_stretch, write_incident
 from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.storage.incidents import load_incidents
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import wait_for
 from tests.fork_server import context, run_and_kill
@@ -105,6 +111,27 @@ def test_a_snapshot_that_is_sent_later_is_not_given_up_for_newer_ones(root: Path
     assert steps >= {1, 5}
     closed_within(ckpt)
     assert durable(root)[-1] == 5
+
+
+def test_records_of_incidents_get_to_storage_though_no_agent_lives_when_memory_is_given_back(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    ckpt = start(root, training)
+    go(ckpt, training, 1, 2)
+    ckpt.save(2, wait="durable", timeout=60.0)
+    job = JobDir.of(root, memory_base(memory))
+    agent = job.agent()
+    assert agent
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    os.kill(agent, signal.SIGKILL)
+    wait_for(lambda: job.agent() is None)
+    stretch = describe_stretch(job, RUNNING)
+    assert stretch is not None
+    write_incident(job, replace(stretch, generation=0, start="a" * 16, cause="signal", what="rank 0 was killed"))
+    closed_within(ckpt)
+    records, problems = load_incidents(PosixStore(root))
+    assert [one.cause for one in records] == ["signal", ENDED] and not problems and not job.path.exists()
 
 
 def test_a_second_close_waits_for_what_the_first_one_did(

@@ -16,6 +16,7 @@ import rekindle.session.nodes as meeting_of_nodes
 from rekindle.errors import NotDurableError, UsageError
 from rekindle.format.lineage import Incarnation
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.lock import Lock
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.notes import Common
 from rekindle.memory.slots import Slots
@@ -85,6 +86,18 @@ def test_what_another_start_has_kept_does_not_count(session: Session) -> None:
     session.job_dir.notes.write_common(Common("b" * 16, 9, 9, -1))
     with pytest.raises(NotDurableError, match="step 5 does not survive the loss of a node after 0 s: "):
         wait_node_safe(session, session.shard_id(5), 0.0)
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_wait_without_an_agent_on_this_node_says_so(session: Session, *, drains: bool) -> None:
+    """A trainer that drains in its place copies nothing."""
+    lock = Lock(session.job_dir.paths.agent_lock)
+    assert not drains or lock.acquire(5.0)
+    try:
+        with pytest.raises(NotDurableError, match=r"after 0 s: no agent runs on this node, see .*agent\.log"):
+            wait_node_safe(session, session.shard_id(5), 0.1)
+    finally:
+        lock.release()
 
 
 @pytest.mark.parametrize(

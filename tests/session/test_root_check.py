@@ -80,15 +80,19 @@ def test_a_restart_with_something_in_memory_only_warns(
     ckpt.close(timeout=60)
 
 
-def test_a_file_where_claims_belong_is_an_error_at_once(root: Path, memory: Path) -> None:
+@pytest.mark.parametrize("what", ["no directory", "a link that leads nowhere"])
+def test_what_is_no_directory_where_claims_belong_is_an_error_at_once(what: str, root: Path, memory: Path) -> None:
     """Each commit would fail."""
     root.mkdir()
-    (root / "claims").write_text("mine")
-    with pytest.raises(rekindle.UsageError, match=r"/claims: is no directory.*: give what is there another name"):
+    if "link" in what:
+        (root / "claims").symlink_to(root / "unmounted")
+    else:
+        (root / "claims").write_text("mine")
+    with pytest.raises(rekindle.UsageError, match=rf"/claims: is {what}, .*: give what is there another name"):
         start(root, memory)
     job = JobDir.of(root, memory_base(memory))
     assert job.trainers() == {} and job.agent() is None, "nothing is left behind"
-    assert (root / "claims").read_text() == "mine"
+    assert (root / "claims").is_symlink() or (root / "claims").read_text() == "mine"
 
 
 def test_a_file_where_claims_belong_costs_a_restart_nothing(

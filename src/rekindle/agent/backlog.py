@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
+from rekindle.agent.pause import pause_of
 from rekindle.format.lineage import CheckpointKey, Incarnation, drop_superseded
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
@@ -105,7 +106,7 @@ class Backlog:
         if info.persist_seconds is None or info.host:
             return False
         began, seconds = self._job.notes.last_drain() or (-math.inf, 0.0)
-        return not seconds <= time.monotonic() - began < drain_interval(info.persist_seconds, seconds)
+        return not seconds <= time.monotonic() - began < drain_interval(pause_of(self._job, info), seconds)
 
     def _is_node_safe(self, copy: StoredCopy) -> bool:
         """True for the newest step that needs no node which is lost, unless storage was seen to have it."""

@@ -43,8 +43,11 @@ _ASK_EVERY = 0.1
 """Seconds between two questions for a shard that the source has not committed yet."""
 _LIST_EVERY = 2.0
 """Seconds of such questions after which the source is asked what it has: it may have skipped the step."""
-_PATIENCE = 5.0
-"""Seconds in which the source must say what it has, and until the next try to take over the copies of before."""
+_PATIENCE = 3.0
+"""Seconds in which the source must connect, answer, and send more. The copier of a new start waits for that of the one
+before, and launchers wait as long for a node that is silent."""
+_TAKE_OVER_EVERY = 5.0
+"""Seconds until the next try to take over the copies of before, if one has failed."""
 _WARN_AFTER = 2
 """Common steps in a row that could not be copied after which a warning is due."""
 
@@ -168,7 +171,7 @@ class Copier:
                 stack.close()
                 self._fail(None, error)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._over, _PATIENCE)
+                    self._changed.wait_for(lambda: self._over, _TAKE_OVER_EVERY)
         return None
 
     def _next(self) -> Aim | None:
@@ -241,7 +244,8 @@ class Copier:
     @contextmanager
     def _await_shard(self, aim: Aim, node: Node, rank: int) -> Iterator[OpenShard]:
         """Opens a rank's shard of the step, once its node has it. Raises OSError when it never will."""
-        files, list_at = PeerFiles.of(self._nodes, node, aim.stamp.checkpoint), time.monotonic() + _LIST_EVERY
+        files = PeerFiles.of(self._nodes, node, aim.stamp.checkpoint, _PATIENCE, _PATIENCE)
+        list_at = time.monotonic() + _LIST_EVERY
         while True:
             try:
                 shard = files.shard(rank, aim.stamp.world)

@@ -12,6 +12,7 @@ from functools import partial
 
 from rekindle.agent.backlog import Backlog, local_ranks
 from rekindle.agent.compile_carrier import CompileCarrier
+from rekindle.agent.pause import Pauses
 from rekindle.agent.records import RecordCarrier
 from rekindle.agent.stand_in import StandIn
 from rekindle.agent.unfinished import Unfinished
@@ -62,10 +63,18 @@ class DrainProgress:
     """Checkpoints carried to storage."""
     seconds: float = 0.0
     """Time that the last one took."""
+    nbytes: int = 0
+    """Bytes that storage has taken from this drainer, all in all."""
+    busy: float = 0.0
+    """Seconds that it has spent on that, and on attempts that failed."""
+    failures: int = 0
+    """Attempts that storage refused, and snapshots that were given up as damaged."""
     moved: float | None = None
     """Time at which storage last answered, by this node's clock; None while it is asked nothing."""
     anew: int | None = None
     """Step with which a root that was deleted has been made anew."""
+    deleted: int | None = None
+    """Newest step that this root had before, by which one deletion is told from the next."""
     given_up: str | None = None
     """Reason why the snapshots in memory are not drained, where that is no failure."""
     waits: str | None = None
@@ -96,6 +105,7 @@ class Drainer:
         self.records = RecordCarrier(job)
         self._compile_caches = CompileCarrier(job, self._note_answer)
         self._backlog = Backlog(job)
+        self._pauses = Pauses(job)
         self._unfinished = Unfinished(job)
         self._stands_in = StandIn(job, lost_ranks)
         self._retry_at = 0.0
@@ -202,6 +212,7 @@ class Drainer:
     def _failed(self, why: str, info: JobInfo | None, copy: StoredCopy | None, *, for_good: bool) -> None:
         """Puts the drain off, or gives a damaged snapshot up for good; frees what storage has taken of it."""
         self.progress.error = why
+        self.progress.failures += 1
         if for_good and copy is not None:
             self._backlog.give_up(copy.checkpoint)
             log.error("step %d stays in memory only, as its snapshot is damaged: %s", copy.step, why)
@@ -267,7 +278,7 @@ class Drainer:
         """
         ours = next((copy for copy in candidates if copy.incarnation.id == info.start), None)
         if ours is not None:
-            self.progress.anew = ours.step
+            self.progress.anew, self.progress.deleted = ours.step, self.job.notes.durable()
             self._tell()
         elif not candidates:
             self.progress.given_up = (
@@ -293,6 +304,7 @@ class Drainer:
         self.progress.seconds = time.monotonic() - began
         with contextlib.suppress(OSError):  # memory is gone, and with it what else could be drained
             self.job.notes.write_last_drain(began, self.progress.seconds)
+            self._pauses.choose(info)
         if not published:
             for withdrawn in self._unfinished.add(open_store(info.root), shards):
                 self._backlog.give_up(withdrawn)  # newer ones wait, and it is not to be written again
@@ -325,7 +337,7 @@ class Drainer:
 
     def _write(self, info: JobInfo, committer: Committer, copy: StoredCopy, shards: list[ShardId]) -> None:
         store = open_store(info.root)
-        with contextlib.ExitStack() as pins:
+        with contextlib.ExitStack() as pins, self._timed():
             # All pinned before the first byte moves: from here on nothing that the trainers do can take the step away.
             opened = [pins.enter_context(_pin(copy, shard)) for shard in shards if not store.has_shard(shard)]
             self.progress.step, self.progress.done = copy.step, 0
@@ -334,8 +346,17 @@ class Drainer:
                 with shard.map() as source:
                     committer.write(shard.receipt, source, self._count, self._budget)
 
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.progress.busy += time.monotonic() - began
+
     def _count(self, nbytes: int) -> None:
         self.progress.done += nbytes
+        self.progress.nbytes += nbytes
         self.progress.moved = now = time.monotonic()
         if now >= self._limit_at:
             self._limit_at = now + _LIMIT_EVERY

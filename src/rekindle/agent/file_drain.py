@@ -57,6 +57,7 @@ class FileDrainProgress:
     """One of these, with its path."""
     waits: None = None
     anew: None = None
+    deleted: None = None
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 from rekindle.agent.common_step import NOTHING_TOLD, CommonStep, Own, Told
 from rekindle.agent.copier import Aim, Copier
 from rekindle.agent.held_steps import HeldSteps
+from rekindle.agent.pause import pause_of
 from rekindle.format.lineage import ShardId
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
@@ -31,7 +32,7 @@ class NodeSafety:
     """One node's part in keeping a start's steps safe. Used in the event loop, except for ``hear``."""
 
     def __init__(self, job: JobDir, nodes: Nodes, info: JobInfo) -> None:
-        self._job, self._start, self._pause = job, nodes.start, info.persist_seconds
+        self._job, self._info, self._start, self._pause = job, info, nodes.start, info.persist_seconds
         present = [number for number, node in enumerate(nodes.nodes) if node.port]
         every = info.peer_every
         copies = every is not None and len(present) == len(nodes.nodes) > 1
@@ -146,7 +147,7 @@ class NodeSafety:
         if self._pause is None or self._marked <= now < self._marked + self._pause:
             return False
         began, took = self._job.notes.last_drain() or (-math.inf, 0.0)
-        return not 0 <= now - max(began, self._marked) < drain_interval(self._pause, took)
+        return not 0 <= now - max(began, self._marked) < drain_interval(pause_of(self._job, self._info), took)
 
     def _note(self, told: Told) -> bool:
         """Notes how far it is, for the trainers and the drain. Returns False if memory has no room for that.

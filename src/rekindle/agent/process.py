@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
+import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +17,11 @@ __all__ = ["Child", "ProcessState", "Process", "children", "oom_kills"]
 _EXITING = 0x4
 """PF_EXITING: the process is on its way out. That takes 60 ms for each GB to unmap (measured), during which a pidfd
 reports nothing yet."""
+_GET_INFO = 0xC040FF0B
+"""PIDFD_GET_INFO of Linux 6.15, with a ``struct pidfd_info`` of 64 bytes."""
+_INFO_EXIT = 1 << 3
+"""PIDFD_INFO_EXIT: asks for the status of a process that its parent has collected. Returned if that is known."""
+_MASK, _STATUS = struct.Struct("=Q52x4x"), struct.Struct("=60xi")
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class ProcessState:
     over: bool
     stopped: bool
     status: int | None
-    """Status as of ``os.waitpid``, once it is over; None when its parent has collected it already."""
+    """Status as of ``os.waitpid``, once it is over; None when its parent has collected it, before Linux 6.15."""
 
 
 class Process:
@@ -37,6 +44,9 @@ class Process:
         """Opens the process. Raises ProcessLookupError or FileNotFoundError when it is gone."""
         self.pid = pid
         self._fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        self._pidfd = -1
+        with suppress(OSError, AttributeError):  # not in every Python, nor in kernels before Linux 5.3
+            self._pidfd = os.pidfd_open(pid)
 
     def look(self) -> ProcessState:
         """Returns its state now."""
@@ -45,9 +55,18 @@ class Process:
         except ProcessLookupError:
             fields = []
         if not fields:
-            return ProcessState(True, False, None)
+            return ProcessState(True, False, self._collected_status())
         over = fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
         return ProcessState(over, fields[0] in (b"T", b"t"), int(fields[49]) if over else None)
+
+    def _collected_status(self) -> int | None:
+        """Returns the status that the parent has collected; None if the kernel doesn't tell."""
+        told = bytearray(_MASK.pack(_INFO_EXIT))
+        try:
+            fcntl.ioctl(self._pidfd, _GET_INFO, told)
+        except (OSError, ValueError):
+            return None
+        return int(_STATUS.unpack(told)[0]) if _MASK.unpack(told)[0] & _INFO_EXIT else None
 
     def send(self, number: int) -> None:
         """Sends a signal, if the process is still there."""
@@ -57,6 +76,8 @@ class Process:
 
     def close(self) -> None:
         os.close(self._fd)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from rekindle.launch.provide import seconds_to_end
 from rekindle.launch.rendezvous.entry import BACKEND
 from rekindle.launch.restarts import Decision
 from rekindle.launch.waits import wait_for_ends
+
+if TYPE_CHECKING:
+    from rekindle.launch.warm import WarmWorkers
 
 __all__ = ["deciding"]
 
@@ -20,11 +25,11 @@ _MEETINGS = 5
 @contextmanager
 def deciding(
     decide: Callable[[Mapping[int, Any]], Decision],
-    tend: Callable[[], object],
+    workers: WarmWorkers | None,
     say: Callable[[str], object],
     missed: Callable[[], bool],
 ) -> Iterator[None]:
-    """Makes torchrun's agents ask ``decide`` after each failure, and call ``tend`` whenever they look at the ranks.
+    """Makes torchrun's agents ask ``decide`` after each failure, and tend ``workers`` whenever they look at the ranks.
 
     ``decide`` is given torch's failures, by global rank. The agents look ten times a second (``--monitor-interval``).
     ``say`` is given the lines of Rekindle's own rendezvous. ``missed`` is called when a node is lost between a
@@ -44,6 +49,9 @@ def deciding(
             super().__init__(spec, *args, **options)
             if spec.rdzv_handler.get_backend() == BACKEND:
                 spec.rdzv_handler.say = say  # type: ignore[attr-defined]
+                if workers is not None and isinstance(spec.entrypoint, str):
+                    command = [spec.entrypoint, *map(str, spec.args)]
+                    spec.rdzv_handler.prepare = partial(workers.expect, command)  # type: ignore[attr-defined]
 
         def run(self, *args: Any, **options: Any) -> RunResult:
             """Returns the result of the ranks. Raises RendezvousGracefulExitError for a spare node that had none.
@@ -65,9 +73,18 @@ def deciding(
                     if not left or not missed():
                         raise
 
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            """Starts the ranks. Those that dump a checkpoint for long get as long to end as they were promised."""
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            ranks: Any = self._pcontext  # which also closes itself, once a rank has failed
+            close = ranks.close
+            ranks.close = lambda signal=None, timeout=0: close(signal, max(timeout, seconds_to_end()))
+            return started
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             """Returns the state of the ranks. When they have failed, all of them have ended by now."""
-            tend()
+            if workers is not None:
+                workers.tend()
             wait_for_ends([worker.id for worker in worker_group.workers], self._look_every)
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Preload", "UnfitModuleError", "fork"]
+__all__ = ["Preload", "UnfitModuleError", "fork", "installed_roots", "is_installed"]
 
 _READ_IN_C = ("GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_")
 """Beginnings of variables that libraries read when they are loaded, which Python can't see."""
@@ -78,7 +78,7 @@ class Preload:
 
     def __init__(self, script_dir: Path, variable: set[str], without: set[str]) -> None:
         """Begin with nothing loaded. ``variable`` names the variables that differ from start to start."""
-        self._roots = _installed_roots()
+        self._roots = installed_roots()
         self._script_dir = script_dir
         self._variable = variable
         self._without = without
@@ -104,11 +104,7 @@ class Preload:
     def _is_installed(self, name: str, file: str) -> bool:
         if name.partition(".")[0] in self._without or _part(name) in self._without:
             return False
-        # The innermost folder decides: a virtual environment may lie in the script's folder, or the script in it.
-        for folder in Path(file).parents:
-            if folder == self._script_dir or folder in self._roots:
-                return folder != self._script_dir
-        return False
+        return is_installed(file, self._script_dir, self._roots)
 
     @contextmanager
     def _watched(self, package: str, expected: dict[str, str]) -> Iterator[None]:
@@ -180,12 +176,21 @@ class Preload:
         return len(self._files)
 
 
+def is_installed(file: str, script_dir: Path, roots: set[Path]) -> bool:
+    """Returns True for a file of an installed package, False for one of the script's own."""
+    # The innermost folder decides: a virtual environment may lie in the script's folder, or the script in it.
+    for folder in Path(file).parents:
+        if folder == script_dir or folder in roots:
+            return folder != script_dir
+    return False
+
+
 def _part(name: str) -> str:
     """Returns the part of a package that is left out with a module: torch.utils, say, and not all of torch."""
     return ".".join(name.split(".")[:2])
 
 
-def _installed_roots() -> set[Path]:
+def installed_roots() -> set[Path]:
     """Returns the folders of installed packages, of the standard library and of Rekindle."""
     paths = sysconfig.get_paths()
     found = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}

@@ -13,10 +13,14 @@ from pathlib import Path
 
 from rekindle.errors import UsageError
 
-__all__ = ["PROVIDE", "folder_of", "provide", "stand_ins"]
+__all__ = ["PROVIDE", "folder_of", "provide", "seconds_to_end", "stand_ins"]
 
 PROVIDE = "REKINDLE_PROVIDE"
 """Environment variable: names of stand-ins, where ``--provide`` is not given."""
+_LIMIT = "TTP_NORMAL_ACTION_TIME_LIMIT"
+"""Environment variable of programs for mindio_ttp: seconds that a dump may take, which ranks need to end."""
+_TORCHRUN, _MORE = 30, 5
+"""Seconds that torchrun gives ranks to end, and seconds for what comes after a dump."""
 _FOLDERS = Path(__file__).parents[1] / "provide" / "path"
 
 
@@ -52,6 +56,12 @@ def provide(names: str, first: str | None) -> None:
     if folders:
         os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *before])
         sys.path[1:1] = folders  # processes that Python's multiprocessing starts get this path, and not PYTHONPATH
+
+
+def seconds_to_end() -> int:
+    """Returns the seconds that ranks get to end, before they are killed."""
+    given = os.environ.get(_LIMIT, "")
+    return max(_TORCHRUN, int(given) + _MORE) if given.isdigit() else _TORCHRUN
 
 
 def _python_path() -> list[str]:

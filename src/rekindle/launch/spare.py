@@ -111,7 +111,7 @@ class _Spare:
         self._learnt = 0
         self._changed: set[str] = set()
         self._imported: list[str] = []
-        """Modules of the script's last start, in the order of their imports."""
+        """Modules of the script's last start, in the order of their imports; none before its first one."""
         self._background = _Background()
         self._worker = False
         self._compared: tuple[str | None, str | None] | None = None
@@ -144,7 +144,7 @@ class _Spare:
         self._learnt = self._record_time()
         told = json.loads(Path(self._orders.record).read_bytes())
         self._changed = set(told["changed"])
-        self._imported = list(told["modules"])
+        self._imported = [] if "foreseen" in told else list(told["modules"])
         try:
             with self._background:
                 self._preload.load(told["modules"], self._rest)

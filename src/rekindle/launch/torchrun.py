@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rekindle.common.os_errors import explain
 from rekindle.errors import NotFoundError, RekindleError, UsageError
@@ -26,6 +26,7 @@ from rekindle.format.names import Root
 from rekindle.launch.compile_cache import keep_compile_cache
 from rekindle.launch.elastic import deciding
 from rekindle.launch.end_notes import note_end
+from rekindle.launch.foresee import write_foreseen
 from rekindle.launch.provide import PROVIDE, provide
 from rekindle.launch.quiet import quiet_cpp, quiet_loggers
 from rekindle.launch.rendezvous import entry
@@ -47,6 +48,9 @@ from rekindle.launch.saved_files import describe_saved_files, files_saved_since
 from rekindle.launch.waits import short_delays
 from rekindle.storage.catalog import MEMORY
 from rekindle.storage.listing import ListedCopy, list_copies_within
+
+if TYPE_CHECKING:
+    from rekindle.launch.warm import WarmWorkers
 
 __all__ = ["launch"]
 
@@ -188,8 +192,8 @@ def _train(args: Any, nodes: int, place: Path, say: Callable[[str], object]) -> 
         with (
             short_delays(nodes),
             keep_compile_cache(args.compile_cache, place, say) as mend,
-            _warm_workers(args, place, say) as tend,
-            deciding(partial(course.decide, mend), tend, say, miss),
+            _warm_workers(args, place, say) as workers,
+            deciding(partial(course.decide, mend), workers, say, miss),
         ):
             # record() writes the first error of all to that file, for schedulers that read it.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
@@ -286,16 +290,17 @@ def _seconds(text: str) -> float:
     raise ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
-def _warm_workers(args: Any, place: Path, say: Callable[[str], object]) -> AbstractContextManager[Callable[[], object]]:
-    """Returns the context in which restarted workers come from a warm process, where the ranks are Python's.
-
-    Its value is to be called every now and then.
-    """
+def _warm_workers(args: Any, place: Path, say: Callable[[str], object]) -> AbstractContextManager[WarmWorkers | None]:
+    """Returns the context in which restarted workers come from a warm process, where the ranks are Python's."""
     if args.no_warm or args.no_python or args.run_path or sys.platform != "linux":
-        return nullcontext(lambda: None)
+        return nullcontext()
     from rekindle.launch.warm import WarmWorkers, warm_workers  # noqa: PLC0415  # not on every platform
 
-    return warm_workers(WarmWorkers(place, _script_dir(args), say))
+    def foresee(record: Path) -> bool:
+        script = Path(args.training_script).resolve()
+        return write_foreseen(script, [str(script.parent), *sys.path], record)
+
+    return warm_workers(WarmWorkers(place, _script_dir(args), say, None if args.module else foresee))
 
 
 def _script_dir(args: Any) -> Path:

@@ -39,6 +39,15 @@ _ENDS_WITHIN = 5.0
 _REPLACED_WITHIN = 6.0
 """Seconds within which a spare that is killed time and again is replaced three times: after 1 s, then 2 s, then 3 s."""
 
+_SET_BY_TORCHRUN = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+}
+"""Environment variables that differ from rank to rank or from start to start, as far as is known before the first
+start."""
+
 _ENTER = """
 import os, sys
 sitecustomize = sys.modules.get("sitecustomize")
@@ -52,9 +61,15 @@ if os.path.dirname(getattr(sitecustomize, "__file__", "")) == sys.argv[1]:
 class WarmWorkers:
     """The spare of one launcher, and how each start of the workers went."""
 
-    def __init__(self, place: Path, script_dir: Path, say: Callable[[str], object]) -> None:
-        """``place`` is the launcher's directory; ``say`` is given one line for each cold start that has a reason."""
+    def __init__(
+        self, place: Path, script_dir: Path, say: Callable[[str], object], foresee: Callable[[Path], bool] | None = None
+    ) -> None:
+        """``place`` is the launcher's directory; ``say`` is given one line for each cold start that has a reason.
+
+        ``foresee`` writes the record of imports before the first start, for a spare node; False if it can't.
+        """
         self._record, self._script_dir, self.say = place / IMPORTS, script_dir, say
+        self._foresee = foresee
         self._wanted: tuple[list[str], dict[str, str]] | None = None
         """Command and environment of the spare that there is or ought to be; None if there should be none."""
         self._variable: set[str] = set()
@@ -109,6 +124,17 @@ class WarmWorkers:
                 self._spare, self._socket = self._spawn(*self._wanted)
             except OSError as error:
                 self._count_death(f"the spare process can't be started: {explain(error)}")
+
+    def expect(self, command: list[str]) -> None:
+        """Have a spare ready for the first start of a node that waits for one. To be called now and then, as ``tend``.
+
+        ``command`` is that of the ranks.
+        """
+        foresee, self._foresee = self._foresee, None
+        if foresee is not None and self._wanted is None and command[0] == sys.executable and foresee(self._record):
+            self._variable |= _SET_BY_TORCHRUN
+            self._wanted = command, dict(os.environ)
+        self.tend()
 
     def _count_death(self, what: str) -> None:
         """Say what happened to a spare. After a few no other is started: memory may be short, and training needs it."""
@@ -214,10 +240,10 @@ class WarmWorkers:
 
 
 @contextmanager
-def warm_workers(workers: WarmWorkers) -> Iterator[Callable[[], object]]:
+def warm_workers(workers: WarmWorkers) -> Iterator[WarmWorkers | None]:
     """Has torchrun start its workers by ``workers`` until this ends. Where torch has no place for that, all are cold.
 
-    Gives ``workers.tend``.
+    Gives ``workers``, or None then.
     """
     # Imported here, as the other commands need no torch.
     import torch  # noqa: PLC0415
@@ -233,7 +259,7 @@ def warm_workers(workers: WarmWorkers) -> Iterator[Callable[[], object]]:
     if handler is not None:
         api.get_subprocess_handler = handler
     try:
-        yield workers.tend
+        yield None if handler is None else workers
     finally:
         if handler is not None:
             api.get_subprocess_handler = before

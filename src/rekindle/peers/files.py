@@ -48,11 +48,15 @@ class PeerFiles(Files):
     key: CheckpointKey
     patience: float = math.inf
     """Seconds in which the node must connect, and then reply, where they are fewer than the usual bounds."""
+    stall: float | None = None
+    """Seconds without a byte after which a transfer is given up; None for the bound that all transfers have."""
 
     @staticmethod
-    def of(nodes: Nodes, node: Node, key: CheckpointKey, patience: float = math.inf) -> PeerFiles:
+    def of(
+        nodes: Nodes, node: Node, key: CheckpointKey, patience: float = math.inf, stall: float | None = None
+    ) -> PeerFiles:
         """Returns those of a checkpoint on ``node``, which is another one of ``nodes``."""
-        return PeerFiles(node.name, node.host, node.port, Credentials.of(nodes), key, patience)
+        return PeerFiles(node.name, node.host, node.port, Credentials.of(nodes), key, patience, stall)
 
     def __str__(self) -> str:
         return f"{self.node}:{step_dir(self.key.step)}"
@@ -143,7 +147,7 @@ class _Remote:
             link = _connect_to(files)
         with self._closed_at_errors(link):
             raw = bytearray(self._call(link, {"verb": "open", **self._wanted.to_json()}, _MAX_RECEIPT))
-            link.receive_into(memoryview(raw))
+            self._receive(link, [memoryview(raw)])
             if self._receipt is None:
                 self._receipt = bytes(raw)
             elif raw != self._receipt:
@@ -159,7 +163,7 @@ class _Remote:
 
     def _receive(self, link: Link, views: list[memoryview]) -> None:
         with self._os_errors():
-            link.receive_into(*views)
+            link.receive_into(*views, seconds=self._files.stall)
 
     @contextmanager
     def _closed_at_errors(self, link: Link) -> Iterator[None]:

@@ -63,8 +63,8 @@ class TimedSocket:
         del self._arrived[:count]
         return taken
 
-    def read_into(self, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` straight from the socket. Raises TimeoutError when nothing arrives for ``STALL`` seconds."""
+    def read_into(self, views: Sequence[memoryview], seconds: float | None = None) -> None:
+        """Fills ``views`` straight from the socket. Raises TimeoutError after ``STALL`` or so many without a byte."""
         assert not self._arrived, "peek is asked for no more than is taken"
         todo = list(views)
 
@@ -79,7 +79,7 @@ class TimedSocket:
                 todo[0] = todo[0][left:]
             return count
 
-        self._transfer(receive, sum(map(len, todo)), "nothing arrived in time")
+        self._transfer(receive, sum(map(len, todo)), "nothing arrived in time", seconds)
 
     def write(self, data: bytes, seconds: float) -> None:
         """Sends all of ``data``, within ``seconds``."""
@@ -105,13 +105,14 @@ class TimedSocket:
         """Closes the connection. May be called again."""
         self._socket.close()
 
-    def _transfer(self, move: Callable[[int], int], total: int, stalled: str) -> None:
+    def _transfer(self, move: Callable[[int], int], total: int, stalled: str, seconds: float | None = None) -> None:
         """Moves ``total`` bytes. ``move`` moves some, is given the number of those before, and returns that of its own.
 
-        Raises TimeoutError, with ``stalled``, when none are moved for ``STALL`` seconds.
+        Raises TimeoutError, with ``stalled``, when none are moved for so many seconds; None for ``STALL``.
         """
         self._socket.settimeout(None)
-        done, until = 0, time.monotonic() + STALL
+        seconds = STALL if seconds is None else seconds
+        done, until = 0, time.monotonic() + seconds
         while done < total:
             try:
                 done += move(done)
@@ -119,7 +120,7 @@ class TimedSocket:
                 if time.monotonic() >= until:
                     raise TimeoutError(stalled) from None
             else:
-                until = time.monotonic() + STALL
+                until = time.monotonic() + seconds
 
 
 def _timeval(seconds: float) -> bytes:

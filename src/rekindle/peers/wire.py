@@ -133,13 +133,16 @@ class Link:
         with self._sending_raw(stop - start):
             self._stream.write_file(fd, start, stop)
 
-    def receive_into(self, *views: memoryview) -> None:
-        """Fills ``views``, one after the other, with the next raw bytes that the last message has announced."""
+    def receive_into(self, *views: memoryview, seconds: float | None = None) -> None:
+        """Fills ``views``, one after the other, with the next raw bytes that the last message has announced.
+
+        Raises TimeoutError when none arrive for so many ``seconds``; None for the bound that all transfers have.
+        """
         total = sum(view.nbytes for view in views)
         with self._closing():
             if total > self._unread:
                 raise WireError(f"{total} raw bytes are asked for, and {self._unread} announced")
-            self._stream.read_into([view.cast("B") for view in views if view.nbytes])
+            self._stream.read_into([view.cast("B") for view in views if view.nbytes], seconds)
             self._unread -= total
 
     def skip(self) -> None:

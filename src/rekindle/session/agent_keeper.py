@@ -67,7 +67,8 @@ class AgentKeeper:
         self._looked = -_LOOK_EVERY
         self._thread: threading.Thread | None = None
         self._logged_error: str | None = None
-        self._recreated_at: int | None = None
+        self._deleted: int | None = -1
+        """Newest step of the deleted root that was last told of."""
         self._sign, self._silent = 0, 0.0
         self._stop = threading.Event()
         self._drainer: Drains = drainer or Drainer(job)
@@ -142,13 +143,13 @@ class AgentKeeper:
         """
         try:
             status = loads(self.job.paths.agent_status.read_bytes())
-            pid, error, anew = status["pid"], status["error"], status.get("anew")
+            pid, error, anew, deleted = status["pid"], status["error"], status.get("anew"), status.get("deleted")
         except (OSError, ValueError, KeyError, TypeError):
             return False
         if pid != self.job.agent():
             return False
         self._log_drain_error(error)
-        self._log_recreated_root(anew)
+        self._log_recreated_root(anew, deleted)
         return True
 
     def _keep_running(self) -> None:
@@ -212,7 +213,7 @@ class AgentKeeper:
                     self._drainer.tick()
                     self._write_status()
                     self._log_drain_error(self._drainer.progress.error)
-                    self._log_recreated_root(self._drainer.progress.anew)
+                    self._log_recreated_root(self._drainer.progress.anew, self._drainer.progress.deleted)
         except Exception as error:
             self._log_drain_error(f"{type(error).__name__}: {error}")
         finally:
@@ -223,7 +224,8 @@ class AgentKeeper:
         """Writes the status of the drain here where an agent writes its own: all ranks of the node look there for its
         error."""
         progress = self._drainer.progress
-        status = {"pid": os.getpid(), "error": progress.error, "waits": progress.waits, "anew": progress.anew}
+        told = {"anew": progress.anew, "deleted": progress.deleted}
+        status = {"pid": os.getpid(), "error": progress.error, "waits": progress.waits, **told}
         if status != self._status:
             with suppress(OSError):  # memory is full, or gone
                 self.job.notes.write_agent_status(status)
@@ -235,11 +237,14 @@ class AgentKeeper:
             log.warning("drain: %s", error or "storage takes checkpoints again")
         self._logged_error = error
 
-    def _log_recreated_root(self, step: int | None) -> None:
-        """Logs once that the root was deleted, and is made anew."""
-        if step is not None and step != self._recreated_at:
+    def _log_recreated_root(self, step: int | None, deleted: int | None) -> None:
+        """Logs once for each deletion that the root was deleted, and is made anew.
+
+        The first try may fail, and another agent make the next one, with a newer step.
+        """
+        if step is not None and deleted != self._deleted:
             log.warning("%s", describe_recreated_root(self._root, step))
-        self._recreated_at = step
+            self._deleted = deleted
 
     def close(self, seconds: float = 60.0) -> None:
         """Stops draining here, and gives the drain in hand so many seconds. An agent is left to itself."""

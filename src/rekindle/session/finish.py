@@ -1,4 +1,4 @@
-"""Waits, at the end of a trainer, until storage has the newest checkpoint, and until the agent has left."""
+"""Ends a trainer's part: waits until storage has the newest checkpoint, and until the agent has left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from rekindle.agent.drain import Drainer
 from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import in_background
 from rekindle.errors import NotDurableError
@@ -20,12 +21,14 @@ from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.storage.checks import describe_missing_shards
 from rekindle.storage.store import Store
 
-__all__ = ["wait_durable", "wait_for_agent"]
+__all__ = ["carry_rest", "wait_durable", "wait_for_agent"]
 
 _LOOK = 1.0
 """Seconds that a look at storage gets, though the time is over."""
 _LEAVE, _OTHERS = 30.0, 2.0
 """Seconds for an agent to leave, which takes it 0.1 s after its last drain; and where it may have reason to stay."""
+_REST = 10.0
+"""Seconds that storage gets for what goes there last: records of some 800 bytes, and entries of compile caches."""
 _POLL = 0.005
 
 
@@ -118,3 +121,13 @@ def wait_for_agent(job: JobDir) -> None:
         if time.monotonic() - began > (_OTHERS if stays else _LEAVE):
             return
         time.sleep(_POLL)
+
+
+def carry_rest(job: JobDir) -> None:
+    """Carries to storage what the agent does last: records of incidents, compile caches. For a job that has no agent.
+
+    Takes a bounded time, and raises nothing.
+    """
+    with suppress(RuntimeError):  # no thread is to be had
+        rest = in_background(lambda: Drainer(job).finish(time.monotonic() + _REST), "rekindle-rest")
+        wait([rest], _REST)

@@ -66,6 +66,9 @@ def _hopeless(session: Session, stamp: ShardId) -> str:
 
 def _delay(job: JobDir, step: int) -> str:
     """Returns the reason why other nodes have not copied a step yet, as far as this node's agent knows it."""
+    agent = job.agent()
+    if agent is None or agent in job.trainers().values():  # a trainer that can get no agent drains in its place
+        return f"no agent runs on this node, see {job.paths.agent_log}"
     try:
         asked = in_background(lambda: _ask_agent(job), "rekindle-look")
         status = asked.result(2 * _ANSWERS_WITHIN)

@@ -42,7 +42,7 @@ from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
 from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.session.claiming import Stake, claim_again, record_starts
-from rekindle.session.finish import wait_durable, wait_for_agent
+from rekindle.session.finish import carry_rest, wait_durable, wait_for_agent
 from rekindle.storage.checks import root_identity
 from rekindle.storage.open import open_store
 
@@ -369,4 +369,6 @@ class Session:
         if saved and described:
             wait_for_agent(job)
         if job.agent() is None and (saved or not any(job.snapshots.shard_ids())):
+            if described and job.path.exists() and not job.trainers():
+                carry_rest(job)
             job.remove()  # else the agent does it, once the last rank has left

@@ -8,14 +8,17 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from rekindle.errors import UsageError
 from rekindle.faults.torchelastic import FRESH_STORE
 from rekindle.launch.rendezvous.hosts import is_this_host, listen, own_host
 from rekindle.launch.rendezvous.hub import Hub, View
 from rekindle.launch.rendezvous.node import Identity
-from rekindle.launch.rendezvous.wire import Address, Round
+from rekindle.launch.rendezvous.roster import ENDS_WITHIN
+from rekindle.launch.rendezvous.wire import Address, Elsewhere, Round, decode, encode
 
 __all__ = ["Rendezvous"]
 
@@ -25,6 +28,9 @@ _LAST_CALL, _JOIN, _READ = 1.0, 600.0, 60.0
 """Seconds that ``--rdzv-conf`` may set otherwise: ``last_call_timeout``, ``join_timeout``, ``read_timeout``."""
 _PATIENCE = 10.0
 """Seconds after which a launcher that reaches nobody says so. Nodes start that far apart."""
+_WAITS_QUIETLY = 30.0
+"""Seconds after which one that has reached others says that it waits for more: ranks may take as long to end."""
+_START = "start 'rekindle run' on all of them, with the same --nnodes, --rdzv-endpoint and --rdzv-id"
 _EXCHANGE_WITHIN = timedelta(seconds=10)
 """Time that nodes which have met get to exchange their numbers of ranks, a matter of milliseconds."""
 _LEAVE_WITHIN = 2.0
@@ -41,11 +47,13 @@ class Rendezvous:
         """``params`` are torch's. Begins to look for the others."""
         self.say: Callable[[str], object] = _log.warning
         """Given each line for people."""
+        self.prepare: Callable[[], object] = lambda: None
+        """Called now and then by the thread that waits for a round, while this node is a spare."""
         self._endpoints = _parse(params.endpoint)
         self._backend: str = params.backend
         self._run_id: str = params.run_id
-        self._join_within = float(params.get("join_timeout", _JOIN))
-        self._read_within = float(params.get("read_timeout", _READ))
+        self._join_within = _seconds(params, "join_timeout", _JOIN)
+        self._read_within = _seconds(params, "read_timeout", _READ)
         local = [each for each in self._endpoints if _may_listen(params, each)]
         listeners = {each: made for each in local if (made := listen(each.port)) is not None}
         opened = [*listeners.values()] or [_listen_anywhere()]
@@ -53,7 +61,7 @@ class Rendezvous:
         own = tuple(listeners)
         address = own[0] if own else Address(self._host, opened[0].getsockname()[1])
         name = uuid.uuid4().hex[:16]
-        last_call = float(params.get("last_call_timeout", _LAST_CALL))
+        last_call = _seconds(params, "last_call_timeout", _LAST_CALL)
         me = Identity(self._run_id, name, address, params.min_nodes, params.max_nodes, last_call, self._endpoints, own)
         self._address = Address(self._host, address.port)
         self._offered: Any = None
@@ -62,7 +70,13 @@ class Rendezvous:
         """The store of the newest round, while this node has it."""
         self._is_part = self._was_spare = self._was_member = False
         os.environ[FRESH_STORE] = "1"  # for the ranks
-        self._hub = Hub(me, opened, self._tell_of_the_lead)
+        try:
+            decode(encode(Elsewhere(self._address)))  # an address that the others would take
+            self._hub = Hub(me, opened, self._tell_of_the_lead)
+        except ValueError as error:
+            for each in opened:
+                each.close()
+            raise UsageError(f"--rdzv-id {self._run_id!r}, or the address {self._address}: {error}") from None
 
     @property
     def use_agent_store(self) -> bool:
@@ -96,7 +110,7 @@ class Rendezvous:
         return RendezvousInfo(PrefixStore("rekindle/launchers", store), round.place, round.world, info)
 
     def num_nodes_waiting(self) -> int:
-        """Returns the number of nodes for which the ranks are to be started again. A spare node is none."""
+        """Returns 1 if the ranks are to be started again for other nodes, else 0. A spare node is no reason."""
         news = self._hub.view.news
         return news.waiting if news is not None else 0
 
@@ -125,20 +139,23 @@ class Rendezvous:
 
         began = idle = time.monotonic()
         complained = False
-        with self._hub.changed:
-            while True:
+        while True:
+            with self._hub.changed:
                 view, now = self._hub.view, time.monotonic()
                 if view.round is not None and view.round.number > after:
                     return view.round
                 self._check(view, now - began)
-                if view.is_member and view.news is not None and view.news.spare:
+                is_spare = view.is_member and view.news is not None and view.news.spare
+                if is_spare:
                     self._was_spare, idle = True, now
                 if now - idle >= self._join_within:
                     raise RendezvousTimeoutError(self._describe_absence())
-                if not complained and not self._was_member and now - began >= _PATIENCE:
+                if not complained and now - idle >= (_WAITS_QUIETLY if self._was_member else _PATIENCE):
                     complained = True
-                    self.say(f"{self._where}, where the nodes are to meet, is not reached yet: {self._why_unreached()}")
+                    self.say(self._describe_wait())
                 self._hub.changed.wait(_LOOK_EVERY)
+            if is_spare:
+                self.prepare()
 
     def _check(self, view: View, seconds: float) -> None:
         """Raises an error if the round will not come."""
@@ -172,16 +189,31 @@ class Rendezvous:
             f"find the job by --rdzv-endpoint {self._address}"
         )
 
+    @property
+    def _others_end(self) -> bool:
+        news = self._hub.view.news
+        return news is not None and news.ending
+
+    def _describe_wait(self) -> str:
+        if not self._was_member:
+            return f"{self._where}, where the nodes are to meet, is not reached yet: {self._why_unreached()}"
+        if self._others_end:
+            return (
+                f"waits for the ranks of other nodes to end, for {self._join_within:g} s at most (join_timeout of "
+                f"--rdzv-conf): after {ENDS_WITHIN:g} s a spare takes the place of their node, if there is one"
+            )
+        return f"waits for other nodes, for {self._join_within:g} s at most (join_timeout of --rdzv-conf): {_START}"
+
     def _describe_absence(self) -> str:
-        return (
-            f"too few nodes have come to {self._where} within {self._join_within:g} s (join_timeout of --rdzv-conf): "
-            "start 'rekindle run' on all of them, with the same --nnodes, --rdzv-endpoint and --rdzv-id"
-        )
+        within = f"within {self._join_within:g} s (join_timeout of --rdzv-conf)"
+        if self._others_end:
+            return f"ranks of other nodes have not ended {within}: see what holds them there, as a mount that hangs"
+        return f"too few nodes have come to {self._where} {within}: {_START}"
 
     def _why_unreached(self) -> str:
         errors = [error for address in self._endpoints if (error := self._hub.errors.get(address)) is not None]
         if not errors:
-            return "something else listens there: take a free port of that node"
+            return "what listens there does not answer as a launcher: it hangs, or another program has the port"
         for error in errors:
             if isinstance(error, socket.gaierror):
                 return "its name is not known here: see that --rdzv-endpoint names a node of the job"
@@ -191,22 +223,38 @@ class Rendezvous:
 
 
 def _may_end(view: View) -> bool:
-    """Returns True once nobody needs this launcher any more, or nobody is left who could say so."""
-    return not view.is_member or (view.news is not None and view.news.over and not (view.leads and view.has_members))
+    """Returns True once nobody needs this launcher any more, or it can't tell anybody that the job has ended."""
+    news = view.news
+    if view.failed or news is None or (news.closed and not view.is_member):
+        return True
+    return news.over and not (view.leads and view.has_members)
 
 
 def _parse(text: str) -> tuple[Address, ...]:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint  # noqa: PLC0415
 
-    found = [Address(*parse_rendezvous_endpoint(part, DEFAULT_PORT)) for part in text.split(",")]
+    try:
+        found = [Address(*parse_rendezvous_endpoint(part, DEFAULT_PORT)) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if not all(address.port for address in found):
-        raise ValueError(f"each part of the rendezvous endpoint {text!r} needs a port that the nodes know")
+        raise UsageError(f"each part of the rendezvous endpoint {text!r} needs a port that the nodes know")
     return tuple(dict.fromkeys(found))
+
+
+def _seconds(params: Any, name: str, unset: float) -> float:
+    value = params.get(name, unset)
+    with suppress(ValueError):
+        if (seconds := float(value)) >= 0:
+            return seconds
+    raise UsageError(f"{name} of --rdzv-conf is {value!r}: must be a number of seconds")
 
 
 def _may_listen(params: Any, endpoint: Address) -> bool:
     """Returns True if the launcher of this endpoint is to be here. ``is_host`` of ``--rdzv-conf`` knows it better."""
     told: bool | None = params.get_as_bool("is_host")
+    if told and "," in params.endpoint:
+        raise UsageError("is_host=1 of --rdzv-conf doesn't tell which one of several endpoints is this node")
     return is_this_host(endpoint.host) if told is None else told
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from rekindle.launch.rendezvous.hosts import BACKLOG
+from rekindle.launch.rendezvous.names import PatientLoop
 from rekindle.launch.rendezvous.node import LOST_AFTER, Identity, Node
 from rekindle.launch.rendezvous.wire import MOST_BYTES, Address, News, Round, decode, encode
 
@@ -23,6 +25,8 @@ _MOST_UNSENT = 1 << 20
 _MOST_STRANGERS = 256
 """Connections beyond twice the number of the job's nodes."""
 _ENDS_WITHIN = 1.0
+_NEXT_ADDRESS_AFTER = 0.1
+"""Seconds after which the next address of a host with several is tried as well."""
 
 
 class View(NamedTuple):
@@ -34,7 +38,7 @@ class View(NamedTuple):
     """True while this launcher leads, or is heard by the one that does."""
     leads: bool = False
     has_members: bool = False
-    """True while others follow this launcher."""
+    """True while others follow this launcher, or have not had time to."""
     refused: str = ""
     """The reason for which another job's launcher has sent this one away."""
     failed: str = ""
@@ -59,7 +63,9 @@ class Hub:
         self._tasks: set[asyncio.Task[None]] = set()
         self._told = False
         """True once ``took_over`` was called."""
-        self._loop = asyncio.new_event_loop()
+        self._settles = False
+        """True while ``_settle`` is to come."""
+        self._loop = PatientLoop()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="rekindle-rendezvous", daemon=True)
         self._thread.start()
@@ -80,7 +86,7 @@ class Hub:
     def _post(self, act: Callable[[], None]) -> None:
         def do() -> None:
             act()
-            self._settle()
+            self._settle_soon()
 
         with suppress(RuntimeError):  # the thread has ended, as the view tells
             self._loop.call_soon_threadsafe(do)
@@ -98,7 +104,10 @@ class Hub:
             self._loop.close()
 
     async def _main(self) -> None:
-        servers = [await asyncio.start_server(self._serve, sock=own, limit=MOST_BYTES) for own in self._listeners]
+        servers = [
+            await asyncio.start_server(self._serve, sock=own, limit=MOST_BYTES, backlog=BACKLOG)
+            for own in self._listeners
+        ]
         try:
             while not self._ended.is_set():
                 self._clock, self._ticked = self._now(), time.monotonic()
@@ -113,7 +122,7 @@ class Hub:
             for server in servers:
                 server.close()
             for writer in self._writers.values():
-                writer.close()
+                writer.transport.abort()
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for other in others:
                 other.cancel()
@@ -123,9 +132,17 @@ class Hub:
         """Returns the time on a clock that stands still while this launcher is stopped."""
         return self._clock + min(max(time.monotonic() - self._ticked, 0.0), _LATE)
 
+    def _settle_soon(self) -> None:
+        """Has the state machine settle once after all events that are there: those of a large job come at once."""
+        if not self._settles:
+            self._settles = True
+            self._loop.call_soon(self._settle)
+
     def _settle(self) -> None:
-        """Does what the state machine has asked for, and shows its state."""
+        """Does what the state machine asks for, and shows its state."""
+        self._settles = False
         node = self._node
+        node.settle(self._now())
         while node.output:
             done, node.output = node.output, []
             for act, link, address, message in done:
@@ -134,10 +151,10 @@ class Hub:
                 elif act == "send" and message is not None:
                     self._send(link, encode(message))
                 elif act == "drop" and (writer := self._writers.pop(link, None)) is not None:
-                    writer.close()
+                    writer.transport.abort()  # what is not on its way yet would wait for one that may be gone
         took_over = node.took_over and not self._told
         self._told = node.took_over
-        members = node.has_members
+        members = node.has_members(self._now())
         self._publish(View(node.round, node.news, node.is_member, node.leads, members, node.refused))
         if took_over:
             self._took_over()
@@ -157,12 +174,14 @@ class Hub:
 
     async def _connect(self, link: int, address: Address) -> None:
         try:
-            opened = asyncio.open_connection(address.host, address.port, limit=MOST_BYTES)
+            opened = asyncio.open_connection(
+                address.host, address.port, limit=MOST_BYTES, happy_eyeballs_delay=_NEXT_ADDRESS_AFTER
+            )
             reader, writer = await asyncio.wait_for(opened, LOST_AFTER)
         except (OSError, asyncio.TimeoutError, UnicodeError) as error:
             self.errors[address] = error if isinstance(error, OSError) else TimeoutError("it does not answer")
             self._node.lost(link, self._now())
-            self._settle()
+            self._settle_soon()
             return
         self.errors.pop(address, None)
         self._writers[link] = writer
@@ -171,7 +190,7 @@ class Hub:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._writers) >= self._most_links:
-            writer.close()
+            writer.transport.abort()
             return
         link = self._node.accept(self._now())
         self._writers[link] = writer
@@ -179,12 +198,12 @@ class Hub:
 
     async def _read(self, link: int, reader: asyncio.StreamReader) -> None:
         """Takes the messages of a connection until it ends, or has brought what no launcher would send."""
-        self._settle()
+        self._settle_soon()
         with suppress(OSError, ValueError):
             while link in self._writers and (line := await reader.readline()).endswith(b"\n"):
                 self._node.received(link, decode(line), self._now())
-                self._settle()
+                self._settle_soon()
         self._node.lost(link, self._now())
         if (writer := self._writers.pop(link, None)) is not None:
-            writer.close()
-        self._settle()
+            writer.transport.abort()
+        self._settle_soon()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from rekindle.launch.rendezvous.roster import Roster
+from rekindle.launch.rendezvous.links import Answer, Link, Search
+from rekindle.launch.rendezvous.roster import REJOIN_WITHIN, Roster
 from rekindle.launch.rendezvous.wire import (
     Address,
     Alive,
@@ -19,6 +19,8 @@ from rekindle.launch.rendezvous.wire import (
     Refused,
     Round,
     Want,
+    decode,
+    encode,
 )
 
 __all__ = ["FIRST_COMES_WITHIN", "LOST_AFTER", "Identity", "Node", "Output"]
@@ -33,8 +35,10 @@ _ANSWERS_WITHIN = 1.0
 """Seconds that a launcher gets to say if it leads."""
 _ASK_EVERY = 0.1
 """Seconds between two times that all are asked."""
-_CLAIM_EVERY = 1.0
+_CLAIM_EVERY = 0.3
 """Seconds between two times that a launcher tells others, which may lead as well, that it leads."""
+_FIRST_ROUND_AFTER = 1.0
+"""Seconds for which a launcher that begins a job makes no round. If the job goes on elsewhere, it hears so by then."""
 
 
 class Identity(NamedTuple):
@@ -61,32 +65,6 @@ class Output(NamedTuple):
     message: Message | None = None
 
 
-@dataclass
-class _Link:
-    role: Literal["unknown", "asked", "leader", "member", "rival"]
-    heard: float
-    """Time of its last message, or of its beginning."""
-    address: Address | None = None
-    id: str = ""
-    told: News | None = None
-    """The news that were sent last to a member."""
-    round: int = 0
-    """The newest round that a member knows of."""
-
-
-_Answer = Literal["awaited", "none", "seeks", "follows"]
-
-
-@dataclass
-class _Search:
-    """One time that others are asked who leads."""
-
-    began: float
-    first: frozenset[Address]
-    """Those that lead in preference to this launcher, if they are there."""
-    answers: dict[Address, _Answer] = field(default_factory=dict)
-
-
 class Node:
     """A launcher among the others of its job.
 
@@ -100,13 +78,21 @@ class Node:
         """The newest round that it is part of."""
         self.news: News | None = None
         self.refused = ""
-        """The reason for which another job's launcher has sent it away; empty if none has."""
+        """The reason for which it will find no job; empty if it may."""
         self.took_over = False
         """True once it leads in place of one that was lost."""
         self._store: Address | None = None
+        self._was_spare = False
+        """True once it has seen the job run without it."""
         self._numbers = itertools.count()
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._roster: Roster | None = None
+        self._stirred = False
+        """True if the members are perhaps to be told of something."""
+        self._rounds_from = now
+        """The time before which it makes no round."""
+        self._others_until = now
+        """The time until which others come to it that followed a lost launcher before."""
         self._has_led = False
         self._leader: int | None = None
         """The connection to the launcher that leads."""
@@ -118,19 +104,23 @@ class Node:
         self._passed: set[Address] = set()
         """Launchers that come before this one, and did not answer when it began to lead: they may lead as well."""
         self._began, self._signed, self._claimed = now, now, now
+        self._strangers: set[Address] = set()
+        """Addresses at which another job's launchers are."""
+        self._has_ended = False
+        """True if the job has ended with this launcher."""
         self._hints: set[Address] = set()
         """An address at which another one says that somebody leads, until it is asked."""
-        self._search: _Search | None = None
+        self._search: Search | None = None
         self._search_at = now
+        decode(encode(self._hello()))  # raises ValueError for a name that no other launcher would take
 
     @property
     def leads(self) -> bool:
         return self._roster is not None
 
-    @property
-    def has_members(self) -> bool:
-        """True while others follow this launcher."""
-        return any(found.role == "member" for found in self._links.values())
+    def has_members(self, now: float) -> bool:
+        """Returns True while others follow this launcher, or have not had time to since it leads."""
+        return now < self._others_until or any(found.role == "member" for found in self._links.values())
 
     @property
     def is_member(self) -> bool:
@@ -144,15 +134,16 @@ class Node:
         self._store = store
         if self._roster is not None:
             self._roster.want(self.me.id, store, self._number, now)
-            self._settle(now)
+            self._stirred = True
         elif self._leader is not None:
             self._send(self._leader, Want(store, self._number))
 
     def bye(self, over: bool, now: float) -> None:
-        """Takes leave of the others; with ``over`` the job has ended."""
+        """Takes leave of the others; with ``over`` the job has ended, as the next one that leads will hear too."""
+        self._has_ended = over
         if self._roster is not None:
             self._roster.bye(self.me.id, over, now)
-            self._settle(now)
+            self._stirred = True
         elif self._leader is not None:
             self._send(self._leader, Bye(over))
 
@@ -161,7 +152,7 @@ class Node:
     def accept(self, now: float) -> int:
         """Returns the number of a connection that another launcher has made."""
         link = next(self._numbers)
-        self._links[link] = _Link("unknown", now)
+        self._links[link] = Link("unknown", now)
         return link
 
     def connected(self, link: int, now: float) -> None:
@@ -187,18 +178,19 @@ class Node:
             self._leader, self._lost, self._silent, self._lost_at = None, found.address, silent, now
             self._seek(now)
         elif found.role == "member" and self._roster is not None:
-            self._roster.leave(found.id, now)
-            self._settle(now)
+            self._roster.leave(found.id, now, silent=silent)
+            self._stirred = True
 
     def received(self, link: int, message: Message, now: float) -> None:
         """Takes a message."""
         found = self._links.get(link)
         if found is None:
             return
-        found.heard = now
-        if isinstance(message, Hello):
+        if found.role != "unknown":  # who does not say soon who it is has to go
+            found.heard = now
+        if isinstance(message, Hello) and found.role == "unknown":
             self._take_in(link, found, message, now)
-        elif isinstance(message, Lead):
+        elif isinstance(message, Lead) and found.role in ("unknown", "rival"):
             self._meet_rival(link, message, now)
         elif found.role == "member" and self._roster is not None:
             self._hear_member(found, message, self._roster, now)
@@ -220,29 +212,56 @@ class Node:
                 if found.role in ("leader", "member"):
                     self._send(link, Alive())
         if self._roster is not None:
-            self._settle(now)
+            self._stirred = True
             if now - self._claimed >= _CLAIM_EVERY:
                 self._claimed = now
                 self._claim_the_lead(now)
         elif self._leader is None and not self._is_over():
             self._go_on_searching(now)
 
+    def settle(self, now: float) -> None:
+        """Makes a round if it is time to, and tells each member what is new to it. To be called after all events."""
+        roster = self._roster
+        if roster is None or not self._stirred:
+            return
+        self._stirred = False
+        if now >= self._rounds_from:
+            roster.tick(now)
+        news = roster.news(now)
+        if own_news := news.get(self.me.id):
+            self._take(own_news)
+        if own := roster.round_of(self.me.id):
+            self._begin(own)
+        for link, found in self._links.items():
+            if found.role != "member" or found.id not in news:
+                continue
+            if found.told != news[found.id]:
+                found.told = news[found.id]
+                self._send(link, found.told)
+            if (told := roster.round_of(found.id)) and told.number > found.round:
+                found.round = told.number
+                self._send(link, told)
+
     # -- as a member ------------------------------------------------------------------------------------------------
 
-    def _hear_asked(self, link: int, found: _Link, address: Address, message: Message, now: float) -> None:
+    def _hear_asked(self, link: int, found: Link, address: Address, message: Message, now: float) -> None:
         if isinstance(message, News):
             if self._leader is None and self._roster is None:
                 found.role, self._leader = "leader", link
                 self._end_search()
-                self._lost = None
+                self._lost, self._silent = None, False
                 if self._store is not None:  # perhaps only since the hello
                     self._send(link, Want(self._store, self._number))
+                if self._has_ended:
+                    self._send(link, Bye(over=True))
                 self._hear_leader(link, message, now)
             else:
                 self._passed.add(address)
                 self._end(link)
         elif isinstance(message, Refused):
-            self.refused = message.why
+            self._strangers.add(address)
+            if self.news is None and (message.same_job or self._strangers.issuperset(self.me.endpoints)):
+                self.refused = message.why
             self._end(link)
             self._answered(address, "none", now)
         elif isinstance(message, Elsewhere):
@@ -255,13 +274,17 @@ class Node:
 
     def _hear_leader(self, link: int, message: Message, now: float) -> None:
         if isinstance(message, News):
-            self.news = message
+            self._take(message)
         elif isinstance(message, Round):
             self._begin(message)
         elif isinstance(message, Elsewhere):
             self._end(link)
             self._leader = None
             self._seek(now, message.address)
+
+    def _take(self, news: News) -> None:
+        self.news = news
+        self._was_spare |= news.spare
 
     def _begin(self, round: Round) -> None:
         if round.number > self._number:
@@ -274,7 +297,7 @@ class Node:
     def _hello(self) -> Hello:
         me, last = self.me, self.round
         number, place, world = (last.number, last.place, last.world) if last else (0, -1, 0)
-        return Hello(me.job, me.id, me.address, me.least, me.most, number, place, world, self._store)
+        return Hello(me.job, me.id, me.address, me.least, me.most, number, place, world, self._store, self._was_spare)
 
     def _is_over(self) -> bool:
         return bool(self.refused) or (self.news is not None and self.news.closed)
@@ -306,7 +329,7 @@ class Node:
 
     def _begin_search(self, now: float) -> None:
         first, others = self._whom_to_ask()
-        self._search = _Search(now, frozenset(first))
+        self._search = Search(now, frozenset(first))
         for address in [*first, *others, *self._hints]:
             self._ask(address, now)
         self._hints = set()
@@ -332,14 +355,14 @@ class Node:
             self._search.answers[address] = "awaited"
             self._connect("asked", address, now)
 
-    def _answered(self, address: Address, answer: _Answer, now: float) -> None:
+    def _answered(self, address: Address, answer: Answer, now: float) -> None:
         search = self._search
         if search is not None and search.answers.get(address) == "awaited":
             search.answers[address] = answer
             if "awaited" not in search.answers.values():
                 self._conclude(search, now)
 
-    def _conclude(self, search: _Search, now: float) -> None:
+    def _conclude(self, search: Search, now: float) -> None:
         """Leads, if nobody else does or comes first; else all are asked again in a moment."""
         self._search, self._search_at = None, now + _ASK_EVERY
         if self._roster is not None or self._leader is not None or self._is_over():
@@ -366,57 +389,43 @@ class Node:
         if self.news is not None:
             self.took_over = True
             roster.term, roster.round, roster.world = self.news.term + 1, self.news.round, self.news.world
-            roster.succeed(self.news.leads_from, now)
+            self._others_until = now + REJOIN_WITHIN
+            roster.succeed(self.news.leads_from, now, silent=self._silent)
             if self._lost is not None:
                 self._passed.add(self._lost)
+        else:
+            self._rounds_from = now + _FIRST_ROUND_AFTER
         roster.join(self._hello(), now)
-        self._settle(now)
+        if self._has_ended:
+            roster.bye(me.id, True, now)
+        self._stirred = True
 
-    def _take_in(self, link: int, found: _Link, hello: Hello, now: float) -> None:
+    def _take_in(self, link: int, found: Link, hello: Hello, now: float) -> None:
         if hello.job != self.me.job:
-            self._send(link, Refused(f"the launchers there have --rdzv-id {self.me.job}, and not {hello.job}"))
+            # Not told which: an id that nobody guesses keeps strangers out of the job.
+            self._send(link, Refused("the launchers there have another --rdzv-id", same_job=False))
         elif self._roster is None:
             leader = self._links[self._leader].address if self._leader is not None else None
             self._send(link, Elsewhere(leader))
         elif (hello.least, hello.most) != (self.me.least, self.me.most):
             own, other = (f"{a}:{b}" for a, b in ((self.me.least, self.me.most), (hello.least, hello.most)))
-            self._send(link, Refused(f"the launchers there have --nnodes {own}, and not {other}"))
+            self._send(link, Refused(f"the launchers there have --nnodes {own}, and not {other}", same_job=True))
         else:
             for number, older in list(self._links.items()):
                 if older.role == "member" and older.id == hello.id and number != link:
                     self._end(number)
             found.role, found.id, found.round, found.told = "member", hello.id, hello.round, None
             self._roster.join(hello, now)
-            self._settle(now)
+            self._stirred = True
 
-    def _hear_member(self, found: _Link, message: Message, roster: Roster, now: float) -> None:
+    def _hear_member(self, found: Link, message: Message, roster: Roster, now: float) -> None:
         if isinstance(message, Want):
             roster.want(found.id, message.store, message.after, now)
         elif isinstance(message, Bye):
             roster.bye(found.id, message.over, now)
         else:
             return
-        self._settle(now)
-
-    def _settle(self, now: float) -> None:
-        """Makes a round if it is time to, and tells each member what is new to it."""
-        roster = self._roster
-        if roster is None:
-            return
-        roster.tick(now)
-        news = roster.news(now)
-        self.news = news.get(self.me.id, self.news)
-        if own := roster.round_of(self.me.id):
-            self._begin(own)
-        for link, found in self._links.items():
-            if found.role != "member" or found.id not in news:
-                continue
-            if found.told != news[found.id]:
-                found.told = news[found.id]
-                self._send(link, found.told)
-            if (told := roster.round_of(found.id)) and told.number > found.round:
-                found.round = told.number
-                self._send(link, told)
+        self._stirred = True
 
     # -- others that lead ---------------------------------------------------------------------------------------------
 
@@ -455,7 +464,7 @@ class Node:
 
     def _connect(self, role: Literal["asked", "rival"], address: Address, now: float) -> None:
         link = next(self._numbers)
-        self._links[link] = _Link(role, now, address)
+        self._links[link] = Link(role, now, address)
         self.output.append(Output("connect", link, address=address))
 
     def _send(self, link: int, message: Message) -> None:

@@ -7,16 +7,20 @@ from dataclasses import dataclass, field
 
 from rekindle.launch.rendezvous.wire import SUCCESSORS, Address, Hello, News, Round, Successor
 
-__all__ = ["REJOIN_WITHIN", "SMALLER_SIDE_WAITS", "VACANT_FOR", "Roster"]
+__all__ = ["ENDS_WITHIN", "REJOIN_WITHIN", "SMALLER_SIDE_WAITS", "VACANT_FOR", "Roster"]
 
 VACANT_FOR = 1.0
-"""Seconds for which a place has to be free until a spare node takes it: its node may just have lost a connection."""
+"""Seconds for which a place has to be free until a spare node takes it, if its node was not silent before: that one may
+just have lost a connection, and be there again at once."""
 REJOIN_WITHIN = 2.0
 """Seconds that the others get to come to a launcher that has begun to lead. All notice the loss of the one before
 within half a second."""
 SMALLER_SIDE_WAITS = 30.0
 """Seconds for which those who see less than half of the nodes wait for the others: more of them may be together
 elsewhere, and go on first."""
+ENDS_WITHIN = 60.0
+"""Seconds that the ranks of a node get to end once all are to start again. torchrun sends them SIGKILL after 30; only
+the kernel can hold them longer, as when they read a file of a mount that hangs, or give much memory back."""
 
 _DIGITS = 5
 """Digits of a launcher's name that the numbers of its rounds differ by from those of others."""
@@ -32,8 +36,12 @@ class _Member:
     place: int
     store: Address | None
     """The store that it offers; None while its ranks run."""
+    was_spare: bool
+    """True once it has seen the job run without it."""
     leaves: bool = False
     """True once it has taken its leave."""
+    late: bool = False
+    """True while its ranks don't end, though all are to start again: its place is free."""
 
 
 @dataclass
@@ -63,12 +71,14 @@ class Roster:
     """The time at which a node last came, went or asked for a round."""
     _few_since: float | None = None
     """The time from which on less than half of the newest round's nodes are here."""
+    _due_since: float | None = None
+    """The time from which on ranks that run are to end."""
 
-    def succeed(self, place: int, now: float) -> None:
-        """Takes over from a launcher that was lost with the node of this place: -1 for a spare."""
+    def succeed(self, place: int, now: float, *, silent: bool) -> None:
+        """Takes over from a launcher that was lost, perhaps by silence, with the node of this place: -1 for a spare."""
         self._vacant = {other: now + REJOIN_WITHIN for other in range(self.world)}
         if place in self._vacant:
-            self._vacant[place] = now + VACANT_FOR
+            self._vacate(place, now, silent)
         self._changed = now
 
     def join(self, hello: Hello, now: float) -> None:
@@ -79,7 +89,7 @@ class Roster:
         before = self._members.get(hello.id)
         self._came += before is None
         came = before.came if before else self._came
-        member = _Member(hello.id, hello.address, came, hello.round, hello.place, hello.store)
+        member = _Member(hello.id, hello.address, came, hello.round, hello.place, hello.store, hello.was_spare)
         told = self._assigned.get(hello.id)
         if told is not None and told.number > hello.round:  # its connection broke before it heard of it
             member.round, member.place, member.store = told.number, told.place, None
@@ -92,15 +102,20 @@ class Roster:
         """Notes that a member's ranks have ended, and that it asks for a round after that one."""
         member = self._members.get(id)
         if member is not None and member.round <= after:
-            member.store, self._changed = store, now
+            member.store, member.late, self._changed = store, False, now
+            if self._holds(member):
+                self._vacant.pop(member.place, None)
 
-    def leave(self, id: str, now: float) -> None:
-        """Notes that a member is lost."""
+    def leave(self, id: str, now: float, *, silent: bool = False) -> None:
+        """Notes that a member is lost, perhaps because it was silent for long."""
         member = self._members.pop(id, None)
         if member is not None:
             if self._holds(member):
-                self._vacant[member.place] = now + VACANT_FOR
+                self._vacate(member.place, now, silent)
             self._changed = now
+
+    def _vacate(self, place: int, now: float, silent: bool) -> None:
+        self._vacant[place] = now if silent else now + VACANT_FOR
 
     def bye(self, id: str, over: bool, now: float) -> None:
         """Notes that a member takes its leave; with ``over`` the job has ended, else it goes on without it."""
@@ -113,14 +128,17 @@ class Roster:
     @property
     def seen(self) -> int:
         """The newest round's nodes that are here."""
-        return sum(map(self._holds, self._members.values()))
+        return len(self._holders())
 
     def tick(self, now: float) -> None:
         """Makes a round, if it is time to. To be called every now and then, and whenever something has changed."""
+        self._give_up_late(now)
         few = self.round > 0 and 2 * self.seen < self.world
         self._few_since = (now if self._few_since is None else self._few_since) if few else None
-        holders = [member for member in self._members.values() if self._holds(member)]
-        if self.closed or not self._may_go_on(now) or any(member.store is None for member in holders):
+        if self.seen:
+            for member in self._candidates():
+                member.was_spare = True
+        if self.closed or not self._may_go_on(now) or any(member.store is None for member in self._holders()):
             return
         chosen = self._seat(now)
         if chosen and chosen[0].store is not None:
@@ -138,7 +156,8 @@ class Roster:
         leader = self._members.get(self.own)
         place = leader.place if leader is not None and self._holds(leader) else -1
         runs = self.seen > 0
-        waiting = max(1, sum(member.store is not None for member in here)) if self._is_due(now) else 0
+        waiting = int(self._is_due(now))  # not their number: each change of it would be told to all
+        ending = bool(waiting) and any(member.store is None for member in self._holders())
         over = not any(map(self._holds, here))
         return {
             member.id: News(
@@ -148,6 +167,7 @@ class Roster:
                 successors=successors,
                 leads_from=place,
                 waiting=0 if member.store is not None else waiting if self._holds(member) else min(1, member.round),
+                ending=ending and member.store is not None,
                 spare=runs and member.store is not None and not self._holds(member),
                 closed=self.closed,
                 over=over and member.leaves,
@@ -157,7 +177,22 @@ class Roster:
 
     def _holds(self, member: _Member) -> bool:
         """Returns True if a member has a place in the newest round."""
-        return 0 < self.round == member.round and member.place >= 0
+        return 0 < self.round == member.round and member.place >= 0 and not member.late
+
+    def _holders(self) -> list[_Member]:
+        return [member for member in self._members.values() if self._holds(member)]
+
+    def _give_up_late(self, now: float) -> None:
+        """Frees the places of nodes whose ranks don't end, for which all others would wait."""
+        if not self._is_due(now):
+            self._due_since = None
+        elif self._due_since is None:
+            self._due_since = now
+        elif now - self._due_since >= ENDS_WITHIN:
+            for member in self._holders():
+                if member.store is None:
+                    member.late = True
+                    self._vacate(member.place, now, silent=True)
 
     def _succession(self, member: _Member) -> tuple[bool, int, int]:
         return not self._holds(member), member.place, member.came
@@ -165,20 +200,28 @@ class Roster:
     def _may_go_on(self, now: float) -> bool:
         """Returns False while another side of a parted job may have more of its nodes.
 
-        Spares alone never go on: they remember nothing, and would begin the job anew from storage.
+        Spares alone never go on: they remember nothing, and would begin the job anew from storage. With nodes that were
+        started since, in place of half of the round's at least, they do: who has started these has given the others up.
         """
         if not self.round or 2 * self.seen >= self.world:
             return True
-        return self.seen > 0 and self._few_since is not None and now - self._few_since >= SMALLER_SIDE_WAITS
+        if self._few_since is None or now - self._few_since < SMALLER_SIDE_WAITS:
+            return False
+        return self.seen > 0 or 2 * sum(map(self._is_fresh, self._candidates())) >= self.world
 
     def _candidates(self) -> list[_Member]:
         """Returns the members that want a place, in the order in which they came."""
         waiting = (m for m in self._members.values() if not self._holds(m) and m.store is not None and not m.leaves)
         return sorted(waiting, key=lambda member: member.came)
 
+    @staticmethod
+    def _is_fresh(member: _Member) -> bool:
+        """Returns True if a member has neither been part of the job nor seen it run."""
+        return not member.round and not member.was_spare
+
     def _is_due(self, now: float) -> bool:
         """Returns True if ranks that run are to end: for others whose ranks have, or for a node that takes a place."""
-        holders = [member for member in self._members.values() if self._holds(member)]
+        holders = self._holders()
         if self.closed or not holders:
             return False
         if any(member.store is not None for member in holders):
@@ -191,7 +234,8 @@ class Roster:
     def _seat(self, now: float) -> list[_Member]:
         """Returns the members of the next round by place; none if it has to wait."""
         candidates = self._candidates()
-        if not self.round:
+        if not self.seen:
+            candidates.sort(key=lambda member: not self._is_fresh(member))  # on a fresh one's host may be memory
             first = sorted(candidates[: self.most], key=lambda member: (_natural(member.address), member.came))
             called = len(first) == self.most or now - self._changed >= self.last_call
             return first if called and len(first) >= self.least else []

@@ -74,6 +74,8 @@ class Hello(NamedTuple):
     """The number of that round's nodes."""
     store: Address | None
     """The address of the store that it offers to the next round. None while its ranks run."""
+    was_spare: bool
+    """True once it has seen the job run without it."""
 
 
 class Want(NamedTuple):
@@ -107,7 +109,9 @@ class News(NamedTuple):
     leads_from: int
     """The place of the launcher that leads; -1 while it is a spare."""
     waiting: int
-    """Nodes for which the member's ranks are to be started again."""
+    """1 if the member's ranks are to be started again, for other nodes; else 0."""
+    ending: bool
+    """True while the member, whose own ranks have ended, waits for those of other nodes to do so."""
     spare: bool
     """True if the job runs without the member."""
     closed: bool
@@ -135,6 +139,8 @@ class Refused(NamedTuple):
     """An answer to a launcher that is no part of this job."""
 
     why: str
+    same_job: bool
+    """True if it is of this job, but was started with other settings: no endpoint would have it."""
 
 
 class Lead(NamedTuple):
@@ -189,7 +195,7 @@ def _field(kind: type[Message], name: str, value: Any) -> Any:
 def _text(value: Any) -> str:
     text = check_texts([value])[0]
     if not 0 < len(text) <= _LONGEST_TEXT or not text.isprintable():
-        raise ValueError("a text is empty, too long or not printable")
+        raise ValueError(f"a text is empty, not printable, or longer than {_LONGEST_TEXT} characters")
     return text
 
 
@@ -201,7 +207,7 @@ def _id(value: Any) -> str:
 
 def _address(value: Any) -> Address:
     if type(value) is not list or len(value) != 2 or not _HOST.fullmatch(_text(value[0])):
-        raise ValueError("it is no address")
+        raise ValueError("it is no address: a host's name or number, in ASCII, and a port")
     return Address(value[0], check_integer(value[1], 1, 65535))
 
 
@@ -248,9 +254,12 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     "successors": _successors,
     "leads_from": _place,
     "waiting": _nodes,
+    "ending": _truth,
     "spare": _truth,
     "closed": _truth,
     "why": _text,
     "seen": _nodes,
+    "same_job": _truth,
+    "was_spare": _truth,
 }
 _MAY_BE_NONE = {(Hello, "store"), (Elsewhere, "address")}
