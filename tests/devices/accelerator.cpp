@@ -276,6 +276,14 @@ extern "C" void stick() {
   queue(current).put([flag] { flag->wait(); });
 }
 
+// All streams that there are stand still until release(): the device can't be read.
+extern "C" void jam() {
+  auto flag = std::make_shared<Flag>();
+  held.push_back(flag);
+  std::lock_guard<std::mutex> hold(making);
+  for (auto* one : queues()) one->put([flag] { flag->wait(); });
+}
+
 extern "C" void release() {
   for (auto& flag : held) flag->raise();
   held.clear();

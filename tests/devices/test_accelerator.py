@@ -64,6 +64,7 @@ class Device:
         torch.utils.rename_privateuse1_backend(NAME)
         self._library = ctypes.CDLL(str(library))
         self.stick: Callable[[], None] = self._library.stick
+        self.jam: Callable[[], None] = self._library.jam
         self.release: Callable[[], None] = self._library.release
         self.set_delay: Callable[[int], None] = self._library.set_delay
         module = types.ModuleType(f"torch.{NAME}")
@@ -306,3 +307,44 @@ def test_snapshots_of_the_device_hold_their_step(
 ) -> None:
     """None of its memory can be page-locked: all of it goes by way of page-locked buffers."""
     run_alone(_saves, library, tmp_path, root, memory, overlap)
+
+
+def _is_cleared(device: Device, root: Path, memory: Path) -> None:
+    calls: list[tuple[str, torch.device]] = []
+
+    def stop(one: torch.device) -> None:
+        calls.append(("stop", one))
+        device.release()
+
+    rekindle.devices.register(
+        NAME,
+        stop=stop,
+        clean=lambda one: calls.append(("clean", one)),
+        restore=lambda one: calls.append(("restore", one)),
+    )
+    model = Model(0.0)
+    ckpt = rekindle.Checkpointer(root, model.state, memory=memory, snapshot_every=10**9, persist_every=10**9)
+    ckpt.restore()
+    try:
+        with ckpt.guard(watchdog=False):
+            for step in range(1, 4):
+                model.update()
+                ckpt.step(step)
+            synchronize([model.weight])
+            device.jam()
+            raise RuntimeError("a fault on purpose")
+    except RuntimeError as error:
+        assert str(error) == "a fault on purpose"
+    assert [name for name, _ in calls] == ["stop", "clean", "restore"]
+    assert {one.type for _, one in calls} == {NAME}
+    twin = Model(-1.0)
+    again = rekindle.Checkpointer(root, twin.state, memory=memory, persist_every=10**9)
+    assert again.restore() == 3, "no snapshot was taken before the fault"
+    assert torch.equal(twin.weight.detach().cpu(), torch.full((50_000,), 3.0))
+    again.close()
+
+
+def test_a_device_that_can_not_be_read_is_cleared_as_its_vendor_says(
+    library: Path, tmp_path: Path, root: Path, memory: Path
+) -> None:
+    run_alone(_is_cleared, library, tmp_path, root, memory)

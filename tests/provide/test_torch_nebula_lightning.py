@@ -16,7 +16,7 @@ from rekindle.memory.files_dir import FilesDir
 from tests.faults.harness import wait_for
 from tests.integrations.environments import needs_lightning
 
-pytestmark = [needs_lightning, pytest.mark.campaign(seconds=10)]
+pytestmark = [needs_lightning, pytest.mark.campaign(seconds=18)]
 
 _FIT = """
 import os, signal, sys

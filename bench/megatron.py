@@ -1,0 +1,92 @@
+"""Measures the stall of saves by Megatron-core's dist_checkpointing, with and without Rekindle, on two ranks.
+
+``.venv-megatron/bin/python bench/megatron.py [--mib 512] [--saves 6]``. Both ways save the same tensors asynchronously;
+a stall is the time that the thread that trains spends in saving and scheduling. Megatron's own goes to a directory on
+disk, Rekindle's into memory, from where an agent carries it to the same directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+RANKS, TENSORS = 2, 16
+
+options = argparse.ArgumentParser(description=__doc__)
+options.add_argument("--mib", type=int, default=512, help="MiB of tensors on each rank")
+options.add_argument("--saves", type=int, default=6)
+options.add_argument("--way", choices=["megatron", "rekindle"], help=argparse.SUPPRESS)
+options.add_argument("--where", type=Path, help=argparse.SUPPRESS)
+
+
+def save(given: argparse.Namespace) -> list[float]:
+    """Saves on this rank, and returns the seconds of each stall."""
+    sys.path[:0] = [str(REPO / "src"), str(REPO / "tests/integrations/programs")]
+    import megatron_on_cpu  # noqa: F401  before anything of Megatron's
+    import torch
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if given.way == "rekindle":
+        from rekindle.integrations.megatron import install
+
+        install()
+    rows = given.mib * (1 << 20) // TENSORS // 4096
+    tensors = [torch.rand(rows, 1024) for _ in range(TENSORS)]
+    queue, stalls = AsyncCallsQueue(), []
+    for number in range(1, given.saves + 1):
+        directory = given.where / f"iter_{number:07d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        began = time.perf_counter()
+        state = {
+            f"weight{i}": ShardedTensor.from_rank_offsets(f"weight{i}", tensor, (0, rank, RANKS))
+            for i, tensor in enumerate(tensors)
+        }
+        queue.schedule_async_request(dist_checkpointing.save(state, str(directory), async_sharded_save=True))
+        stalls.append(time.perf_counter() - began)
+        queue.maybe_finalize_async_calls(blocking=True)
+        time.sleep(2)  # a step's computation
+    queue.close()
+    return stalls
+
+
+def measure(way: str, given: argparse.Namespace, where: Path) -> list[float]:
+    """Returns the longest stall of all ranks at each save."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    here = [str(Path(__file__)), "--mib", given.mib, "--saves", given.saves, "--way", way, "--where", where]
+    subprocess.run([*torchrun, *map(str, here)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    each = [json.loads((where / f"stalls-{rank}.json").read_text()) for rank in range(RANKS)]
+    return [max(stalls) for stalls in zip(*each, strict=True)]
+
+
+def main() -> None:
+    given = options.parse_args()
+    if given.way:
+        stalls = save(given)
+        (given.where / f"stalls-{os.environ['RANK']}.json").write_text(json.dumps(stalls))
+        os._exit(0)  # gloo's threads need no end
+    with tempfile.TemporaryDirectory(prefix="rekindle-bench-", dir=Path.cwd()) as folder:
+        found = {way: measure(way, given, Path(folder) / way) for way in ("megatron", "rekindle")}
+    print(f"{RANKS} ranks, {given.mib} MiB on each, {os.cpu_count()} cores; milliseconds of the slower rank")
+    print("| asynchronous save by | first | later, median | longest |\n|---|---|---|---|")
+    for way, stalls in found.items():
+        first, *later = (1e3 * stall for stall in stalls)
+        print(f"| {way} | {first:.0f} | {statistics.median(later):.0f} | {max(later):.0f} |")
+
+
+if __name__ == "__main__":
+    main()
