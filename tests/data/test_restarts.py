@@ -27,7 +27,7 @@ def test_a_job_that_is_killed_goes_on_in_the_middle_of_an_epoch(root: Path, memo
     assert job.written() == end_of(job, tmp_path)
 
 
-@pytest.mark.campaign(seconds=40)
+@pytest.mark.campaign
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(
     ("kind", "exact"),
@@ -44,7 +44,7 @@ def test_jobs_of_other_kinds_go_on(
     assert job.written() == end_of(job, tmp_path)
 
 
-@pytest.mark.campaign(seconds=40)
+@pytest.mark.campaign
 @pytest.mark.parametrize("dying", [(1,), (0, 1)])
 @pytest.mark.parametrize("exact", ["replay", "seeded"])
 def test_two_ranks_go_on(exact: Any, dying: tuple[int, ...], root: Path, memory: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_training_goes_on_in_the_middle_of_the_second_epoch(kind: str, exact: An
     assert (broken == unbroken) is getattr(KINDS[kind], exact)
 
 
-@pytest.mark.campaign(seconds=25)
+@pytest.mark.campaign
 @pytest.mark.parametrize("stop", [1, 4, 5, 6, 10])
 @pytest.mark.parametrize("exact", MODES)
 def test_training_goes_on_from_any_batch(exact: Any, stop: int) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shutil
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-__all__ = ["PROGRAMS", "REPO", "environment", "launch", "lines", "needs_lightning", "ranks_of"]
+from rekindle.memory.job_dir import JobDir
+from tests.faults.harness import end_agent
+
+__all__ = ["PROGRAMS", "REPO", "environment", "launch", "lines", "lose_node", "needs_lightning", "pinned", "ranks_of"]
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -26,6 +31,16 @@ def environment(name: str) -> str:
     if not python.exists():
         pytest.skip(f"{name} is not installed: make {name}")
     return str(python)
+
+
+def pinned() -> dict[str, set[str]]:
+    """Maps the frameworks that the tests run with to their pinned versions: those of the Makefile, and Lightning's."""
+    lines = re.findall(r"^PACKAGES_\w+ *:= *(.*)$", (REPO / "Makefile").read_text(), re.MULTILINE)
+    lines += re.findall(r"lightning==[\d.]+", (REPO / "pyproject.toml").read_text())
+    found: dict[str, set[str]] = {}
+    for name, version in re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", " ".join(lines)):
+        found.setdefault(name, set()).add(version)
+    return found
 
 
 def launch(python: str, program: str, *arguments: object, where: Path, **variables: str) -> subprocess.Popen[str]:
@@ -67,3 +82,13 @@ def ranks_of(count: int, python: str, program: str, *arguments: object, where: P
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def lose_node(memory: Path) -> None:
+    """Takes a node away: what its memory has is lost, and its agents are killed."""
+    stores = list(memory.glob("rekindle-*"))
+    assert stores, "nothing has been in memory"
+    for store in stores:
+        for directory in store.iterdir():
+            end_agent(JobDir(directory))
+        shutil.rmtree(store)

@@ -45,7 +45,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., End]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("options", [(), ("--unseeded",), ("--workers", 2), ("--iterable",)], ids=str)
+@pytest.mark.parametrize("options", [(), ("--unseeded",), ("--workers", 2), ("--iterable",), ("--lora",)], ids=str)
 def test_killed_on_all_ranks(
     ranks: int, options: tuple[object, ...], memory: Path, tmp_path: Path, unbroken: Callable[..., End]
 ) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.environments import REPO, environment, lines, ranks_of
+from rekindle.faults.torchelastic import SURVIVOR_EXIT
+from tests.integrations.environments import REPO, environment, lines, lose_node, ranks_of
 
 PROGRAM = "train_transformers"
 STEPS = {1: 22, 2: 12}
@@ -82,6 +83,15 @@ def test_killed_on_one_of_two_ranks(
 
 
 @pytest.mark.timeout(600)
+def test_killed_with_data_without_a_length(memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    root, options, broken = tmp_path / "run", ("--stream", "--max-steps", 15), random.randrange(2, 15)
+    assert 0 not in train(tmp_path / "broken", 1, "--die-before", broken, *options, root=root)
+    assert train(tmp_path / "resumed", 1, *options, root=root) == [0], broken
+    assert began(tmp_path / "resumed") == broken - 1
+    assert end_of(tmp_path / "resumed", 1) == unbroken(1, *options), broken
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("where", ["the last update of an epoch", "the evaluation behind an epoch"])
 def test_killed_where_an_epoch_ends(where: str, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
     """A step is secured behind what the Trainer does at an epoch's end, or that would be left out of the log."""
@@ -131,13 +141,14 @@ def test_a_newer_checkpoint_of_the_trainers_own_is_taken(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_told_to_go(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
-    """The step is secured, and the exit code is the signal's for the rank that was told."""
+    """Within 30 s of grace the step is on storage: the node is lost then. The exit code is that of the signal."""
     root, broken = tmp_path / "run", random.randrange(2, STEPS[ranks])
     die = ["--die-before", broken, "--die-rank", 0, "--signal", "TERM"]
     codes = train(tmp_path / "broken", ranks, *die, root=root)
-    assert codes[0] == 128 + signal.SIGTERM and 0 not in codes
+    assert codes == [128 + signal.SIGTERM, SURVIVOR_EXIT][:ranks]
+    lose_node(memory)
     assert train(tmp_path / "resumed", ranks, root=root) == [0] * ranks
-    assert began(tmp_path / "resumed") in (broken - 1, broken)
+    assert lines(tmp_path / "resumed", PROGRAM)["start"] in (f"{broken - 1} storage", f"{broken} storage")
     assert end_of(tmp_path / "resumed", ranks) == unbroken(ranks), broken
 
 
@@ -152,10 +163,18 @@ def test_told_to_go_before_the_first_update(memory: Path, tmp_path: Path, unbrok
 
 
 @pytest.mark.timeout(600)
-def test_another_owner_of_sigterm_is_refused_by_name(memory: Path, tmp_path: Path) -> None:
-    assert train(tmp_path / "run", 1, "--jit") == [1]
-    text = (tmp_path / "run" / f"{PROGRAM}-0.out").read_text()
-    assert "UsageError: TrainingArguments.enable_jit_checkpoint can't be had with Rekindle" in text
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--set", "enable_jit_checkpoint"), "TrainingArguments.enable_jit_checkpoint can't be had with Rekindle"),
+        (("--set", "auto_find_batch_size"), "TrainingArguments.auto_find_batch_size can't be had with Rekindle"),
+        (("--own-loop",), "OwnLoop has a training loop of its own"),
+        (("--twice",), "this trainer is attached already"),
+    ],
+)
+def test_what_can_not_be_had_is_refused_by_name(options: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", 1, *options) == [1]
+    assert f"UsageError: {told}" in (tmp_path / "run" / f"{PROGRAM}-0.out").read_text()
 
 
 def test_lines_that_a_user_adds() -> None:

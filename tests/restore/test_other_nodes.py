@@ -118,7 +118,7 @@ def test_a_lost_node_costs_at_most_one_step_though_nothing_was_on_storage(root: 
         assert one["came to"][one["begun"]] == (root.parent / f"rank-{rank}-step-{one['begun']}").read_text()
 
 
-@pytest.mark.campaign(seconds=15)
+@pytest.mark.campaign
 def test_a_job_that_goes_on_with_one_node_of_two_loses_at_most_one_step(root: Path, memories: list[Path]) -> None:
     """Rank 0 begins where rank 1 was: there lies what only the lost rank 0 had."""
     attempt(2, _train, root, memories, STEPS + 2, STEPS, 0)
@@ -128,7 +128,7 @@ def test_a_job_that_goes_on_with_one_node_of_two_loses_at_most_one_step(root: Pa
     assert again["came to"][again["begun"]] == (root.parent / f"rank-0-step-{again['begun']}").read_text()
 
 
-@pytest.mark.campaign(seconds=15)
+@pytest.mark.campaign
 def test_a_rank_on_a_new_node_reads_its_state_from_the_one_that_it_was_on(root: Path, memories: list[Path]) -> None:
     """The agent there has begun in a start on one node, where nobody told it to listen."""
     one, other = memories

@@ -13,7 +13,10 @@ log = logging.getLogger("rekindle")
 
 def warn_if_untested(package: str, first: str, last: str) -> None:
     """Warns unless the installed version is one of ``first`` to ``last``, such as "5.18": patches count as tested."""
-    version = importlib.metadata.version(package)
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # imported from a source tree
+        version = "of unknown version"
     if not _series(first) <= _series(version) <= _series(last):
         tested = first if first == last else f"{first} to {last}"
         log.warning(

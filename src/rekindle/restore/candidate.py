@@ -85,13 +85,14 @@ class Candidate:
         *,
         allow_pickle: bool,
         parts: frozenset[str] | None = None,
+        casts: bool = False,
     ) -> None:
         """``ranks``: this rank and the number of all. Values, and what each rank has of its own, come from the shard
         of this rank, modulo the number of shards. ``parts``: entries of the state to load as far as they match; None
-        when all has to match."""
+        when all has to match. ``casts``: tensors of modules may have another dtype."""
         self.verdict = Verdict()
         self._key = key
-        self._state, self._allow_pickle, self._parts = state, allow_pickle, parts
+        self._state, self._allow_pickle, self._parts, self._casts = state, allow_pickle, parts, casts
         saved = copies[0].world if copies else ranks[1]
         self._resized = saved != ranks[1]
         self._sources = Sources(key, copies, ranks[0] % saved)
@@ -109,6 +110,11 @@ class Candidate:
     def match(self) -> Match:
         assert self._match is not None
         return self._match
+
+    @property
+    def unseen(self) -> list[int]:
+        """Ranks of which no shard was opened."""
+        return self._sources.unseen
 
     def open(self) -> None:
         """Finds what the live state wants. Changes nothing live."""
@@ -150,7 +156,7 @@ class Candidate:
             for source in self._sources.opened:
                 if source is not home:
                     saved.add(source.reader.shard.receipt)
-            match = self._match = Match(self._state, saved, self._parts)
+            match = self._match = Match(self._state, saved, self._parts, self._casts)
             wants = match.wants
             haves = self._haves(receipt)
             found = plan([want for _, want, _ in wants], [have for _, _, have in haves])

@@ -28,8 +28,9 @@ class Choice:
     rejected: dict[CheckpointKey, str] = field(default_factory=dict)
 
 
-def check_chosen_step(step: SupportsIndex | None) -> int | None:
-    """Returns the ``step`` that a user asks for as a number; None for the newest. Raises UsageError for what is none.
+def check_chosen_step(step: SupportsIndex | None, call: str = "restore") -> int | None:
+    """Returns the ``step`` that a user asks ``call`` for as a number; None for the newest. Raises UsageError for what
+    is none.
 
     True and 1.0 equal the number 1, and are mistakes more likely than meant.
     """
@@ -38,7 +39,7 @@ def check_chosen_step(step: SupportsIndex | None) -> int | None:
     number = operator.index(step) if hasattr(step, "__index__") and not isinstance(step, bool) else -1
     if not 0 <= number <= MAX_STEP:
         raise UsageError(
-            f"restore(step={step!r}): must be None, for the newest checkpoint, or a whole number of 0 to {MAX_STEP}"
+            f"{call}(step={step!r}): must be None, for the newest checkpoint, or a whole number of 0 to {MAX_STEP}"
         )
     return number
 

@@ -16,6 +16,7 @@ from rekindle.restore.saved import Node
 from rekindle.state.codec import has_pickle
 from rekindle.state.content import StateContent, with_extra_state
 from rekindle.state.flat import is_flat
+from rekindle.state.placed import PlacedState
 from rekindle.state.rng import RngState
 from rekindle.state.traits import with_traits
 from rekindle.state.tree import assemble, entries, paths_in
@@ -110,6 +111,8 @@ class _Loading:
         assert saved is not None
         if isinstance(entry, torch.nn.Module):
             return self._module(name, entry)
+        if isinstance(entry, PlacedState):
+            return self._children(name, entry)
         if name in self._match.kept:
             return self._optimizer(name, entry, saved)
         return self._build(name, saved)
@@ -128,15 +131,20 @@ class _Loading:
 
     def _module(self, name: str, module: torch.nn.Module) -> Any:
         """Builds a module's state under its live keys, of what the checkpoint has and the live module can take."""
-        tree: OrderedDict[str, Any] = OrderedDict()
-        for key, canonical in self._match.contents.keys(module).items():
-            node = self._match.saved.child(name, canonical)
-            if node is not None and self._match.has(name, node):
-                tree[key] = self._build(name, node)
+        tree = self._children(name, module)
         if not is_flat(module):
             # Versions of the modules' own formats; torch keeps them in an attribute, and we require the same ones.
             live = module.state_dict(keep_vars=True)
             setattr(tree, "_metadata", getattr(live, "_metadata", None))  # noqa: B010
+        return tree
+
+    def _children(self, name: str, entry: Any) -> OrderedDict[str, Any]:
+        """Builds what is not filled in place, under its live keys."""
+        tree: OrderedDict[str, Any] = OrderedDict()
+        for key, canonical in self._match.contents.keys(entry).items():
+            node = self._match.saved.child(name, canonical)
+            if node is not None and self._match.has(name, node):
+                tree[key] = self._build(name, node)
         return tree
 
     def _optimizer(self, name: str, entry: Any, saved: Node) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from rekindle.state.parts import (
     local_tensor,
     replicate_like,
 )
+from rekindle.state.placed import PlacedState
 from rekindle.state.rng import RNG, RngState
 from rekindle.state.strides import empty_for, order_of
 from rekindle.state.tree import entries
@@ -56,6 +57,8 @@ class Match:
     saved: Saved
     parts: frozenset[str] | None = None
     """Entries of the state to look for; None for all of them."""
+    casts: bool = False
+    """True if tensors of modules may have another dtype than the live ones: loading casts them, as torch does."""
     targets: dict[tuple[str, str], Target] = field(default_factory=dict)
     """By entry of the state and name in the checkpoint."""
     names: dict[str, dict[int, list[Any]]] = field(default_factory=dict)
@@ -102,6 +105,8 @@ class Match:
                     self.counts[name] = 0, 1
             elif isinstance(entry, torch.nn.Module):
                 self._match_module(name, entry)
+            elif isinstance(entry, PlacedState):
+                self._match_children(name, self.contents.of(entry), set())
             elif isinstance(entry, ZeroState) or is_plain_optimizer(entry, entry.state_dict()):
                 self._match_optimizer(name, entry)
             else:
@@ -180,10 +185,12 @@ class Match:
 
     def _match_module(self, name: str, module: torch.nn.Module) -> None:
         """Matches a module tensor by tensor."""
-        live = self.contents.of(module)
-        owned = {key for key, _ in module.named_parameters()}
         names = canonical_names(module)
         self._resizing[name] = {names[key] for key in _resizing(module) if key in names}
+        self._match_children(name, self.contents.of(module), {key for key, _ in module.named_parameters()})
+
+    def _match_children(self, name: str, live: Mapping[str, Any], owned: set[str]) -> None:
+        """Matches what an entry has by name. ``owned``: names of parameters."""
         before = len(self.lacking) + len(self.problems)
         for key, leaf in live.items():
             node = self.saved.child(name, key)
@@ -215,8 +222,10 @@ class Match:
             self.absent.append(stored)
             return
         ours = (dtype_name(local_tensor(leaf)), tuple(leaf.shape))
-        resized = ours[0] == kind[0] and path.removeprefix(f"{entry}.") in self._resizing[entry]
-        if ours != kind and (resized or self._widens(entry, leaf, kind)):
+        resized = ours[0] == kind[0] and path.removeprefix(f"{entry}.") in self._resizing.get(entry, ())
+        if ours != kind and self._casts(leaf, kind):
+            self.new(entry, stored, leaf)
+        elif ours != kind and (resized or self._widens(entry, leaf, kind)):
             self.new(entry, stored)
         elif ours != kind:
             self._misfits.add(id(leaf.counter if isinstance(leaf, FlatPart) else leaf))
@@ -226,6 +235,12 @@ class Match:
                 self._target(entry, stored, leaf, live=True)
             else:
                 self.new(entry, stored)  # load_state_dict() will know how to copy it
+
+    def _casts(self, leaf: Leaf, kind: tuple[str, tuple[int, ...]]) -> bool:
+        """Returns True for a tensor that differs in its dtype alone, and can be cast."""
+        if not self.casts or isinstance(leaf, FlatPart) or tuple(leaf.shape) != kind[1]:
+            return False
+        return torch.can_cast(getattr(torch, kind[0]), leaf.dtype)
 
     def _widens(self, entry: str, leaf: Leaf, kind: tuple[str, tuple[int, ...]]) -> bool:
         """Returns True for a buffer that FullyShardedDataParallel will cast, at its first use, to what was saved."""

@@ -37,7 +37,7 @@ from rekindle.session.inventory import (
 )
 from rekindle.storage.store import Store
 
-__all__ = ["Restored", "restore"]
+__all__ = ["Restored", "agree", "restore"]
 
 log = logging.getLogger("rekindle")
 
@@ -155,13 +155,13 @@ class _Restore:
             self._state, key, copies, ranks, allow_pickle=self._allow_pickle, parts=self._parts
         ) as candidate:
             candidate.open()
-            verdicts = _agree(group, candidate.verdict)
+            verdicts = agree(group, candidate.verdict)
             _check_match(key.step, verdicts, self._parts)
             if all(verdict.place for verdict in verdicts):
                 with readers_together(group, [verdict.far for verdict in verdicts], self._nodes) as together:
                     candidate.fill(together)
                 candidate.verdict.seconds = time.monotonic() - began
-                verdicts = _agree(group, candidate.verdict)
+                verdicts = agree(group, candidate.verdict)
             self._overwritten = self._overwritten or any(verdict.half_loaded for verdict in verdicts)
             _explain(group.rank, self._choice, key, verdicts)
             if not all(verdict.place for verdict in verdicts):
@@ -219,7 +219,7 @@ def _on_purpose(step: int) -> str:
     return f"restore(step={step}) goes on from step {step} on purpose"
 
 
-def _agree(group: SingleProcess | ProcessGroup, verdict: Verdict) -> list[Verdict]:
+def agree(group: SingleProcess | ProcessGroup, verdict: Verdict) -> list[Verdict]:
     """Gathers all ranks' verdicts. Raises on all of them what one of them has to raise."""
     verdicts: list[Verdict] = group.gather(verdict)
     for other in verdicts:

@@ -10,7 +10,8 @@ import torch
 from rekindle.state.flat import FlatRun, flat_modules, flat_runs, is_flat, tied_names
 from rekindle.state.names import Names, canonical_names, strip_wrappings
 from rekindle.state.numbers import pack_numbers
-from rekindle.state.parts import FlatPart
+from rekindle.state.parts import FlatPart, is_leaf
+from rekindle.state.placed import PlacedState
 from rekindle.state.zero import ZeroState, number_parameters
 
 __all__ = ["StateContent", "is_plain_optimizer", "with_extra_state"]
@@ -54,15 +55,19 @@ class StateContent:
         if isinstance(entry, torch.nn.Module):
             return self._module(entry)
         saved = entry.state_dict()
+        if isinstance(entry, PlacedState):
+            return saved
         if isinstance(entry, ZeroState) or is_plain_optimizer(entry, saved):
             return self._optimizer(entry, saved)
         return pack_numbers(saved)
 
-    def keys(self, module: torch.nn.Module) -> dict[str, str]:
+    def keys(self, module: torch.nn.Module | PlacedState) -> dict[str, str]:
         """Maps the keys that the module's own ``load_state_dict()`` expects to the bare model's names.
 
-        Leaves out flattened parameters, which are filled in place.
+        Leaves out flattened parameters, and those of a PlacedState, which are filled in place.
         """
+        if isinstance(module, PlacedState):
+            return {key: key for key, leaf in self.of(module).items() if not is_leaf(leaf)}
         if id(module) in self._modules:
             return {key: key for key, leaf in self._module(module).items() if not isinstance(leaf, FlatPart)}
         names = canonical_names(module)

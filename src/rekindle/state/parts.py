@@ -40,19 +40,23 @@ class FlatPart:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     first: int
-    """First element of the part among those of the whole tensor, counted row by row."""
+    """First element of the part among those of ``box``, counted row by row."""
     last: int
     """First element after the part, counted alike."""
     counter: torch.Tensor
     """Tensor whose version counter changes at each write to the part."""
     ranks: tuple[int, ...] = ()
     """All ranks that hold the same part."""
+    box: Box | None = None
+    """Box of the whole tensor that is cut into such parts; None for all of it."""
 
     @property
     def pieces(self) -> list[tuple[Box, torch.Tensor]]:
         """Boxes of the part, and views of ``base`` that hold them."""
         found, at = [], self.start
-        for box in boxes_of_range(self.shape, self.first, self.last):
+        corner, sizes = self.box or Box((0,) * len(self.shape), self.shape)
+        for inner in boxes_of_range(sizes, self.first, self.last):
+            box = Box(tuple(a + b for a, b in zip(corner, inner.offsets, strict=True)), inner.sizes)
             found.append((box, self.base.detach()[at : at + box.volume].view(box.sizes)))
             at += box.volume
         return found

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rekindle.storage import disk
 from rekindle.storage.catalog import StoredCopy
 from rekindle.transfer import dcp, huggingface, torchfile
+from rekindle.transfer.model import check_config, copy_config, model_of
 from rekindle.transfer.progress import Progress
 from rekindle.transfer.shards import Shards
 from rekindle.transfer.staging import publish, staging
@@ -38,15 +39,30 @@ class Exported:
         return fields
 
 
-def export(copy: StoredCopy, out: Path, form: Form, only: str | None, limit: int, progress: Progress) -> Exported:
+def export(
+    copy: StoredCopy,
+    out: Path,
+    form: Form,
+    only: str | None,
+    limit: int,
+    progress: Progress,
+    *,
+    weights_only: bool = False,
+    config: Path | None = None,
+) -> Exported:
     """Writes one copy of a checkpoint, of all of its ranks, to ``out`` in the format ``form``, synced.
 
     ``only`` names the entry of the state that is wanted; its tensors then have their own names. ``limit`` is the most
-    bytes of tensors that a safetensors file holds.
+    bytes of tensors that a safetensors file holds. With ``weights_only`` the model is wanted, without what an import
+    would need; the folder ``config``, if given, has what describes the model beside its weights.
 
     Raises UsageError when ``out`` exists, CorruptError when anything read is damaged, NotFoundError when the entry
     isn't there, UnsupportedValueError when the format can't hold the state, OSError when there is no room.
     """
+    if config is not None:
+        check_config(config)
+    if weights_only and only is None:
+        only = model_of(copy)
     with staging(out) as directory, Shards(copy, only) as shards:
         made = directory / "out"
         if form == "torch":
@@ -56,7 +72,9 @@ def export(copy: StoredCopy, out: Path, form: Form, only: str | None, limit: int
             if form == "dcp":
                 dcp.write(shards, made, only, progress)
             else:
-                huggingface.write(shards, made, limit, progress)
+                huggingface.write(shards, made, limit, progress, sidecar=not weights_only)
+            if config is not None:
+                copy_config(config, made)
         publish(made, out)
         files = sorted(out.iterdir()) if out.is_dir() else [out]
         sizes = sum(path.stat().st_size for path in files)

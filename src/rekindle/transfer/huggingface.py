@@ -32,8 +32,11 @@ _LONGEST = 100_000_000
 """Most bytes of a header that safetensors' own reader takes."""
 
 
-def write(shards: Shards, directory: Path, limit: int, progress: Progress) -> None:
-    """Fills an empty directory with files of at most ``limit`` bytes of tensors; a larger tensor gets its own file."""
+def write(shards: Shards, directory: Path, limit: int, progress: Progress, *, sidecar: bool) -> None:
+    """Fills an empty directory with files of at most ``limit`` bytes of tensors; a larger tensor gets its own file.
+
+    With ``sidecar`` an import restores the exact state.
+    """
     Sidecar.check_names(shards)
     files = list(_files(shards.items, limit))
     places: dict[str, memoryview] = {}
@@ -52,7 +55,8 @@ def write(shards: Shards, directory: Path, limit: int, progress: Progress) -> No
         total = sum(layout.nbytes for layout in files)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         write_file(directory / _INDEX, (text + "\n").encode())
-    Sidecar.of(shards, places, directory / SIDECAR).write(shards.copy.stamp)
+    if sidecar:
+        Sidecar.of(shards, places, directory / SIDECAR).write(shards.copy.stamp)
 
 
 def _files(items: Sequence[Item], limit: int) -> Iterator[Layout]:

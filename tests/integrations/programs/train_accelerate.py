@@ -1,6 +1,6 @@
 """Trains by a loop of Accelerate's kind, and dies or goes on.
 
-train_accelerate.py ROOT [--alone] [--die-before N [--die-rank N]] [--workers N] [--unseeded] [--iterable]
+train_accelerate.py ROOT [--alone] [--die-before N [--die-rank N]] [--workers N] [--unseeded] [--iterable] [--lora]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ options.add_argument("--die-before", type=int, help="the update that is not made
 options.add_argument("--die-rank", type=int, help="the rank that dies; all do without it")
 options.add_argument("--workers", type=int, default=0)
 options.add_argument("--unseeded", action="store_true", help="shuffles by the generator of the sampler")
+options.add_argument("--lora", action="store_true", help="trains a PEFT model")
 options.add_argument("--iterable", action="store_true", help="takes data without a length")
 given = options.parse_args()
 rank = int(os.environ.get("RANK", 0))
@@ -58,6 +59,10 @@ loading = DataLoaderConfiguration(use_seedable_sampler=not given.unseeded, dispa
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=loading)
 layers = [torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 8)]
 model = torch.nn.Sequential(*layers)
+if given.lora:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["0", "3"]))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 data = Stream(rows) if given.iterable else torch.utils.data.TensorDataset(rows)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import threading
 
 import torch
 from digests import digest
+from dying import die
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -42,7 +42,10 @@ options.add_argument("--patience", type=int, default=100)
 options.add_argument("--unseeded", action="store_true", help="shuffles by the global generator")
 options.add_argument("--signal", default="KILL", help="dies by it")
 options.add_argument("--lora", action="store_true", help="trains a PEFT model")
-options.add_argument("--jit", action="store_true", help="sets enable_jit_checkpoint")
+options.add_argument("--set", help="an argument of the trainer that is set to True")
+options.add_argument("--own-loop", action="store_true", help="takes a trainer with a training loop of its own")
+options.add_argument("--twice", action="store_true", help="attaches twice")
+options.add_argument("--stream", action="store_true", help="takes data without a length")
 given = options.parse_args()
 rank = int(os.environ.get("RANK", 0))
 sft = given.trainer == "sft"
@@ -51,7 +54,7 @@ sft = given.trainer == "sft"
 class Dying(TrainerCallback):
     def on_train_begin(self, args, state, control, **others):
         if given.end_at_start:
-            os.kill(os.getpid(), signal.SIGTERM)
+            die("TERM")
             threading.Event().wait(60)
 
     def on_pre_optimizer_step(self, args, state, control, **others):
@@ -64,11 +67,24 @@ class Dying(TrainerCallback):
 
     def die(self, step: int) -> None:
         if step == given.die_before and given.die_rank in (None, rank):
-            os.kill(os.getpid(), signal.Signals["SIG" + given.signal])
+            die(given.signal)
 
 
 class Attached(RekindleMixin, Trainer):
     pass
+
+
+class OwnLoop(Trainer):
+    def _inner_training_loop(self, *args, **others):
+        return super()._inner_training_loop(*args, **others)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
 
 
 def examples(seed: int, count: int) -> list[dict[str, list[int]]]:
@@ -109,9 +125,11 @@ settings = dict(
 )
 if given.unseeded:
     settings["accelerator_config"] = {"use_seedable_sampler": False}
-if given.jit:
-    settings["enable_jit_checkpoint"] = True
+if given.set:
+    settings[given.set] = True
 data = dict(train_dataset=examples(1, 44), eval_dataset=examples(2, 8))
+if given.stream:
+    data["train_dataset"] = Stream(data["train_dataset"])
 callbacks = [EarlyStoppingCallback(given.patience), Dying()]
 if sft:
     from datasets import Dataset
@@ -128,10 +146,13 @@ elif given.trainer == "mixin" and not given.alone:
         model=model, args=TrainingArguments(**settings), callbacks=callbacks, rekindle_root=given.root, **data
     )
 else:
-    trainer = Trainer(model=model, args=TrainingArguments(**settings), callbacks=callbacks, **data)
+    kind = OwnLoop if given.own_loop else Trainer
+    trainer = kind(model=model, args=TrainingArguments(**settings), callbacks=callbacks, **data)
 attachment = None
 if not (given.alone or given.trainer == "mixin"):
     attachment = attach(trainer, given.root)
+    if given.twice:
+        attach(trainer, given.root)
 done = trainer.train(resume_from_checkpoint=True if given.resume else None)
 log = [
     {key: value for key, value in entry.items() if not key.endswith(("_runtime", "_per_second"))}

@@ -11,9 +11,13 @@ from rekindle.errors import UsageError
 from rekindle.files.saving import canonical_target_within
 from rekindle.integrations.deepspeed.engine import RekindleCheckpointEngine
 from rekindle.integrations.deepspeed.notes import look
+from rekindle.integrations.versions import warn_if_untested
 from rekindle.session.group import this_group
 
 __all__ = ["attach"]
+
+_TESTED = ("0.19", "0.19")
+"""First and last series of deepspeed that the tests have run with."""
 
 
 def attach(engine: Any, root: str | os.PathLike[str]) -> RekindleCheckpointEngine:
@@ -36,6 +40,7 @@ def attach(engine: Any, root: str | os.PathLike[str]) -> RekindleCheckpointEngin
             or ``root`` is no directory's path.
     """
     _check(engine, root)
+    warn_if_untested("deepspeed", *_TESTED)
     directory = Path(canonical_target_within(Path(root) / "latest")).parent
     group = this_group()
     sights = group.gather(look(directory, storage=group.rank == 0))

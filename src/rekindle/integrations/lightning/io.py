@@ -17,11 +17,14 @@ from rekindle.errors import NotFoundError, UnsupportedValueError, UsageError
 from rekindle.faults.imports import note_save
 from rekindle.files import flush, load, save
 from rekindle.files.forgetting import forget, wait_for_writers
+from rekindle.integrations.versions import warn_if_untested
 
 __all__ = ["RekindleCheckpointIO"]
 
 _PACKAGES = ("lightning.fabric", "lightning_fabric")
 """The two names of one package. Their classes don't mix."""
+_TESTED = ("2.6", "2.6")
+"""First and last series of lightning that the tests have run with."""
 
 Path = str | os.PathLike[str]
 
@@ -89,7 +92,9 @@ def _lightning_io(plugin: type) -> Any:
         with suppress(ModuleNotFoundError):
             io = importlib.import_module(f"{name}.plugins.io")
             io.CheckpointIO.register(plugin)
-            found = found or io.TorchCheckpointIO()
+            if found is None:
+                found = io.TorchCheckpointIO()
+                warn_if_untested("lightning" if name == "lightning.fabric" else "lightning-fabric", *_TESTED)
     if found is None:
         raise UsageError("RekindleCheckpointIO is a plugin of Lightning, which is not installed: pip install lightning")
     return found

@@ -1,0 +1,246 @@
+"""The real Trainer of Lightning on one and two ranks: killed anywhere it ends as the one that was not killed."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from rekindle.integrations.lightning.closures import run_closure_first
+from rekindle.integrations.lightning.packed import Packer
+from tests.integrations.environments import REPO, launch, lines, lose_node, needs_lightning
+
+PROGRAM = "train_lightning_callback"
+STEPS = {1: 18, 2: 9}
+"""Updates by number of ranks, in three epochs."""
+
+End = dict[str, str]
+
+pytestmark = needs_lightning
+
+
+def train(where: Path, ranks: int, *options: object, root: Path | None = None) -> int:
+    """Trains by the plain command: Lightning starts the other ranks. Returns the exit code."""
+    where.mkdir(exist_ok=True)
+    process = launch(sys.executable, PROGRAM, root or where / "run", "--devices", ranks, *options, where=where)
+    try:
+        return process.wait(150)
+    finally:
+        process.kill()
+
+
+def end_of(*starts: Path) -> End:
+    """Returns what the newest start printed at its end, and the log of all of them. Overlaps have to be the same."""
+    found: End = {}
+    for where in starts:
+        printed = lines(where, PROGRAM)
+        log = {key: value for key, value in printed.items() if key.startswith("log:")}
+        assert {key: found.get(key, log[key]) for key in log} == log
+        found |= log
+    kept = ("steps:", "weights:", "optimizer:", "schedule:", "newest:")
+    return found | {key: value for key, value in printed.items() if key.startswith(kept)}
+
+
+def began(where: Path) -> int:
+    return int(lines(where, PROGRAM)["start:0"].split()[0])
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., End]:
+    """Returns the end of a training that was not interrupted, and did not know of Rekindle."""
+
+    @cache
+    def end(ranks: int, *options: object) -> End:
+        where = tmp_path_factory.mktemp("unbroken")
+        assert train(where, ranks, *options, "--alone") == 0
+        return end_of(where)
+
+    return end
+
+
+@pytest.mark.timeout(600)
+def test_an_error_in_the_middle_of_an_epoch_and_a_second_fit(memory: Path, tmp_path: Path) -> None:
+    step = random.randrange(2, STEPS[1])
+    assert train(tmp_path / "all", 1, "--in-one-process", "--die-before", step) == 0, step
+    text = (tmp_path / "all" / f"{PROGRAM}-0.out").read_text()
+    for what in ("steps", "weights", "optimizer", "schedule", "newest"):
+        alone, resumed = re.findall(rf"^{what}:0 (.*)$", text, re.MULTILINE)
+        assert alone == resumed, (what, step)
+    assert began(tmp_path / "all") == step - 1
+
+
+@pytest.mark.campaign(seconds=45)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_on_all_ranks(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """Twice, at random steps; the second start goes on from the first one's."""
+    root, broken = tmp_path / "run", sorted(random.sample(range(3, STEPS[ranks] + 1), 2))
+    starts = [tmp_path / f"start{number}" for number in range(3)]
+    for where, step in zip(starts, broken, strict=False):
+        assert train(where, ranks, "--die-before", step, root=root) != 0, broken
+    assert train(starts[2], ranks, root=root) == 0, broken
+    assert began(starts[2]) in (broken[1] - 1, broken[1] - 2)  # the newest copy may have been under way
+    end = unbroken(ranks)
+    assert end["steps:0"].startswith(f"[{STEPS[ranks]}, 3,")
+    assert end_of(*starts) == end, broken
+
+
+@pytest.mark.campaign(seconds=30)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("die", [0, 1])
+def test_killed_on_one_of_two_ranks(die: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """Rank 0 is the process that was started; it starts rank 1."""
+    root, broken = tmp_path / "run", random.randrange(3, STEPS[2] + 1)
+    assert train(tmp_path / "broken", 2, "--die-before", broken, "--die-rank", die, root=root) != 0, broken
+    assert train(tmp_path / "resumed", 2, root=root) == 0, broken
+    assert end_of(tmp_path / "broken", tmp_path / "resumed") == unbroken(2), broken
+
+
+@pytest.mark.campaign(seconds=20)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--manual",),
+        ("--workers", 2),
+        ("--workers", 2, "--persistent"),
+        ("--iterable",),
+        ("--max-steps", 14),
+    ],
+    ids=str,
+)
+def test_killed_in_other_trainings(
+    options: tuple[object, ...], memory: Path, tmp_path: Path, unbroken: Callable[..., End]
+) -> None:
+    root, broken = tmp_path / "run", random.randrange(3, 14)
+    broken += broken % 2 if "--manual" in options else 0  # two updates for each batch: before the second one
+    assert train(tmp_path / "broken", 1, "--die-before", broken, *options, root=root) != 0, broken
+    assert train(tmp_path / "resumed", 1, *options, root=root) == 0, broken
+    assert end_of(tmp_path / "broken", tmp_path / "resumed") == unbroken(1, *options), broken
+
+
+@pytest.mark.campaign(seconds=20)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("epochs", ["max_epochs", "max_steps"])
+def test_killed_where_an_epoch_ends(epochs: str, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """The first update of an epoch is not made any more: the state is that of the end of the one before."""
+    root, options = tmp_path / "run", ["--max-steps", 16] if epochs == "max_steps" else []
+    assert train(tmp_path / "broken", 1, "--die-before", 7, *options, root=root) != 0
+    assert train(tmp_path / "resumed", 1, *options, root=root) == 0
+    assert end_of(tmp_path / "broken", tmp_path / "resumed") == unbroken(1, *options)
+
+
+@pytest.mark.campaign(seconds=20)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("step", "options"), [(7, ("--die-before", 8, "--die-validating")), (8, ("--die-before", 9))])
+def test_killed_in_a_validation_and_behind_it(
+    step: int, options: tuple[object, ...], memory: Path, tmp_path: Path, unbroken: Callable[..., End]
+) -> None:
+    """A step is secured behind the validation that comes after it, which is not done again."""
+    root = tmp_path / "run"
+    assert train(tmp_path / "broken", 1, *options, root=root) != 0
+    assert train(tmp_path / "resumed", 1, root=root) == 0
+    assert began(tmp_path / "resumed") == step
+    assert end_of(tmp_path / "broken", tmp_path / "resumed") == unbroken(1)
+
+
+@pytest.mark.campaign(seconds=25)
+@pytest.mark.timeout(600)
+def test_a_run_that_is_over_is_not_trained_on(memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """Nor is one that a callback has stopped, whose state a restart does not reset."""
+    root, options = tmp_path / "run", ("--patience", 1)
+    assert train(tmp_path / "broken", 1, "--die-before", 3, *options, root=root) != 0
+    for start in ("first", "second"):
+        assert train(tmp_path / start, 1, *options, root=root) == 0
+    end = unbroken(1, *options)
+    assert not end["steps:0"].startswith(f"[{STEPS[1]},"), "nothing stopped it"
+    assert end_of(tmp_path / "broken", tmp_path / "first") == end
+    assert end_of(tmp_path / "second") == {key: value for key, value in end.items() if not key.startswith("log:")}
+
+
+@pytest.mark.campaign(seconds=40)
+@pytest.mark.timeout(600)
+def test_the_newer_one_of_a_checkpoint_of_lightnings_own_and_the_root(memory: Path, tmp_path: Path) -> None:
+    root, own = tmp_path / "run", tmp_path / "own"
+    assert train(tmp_path / "one", 1, "--die-before", 5, root=root) != 0
+    assert train(tmp_path / "older", 1, "--ckpt-path", own / "step=3.ckpt", "--die-before", 6, root=root) != 0
+    text = (tmp_path / "older" / f"{PROGRAM}-0.out").read_text()
+    assert re.search(r"step=3.ckpt is of step 3, and the newest checkpoint in .* of step 4: .* the latter", text)
+    assert train(tmp_path / "alone", 1, "--alone", "--die-before", 10, root=root) != 0
+    assert train(tmp_path / "newer", 1, "--ckpt-path", own / "step=9.ckpt", root=root) == 0
+    text = (tmp_path / "newer" / f"{PROGRAM}-0.out").read_text()
+    assert re.search(r"step=9.ckpt is of step 9, and the newest checkpoint in .* of step 5: .* the former", text)
+    assert lines(tmp_path / "newer", PROGRAM)["steps:0"].startswith(f"[{STEPS[1]}, 3,")
+
+
+@pytest.mark.campaign(seconds=25)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_told_to_go(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
+    """Within 30 s of grace the step is on storage: the node is lost then. The exit code is that of the signal."""
+    root, broken = tmp_path / "run", random.randrange(3, STEPS[ranks] + 1)
+    die = ["--die-before", broken, "--die-rank", 0, "--signal", "TERM"]
+    assert train(tmp_path / "broken", ranks, *die, root=root) == 128 + signal.SIGTERM
+    lose_node(memory)
+    assert train(tmp_path / "resumed", ranks, root=root) == 0
+    assert lines(tmp_path / "resumed", PROGRAM)["start:0"] in (f"{broken - 1} storage", f"{broken} storage")
+    assert end_of(tmp_path / "broken", tmp_path / "resumed") == unbroken(ranks), broken
+
+
+def test_packed_tensors_come_back_as_they_were() -> None:
+    packer = Packer(torch.device("cpu"), allow_pickle=False)
+    tree = {
+        "of all kinds": [torch.tensor(1.5), torch.tensor([True, False, True]), torch.arange(6).reshape(2, 3)],
+        "half": (torch.tensor([1.0, -2.0], dtype=torch.bfloat16), torch.empty(0), None),
+        "many": torch.arange(5000.0, dtype=torch.float64),
+        7: {"nothing": float("nan"), "bytes": b"\0"},
+    }
+    text, packed = packer.pack(tree)
+    packed = packed.clone()
+    packer.pack({"something else": torch.ones(9)})
+    found = packer.unpack(text, packed)
+    assert repr(found) == repr(tree)
+    assert torch.equal(found["many"], tree["many"])  # type: ignore[arg-type]
+
+
+def test_both_passes_run_before_what_waits_for_an_update() -> None:
+    """The weights that come of it are the same to the bit; an optimizer that calls its closure again is left alone."""
+    ends, calls = [], list[str]()
+    for first in (True, False):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+        if first:
+            assert run_closure_first(optimizer) is not None
+            optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+
+        def closure(layer: torch.nn.Linear = layer, optimizer: torch.optim.Adam = optimizer) -> torch.Tensor:
+            calls.append("closure")
+            optimizer.zero_grad()
+            loss = layer(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure), optimizer.step(closure=closure), optimizer.step()]
+        assert losses.pop() is None
+        ends.append([*losses, layer.weight])
+    assert calls == ["closure", "hook", "closure", "hook", "hook", "closure", "closure"]
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+    assert run_closure_first(torch.optim.LBFGS(layer.parameters())) is None
+
+
+def test_lines_that_a_user_adds() -> None:
+    """Two: the import, and the callback."""
+    script = (REPO / "examples/train_lightning.py").read_text()
+    code = [line.strip() for line in script.split('"""')[2].splitlines() if "rekindle" in line.lower()]
+    assert code == [
+        "from rekindle.integrations.lightning import RekindleCallback",
+        "callbacks=[RekindleCallback(root)],",
+    ]
