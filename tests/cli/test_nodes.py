@@ -213,13 +213,14 @@ def test_stop_does_not_discard_what_other_nodes_hold(tmp_path: Path) -> None:
         ({"node_safe_step": 17, "node_safe_lag": 1}, {"node-safe": "17, 1 step behind"}),
         ({"node_safe_step": 17, "node_safe_lag": 0}, {"node-safe": "17, the newest"}),
         ({}, {"node-safe": "-"}),
+        ({"node_safe_before": 15}, {"node-safe": "15, of a former start, unless a node was lost since"}),
         ({"peer_every": None}, {"node-safe": "- (peer_every=None: nodes keep no copies)"}),
         ({"peer_every": None, "nodes": []}, {}),  # on one node
     ],
 )
 def test_status_has_a_line_on_the_step_that_survives_a_node(more: dict[str, Any], line: dict[str, str]) -> None:
-    one: dict[str, Any] = {"node_safe_step": None, "node_safe_lag": None, "peer_every": "auto", "nodes": [{}]}
-    assert status._node_safe({**one, **more}) == line
+    one: dict[str, Any] = {"node_safe_step": None, "node_safe_lag": None, "node_safe_before": None, "nodes": [{}]}
+    assert status._node_safe({"peer_every": "auto", **one, **more}) == line
 
 
 def test_the_lag_counts_from_the_newest_step_of_any_node() -> None:
@@ -234,6 +235,26 @@ def test_status_tells_of_the_newest_start_only(root: Path, memory: Path) -> None
         job.notes.write_common(Common(start, 8, 7, -1))
         shown = job_status(job)
         assert (shown["node_safe_step"], shown["node_safe_lag"]) == found
+
+
+def test_status_tells_of_a_former_starts_safe_step_while_the_new_one_has_none(root: Path, memory: Path) -> None:
+    job = several(job_in(memory, root, world=2))
+    remember(job, 5, world=2)
+    info = job.read_job()
+    assert info is not None
+
+    def told() -> tuple[int | None, int | None]:
+        shown = job_status(job)
+        return shown["node_safe_step"], shown["node_safe_before"]
+
+    job.notes.write_common(Common(START.id, 6, 5, -1))
+    for start, expected in ((START.id, (5, None)), ("b" * 16, (None, 5))):
+        job.write_job(replace(info, start=start))
+        assert told() == expected
+    job.notes.write_common(Common("b" * 16, 7, -1, -1))
+    assert told() == (None, 5), "it has named a step"
+    job.snapshots.remove()
+    assert told() == (None, None)
 
 
 def several(job: JobDir) -> JobDir:

@@ -45,11 +45,11 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def at_terminal(*commands: list[object], columns: int = 80) -> Terminal:
+def at_terminal(*commands: list[object], columns: int = 80, program: str = _RUN) -> Terminal:
     """Runs commands in one process, whose stdout and stderr are a terminal of ``columns``, for a minute at most."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    command = [sys.executable, "-c", _RUN, json.dumps([[str(word) for word in words] for words in commands])]
+    command = [sys.executable, "-c", program, json.dumps([[str(word) for word in words] for words in commands])]
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**env, "TERM": "xterm"})
     os.close(theirs)
@@ -149,6 +149,34 @@ def test_bars_are_for_terminals(root: Path, memory: Path) -> None:
         assert told in said.text, said.text
     piped = CliRunner().invoke(main, ["verify", str(root)])
     assert piped.exit_code == 0 and piped.stderr == "" and "in storage" not in piped.stdout
+
+
+_WAIT = """
+import sys, threading
+from rekindle.cli import terminal
+with terminal.waiting_for("runs/short"):
+    pass
+terminal._TELL_FIRST = 0
+with terminal.waiting_for("runs/17 [bold]"):
+    while type(sys.stdout).__name__ != "FileProxy":  # rich has taken it over
+        threading.Event().wait(0.01)
+print("listed")
+"""
+
+
+def test_a_command_that_waits_for_storage_shows_it() -> None:
+    said = at_terminal(program=_WAIT)
+    assert said.code == 0 and "waiting for runs/17 [bold]" in said.text and "short" not in said.text, said.text
+    assert said.text.rstrip().endswith("listed")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_command_prints_the_same_script(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = CliRunner().invoke(main, ["completion", shell])
+    monkeypatch.setenv("_REKINDLE_COMPLETE", f"{shell}_source")
+    assert told.exit_code == 0
+    assert told.stdout.split() == CliRunner().invoke(main, [], prog_name="rekindle").stdout.split()
+    assert CliRunner().invoke(main, ["completion", "csh"]).exit_code == 2
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

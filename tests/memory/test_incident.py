@@ -17,6 +17,7 @@ from rekindle.memory.fault import Fault
 from rekindle.memory.incident import LONGEST_LINE, MOMENTS, Incident
 from rekindle.memory.incidents import StartRecord, describe_end, incident_files, note_gone, open_incident
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.prices import Prices, write_prices
 from rekindle.memory.status import DONE, SECURED, STABLE, StatusPage
 from tests.stored import job_in
 
@@ -100,12 +101,35 @@ def test_a_record_is_one_line_that_reads_back_the_same() -> None:
         json.dumps({**some().to_json(), "moments": {"noticed": "x"}}).encode(),
         json.dumps({**some().to_json(), "start": "../../etc/passwd"}).encode(),
         json.dumps({**some().to_json(), "warm": 2}).encode(),
+        json.dumps({**some().to_json(), "prices": {"step": 1.0}}).encode(),
+        json.dumps({**some().to_json(), "prices": {"step": -1.0, "snapshot": 0.0}}).encode(),
+        json.dumps({**some().to_json(), "prices": [1]}).encode(),
         json.dumps({**some().to_json(), "what": "x" * LONGEST_LINE}).encode(),
     ],
 )
 def test_a_torn_or_foreign_line_is_refused(line: bytes) -> None:
     with pytest.raises(FormatError, match="no record of an incident"):
         Incident.decode(line)
+
+
+def test_prices_are_read_back_and_lines_of_older_versions_have_none() -> None:
+    priced = some(prices=Prices(0.5, 0.1, drain=2.0).to_json())
+    assert Incident.decode(priced.encode()) == priced
+    old = {name: value for name, value in priced.to_json().items() if name != "prices"}
+    assert Incident.decode(json.dumps(old).encode()) == some()
+
+
+def test_a_start_that_ended_leaves_its_prices_and_no_other_ones(job: JobDir) -> None:
+    begin(job)
+    leave_page(job, 0, step=10)
+    notice(job)
+    prices = Prices(0.5, 0.1, 5.0)
+    write_prices(job, ID, prices)
+    found = describe_end(job)
+    assert found is not None and found.prices == prices.to_json()
+    write_prices(job, "f" * 16, prices)
+    found = describe_end(job)
+    assert found is not None and found.prices == {}
 
 
 def begin(job: JobDir, generation: int = 2, step: int = 3) -> StartRecord:

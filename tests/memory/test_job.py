@@ -14,6 +14,7 @@ WHOLE = JobInfo(
     peer_limit=10**9,
     patience=4,
     headroom=1 << 30,
+    persist_budget=0.01,
 )
 
 
@@ -24,8 +25,9 @@ def test_a_record_is_read_as_it_was_written() -> None:
 
 
 def test_a_record_of_an_older_version_has_the_defaults() -> None:
-    new = {"peer_every", "peer_limit", "patience", "headroom"}
+    new = {"peer_every", "peer_limit", "patience", "headroom", "persist_budget"}
     read = JobInfo.from_json({name: value for name, value in WHOLE.to_json().items() if name not in new})
+    assert read.persist_budget is None
     assert (read.peer_every, read.peer_limit, read.patience, read.headroom) == ("auto", None, 10.0, 0)
 
 
@@ -34,6 +36,7 @@ def test_a_record_of_an_older_version_has_the_defaults() -> None:
     [
         *(("peer_every", 0), ("peer_every", "often"), ("peer_every", True), ("peer_every", [1])),
         *(("peer_limit", 0), ("peer_limit", "1MB"), ("headroom", -1), ("headroom", None)),
+        *(("persist_budget", 0.0), ("persist_budget", 1.0), ("persist_budget", "1%"), ("persist_budget", True)),
         *(("patience", -1.0), ("patience", float("nan")), ("patience", "long"), ("patience", None)),
     ],
 )

@@ -6,23 +6,32 @@ import logging
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import rekindle
+from rekindle.common.durations import describe_seconds
+from rekindle.common.waste import best_interval
+from rekindle.memory.incidents import write_incident
 from rekindle.save.cadence import Auto, Fixed, agreement
+from rekindle.save.start import _between_faults
 from tests.fork_server import context
+from tests.memory.test_incident import some
+from tests.stored import job_in
 
 
 class Job:
     """A job on a clock of its own: steps of ``base`` seconds, and ``cost`` more after a snapshot."""
 
-    def __init__(self, base: float, cost: float, budget: float = 0.01, others: float = 0.0) -> None:
+    def __init__(
+        self, base: float, cost: float, budget: float = 0.01, others: float = 0.0, between: float | None = None
+    ) -> None:
         self.base, self.cost, self.now, self.step = base, cost, 0.0, 0
         self.saved: list[int] = []
-        self.cadence = Auto(budget, lambda mine: lambda: max(mine, others), lambda: self.now)
+        self.cadence = Auto(budget, lambda mine: lambda: max(mine, others), lambda: self.now, between_faults=between)
 
     def run(self, steps: int) -> list[int]:
         """The steps among the next so many that had a snapshot."""
@@ -56,6 +65,27 @@ def test_the_smallest_interval_within_the_budget(base: float, cost: float, budge
     assert saved * cost <= budget * 3200 * base * 1.01
 
 
+@pytest.mark.parametrize(("between", "every"), [(86400.0, 59), (3600.0, 12), (10.0, 3)])
+def test_where_faults_are_rare_snapshots_are_too_but_never_beyond_the_budget(
+    between: float, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "rekindle"):
+        job = Job(1.0, 0.021, between=between)
+        job.run(40)
+    assert job.cadence.every == max(3, math.ceil(best_interval(0.021, between))) and abs(job.cadence.every - every) <= 2
+    assert f"and a fault has come every {describe_seconds(between)}" in caplog.text
+
+
+def test_a_start_knows_of_the_faults_that_snapshots_were_for(memory: Path, root: Path) -> None:
+    job = job_in(memory, root)
+    session = SimpleNamespace(job=job)
+    assert _between_faults(session) is None and _between_faults(SimpleNamespace(job=None)) is None  # type: ignore[arg-type]
+    write_incident(job, some(start="1" * 16, place="storage", seconds=3600.0))
+    assert _between_faults(session) is None, "no snapshot would have helped"  # type: ignore[arg-type]
+    write_incident(job, some(seconds=3600.0))
+    assert _between_faults(session) == (7200 + 86400) / 2  # type: ignore[arg-type]
+
+
 def test_until_it_is_known_every_other_step_is_saved() -> None:
     job = Job(1.0, 0.5)
     assert job.run(24) == list(range(2, 25, 2))
@@ -77,7 +107,7 @@ def test_a_job_that_changes_is_measured_again_and_says_why_once(caplog: pytest.L
 
 
 def test_the_slowest_rank_decides() -> None:
-    job = Job(1.0, 0.01, others=0.06)
+    job = Job(1.0, 0.01, others=6.0)
     job.run(40)
     assert job.cadence.every == 6
 

@@ -195,3 +195,43 @@ def test_the_log_says_what_the_loss_of_a_node_costs(
     schedule.tell_cost_of_a_node()
     assert all(words in caplog.text for words in told), caplog.text
     assert not any(words in caplog.text for words in untold), caplog.text
+
+
+def test_a_time_for_storage_is_a_pause_and_auto_begins_with_the_default() -> None:
+    by_time, chosen, free = (
+        Schedule(Settings(**options), 1, 1, Metrics())
+        for options in (
+            {"persist_every": "10min"},
+            {"persist_every": "auto"},
+            {"persist_every": "auto", "persist_seconds": 0},
+        )
+    )
+    assert (by_time.persist_every, by_time.pause, by_time.budget) == (None, 600, None)
+    assert (chosen.persist_every, chosen.pause, chosen.budget) == (None, 30, 0.01)
+    assert (free.pause, free.budget) == (0, 0.01), "where it begins with is no word on whether it chooses"
+    assert not any(one.persists(n) for one in (by_time, chosen, free) for n in range(1, 200))
+
+
+@pytest.mark.parametrize(
+    ("options", "meshed", "told"),
+    [
+        ({"persist_every": "10min"}, True, None),
+        (
+            {"persist_every": "10min"},
+            False,
+            "persist_every='10min' has no effect on several nodes whose agents don't reach",
+        ),
+        ({"persist_every": "auto"}, False, "persist_every='auto' has no effect on several nodes"),
+        ({"persist_every": "auto", "persist_seconds": 10}, True, None),
+        ({"persist_every": "10min", "persist_seconds": 10}, True, f"{NO_EFFECT} beside persist_every"),
+    ],
+)
+def test_a_time_that_decides_nothing_is_named(
+    options: dict[str, Any], meshed: bool, told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = Schedule(Settings(**options), 2, 2, Metrics())
+    if not meshed:
+        schedule.do_without_mesh()
+    schedule.warn_of_ignored_seconds()
+    assert told in caplog.text if told else not caplog.text
+    assert schedule.budget is None or meshed

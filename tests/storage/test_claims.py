@@ -64,6 +64,13 @@ def test_a_restart_claims_after_the_start_that_its_nodes_remember(store: PosixSt
     assert newest_claim(store) == second.own
 
 
+def test_a_link_that_leads_nowhere_is_no_other_start_that_claims_the_root(store: PosixStore) -> None:
+    store.root.mkdir()
+    (store.root / "claims").symlink_to("unmounted")
+    with pytest.raises(OSError, match="/claims: is a link that leads nowhere"):
+        hold_claim(store, start(1))
+
+
 def test_nodes_that_were_left_behind_are_refused(store: PosixStore) -> None:
     former = claimed(store, start(1, nodes=2))
     claimed(store, start(2, former))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import random
@@ -16,7 +17,7 @@ from rekindle.errors import CorruptError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import shard_name
 from rekindle.storage.catalog import find_copies
-from rekindle.storage.copy import copy_shard
+from rekindle.storage.copy import copy_shard, write_pieces
 from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.throttle import Budget
@@ -262,6 +263,31 @@ def test_a_file_over_the_limit_of_the_process_is_an_error(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert files(tmp_path) == set()
+
+
+def test_a_write_that_failed_lets_go_of_the_source_at_once() -> None:
+    """Its mapping pins a snapshot: kept until garbage is collected, it would leave the next save no room."""
+
+    class Refusing:
+        def write(self, data: memoryview, offset: int) -> None:
+            raise OSError(errno.EIO, "refused")
+
+    def fail(source: memoryview) -> str:
+        pieces = ((source[at : at + MIB], at) for at in range(0, 8 * MIB, MIB))
+        try:
+            list(write_pieces(pieces, Refusing()))  # type: ignore[arg-type]
+        except OSError as error:
+            return str(error)
+        return ""
+
+    place = mmap.mmap(-1, 8 * MIB)
+    gc.disable()
+    try:
+        with memoryview(place) as source:
+            assert "refused" in fail(source)
+        place.close()  # BufferError while anything shows a part of it
+    finally:
+        gc.enable()
 
 
 def test_an_interrupted_copy_leaves_no_thread_and_no_file(tmp_path):

@@ -15,13 +15,15 @@ import rekindle
 from rekindle.agent.drain import Drainer
 from rekindle.cli.main import main
 from rekindle.format.lineage import Incarnation, ShardId
+from rekindle.format.names import MANIFEST
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
+from rekindle.storage import disk
 from rekindle.storage.posix import PosixStore
 from tests.conftest import commit, make_shard
 from tests.faults.harness import wait_for
-from tests.stored import job_in, save, steps_on
+from tests.stored import START, job_in, save, steps_on
 
 FIRST = Incarnation(1, "a" * 16)
 
@@ -200,3 +202,16 @@ def test_a_restore_that_loads_nothing_costs_no_checkpoint(root: Path, memory: Pa
         other.step(3)
     other.close(timeout=60)
     assert steps_on(root) == [1, 2]
+
+
+def test_a_pin_that_meets_a_removal_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest goes first, and between the look and the pin: a pin that is reported must hold something."""
+    manifest, create = save(root, 1) / MANIFEST, disk.create
+
+    def create_late(path: Path, *mode: int) -> int:
+        manifest.unlink()
+        return create(path, *mode)
+
+    monkeypatch.setattr(disk, "create", create_late)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint of step 1"):
+        PosixStore(root).pin(ShardId(1, 0, 1, START))

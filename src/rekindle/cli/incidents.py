@@ -21,6 +21,7 @@ from rekindle.cli.terminal import (
     make_table,
     print_json,
     show,
+    waiting_for,
 )
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import FormatError, NotFoundError
@@ -42,7 +43,7 @@ from rekindle.storage.incidents import load_incidents
 from rekindle.storage.listing import iso_time, root_hint
 from rekindle.storage.open import open_store
 
-__all__ = ["find_incidents", "incidents_command", "make_incident_tables", "summarize"]
+__all__ = ["collect_incidents", "find_incidents", "incidents_command", "make_incident_tables", "summarize"]
 
 _PARTS = {
     NOTICED: "noticed",
@@ -76,7 +77,8 @@ def incidents_command(root: Root, as_json: bool, memory: Path | None) -> None:
     Each host has a line of its own, timed by its own clock. Goodput is the share of time in which steps were made that
     were kept.
     """
-    records, problems, trouble = _collect(root, memory_base(memory))
+    with waiting_for(root):
+        records, problems, trouble = collect_incidents(root, memory_base(memory))
     totals = add_up(records)
     faults = [record for record in records if record.is_fault]
     if as_json:
@@ -97,8 +99,8 @@ def _to_json(record: Incident) -> dict[str, Any]:
     return {**record.to_json(), "at": iso_time(record.at)}
 
 
-def _collect(root: Root, base: Path) -> tuple[list[Incident], list[str], OSError | None]:
-    """Returns all records, words on those that are none, and the error if storage didn't answer."""
+def collect_incidents(root: Root, base: Path) -> tuple[list[Incident], list[str], OSError | None]:
+    """Returns all records of memory and storage, oldest first; words on what is none; storage's error, if any."""
     job, trouble = JobDir.of(root, base), None
     job.check()
     records, problems = find_incidents(job)

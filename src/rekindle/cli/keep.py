@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from rekindle.cli.terminal import ANSWERS_WITHIN, JSON_OPTION, MEMORY_OPTION, ROOT_ARGUMENT, print_json
+from rekindle.cli.terminal import ANSWERS_WITHIN, JSON_OPTION, MEMORY_OPTION, ROOT_ARGUMENT, print_json, waiting_for
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import NotFoundError
 from rekindle.format.names import Root
@@ -58,13 +58,22 @@ def _show_pin(step: int, as_json: bool, *, pinned: bool) -> None:
 @ROOT_ARGUMENT
 @click.option("--keep", type=_AT_LEAST_1, help="Number of newest checkpoints that stay.")
 @click.option("--keep-every", type=_AT_LEAST_1, help="Steps that are a multiple of this stay.")
+@click.option("--no-best", is_flag=True, help="Let go of the best checkpoint by its metric, too.")
 @click.option("--dry-run", is_flag=True, help="Only list the steps that would be removed.")
 @JSON_OPTION
 @MEMORY_OPTION
 def prune_command(
-    root: Root, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool, memory: Path | None
+    root: Root,
+    keep: int | None,
+    keep_every: int | None,
+    no_best: bool,
+    dry_run: bool,
+    as_json: bool,
+    memory: Path | None,
 ) -> None:
     """Remove checkpoints of ROOT from storage that are neither pinned nor to be kept.
+
+    The best one, by the metric of the job's keep_best, stays besides, unless --no-best is given.
 
     With neither --keep nor --keep-every the job's own settings decide, by which it prunes itself after each checkpoint
     that reaches storage. This node's memory has them from the job's start until close() or 'rekindle stop'. Otherwise
@@ -75,10 +84,12 @@ def prune_command(
     if keep is None and keep_every is None:
         keep, keep_every = _settings_of_job(root, memory)
     if dry_run:
-        surplus = with_timeout(ANSWERS_WITHIN, root, lambda: store.surplus(keep, keep_every))
+        with waiting_for(root):
+            surplus = with_timeout(ANSWERS_WITHIN, root, lambda: store.surplus(keep, keep_every, keep_best=not no_best))
         gone = [entry.stamp.step for entry in surplus]
     else:
-        gone = with_timeout(_REMOVING, root, lambda: store.prune(keep, keep_every))
+        with waiting_for(root):
+            gone = with_timeout(_REMOVING, root, lambda: store.prune(keep, keep_every, keep_best=not no_best))
     stays = [entry.stamp.step for entry in with_timeout(ANSWERS_WITHIN, root, store.published)]
     left = [step for step in stays if step not in gone] if dry_run else stays
     if as_json:
@@ -115,7 +126,8 @@ def _refuse_empty(store: Store) -> None:
 def _on_storage(root: Root, work: Callable[[], object]) -> None:
     """Does ``work`` in bounded time. Where there is no checkpoint, the error describes what is at ``root`` instead."""
     try:
-        with_timeout(ANSWERS_WITHIN, root, work)
+        with waiting_for(root):
+            with_timeout(ANSWERS_WITHIN, root, work)
     except (NotFoundError, NotADirectoryError) as error:
         text = str(error) if isinstance(error, NotFoundError) else f"{root}: no checkpoint on storage"
         what = with_timeout(ANSWERS_WITHIN, root, lambda: describe_root(root))

@@ -23,16 +23,18 @@ from rekindle.cli.terminal import (
     parse_root,
     print_json,
     show,
+    waiting_for,
 )
 from rekindle.errors import FormatError, NotFoundError, RekindleError
-from rekindle.format.lineage import superseded_by
+from rekindle.format.lineage import drop_superseded, superseded_by
+from rekindle.format.metric import best_of
 from rekindle.format.names import Root
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.notes import SafeStep
 from rekindle.storage.catalog import MEMORY, PEER, STORAGE, StoredCopy
 from rekindle.storage.listing import ListedCopy, list_copies_within
 
-__all__ = ["Row", "ls_command", "make_rows"]
+__all__ = ["Row", "find_rows", "ls_command", "make_rows"]
 
 _NEAREST_FIRST = {MEMORY: 0, PEER: 1, STORAGE: 2}
 
@@ -49,11 +51,13 @@ class Row:
     """Names of the nodes that hold a part of it in memory; none of a job on one node."""
     missing: list[str] = field(default_factory=list)
     """Names of the nodes whose memory lacks their own part."""
+    best: bool = False
+    """True of the best durable one by its metric."""
 
     @property
     def condition(self) -> str:
         """Words for the table."""
-        marks = [("node-safe", self.node_safe), ("pinned", self.entry.copy.pinned)]
+        marks = [("node-safe", self.node_safe), ("pinned", self.entry.copy.pinned), ("best", self.best)]
         return ", ".join([self.entry.condition, *(word for word, holds in marks if holds)])
 
     @property
@@ -63,7 +67,9 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         away = {"bytes": None, "path": None} if self.entry.copy.place == PEER else {}
-        marks = {"node_safe": self.node_safe, "durable": self.durable}
+        metric = self.entry.copy.metric
+        marks: dict[str, Any] = {"node_safe": self.node_safe, "durable": self.durable, "best": self.best}
+        marks["metric"] = None if metric is None else metric._asdict()
         return {**self.entry.to_json(), **away, **marks, "nodes": self.nodes, "missing": self.missing}
 
 
@@ -81,16 +87,8 @@ def ls_command(root: Root | None, files: bool, as_json: bool, memory: Path | Non
         return
     if root is None:
         raise click.UsageError("Missing argument 'ROOT'; or give --files")
-    job = JobDir.of(root, memory_base(memory))
-    try:
-        listed, trouble = list_copies_within(root, memory_base(memory), ANSWERS_WITHIN)
-        others = look_at_others(job)
-    except NotFoundError:
-        others = look_at_others(job)
-        if others is None or not others.held:
-            raise
-        listed, trouble = [], None
-    rows = make_rows(listed, others, _safe_step(job))
+    with waiting_for(root):
+        rows, others, trouble = find_rows(root, memory_base(memory))
     if as_json:
         print_json([row.to_json() for row in rows])
     else:
@@ -98,8 +96,25 @@ def ls_command(root: Root | None, files: bool, as_json: bool, memory: Path | Non
     _tell_of_unknown(others)
     if trouble is not None:
         raise trouble
-    if others is not None and others.silent and job.trainers():
+    if others is not None and others.silent and JobDir.of(root, memory_base(memory)).trainers():
         raise RekindleError(f"{root}: not all nodes have told what their memory holds")
+
+
+def find_rows(root: Root, base: Path) -> tuple[list[Row], OtherMemory | None, OSError | RekindleError | None]:
+    """Returns every copy of every checkpoint, newest first, what other nodes have told, and storage's error.
+
+    Raises NotFoundError when there is none.
+    """
+    job = JobDir.of(root, base)
+    try:
+        listed, trouble = list_copies_within(root, base, ANSWERS_WITHIN)
+        others = look_at_others(job)
+    except NotFoundError:
+        others = look_at_others(job)
+        if others is None or not others.held:
+            raise
+        listed, trouble = [], None
+    return make_rows(listed, others, _safe_step(job)), others, trouble
 
 
 def make_rows(listed: list[ListedCopy], others: OtherMemory | None, safe: SafeStep | None) -> list[Row]:
@@ -112,6 +127,9 @@ def make_rows(listed: list[ListedCopy], others: OtherMemory | None, safe: SafeSt
     sound.sort(key=lambda entry: entry.copy.checkpoint, reverse=True)
     durable = {entry.copy.checkpoint for entry in listed if entry.copy.place == STORAGE}
     here = {entry.copy.checkpoint: entry.copy.ranks for entry in listed if entry.copy.place == MEMORY}
+    best = best_of(
+        drop_superseded([entry.copy for entry in listed if entry.copy.place == STORAGE and entry.copy.world])
+    )
     rows = []
     for entry in [*sound, *damaged]:
         copy, key = entry.copy, entry.copy.checkpoint
@@ -121,7 +139,7 @@ def make_rows(listed: list[ListedCopy], others: OtherMemory | None, safe: SafeSt
             nodes = others.holding(key) if copy.place == PEER else [others.nodes.here.name]
             missing = others.without(key, copy.world, here.get(key, frozenset()))
         is_safe = safe is not None and (safe.start, safe.step) == (copy.incarnation.id, copy.step)
-        rows.append(Row(entry, is_safe, key in durable, nodes, missing))
+        rows.append(Row(entry, is_safe, key in durable, nodes, missing, best=copy is best))
     return rows
 
 
@@ -151,6 +169,9 @@ def _list_peers(listed: list[ListedCopy], others: OtherMemory) -> list[ListedCop
 
 def _table(rows: list[Row]) -> Table:
     columns = ["step", "saved", "where", "condition", "ranks", "size", "start"]
+    measured = any(row.entry.copy.metric for row in rows)
+    if measured:
+        columns.insert(4, "metric")
     lacking = any(row.missing for row in rows)
     if lacking:
         columns.append("missing on")
@@ -167,6 +188,8 @@ def _table(rows: list[Row]) -> Table:
             row.size,
             f"{copy.incarnation.generation}, from {parent}",
         ]
+        if measured:
+            cells.insert(4, str(copy.metric or "-"))
         table.add_row(*cells, *([", ".join(row.missing) or "-"] if lacking else []))
     return table
 

@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,11 +21,14 @@ from rich.filesize import decimal
 from rich.progress import Progress
 
 from rekindle.agent.service import run as run_agent
+from rekindle.cli.advise import advise_command
+from rekindle.cli.completion import completion_command
 from rekindle.cli.drill import FAULTS, drill
 from rekindle.cli.files import files_are_stale, flush_command, stop_files
 from rekindle.cli.incidents import incidents_command, make_incident_tables
 from rekindle.cli.keep import pin_command, prune_command, unpin_command
 from rekindle.cli.ls import ls_command
+from rekindle.cli.metrics import metrics_command
 from rekindle.cli.operations import stop
 from rekindle.cli.run import run_command
 from rekindle.cli.status import ended_job, status_command
@@ -41,15 +46,17 @@ from rekindle.cli.terminal import (
     print_json,
     progress_bar,
     show,
+    waiting_for,
 )
 from rekindle.cli.transfer import export_command, import_command
+from rekindle.cli.ui import ui_command
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import CorruptError, NotFoundError, RekindleError, UsageError
 from rekindle.format.names import Root
 from rekindle.memory.compile_dir import CompileDir
 from rekindle.memory.job_dir import JobDir, memory_base
-from rekindle.storage.catalog import MEMORY
+from rekindle.storage.catalog import MEMORY, STORAGE
 from rekindle.storage.listing import (
     ListedCopy,
     job_in_memory,
@@ -60,6 +67,8 @@ from rekindle.storage.listing import (
     list_values,
     read_receipts,
 )
+from rekindle.storage.open import open_store
+from rekindle.storage.verdicts import Verdict, note_verdicts
 from rekindle.storage.verify import verify
 
 __all__ = ["main"]
@@ -109,12 +118,16 @@ def main() -> None:
 
 for _command in (pin_command, unpin_command, prune_command, flush_command):
     main.add_command(_command)
+main.add_command(advise_command)
+main.add_command(completion_command)
 main.add_command(ls_command)
 main.add_command(export_command)
 main.add_command(import_command)
 main.add_command(incidents_command)
+main.add_command(metrics_command)
 main.add_command(run_command)
 main.add_command(status_command)
+main.add_command(ui_command)
 
 
 def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list[ListedCopy]:
@@ -122,7 +135,8 @@ def _copies_of(root: Root, memory: Path | None, step: int | None = None) -> list
     base = memory_base(memory)
     kept = list_kept(root, base, step)
     try:
-        return with_timeout(ANSWERS_WITHIN, root, lambda: list_copies(root, base, step)) + kept
+        with waiting_for(root):
+            return with_timeout(ANSWERS_WITHIN, root, lambda: list_copies(root, base, step)) + kept
     except NotFoundError:
         if not kept:
             raise
@@ -185,10 +199,10 @@ def _with_kept(entry: ListedCopy, listed: list[ListedCopy]) -> list[ListedCopy]:
 @MEMORY_OPTION
 def verify_command(root: Root, step: int | None, as_json: bool, memory: Path | None) -> None:
     """Read every byte of the checkpoints of ROOT, or of one STEP, and compare it with its checksum."""
-    results: list[dict[str, Any]] = []
+    listed = _copies_of(root, memory, step)
     with progress_bar(hidden=as_json) as bar:
-        for entry in _copies_of(root, memory, step):
-            results.append(_verify_one(entry, bar))
+        results = [_verify_one(entry, bar) for entry in listed]
+    _note_verdicts(root, listed, results)
     if as_json:
         print_json(results)
     else:
@@ -211,6 +225,19 @@ def _verify_one(entry: ListedCopy, bar: Progress) -> dict[str, Any]:
     except FileNotFoundError:
         problems, verdict = [], "gone: a newer step has taken its place"
     return {**entry.to_json(), "verdict": verdict, "problems": [str(problem) for problem in problems]}
+
+
+def _note_verdicts(root: Root, listed: list[ListedCopy], results: list[dict[str, Any]]) -> None:
+    """Keeps beside the checkpoints what was found on storage, where this may write there: ``rekindle ui`` shows it."""
+    news = {
+        Verdict.name_of(entry.copy.checkpoint): Verdict(time.time(), not result["problems"])
+        for entry, result in zip(listed, results, strict=True)
+        if entry.copy.place == STORAGE and entry.copy.world and result["verdict"] in ("sound", "damaged")
+    }
+    if news:
+        with suppress(OSError):
+            store = open_store(root)
+            with_timeout(ANSWERS_WITHIN, root, lambda: note_verdicts(store, news))
 
 
 def _job_of(root: Root, memory: Path | None) -> JobDir:

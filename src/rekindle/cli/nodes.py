@@ -10,7 +10,7 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import describe_node
 from rekindle.storage.catalog import StoredCopy
 
-__all__ = ["describe_missed", "lag_of", "ranks_of_nodes", "read_node_safe", "take_nodes"]
+__all__ = ["describe_missed", "former_safe", "lag_of", "ranks_of_nodes", "read_node_safe", "take_nodes"]
 
 
 def take_nodes(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -60,6 +60,18 @@ def read_node_safe(job: JobDir, info: JobInfo | None) -> int | None:
     """Returns the newest step of the newest start that survives the loss of any one node; None if there is none."""
     step = -1 if info is None else job.notes.safe_step(info.start)
     return None if step < 0 else step
+
+
+def former_safe(job: JobDir, info: JobInfo | None, memory: list[StoredCopy]) -> int | None:
+    """Returns the step of a former start that was node-safe, while this node has it and the newest start has none.
+
+    It still is, unless a node was lost since.
+    """
+    marks = job.notes.marks()
+    safe = marks.safe if marks is not None else None
+    if safe is None or info is None or safe.start == info.start:
+        return None
+    return safe.step if any((copy.incarnation.id, copy.step) == safe for copy in memory) else None
 
 
 def lag_of(safe: int | None, memory: list[StoredCopy], nodes: list[dict[str, Any]]) -> int | None:

@@ -14,7 +14,8 @@ from typing import Any
 from rekindle.agent.drain import TICK, Drainer, DrainProgress
 from rekindle.agent.http import send_request
 from rekindle.agent.service import describe_orphan
-from rekindle.cli.nodes import describe_missed, lag_of, ranks_of_nodes, read_node_safe, take_nodes
+from rekindle.cli.alarms import find_alarms
+from rekindle.cli.nodes import former_safe, lag_of, ranks_of_nodes, read_node_safe, take_nodes
 from rekindle.cli.stopping import OtherAgents
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import in_background
@@ -26,7 +27,7 @@ from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.memory.status import Status, describe_status, read_status
-from rekindle.storage.catalog import StoredCopy, find_copies
+from rekindle.storage.catalog import find_copies
 from rekindle.storage.listing import describe_deleted, job_info, root_hint
 from rekindle.storage.open import open_store
 
@@ -36,6 +37,8 @@ _HANGS_AFTER = 10.0
 """Seconds without an answer after which storage counts as hanging, no longer as slow."""
 _ANSWERS_WITHIN = 3.0
 """Seconds that storage gets to tell if a root was deleted: the root may be one of many."""
+_SILENT_AFTER = 10.0
+"""Seconds without a sign of life of an agent, which gives one each second."""
 _REBUILT_WITHIN = 5.0
 """Seconds that an agent gets to rebuild dead ranks' snapshots, during which it holds the trainers' locks."""
 
@@ -51,11 +54,15 @@ def status_pages(job: JobDir) -> dict[int, Status]:
     return found
 
 
-def job_status(job: JobDir) -> dict[str, Any]:
-    """Returns the status of one job, as ``rekindle status --json`` shows it. ``problem`` is None when all is well."""
+def job_status(job: JobDir, *, ask: bool = True) -> dict[str, Any]:
+    """Returns the status of one job, as ``rekindle status --json`` shows it. ``problem`` is None when all is well.
+
+    Without ``ask`` it takes what this node's memory tells: no agent is asked, which may not answer, nor storage. Other
+    nodes are unknown then.
+    """
     info, agent, trainers = job.read_job(), job.agent(), job.trainers()
     memory = find_copies(job, None, own=True)
-    drain, silence = _ask_agent(job, agent, trainers)
+    drain, silence = (_ask_agent if ask else _read_agent)(job, agent, trainers)
     nodes = take_nodes(drain)
     own = {rank: describe_status(page) for rank, page in status_pages(job).items()}
     safe = read_node_safe(job, info)
@@ -72,18 +79,21 @@ def job_status(job: JobDir) -> dict[str, Any]:
         "durable_step": job.notes.durable(),
         "node_safe_step": safe,
         "node_safe_lag": lag_of(safe, memory, nodes),
+        "node_safe_before": former_safe(job, info, memory),
         "peer_every": None if info is None or not nodes else info.peer_every,
         "problem": None,
+        "alarms": [],
         "drain": drain,
     }
-    deleted = None if trainers else describe_deleted(job, _ANSWERS_WITHIN)
-    missed = describe_missed(nodes, status["fault"], trains=bool(trainers))
-    problem = deleted or describe_orphan(job) or missed or _drain_problem(status, memory) or silence
-    status["problem"] = problem and problem.removeprefix(f"{status['root'] or status['directory']}: ")
+    deleted = describe_deleted(job, _ANSWERS_WITHIN) if ask and not trainers else None
+    newest = memory[0].step if memory else None
+    alarms = find_alarms(status, newest, deleted=deleted, orphan=describe_orphan(job), silence=silence)
+    status["alarms"] = [alarm._asdict() for alarm in alarms]
+    status["problem"] = alarms[0].what if alarms else None
     if deleted is not None:
         status["durable_step"] = None
     elif status["durable_step"] is None and drain:
-        status["durable_step"] = drain["durable"]  # that of an earlier start of the job
+        status["durable_step"] = drain.get("durable")  # that of an earlier start of the job
     return status
 
 
@@ -98,14 +108,34 @@ def _ask_agent(job: JobDir, agent: int | None, trainers: dict[int, int]) -> tupl
         return None, None if agent in trainers.values() else str(error)
 
 
-def _drain_problem(status: dict[str, Any], memory: list[StoredCopy]) -> str | None:
-    """Describes what keeps memory's newest step from storage; None when all is well."""
-    drain, durable = status["drain"], status["durable_step"]
-    if status["agent"] is None and status["trainers"]:
-        return "no agent: nothing is being drained to storage"
-    if status["agent"] is None and memory and (durable is None or memory[0].step > durable):
-        return f"step {memory[0].step} is only in memory, and no agent drains it: run 'rekindle stop ROOT'"
-    return (drain["error"] or drain.get("waits") or drain.get("given_up")) if drain else None
+def _read_agent(job: JobDir, agent: int | None, trainers: dict[int, int]) -> tuple[dict[str, Any] | None, str | None]:
+    """Returns what the agent that lives has written of its drain, and the reason if that is no news any more."""
+    try:
+        status = loads(read_file(job.paths.agent_status))
+    except (OSError, ValueError):
+        return None, None
+    if agent is None or not _is_report(status) or status["pid"] != agent:
+        return None, None
+    silent = time.time() - _changed_at(job.paths.agent_status)
+    if silent > _SILENT_AFTER and agent not in trainers.values():
+        return status, f"agent {agent} gives no sign of life, for {silent:.0f} s now"
+    return status, None
+
+
+def _is_report(status: Any) -> bool:
+    """True of what an agent writes of its drain: its numbers are numbers, and its words are words."""
+    if type(status) is not dict or type(status.get("pid")) is not int:
+        return False
+    numbers = [status.get(name) or 0 for name in ("durable", "drained", "nbytes", "busy", "failures")]
+    words = [status.get(name) or "" for name in ("error", "waits", "given_up")]
+    return {*map(type, numbers)} <= {int, float} and {*map(type, words)} == {str}
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
 def ended_status(root: Root, base: Path) -> dict[str, Any]:
@@ -124,8 +154,8 @@ def ended_status(root: Root, base: Path) -> dict[str, Any]:
         **{"root": str(root), "directory": None, "trainers": {}, "ranks": {}, "nodes": []},
         **{"fault": None, "agent": None},
         **{"memory_bytes": 0, "memory_steps": [], "durable_step": published[-1].stamp.step},
-        **{"node_safe_step": None, "node_safe_lag": None, "peer_every": None},
-        **{"problem": None, "drain": None},
+        **{"node_safe_step": None, "node_safe_lag": None, "node_safe_before": None, "peer_every": None},
+        **{"problem": None, "alarms": [], "drain": None},
     }
 
 

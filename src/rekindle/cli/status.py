@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 
+from rekindle.cli.board import Board
 from rekindle.cli.files import NO_FILES, facts_of_files, files_status
 from rekindle.cli.operations import ended_status, job_status
 from rekindle.cli.terminal import (
@@ -28,6 +29,7 @@ from rekindle.cli.terminal import (
     parse_root,
     print_json,
     show,
+    waiting_for,
 )
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import RekindleError
@@ -46,7 +48,7 @@ _FILES = "files of rekindle.save"
 
 @click.command("status", short_help="Show jobs: who is alive, what is in memory, what is on storage.")
 @click.argument("root", required=False, callback=parse_root, shell_complete=complete_directory)
-@click.option("--watch", is_flag=True, help="Go on showing it, twice a second, until interrupted.")
+@click.option("--watch", is_flag=True, help="Go on showing it, with speeds, until interrupted.")
 @click.option("--files", is_flag=True, help="Show the files of rekindle.save, and no jobs.")
 @JSON_OPTION
 @MEMORY_OPTION
@@ -60,7 +62,8 @@ def status_command(root: Root | None, watch: bool, files: bool, as_json: bool, m
     if watch:
         _watch(root, base, files=files)
         return
-    found = [] if files else _statuses(root, base)
+    with waiting_for(root or base):
+        found = [] if files else _statuses(root, base)
     held = None if root is not None or (as_json and not files) else files_status(base)
     if as_json:
         print_json(held if files else found)
@@ -93,11 +96,17 @@ def _statuses(root: Root | None, base: Path) -> list[dict[str, Any]]:
 
 
 def _watch(root: Root | None, base: Path, *, files: bool) -> None:
+    board = Board()
     with Live(console=Console(), auto_refresh=False) as live:
         while True:
             found = [] if files else _statuses(root, base)
             held = files_status(base) if root is None else None
-            live.update(Group(_view(found, held), *map(escaped, _problems(found, held))), refresh=True)
+            parts: list[RenderableType] = [f"{local_time(time.time())}  {len(found)} job{'s' * (len(found) != 1)}"]
+            if found:
+                parts += ["", board.table(found)]
+            if len(found) == 1 or held is not None:  # more jobs than one would not fit below their table
+                parts += ["", _view(found if len(found) == 1 else [], held)]
+            live.update(Group(*parts, *map(escaped, _problems(found, held))), refresh=True)
             time.sleep(_WATCH_EVERY)
 
 
@@ -153,11 +162,13 @@ def _facts(one: dict[str, Any]) -> dict[str, str]:
 
 def _node_safe(one: dict[str, Any]) -> dict[str, str]:
     """Returns the line on the newest step that survives the loss of a node; none of a job on one node."""
-    step, lag = one["node_safe_step"], one["node_safe_lag"]
+    step, lag, before = one["node_safe_step"], one["node_safe_lag"], one["node_safe_before"]
     if step is not None:
         return {"node-safe": f"{step}, {lag} step{'s' * (lag != 1)} behind" if lag else f"{step}, the newest"}
     if not one["nodes"]:
         return {}
+    if before is not None:
+        return {"node-safe": f"{before}, of a former start, unless a node was lost since"}
     return {"node-safe": "-" if one["peer_every"] is not None else "- (peer_every=None: nodes keep no copies)"}
 
 

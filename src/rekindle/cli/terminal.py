@@ -6,8 +6,10 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,15 @@ from click.shell_completion import CompletionItem
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -35,6 +45,7 @@ __all__ = [
     "asks_for_json",
     "progress_bar",
     "complete_directory",
+    "waiting_for",
 ]
 __all__ += ["make_facts_table", "local_time", "escaped", "print_json", "show", "make_table", "parse_root"]
 
@@ -129,6 +140,34 @@ def progress_bar(*, hidden: bool = False) -> Progress:
     """Returns a progress bar on stderr. It shows nothing if ``hidden``, and where stderr is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden or not sys.stderr.isatty())
+
+
+@contextmanager
+def waiting_for(root: Root) -> Iterator[None]:
+    """Shows at a terminal, on stderr, that a command waits for storage, once the block has taken a second.
+
+    The block prints nothing.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    over = threading.Event()
+
+    def show() -> None:
+        if over.wait(_TELL_FIRST):
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            bar.add_task(escape(escaped(f"waiting for {root}").plain), total=None)
+            over.wait()
+
+    thread = threading.Thread(target=show, name="rekindle-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class WaitDisplay:

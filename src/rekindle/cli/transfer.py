@@ -18,6 +18,7 @@ from rekindle.cli.terminal import (
     progress_bar,
 )
 from rekindle.errors import CorruptError, NotFoundError
+from rekindle.format.metric import best_of
 from rekindle.format.names import MAX_STEP, Root, canonical_root
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import STORAGE, StoredCopy
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["export_command", "import_command"]
 
+_BEST = "best"
+"""Names the best step by the job's metric."""
 _SHARD = 5_000_000_000
 """Bytes of tensors in a file: the default of Hugging Face."""
 _TRIES = 10
@@ -46,12 +49,16 @@ def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     return int(nbytes)
 
 
-def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> tuple[Root, int | None, Path]:
+def _places(
+    _ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
+) -> tuple[Root, int | str | None, Path]:
     root, *step, out = value if len(value) in (2, 3) else ("", "", "")
     if not root:
         raise click.BadParameter("give ROOT OUT, or ROOT STEP OUT")
-    if not step and out.isdecimal():
+    if not step and (out.isdecimal() or out == _BEST):
         raise click.BadParameter(f"is {out} a step? Then OUT is missing; as the name of the export, write ./{out}")
+    if step == [_BEST]:
+        return canonical_root(root), _BEST, Path(out).absolute()
     if step and not (step[0].isdecimal() and len(step[0]) <= len(str(MAX_STEP))):
         raise click.BadParameter(f"{step[0]!r} is not a step")
     return canonical_root(root), int(step[0]) if step else None, Path(out).absolute()
@@ -59,7 +66,19 @@ def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
 
 @click.command("export", short_help="Write a checkpoint for other programs.")
 @click.argument("places", nargs=-1, metavar="ROOT [STEP] OUT", callback=_places, shell_complete=complete_directory)
-@click.option("--format", "form", type=click.Choice(["safetensors", "torch", "dcp"]), required=True)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["safetensors", "torch", "dcp"]),
+    help="Needed, unless --weights-only is given.",
+)
+@click.option("--weights-only", is_flag=True, help="Only the model, as a folder for Hugging Face's from_pretrained.")
+@click.option(
+    "--config",
+    metavar="DIR",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of the model that was trained: its config.json, tokenizer and the like are copied.",
+)
 @click.option("--only", metavar="ENTRY", help="Only this entry of the state, its tensors by their own names.")
 @click.option(
     "--max-shard-size", metavar="SIZE", callback=_amount, help="Bytes of tensors in a safetensors file; 5GB if unset."
@@ -67,8 +86,10 @@ def _places(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
 @JSON_OPTION
 @MEMORY_OPTION
 def export_command(
-    places: tuple[Root, int | None, Path],
-    form: Form,
+    places: tuple[Root, int | str | None, Path],
+    form: Form | None,
+    weights_only: bool,
+    config: Path | None,
     only: str | None,
     max_shard_size: int | None,
     as_json: bool,
@@ -76,11 +97,14 @@ def export_command(
 ) -> None:
     """Write a checkpoint of ROOT, of STEP or the newest complete one, to OUT for other programs.
 
+    STEP may be "best": the best one by the metric of the job's keep_best.
+
     \b
     safetensors  a directory in Hugging Face's layout
     torch        one file for torch.load(weights_only=True)
     dcp          a directory for torch.distributed.checkpoint
     """
+    form = _form(form, weights_only=weights_only, config=config)
     if max_shard_size is not None and form != "safetensors":
         raise click.UsageError("--max-shard-size is for --format safetensors")
     root, step, out = places
@@ -91,7 +115,8 @@ def export_command(
             copy = _copy(root, step, memory_base(memory))
             progress = _BarProgress(bar, f"exporting step {copy.step}")
             try:
-                done = export(copy, out, form, only, max_shard_size or _SHARD, progress)
+                limit = max_shard_size or _SHARD
+                done = export(copy, out, form, only, limit, progress, weights_only=weights_only, config=config)
                 break
             except NotFoundError:
                 if copy.place == STORAGE or not left:
@@ -103,10 +128,34 @@ def export_command(
     files = f"{len(done.files)} files" if len(done.files) > 1 else "one file"
     size = decimal(done.nbytes)
     click.echo(f"step {done.step} from {done.place}: {done.tensors} tensors, {size}, {files}: {done.path}")
+    if weights_only and form == "safetensors" and config is None:
+        click.echo("from_pretrained needs a config.json beside it: --config DIR copies it from a folder", err=True)
 
 
-def _copy(root: Root, step: int | None, base: Path) -> StoredCopy:
+def _form(form: Form | None, *, weights_only: bool, config: Path | None) -> Form:
+    """Returns the format to write. Raises UsageError for options that make no sense together."""
+    if form is None and not weights_only:
+        raise click.UsageError("Missing option '--format'; or give --weights-only")
+    form = form or "safetensors"
+    if weights_only and form == "dcp":
+        raise click.UsageError("--weights-only is for --format safetensors and torch; --only MODEL is for all")
+    if config is not None and not (weights_only and form == "safetensors"):
+        raise click.UsageError("--config is for --weights-only in --format safetensors")
+    return form
+
+
+def _best(root: Root, base: Path) -> int:
+    """Returns the best step by its metric."""
+    listed = [entry.copy for entry in list_copies(root, base) if entry.condition == "complete"]
+    best = best_of(listed)
+    if best is None:
+        raise NotFoundError(f"{root}: no checkpoint has a metric, by which one could be the best")
+    return best.step
+
+
+def _copy(root: Root, step: int | str | None, base: Path) -> StoredCopy:
     """Chooses the copy to export: the newest complete one. Of a given step a superseded one will do, too."""
+    step = _best(root, base) if isinstance(step, str) else step
     listed = list_copies(root, base, step)
     usable = [e for e in listed if e.condition == "complete" or (step is not None and e.condition == "abandoned")]
     whole = [e for e in usable if len(e.copy.ranks) == e.copy.world]

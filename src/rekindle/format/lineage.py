@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rekindle.errors import FormatError
 from rekindle.format.fields import check_integer
+from rekindle.format.metric import Metric
 from rekindle.format.names import MAX_RANKS, MAX_STEP
 
 __all__ = ["CheckpointKey", "Incarnation", "ShardId", "check_id", "continued_by_another", "drop_superseded"]
@@ -77,6 +78,8 @@ class ShardId:
     """Random id of the save, where the ranks agreed on one. Shards of different saves are never combined."""
     pinned: bool = False
     """True if retention must keep the checkpoint once it is on storage."""
+    metric: Metric | None = None
+    """Tells how good the checkpoint is. In the stamps of rank 0 and of manifests."""
 
     @property
     def checkpoint(self) -> CheckpointKey:
@@ -89,6 +92,8 @@ class ShardId:
             fields["pinned"] = True
         if self.save:
             fields["save"] = self.save
+        if self.metric is not None:
+            fields["metric"] = list(self.metric)
         return {**fields, "incarnation": self.incarnation.to_json()}
 
     @staticmethod
@@ -109,6 +114,7 @@ class ShardId:
                     parent_step=check_integer(inc["parent_step"], 0, MAX_STEP),
                 ),
                 save=check_id(value["save"]) if value.get("save") else "",
+                metric=Metric.from_json(value.get("metric")),
             )
             if stamp.rank >= stamp.world:
                 raise ValueError(f"rank {stamp.rank} of {stamp.world}")

@@ -9,10 +9,12 @@ from typing import Any
 from rekindle.errors import FormatError
 from rekindle.format.fields import check_integer, check_seconds, check_texts
 
-__all__ = ["LOST", "Fault"]
+__all__ = ["CAUSES", "LOST", "Fault"]
 
 LOST = "lost"
 """Cause of the fault that a whole node is lost. Its rank is the node's first."""
+CAUSES = ("exception", "exit", "signal", "oom", "notice", "hang", "loss", LOST)
+"""All causes, as ``Fault.cause`` tells them."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rekindle.errors import FormatError
 from rekindle.format.fields import check_integer, check_seconds, check_texts, loads
 from rekindle.format.lineage import check_id
+from rekindle.memory.prices import Prices
 
 __all__ = ["FAULT", "FIRST_STEP", "FORMED", "GONE", "MOMENTS", "NOTICED", "RESTORED", "SECURED", "STARTED"]
 __all__ += ["ENDED", "LONGEST_LINE", "RUNNING", "Incident"]
@@ -73,6 +75,8 @@ class Incident:
     """True if the next start's process was forked from one that had loaded what the script imports."""
     starts: int | None = None
     """Starts that it took to come back; None if unknown. Those before the last one ended before their ranks had met."""
+    prices: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that saves took from training on this host, as in ``Prices``; empty if nothing was measured."""
 
     @property
     def lost(self) -> int | None:
@@ -165,6 +169,7 @@ class Incident:
                 place=place,
                 warm=value["warm"],
                 starts=None if value["starts"] is None else check_integer(value["starts"]),
+                prices={} if (prices := Prices.from_json(value.get("prices", {}))) is None else prices.to_json(),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"is no record of an incident: {error}") from error

@@ -22,10 +22,11 @@ from rekindle.memory.fault import Fault
 from rekindle.memory.incident import ENDED, FAULT, GONE, LONGEST_LINE, NOTICED, RUNNING, SECURED, Incident
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.paths import STATUS_PAGES, matching, rank_of
+from rekindle.memory.prices import read_prices
 from rekindle.memory.status import DONE, STAGES, Status, read_status
 
 __all__ = ["StartRecord", "describe_end", "describe_stretch", "incident_files", "open_incident", "read_incident"]
-__all__ += ["fault_of", "note_gone", "read_gone", "read_start", "write_incident", "write_start"]
+__all__ += ["read_incidents", "fault_of", "note_gone", "read_gone", "read_start", "write_incident", "write_start"]
 
 _NOTICED_AT_ONCE = ("exception", "loss", "notice")
 """Causes of faults that the rank itself notices."""
@@ -134,7 +135,7 @@ def describe_end(job: JobDir) -> Incident | None:
     last = max(page.progress for page in torn.values()) / 1e9
     what = "nobody saw how it ended: the node's agent had ended, too"
     at, step = time.time() - (time.monotonic() - last), min(page.step for page in pages.values())
-    return _incident(record, at=at, cause="unknown", what=what, rank=rank, step=step, ended=last)
+    return _incident(job, record, at=at, cause="unknown", what=what, rank=rank, step=step, ended=last)
 
 
 def _from_notice(job: JobDir, record: StartRecord, fault: Fault, pages: dict[int, Status]) -> Incident:
@@ -146,12 +147,17 @@ def _from_notice(job: JobDir, record: StartRecord, fault: Fault, pages: dict[int
     moments = {FAULT: began, NOTICED: noticed, SECURED: max(secured, default=None), GONE: gone}
     step = min((page.step for page in pages.values()), default=-1)
     ended = fault.noticed if began is None else min(began, fault.noticed)
-    found = _incident(record, at=fault.at, cause=fault.cause, what=fault.what, rank=fault.rank, step=step, ended=ended)
+    found = _incident(
+        job, record, at=fault.at, cause=fault.cause, what=fault.what, rank=fault.rank, step=step, ended=ended
+    )
     return replace(found, moments={name: at for name, at in moments.items() if at is not None})
 
 
-def _incident(record: StartRecord, *, at: float, cause: str, what: str, rank: int, step: int, ended: float) -> Incident:
+def _incident(
+    job: JobDir, record: StartRecord, *, at: float, cause: str, what: str, rank: int, step: int, ended: float
+) -> Incident:
     trained_since = record.formed if record.restored is None else record.restored
+    prices = read_prices(job, record.start)
     return Incident(
         start=record.start,
         generation=record.generation,
@@ -164,6 +170,7 @@ def _incident(record: StartRecord, *, at: float, cause: str, what: str, rank: in
         began_at=record.step,
         seconds=None if record.started is None else max(0.0, ended - record.started),
         trained=max(0.0, ended - trained_since),
+        prices={} if prices is None else prices.to_json(),
     )
 
 
@@ -199,7 +206,9 @@ def describe_stretch(job: JobDir, cause: str, step: int = -1) -> Incident | None
     step = max(step, min((page.step for page in pages.values()), default=-1))
     now, words = time.monotonic(), {RUNNING: "the job trains", ENDED: "the job has ended well"}
     trained_until = max((page.progress / 1e9 for page in pages.values()), default=now)
-    found = _incident(record, at=time.time(), cause=cause, what=words[cause], rank=-1, step=step, ended=trained_until)
+    found = _incident(
+        job, record, at=time.time(), cause=cause, what=words[cause], rank=-1, step=step, ended=trained_until
+    )
     seconds = None if record.started is None else now - record.started
     return replace(found, seconds=seconds, moments={NOTICED: now})
 
@@ -216,6 +225,15 @@ def read_incident(path: Path) -> Incident:
     """Reads one record. Raises OSError, or FormatError for what is none."""
     with open(open_file(path), "rb") as file:
         return Incident.decode(file.read(LONGEST_LINE + 1))
+
+
+def read_incidents(job: JobDir) -> list[Incident]:
+    """Returns all records that memory has and that can be read."""
+    found = []
+    for path in incident_files(job):
+        with suppress(OSError, FormatError):
+            found.append(read_incident(path))
+    return found
 
 
 def write_incident(job: JobDir, incident: Incident) -> None:

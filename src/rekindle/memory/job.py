@@ -45,6 +45,9 @@ class JobInfo:
     """Seconds without a sign after which another node is lost."""
     headroom: int = 0
     """Bytes of the memory store that copies leave free."""
+    persist_budget: float | None = None
+    """Share of training time that drains may take, if the agent is to choose their pause, from ``persist_seconds`` on.
+    None where it does not."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as JSON. ``keep`` is a number in it: an older agent, if it serves the job, needs one."""
@@ -62,6 +65,9 @@ class JobInfo:
             for time in (idle, 0 if rest is None else rest, patience)
         ):
             raise ValueError("its idle_timeout, persist_seconds or patience is not a number of seconds")
+        budget = value.get("persist_budget")
+        if budget is not None and (type(budget) is not float or not 0 < budget < 1):
+            raise ValueError("its persist_budget is not a share")
         copied, copy_limit = value.get("peer_every", "auto"), value.get("peer_limit")
         (root,) = check_texts([value["root"]])
         if (not root.startswith(os.sep) and not isinstance(canonical_root(root), str)) or b"\0" in os.fsencode(root):
@@ -81,4 +87,5 @@ class JobInfo:
             peer_limit=None if copy_limit is None else check_integer(copy_limit, 1),
             patience=patience,
             headroom=check_integer(value.get("headroom", 0)),
+            persist_budget=budget,
         )

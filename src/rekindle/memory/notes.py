@@ -16,10 +16,11 @@ from rekindle.format.lineage import check_id
 from rekindle.format.receipt import read_file, write_atomic
 from rekindle.memory.paths import JobPaths
 
-__all__ = ["Common", "DirectoryIdentity", "Marks", "Notes", "RootIdentity", "SafeStep"]
+__all__ = ["Common", "DirectoryIdentity", "Marks", "Notes", "RootIdentity", "SafeStep", "durable_at"]
 
 _CRAMPED_FOR = 60.0
 """Seconds after which it is tried again if memory has room for a third slot: others may have filled it for a moment."""
+_DURABLE = "durable"
 _NO_GENERATION = 1 << 62
 """Above every generation that a job can reach."""
 
@@ -65,7 +66,7 @@ class Notes:
 
     def __init__(self, paths: JobPaths) -> None:
         directory = paths.directory
-        self._durable, self._root = directory / "durable", directory / "root.json"
+        self._durable, self._root = directory / _DURABLE, directory / "root.json"
         self._drained, self._anew = directory / "drained", directory / "anew"
         self._common, self._wanted = directory / "common", directory / "wanted"
         self._cramped = directory / "cramped"
@@ -84,7 +85,8 @@ class Notes:
         Ranks then know which snapshots they may give up. The next start knows the step, should storage be away then.
         """
         self._write_root_identity(identity)
-        _write(self._durable, b"%020d" % step)
+        if self.durable() != step:  # else the note's time stays, see durable_at
+            _write(self._durable, b"%020d" % step)
 
     def root_identity(self) -> RootIdentity | None:
         """Returns the identity of the root in which the newest durable step was seen."""
@@ -216,6 +218,14 @@ class Notes:
         """Returns the newest step of the incarnation ``start`` that survives the loss of any one node; -1 for none."""
         common = self.common()
         return common.safe if common is not None and common.start == start else -1
+
+
+def durable_at(directory: Path) -> float | None:
+    """Returns the time since 1970 since which the newest durable step of a job is known here; None if none is."""
+    try:
+        return (directory / _DURABLE).stat().st_mtime
+    except OSError:
+        return None
 
 
 def _write(path: Path, note: bytes) -> None:

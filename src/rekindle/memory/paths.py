@@ -7,10 +7,11 @@
         job.json                         what the agent must know of the job
         durable  root.json               the newest step on storage; the identity of the root that showed it
         drained                          when the newest drain began, and its duration
+        pause                            the time between drains, where that is chosen
         anew                             the start that began anew because all checkpoints on storage had been deleted
         agent.lock  agent.sock  agent.log  agent.json
         rank-00000.lock                  held by that rank's trainer while it lives
-        rank-00000.status                the rank's status page
+        rank-00000.status .costs         the rank's status page, and the page of what saving has cost it
         rank-00000.plan .small-0 -1 -u   the rank's local state, and the plan that describes its bytes
         common  wanted                   the step that all nodes keep together; one that a save waits for
         cramped                          the start in which a save found no room beside the steps that all nodes keep
@@ -19,6 +20,7 @@
         watch.sock  fault.json           where ranks and agent tell each other of faults; the newest fault
         nodes.json  address.json         all nodes of a start and their secret; where this node's agent listens
         start.json  gone.json            the newest start on this host; when its last process had ended after a fault
+        prices.json                      what snapshots and drains take from training on this host
         starts.json                      the newest start's claim of the root, and the starts before it
         incidents/                       records of incidents, a line of JSON in a file each, as on storage
         slots/                           free files, which hold no snapshot

@@ -1,4 +1,4 @@
-"""Chooses the interval between snapshots: a fixed number of steps, or the smallest that a budget allows."""
+"""Chooses the interval between snapshots: a fixed number of steps, a fixed time, or the one with the least waste."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
+
+from rekindle.common.durations import describe_seconds
+from rekindle.common.waste import best_interval
+from rekindle.save.timed import Timed
+from rekindle.settings import Settings
 
 __all__ = ["Auto", "Cadence", "Fixed", "agreement", "cadence_of"]
 
@@ -54,13 +58,25 @@ class Fixed:
 class Auto:
     """Finds the smallest interval at which snapshots slow training by at most ``budget`` (0.01 is 1 %).
 
+    Where faults are so rare that such snapshots cost more than what they save, the interval is longer: the one with
+    the least waste of both (``rekindle.common.waste``).
+
     The cost of a snapshot is the median time of a step that has one to hide behind it, less that of a step that has
     not, and at least the time for which training was seen to stand still. All ranks choose alike, because ``agree``
-    tells each the largest cost of all.
+    tells each the longest interval of all.
     """
 
-    def __init__(self, budget: float, agree: Agreement, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        budget: float,
+        agree: Agreement,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        between_faults: float | None = None,
+    ) -> None:
+        """``between_faults``: mean seconds between two faults; None while there was none, and the budget decides."""
         self.every = 1
+        self._between_faults = between_faults
         self._budget, self._agree, self._clock = budget, agree, clock
         self._with: deque[float] = deque(maxlen=16)
         self._without: deque[float] = deque(maxlen=64)
@@ -74,7 +90,7 @@ class Auto:
         self._measure(stall)
         self._steps += 1
         if self._steps == _FIRST_LOOK or self._steps % _LOOK_EVERY == 0:
-            self._answer, self._answer_at = self._agree(self._share()), self._steps + _LISTEN_AFTER
+            self._answer, self._answer_at = self._agree(self._wanted()), self._steps + _LISTEN_AFTER
         if self._answer is not None and self._steps >= self._answer_at:
             self._decide(self._answer())
             self._answer = None
@@ -91,34 +107,54 @@ class Auto:
                 self._stalls.append(stall)
         self._began = now
 
-    def _share(self) -> float:
-        """Returns the cost of a snapshot, in steps; infinite if it is not known yet."""
-        if min(len(self._with), len(self._without)) < _FEWEST:
+    def _wanted(self) -> float:
+        """Returns the interval that suits this rank, in steps; infinite if it is not known yet."""
+        cost, base = self._cost()
+        if math.isinf(cost):
             return math.inf
-        base = statistics.median(self._without)
-        cost = max(statistics.median(self._with) - base, statistics.median(self._stalls))
-        return cost / max(base, 1e-9)
+        rare = 0.0 if self._between_faults is None else best_interval(cost, self._between_faults)
+        return max(cost / self._budget, rare) / base
 
-    def _decide(self, share: float) -> None:
-        if math.isnan(share):
-            every, why = 1, "the ranks can't agree on what a snapshot costs"
-        elif math.isinf(share):
+    def _cost(self) -> tuple[float, float]:
+        """Returns the seconds that a snapshot costs, infinite if it is not known yet, and those of a step without."""
+        if min(len(self._with), len(self._without)) < _FEWEST:
+            return math.inf, 1.0
+        base = statistics.median(self._without)
+        return max(statistics.median(self._with) - base, statistics.median(self._stalls)), max(base, 1e-9)
+
+    def _decide(self, wanted: float) -> None:
+        if math.isinf(wanted):
             return
-        else:
-            every = max(1, math.ceil(share / self._budget - 1e-9))
-            why = f"a snapshot costs {100 * share:.2g} % of a step, the budget is {100 * self._budget:.2g} %"
-        if every > self.every or every <= _STICKY * self.every or math.isnan(share):
+        apart = math.isnan(wanted)
+        every = 1 if apart else max(1, math.ceil(wanted - 1e-7))
+        if every > self.every or every <= _STICKY * self.every or apart:
             if every != self.every:
+                why = "the ranks can't agree on what a snapshot costs" if apart else self._describe()
                 log.info("snapshots every %d step(s) from now on, was %d: %s", every, self.every, why)
             self.every = every
 
+    def _describe(self) -> str:
+        """Returns words on what this rank has measured."""
+        cost, base = self._cost()
+        why = f"a snapshot costs {100 * cost / base:.2g} % of a step, the budget is {100 * self._budget:.2g} %"
+        if self._between_faults is not None:
+            why += f", and a fault has come every {describe_seconds(self._between_faults)}"
+        return why
 
-Cadence = Fixed | Auto
+
+Cadence = Fixed | Timed | Auto
 
 
-def cadence_of(every: int | Literal["auto"], budget: float, world: int) -> Cadence:
-    """The cadence for ``snapshot_every`` and ``snapshot_budget``. A collective for "auto"."""
-    return Auto(budget, agreement(world)) if every == "auto" else Fixed(every)
+def cadence_of(settings: Settings, world: int, between_faults: float | None) -> Cadence:
+    """The cadence for ``snapshot_every`` and ``snapshot_budget``. A collective unless steps are counted.
+
+    ``between_faults`` as for ``Auto``.
+    """
+    if isinstance(settings.snapshot_every, int):
+        return Fixed(settings.snapshot_every)
+    if settings.snapshot_seconds is not None:
+        return Timed(settings.snapshot_seconds, world, agreement(world))
+    return Auto(settings.snapshot_budget, agreement(world), between_faults=between_faults)
 
 
 def agreement(world: int) -> Agreement:

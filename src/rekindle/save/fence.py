@@ -15,6 +15,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from rekindle.devices.table import capturing
+from rekindle.state.placed import PlacedState
 from rekindle.state.zero import ZeroState
 
 __all__ = ["Fence"]
@@ -35,8 +36,7 @@ class Fence:
         self.steps = 0
         """Those of them that may have trained: one with a learning rate of zero only makes an optimizer's state."""
         self._hooks: dict[int, RemovableHandle] = {}
-        for entry in state.values():
-            optimizer = _optimizer(entry)
+        for optimizer in (_optimizer(owner) for owner in self._owners()):
             # torch calls hooks from the step() that Optimizer.__init__ has wrapped, and from no other.
             if isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False):
                 # A compiled step() calls it too.
@@ -86,12 +86,21 @@ class Fence:
 
     def lasting(self) -> set[int]:
         """Returns the ids of the tensors that stay as they are until the next update."""
-        owners = [entry for entry in self._state.values() if isinstance(getattr(entry, "param_groups", None), list)]
+        owners = self._owners()
         fenced = [entry for entry in owners if self._by_hand or id(_optimizer(entry)) in self._hooks]
         owned = {id(p) for entry in fenced for group in entry.param_groups for p in group["params"]}
         if self._by_hand and not owners:  # updates by somebody whose state is not ours
             owned = {id(p) for module in self._modules() for p in module.parameters() if p.requires_grad}
         return owned | {id(t) for entry in fenced for t in _tensors(getattr(entry, "state", None))}
+
+    def _owners(self) -> list[Any]:
+        """Returns the entries that update parameters; in place of a PlacedState, its optimizers."""
+        entries = [
+            owner
+            for entry in self._state.values()
+            for owner in (entry.optimizers if isinstance(entry, PlacedState) else [entry])
+        ]
+        return [entry for entry in entries if isinstance(getattr(entry, "param_groups", None), list)]
 
     def _modules(self) -> list[torch.nn.Module]:
         return [entry for entry in self._state.values() if isinstance(entry, torch.nn.Module)]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from rekindle.memory.costs import CostPage, Costs
 
 __all__ = ["Metrics"]
 
@@ -29,6 +35,8 @@ class Metrics:
     """True if the newest snapshot was in memory, committed, when its ``step()`` returned; before the first save, if it
     is going to be. Else it was completed after that, before the next update, or has been left out."""
     bytes_saved: int = 0
+    snapshot_seconds: float = 0.0
+    """Time from the begin of each snapshot to its commit, beside training or not, all in all."""
     snapshot_every: int = 1
     """Steps between snapshots, as it is now."""
     restored_step: int = 0
@@ -49,6 +57,11 @@ class Metrics:
 
     def __post_init__(self) -> None:
         self._node_safe: Callable[[], int] = _no_step
+        self._costs = Costs()
+        self._page: CostPage | None = None
+        self._stepped_at: float | None = None
+        self._open = False
+        """True while the newest save may still hold training up."""
 
     @property
     def node_safe_step(self) -> int:
@@ -63,8 +76,9 @@ class Metrics:
         """Count a save whose ``step()`` took ``stall`` seconds."""
         self.saves += 1
         self.bytes_saved += nbytes
+        self.concluded(None)  # of a save before that failed since
         self.stalls.append(0.0)
-        self.last_stall = 0.0
+        self.last_stall, self._open = 0.0, True
         self.waited(stall)
 
     def waited(self, seconds: float) -> None:
@@ -78,6 +92,63 @@ class Metrics:
         """Add seconds for which a ``step()`` has waited until the newest save was complete."""
         self.settle_seconds += seconds
         self.waited(seconds)
+
+    def concluded(self, seconds: float | None) -> None:
+        """Note, at the end of a save or any time after it, that the newest one holds training up no more.
+
+        ``seconds``: time from its begin to its commit; None if memory doesn't have it.
+        """
+        if self._open:
+            self._open = False
+            self._costs.stalls.add(self.last_stall)
+            self.snapshot_seconds += seconds or 0.0
+
+    def restored(self, step: int, place: str, seconds: float) -> None:
+        """Note which step was restored, and from which store."""
+        self.restored_step, self.restored_from, self.restore_seconds = step, place, seconds
+        self._costs.step = step
+        self.show()
+
+    def stepped(self, n: int) -> None:
+        """Note that step ``n`` has ended just now, and show all that was noted."""
+        now, costs = time.perf_counter(), self._costs
+        if n > costs.step:  # else it is save(), of a step that was counted or restored
+            costs.step = n
+            costs.steps += 1
+            if self._stepped_at is not None:
+                costs.step_seconds.add(now - self._stepped_at)
+            self._stepped_at = now
+        self.show()
+
+    def show_on(self, path: Path, generation: int) -> None:
+        """From now on show the numbers on a page at ``path``, for other processes. Without memory for it, don't."""
+        self._costs.pid, self._costs.generation = os.getpid(), generation
+        with suppress(OSError):
+            self._page = CostPage(path)
+        self.show()
+
+    def show_again(self) -> None:
+        """Make the page again, which somebody has removed. Raises OSError when memory is full."""
+        if self._page is not None:
+            self._page.install()
+            self.show()
+
+    def show(self) -> None:
+        """Write the numbers to their page, if there is one: two microseconds."""
+        if self._page is None:
+            return
+        costs = self._costs
+        costs.saves, costs.snapshot_bytes, costs.snapshot_seconds = self.saves, self.bytes_saved, self.snapshot_seconds
+        costs.failed, costs.left_out, costs.direct = self.failed, self.left_out, self.direct
+        costs.memory_lost, costs.agent_lost = self.memory_lost, self.agent_lost
+        costs.snapshot_every, costs.restored_step = self.snapshot_every, self.restored_step
+        costs.restore_seconds = self.restore_seconds
+        self._page.write(costs)
+
+    def to_dict(self) -> dict[str, float]:
+        """Returns the numbers by name, each with ``rekindle/`` before it, as tools that track experiments take them."""
+        numbers = {one.name: getattr(self, one.name) for one in fields(self) if one.type in ("int", "float", "bool")}
+        return {f"rekindle/{name}": float(value) for name, value in numbers.items()}
 
     def agent(self, there: bool) -> None:
         """Count that there is no agent any more, or one again."""

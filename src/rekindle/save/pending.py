@@ -59,10 +59,13 @@ class PendingSnapshot:
     """Returns True if what devices have made of a step may be committed, though a fault may have been noticed."""
     checksums: list[str] = field(default_factory=list)
     committed: bool = False
+    seconds: float | None = None
+    """Time from here to its commit; None while it isn't committed."""
     error: BaseException | None = None
     """The first thing that went wrong."""
 
     def __post_init__(self) -> None:
+        self._began = time.perf_counter()
         self._versions = self._count_writes()
         self._trainer = threading.get_ident()
         self._update_waited = False
@@ -123,7 +126,7 @@ class PendingSnapshot:
                     if self.slot.lost:
                         raise RekindleError("its copy took too long after a fault, and was given up")
                     self.slots.commit(self.slot, self.stamp, self.receipt())
-                    self.committed = True
+                    self.committed, self.seconds = True, time.perf_counter() - self._began
             except Exception as error:
                 self.error = self.error or error
             except BaseException:  # it is raised to this caller only; later ones see an error

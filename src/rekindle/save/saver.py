@@ -144,12 +144,12 @@ class Saver:
                     raise
                 self._fall_back(stamp.step, error)
         self._metrics.committed_in_step = False
-        if not stamp.persist and not self._limit.due(stamp.step):
+        if not stamp.persist and not self._limit.due(self.schedule.place_of(stamp.step)):
             self._skip(stamp)
             return None
         self.finish_direct()
         nbytes = self.direct.save(stamp)
-        self._limit.saved(stamp.step)
+        self._limit.saved(self.schedule.place_of(stamp.step))
         self._metrics.direct += 1
         return nbytes
 
@@ -176,6 +176,7 @@ class Saver:
         try:
             if self.session.lock is not None and memory.reopen(self.session.lock):
                 self._gate.show_again()
+                self._metrics.show_again()
         except (BusyError, OSError) as error:
             raise MemoryStoreError(str(error)) from error
 
@@ -326,10 +327,11 @@ class Saver:
         """Wait until memory has the newest save. Returns it, once, if it failed."""
         if self.memory is None or self.memory.pending is None:
             return None
-        began = time.perf_counter()
+        pending, began = self.memory.pending, time.perf_counter()
         failed = self.memory.finish()
         if self._stepping:  # so training is held up
             self._metrics.settled(time.perf_counter() - began)
+        self._metrics.concluded(pending.seconds if pending.stamp is self.newest else None)
         return failed
 
     def _report_failure(self, step: int, error: BaseException, *, committed: bool = False) -> None:
@@ -428,6 +430,7 @@ class Saver:
             self._stepping = False
         self.reached = n
         self._gate.stable(n, self._newest_in_memory())
+        self._metrics.stepped(n)
 
     def begin_guard(self, gate: Gate) -> None:
         """From now on tell ``gate`` what training does, and keep what ``gasp`` needs."""

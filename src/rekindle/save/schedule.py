@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from rekindle.save.cadence import cadence_of
 from rekindle.save.metrics import Metrics
+from rekindle.save.pricing import Pricing
+from rekindle.save.timed import Timed
 from rekindle.settings import Settings
 from rekindle.storage.throttle import drain_interval
 
@@ -16,27 +18,36 @@ __all__ = ["DirectSaveLimit", "Schedule"]
 
 log = logging.getLogger("rekindle")
 
+_NO_MESH = "on several nodes whose agents don't reach each other to agree on steps: set persist_every to a number"
 _APART_EVERY = 100
 """Steps between those that nodes send to storage which don't reach each other: they must choose the same ones."""
+_LATER = " until it is known what that takes from training (persist_every='auto')"
 _UNLESS = ", unless other nodes' memory has all of the state, as under DDP and HSDP"
 
 
 class Schedule:
-    """The steps of one start that are saved unasked. All ranks choose the same ones without talking."""
+    """The steps of one start that are saved unasked. All ranks choose the same ones."""
 
-    def __init__(self, settings: Settings, nodes: int, world: int, metrics: Metrics) -> None:
-        """A collective where ``snapshot_every`` is "auto"."""
-        every, seconds = settings.persist_every, settings.persist_seconds
-        self._told_every, self._told_seconds, self._peer_every = every, seconds, settings.peer_every
+    def __init__(
+        self, settings: Settings, nodes: int, world: int, metrics: Metrics, between_faults: float | None = None
+    ) -> None:
+        """A collective where ``snapshot_every`` is no number of steps. ``between_faults`` as for ``Auto``."""
+        every, seconds = settings.persist_steps, settings.persist_pause
+        self._settings, self._peer_every = settings, settings.peer_every
         self.persist_every = every
         """Multiples of this go to storage; None where time decides."""
-        self.pause = None if every is not None or (seconds == 0 and nodes == 1) else seconds
+        chosen = settings.persist_every == "auto"
+        self.pause = None if every is not None or (seconds == 0 and nodes == 1 and not chosen) else seconds
         """Least seconds between two snapshots that storage gets unasked; None if it gets none of them."""
         self._world, self._nodes = world, nodes
         self._meshed = nodes > 1
         """True on several nodes whose agents reach each other."""
-        self._cadence = cadence_of(settings.snapshot_every, settings.snapshot_budget, world)
+        self.budget = settings.snapshot_budget if chosen else None
+        """Share of training time that writes to storage may take, where the agent chooses their pause; else None."""
+        self._cadence = cadence_of(settings, world, between_faults)
         self._metrics = metrics
+        self.pricing: Pricing | None = None
+        """Measures what saves cost; on the first rank of a node that has memory."""
         self._counted = 0
         """Number of saves whose cost the cadence knows."""
 
@@ -44,7 +55,7 @@ class Schedule:
         """Has a number choose the steps for storage: nodes that don't hear of each other can't agree on others."""
         self._meshed = False
         if self.persist_every is None:
-            self.persist_every, self.pause = _APART_EVERY, None
+            self.persist_every, self.pause, self.budget = _APART_EVERY, None, None
 
     def due(self, n: int, *, memory: bool) -> bool:
         """True if step ``n`` is to be saved. Called once a step, in order.
@@ -53,7 +64,10 @@ class Schedule:
         chooses them.
         """
         saved, self._counted = self._metrics.saves > self._counted, self._metrics.saves
-        due = self._cadence.due(n, self._metrics.last_stall if saved else None)
+        stall = self._metrics.last_stall if saved else None
+        due = self._cadence.due(n, stall)
+        if self.pricing is not None:
+            self.pricing.stepped(stall)
         self._metrics.snapshot_every = self._cadence.every
         if not memory and self.persist_every is not None:
             due = False
@@ -66,6 +80,10 @@ class Schedule:
     def limit_direct_saves(self, took: Callable[[], float]) -> DirectSaveLimit | NoLimit:
         """Returns the limit of saves that go straight to storage. ``took`` as for DirectSaveLimit."""
         return DirectSaveLimit(self.pause, self._world, took) if self.pause else NoLimit()
+
+    def place_of(self, n: int) -> int:
+        """Returns the number of step ``n``, which is due, for a ``DirectSaveLimit``: its own multiples must be due."""
+        return self._cadence.number if isinstance(self._cadence, Timed) else n
 
     def _is_multiple(self, n: int) -> bool:
         return self.persist_every is not None and n % self.persist_every == 0
@@ -89,24 +107,29 @@ class Schedule:
             )
         elif self.pause:
             log.info(
-                "storage gets a checkpoint at most every %g s, and is written to for at most a tenth of the time: if "
+                "storage gets a checkpoint at most every %g s%s, and is written to for at most a tenth of the time: if "
                 "%s lost, up to %g s of training are lost, and more if writing a checkpoint takes over %g s "
                 "(persist_seconds, persist_every)%s. A fault of processes alone goes back to the newest snapshot in "
                 "memory",
-                *(self.pause, lost, self.pause, self.pause / 10, unless),
+                *(self.pause, _LATER if self.budget is not None else "", lost, self.pause, self.pause / 10, unless),
             )
 
     def warn_of_ignored_seconds(self) -> None:
-        """Warn of a ``persist_seconds`` that was given, and decides nothing. The default can't be told from none."""
-        if self.persist_every is None or self._told_seconds == Settings.persist_seconds:
+        """Warn of a time that was given, and decides nothing. The default of one can't be told from none."""
+        every, seconds = self._settings.persist_every, self._settings.persist_seconds
+        changed = seconds != Settings.persist_seconds
+        if isinstance(every, str) and self.persist_every is not None:
+            what, why = f"persist_every={every!r}", _NO_MESH
+        elif changed and every is not None and every != "auto":
+            what, why = f"persist_seconds={seconds:g}", "beside persist_every, which decides alone"
+        elif changed and self.persist_every is not None:
+            what, why = f"persist_seconds={seconds:g}", _NO_MESH
+        else:
             return
-        why = "beside persist_every, which decides alone"
-        if self._told_every is None:
-            why = "on several nodes whose agents don't reach each other to agree on steps: set persist_every"
-        log.warning(
-            "persist_seconds=%g has no effect %s. Storage gets every step that is a multiple of %d",
-            *(self._told_seconds, why, self.persist_every),
-        )
+        gets = "a checkpoint in that time"
+        if self.persist_every is not None:
+            gets = f"every step that is a multiple of {self.persist_every}"
+        log.warning("%s has no effect %s. Storage gets %s", what, why, gets)
 
     def warn_of_direct_saves(self, why: str) -> None:
         """Warn of the price of having no memory store. ``why`` there is none begins the message."""
@@ -138,6 +161,7 @@ class NoLimit:
 class DirectSaveLimit:
     """Limits the saves that go straight to storage unasked: to one every ``seconds``, and to a tenth of the time.
 
+    Steps are numbered, by their own number or, where time chooses them, one after the other.
     Several ranks choose alike without talking, so their saves are of one step: each takes multiples of a power of two,
     the smallest that lasts long enough by its own clock. Clocks and disks that differ by less than a factor of two make
     powers that are neighbours, which have every second multiple in common.

@@ -8,12 +8,16 @@ from dataclasses import replace
 from functools import partial
 
 from rekindle.errors import MemoryStoreError
+from rekindle.memory.costs import cost_page
+from rekindle.memory.history import history_of
+from rekindle.memory.incidents import read_incidents
 from rekindle.memory.job import JobInfo
 from rekindle.peers.local_states import take_kept_local_state
 from rekindle.save.agree import agree_on_overlap
 from rekindle.save.capture import Capture
 from rekindle.save.fence import Fence
 from rekindle.save.metrics import Metrics
+from rekindle.save.pricing import Pricing
 from rekindle.save.saver import Saver
 from rekindle.save.schedule import Schedule
 from rekindle.session.group import ProcessGroup, SingleProcess
@@ -40,11 +44,15 @@ def start_saver(
     """
     overlap, in_step = agree_on_overlap(group, capture, settings)
     meeting = session.agreed
-    schedule = Schedule(settings, meeting.nodes, group.world, metrics)
+    between_faults = _between_faults(session) if settings.snapshot_every == "auto" else None
+    schedule = Schedule(settings, meeting.nodes, group.world, metrics, between_faults)
     host = find_host() if meeting.nodes > 1 and session.is_first_on_node else ""
     info = None
     if meeting.no_memory is None:
         info = _open_memory(session, capture, settings, schedule, metrics, host)
+        metrics.show_on(cost_page(session.job_dir.path, group.rank), session.incarnation.generation)
+        if session.is_first_on_node:
+            schedule.pricing = Pricing(session.job_dir, session.incarnation.id)
     elif settings.strict:
         raise MemoryStoreError(meeting.no_memory)
     if meeting.nodes > 1:
@@ -78,6 +86,7 @@ def _open_memory(
         idle_timeout=settings.idle_timeout,
         drain_limit=settings.drain_rate,
         persist_seconds=schedule.pause,
+        persist_budget=schedule.budget,
         start=incarnation.id,
         host=host,
         peer_every=settings.peer_every,
@@ -94,12 +103,18 @@ def _open_memory(
     return info
 
 
+def _between_faults(session: Session) -> float | None:
+    """Returns the mean seconds between faults that snapshots were for; None if this node knows of none."""
+    history = history_of(read_incidents(session.job)) if session.job is not None else None
+    return history.between(history.to_snapshots) if history is not None and history.to_snapshots else None
+
+
 def _do_without_mesh(session: Session, schedule: Schedule, info: JobInfo | None) -> None:
     """Have a number choose the steps for storage, here and in what the agent is told."""
     schedule.do_without_mesh()
     if info is not None and session.is_first_on_node:
         with suppress(OSError):  # the agent then drains steps of its own choice, which other nodes may not have
-            session.job_dir.write_job(replace(info, persist_seconds=schedule.pause))
+            session.job_dir.write_job(replace(info, persist_seconds=schedule.pause, persist_budget=None))
 
 
 def _tell(session: Session, schedule: Schedule) -> None:

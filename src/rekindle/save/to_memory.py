@@ -11,6 +11,7 @@ from functools import partial
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import MemoryStoreError
 from rekindle.format.lineage import ShardId
+from rekindle.format.metric import Metric
 from rekindle.format.receipt import Receipt, read_file
 from rekindle.memory.lock import Lock
 from rekindle.memory.slot import Slot
@@ -192,8 +193,10 @@ class MemorySaver:
             self._live.capture.replan()
         return pending
 
-    def persist(self, newest: ShardId, *, pin: bool = False) -> None:
+    def persist(self, newest: ShardId, *, pin: bool = False, metric: Metric | None = None) -> None:
         """Ask the agent to carry this start's snapshots up to ``newest`` to storage, and to ``pin`` that one there.
+
+        ``metric`` is that of ``newest``, where it was told after the save.
 
         It takes the newest that all ranks have, which is an older one where another rank has failed to save. Call
         ``finish`` first.
@@ -201,7 +204,9 @@ class MemorySaver:
         ours = newest.rank, newest.incarnation
         found = [(s, path) for s, path in self.slots.job.snapshots.shard_ids() if (s.rank, s.incarnation) == ours]
         for stamp, path in sorted(found, key=lambda one: one[0].step, reverse=True):  # none is asked for needlessly
-            wanted = replace(stamp, persist=True, pinned=stamp.pinned or (pin and stamp.step == newest.step))
+            wanted = replace(stamp, persist=True)
+            if stamp.step == newest.step:
+                wanted = replace(wanted, pinned=stamp.pinned or pin, metric=metric or stamp.metric)
             if stamp.step <= newest.step and wanted != stamp:
                 self.slots.write_receipt(wanted, Receipt.decode(read_file(path), path).with_stamp(wanted))
                 for slot in self.slots.slots:

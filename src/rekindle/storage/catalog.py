@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rekindle.format.files import Directory, Files
 from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId, drop_superseded
+from rekindle.format.metric import Metric
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.store import Contents, Store
 
@@ -42,6 +43,7 @@ class StoredCopy:
     persist: bool
     pinned: bool = False
     """True if retention must not remove it on storage, now or once it is there."""
+    metric: Metric | None = None
 
     @property
     def checkpoint(self) -> CheckpointKey:
@@ -49,7 +51,7 @@ class StoredCopy:
 
     @property
     def stamp(self) -> ShardId:
-        return ShardId(self.step, 0, self.world, self.incarnation, self.persist, pinned=self.pinned)
+        return ShardId(self.step, 0, self.world, self.incarnation, self.persist, pinned=self.pinned, metric=self.metric)
 
 
 def find_copies(job: JobDir | None, store: Store | None, *, own: bool = False) -> list[StoredCopy]:
@@ -68,9 +70,8 @@ def copies_from(job: JobDir | None, stored: Contents | None, *, own: bool = Fals
         found += _in_memory(job.copies.snapshots.shard_ids())
     for entry in stored.published if stored is not None else ():
         stamp, everyone = entry.stamp, frozenset(range(entry.stamp.world))
-        found.append(
-            StoredCopy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.files, everyone, True, entry.pinned)
-        )
+        whole = StoredCopy(stamp.step, stamp.incarnation, stamp.world, STORAGE, entry.files, everyone, True)
+        found.append(replace(whole, pinned=entry.pinned, metric=stamp.metric))
     return sorted(found, key=lambda c: (*c.checkpoint, c.place == MEMORY), reverse=True)
 
 
@@ -85,7 +86,9 @@ def _in_memory(stamps: Iterable[tuple[ShardId, Path]]) -> list[StoredCopy]:
         ranks = frozenset(stamp.rank for stamp, _ in parts)
         directory = Directory(parts[0][1].parent, in_memory=True)
         persist, pinned = all(stamp.persist for stamp, _ in parts), any(stamp.pinned for stamp, _ in parts)
-        copies.append(StoredCopy(step, incarnation, parts[0][0].world, MEMORY, directory, ranks, persist, pinned))
+        metric = next((stamp.metric for stamp, _ in parts if stamp.rank == 0), None)
+        found_here = StoredCopy(step, incarnation, parts[0][0].world, MEMORY, directory, ranks, persist)
+        copies.append(replace(found_here, pinned=pinned, metric=metric))
     return copies
 
 

@@ -11,6 +11,7 @@ was killed or the power failed, is passed over: its number is taken, and the cla
 from __future__ import annotations
 
 import errno
+import os
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -100,14 +101,15 @@ def hold_claim(store: Store, starts: Starts, *, make: bool = True) -> None:
 
 def describe_obstacle(store: Store) -> str | None:
     """Returns why the root can't be claimed as it is, and what to do; None where it can be. Raises OSError."""
+    place = f"{store.root}/{CLAIMS}"
     try:
         store.extras(CLAIMS)
+        what = "is a link that leads nowhere" if os.path.islink(place) and not os.path.exists(place) else None
     except NotADirectoryError:
-        return (
-            f"{store.root}/{CLAIMS}: is no directory, and starts claim their root in a directory of this name: "
-            "give what is there another name"
-        )
-    return None
+        what = "is no directory"
+    if what is None:
+        return None
+    return f"{place}: {what}, and starts claim their root in a directory of this name: give what is there another name"
 
 
 def remove_temporary_claims(root: Path) -> None:
@@ -171,4 +173,4 @@ def _numbers(store: Store) -> list[int]:
 
 
 def _race(store: Store) -> OSError:
-    return OSError(errno.EAGAIN, "other starts keep claiming it", str(store.root))
+    return OSError(errno.EAGAIN, describe_obstacle(store) or "other starts keep claiming it", str(store.root))

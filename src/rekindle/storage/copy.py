@@ -117,6 +117,8 @@ class _Writers:
             self._todo.put(None)
         for thread in self._threads:
             thread.join()
+        while not self._done.empty():  # errors, whose tracebacks have this object: cycles as below
+            self._done.get()
 
     def write(self, pieces: Iterator[tuple[memoryview, int]]) -> Iterator[int]:
         """Writes all pieces. Yields byte counts as they are written; raises the first writer's error."""
@@ -132,9 +134,14 @@ class _Writers:
 
     def _result(self) -> int:
         result = self._done.get()
-        if isinstance(result, BaseException):
+        if not isinstance(result, BaseException):
+            return result
+        try:
             raise result
-        return result
+        finally:
+            # Its traceback has this frame: a cycle, which keeps the bytes, and the pin of their snapshot, until garbage
+            # is collected. Memory would have no room for the next save meanwhile.
+            del result
 
     def _work(self) -> None:
         while (piece := self._todo.get()) is not None:

@@ -29,6 +29,7 @@ from rekindle.storage.roots import describe_root
 
 __all__ = [
     "ListedCopy",
+    "committed_at",
     "list_copies",
     "describe_deleted",
     "iso_time",
@@ -129,7 +130,7 @@ def list_copies(root: Root, base: Path, step: int | None = None, *, stored: bool
         condition = "complete" if copy.place != MEMORY or copy.ranks.issuperset(local) else "incomplete"
         if superseded_by(copy.step, copy.incarnation, seen):
             condition = "abandoned"
-        saved_at = when.get(copy.checkpoint) if copy.place == STORAGE else _saved_at(copy)
+        saved_at = when.get(copy.checkpoint) if copy.place == STORAGE else committed_at(copy)
         listed.append(ListedCopy(copy, _bytes(copy), condition, saved_at))
     for number, files in contents.damaged if contents is not None else ():
         if step is None or number == step:
@@ -146,7 +147,7 @@ def list_kept(root: Root, base: Path, step: int | None = None) -> list[ListedCop
     job = JobDir.of(root, base)
     job.check()
     copies = copies_from(job.copies, None, own=True)
-    return [ListedCopy(copy, _bytes(copy), "copy", _saved_at(copy)) for copy in copies if step in (None, copy.step)]
+    return [ListedCopy(copy, _bytes(copy), "copy", committed_at(copy)) for copy in copies if step in (None, copy.step)]
 
 
 def _none_of(step: int | None, copies: list[StoredCopy], root: Root, base: Path, *, stored: bool) -> str:
@@ -188,8 +189,8 @@ def _bytes(copy: StoredCopy) -> int:
     return total
 
 
-def _saved_at(copy: StoredCopy) -> float | None:
-    """Returns the time at which the last rank's part came into memory: receipts are written once."""
+def committed_at(copy: StoredCopy) -> float | None:
+    """Returns the time since 1970 at which the last rank's part came into memory: receipts are written once."""
     names = [copy.files.named(receipt_name(rank, copy.world)) for rank in copy.ranks]
     try:
         return max(os.stat(name).st_mtime for name in names)

@@ -6,17 +6,21 @@ import datetime
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rekindle.errors import CorruptError, FormatError
 from rekindle.format.completeness import find_defect
 from rekindle.format.lineage import ShardId
+from rekindle.format.metric import Metric
 from rekindle.format.names import MANIFEST_KIND, receipt_name, shard_name
 from rekindle.format.receipt import Receipt, checksum, encode_document, parse_document
 
-__all__ = ["Head", "read_head", "build_manifest"]
+__all__ = ["Head", "read_head", "build_manifest", "with_metric"]
 
 
+_HEAD = ("digest", "stamp", "stamp_digest", "format", "version")
+"""Fields of every document, which come before its own."""
 _LAST_SECOND = 1 << 37
 """A second in the year 6325, which every calendar function can still show."""
 
@@ -43,7 +47,17 @@ def build_manifest(receipts: Sequence[Receipt], stamp: ShardId) -> bytes:
         "shards": list(map(_entry, receipts)),
     }
     text = json.dumps(body, separators=(",", ":")).encode()[1:-1]
-    return encode_document(ShardId(stamp.step, 0, stamp.world, stamp.incarnation), MANIFEST_KIND, text)
+    whole = ShardId(stamp.step, 0, stamp.world, stamp.incarnation, metric=receipts[0].stamp.metric)
+    return encode_document(whole, MANIFEST_KIND, text)
+
+
+def with_metric(data: bytes, metric: Metric, where: str | os.PathLike[str]) -> bytes:
+    """Returns a manifest that says the same and has ``metric``. Raises FormatError when it is damaged or malformed."""
+    stamp = read_head(data, where).stamp
+    fields = parse_document(data, MANIFEST_KIND, where)
+    body = {name: value for name, value in fields.items() if name not in _HEAD}
+    text = json.dumps(body, separators=(",", ":")).encode()[1:-1]
+    return encode_document(replace(stamp, metric=metric), MANIFEST_KIND, text)
 
 
 def read_head(data: bytes, where: str | os.PathLike[str]) -> Head:

@@ -22,13 +22,14 @@ from rekindle.common.failpoints import reach
 from rekindle.errors import FormatError
 from rekindle.format.files import Files
 from rekindle.format.lineage import ShardId, drop_superseded
+from rekindle.format.metric import Metric
 from rekindle.format.names import CLAIMS, MANIFEST, PINNED, parse_shard_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard
 from rekindle.memory.notes import RootIdentity
 from rekindle.storage.bucket import Bucket, Object
 from rekindle.storage.copy import verified_pieces
-from rekindle.storage.manifest import Head, build_manifest, read_head
+from rekindle.storage.manifest import Head, build_manifest, read_head, with_metric
 from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
 from rekindle.storage.uploads import abort_upload, list_unfinished
@@ -298,9 +299,9 @@ class ObjectStore(Store):
             if superseded(key.removeprefix(prefix).partition("/")[0]):
                 abort_upload(self.bucket.bucket, key, upload)
 
-    def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
+    def prune(self, keep: int | None, keep_every: int | None, *, keep_best: bool = True) -> list[int]:
         removed = []
-        for stamp in (entry.stamp for entry in self.surplus(keep, keep_every)):
+        for stamp in (entry.stamp for entry in self.surplus(keep, keep_every, keep_best=keep_best)):
             if self.durable(stamp):  # else a later start of the job has just published that step again
                 self.bucket.delete([f"{step_dir(stamp.step)}.json"])
                 reach("drain.prune", stamp.step)
@@ -316,6 +317,17 @@ class ObjectStore(Store):
 
     def unpin(self, stamp: ShardId) -> None:
         self.bucket.delete([_pin_name(stamp)])
+
+    def note_metric(self, stamp: ShardId, metric: Metric) -> None:
+        found = self._manifest_of(stamp.step)
+        if found is None or found.stamp is None or found.stamp.checkpoint != stamp.checkpoint:
+            raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", self.root)
+        name = found.object.name
+        document = with_metric(self.bucket.get(name)[0], metric, name)
+        try:
+            self.bucket.replace(found.object, document)
+        except NotImplementedError:  # capability_warning has told the job at its start
+            self.bucket.put(name, document)
 
     def _remove_shards(self, directory: str) -> None:
         """Removes a step's shards and receipts. Foreign files are left alone."""

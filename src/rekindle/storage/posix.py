@@ -20,6 +20,7 @@ from rekindle.common.failpoints import reach
 from rekindle.errors import FormatError
 from rekindle.format.files import Directory
 from rekindle.format.lineage import ShardId, drop_superseded
+from rekindle.format.metric import Metric
 from rekindle.format.names import MANIFEST, PINNED, STEP_DIR, parse_shard_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt, open_file, read_file
 from rekindle.memory.notes import RootIdentity
@@ -27,7 +28,8 @@ from rekindle.storage import disk, identity
 from rekindle.storage.claims import remove_temporary_claims
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.direct_io import UncachedFile
-from rekindle.storage.manifest import Head, build_manifest, read_head
+from rekindle.storage.manifest import Head, build_manifest, read_head, with_metric
+from rekindle.storage.pin_file import has_pin, write_pin
 from rekindle.storage.retention import MOST_BY_DEFAULT
 from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
@@ -94,7 +96,7 @@ class PosixStore(Store):
             try:
                 head = self._read_head(path)
                 if head is not None:
-                    found.durable.append(_Durable(head, path, kind, _has_pin(path)))
+                    found.durable.append(_Durable(head, path, kind, has_pin(path)))
                 elif (path / MANIFEST).exists():
                     found.damaged.append((step, path))
             except OSError as error:
@@ -182,7 +184,7 @@ class PosixStore(Store):
             receipts = [self._read_receipt(directory, rank, stamp.world) for rank in range(stamp.world)]
             document = build_manifest(receipts, stamp)
             if any(receipt.stamp.pinned for receipt in receipts):
-                _write_pin(directory)
+                write_pin(directory)
             disk.sync(directory)  # other writers' receipts may have been found before they were synced
             # Outside of the directory, which another publisher may rename under us, and each publisher its own: a rank
             # that found no room in memory and its node's agent may be two of them.
@@ -312,8 +314,8 @@ class PosixStore(Store):
                 disk.unlink(path)
         remove_temporary_claims(self.root)
 
-    def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
-        surplus = self.surplus(keep, keep_every)
+    def prune(self, keep: int | None, keep_every: int | None, *, keep_best: bool = True) -> list[int]:
+        surplus = self.surplus(keep, keep_every, keep_best=keep_best)
         goes = {entry.stamp for entry in surplus}
         durable = self._scan().durable if surplus else []
         newest = drop_superseded([entry.stamp for entry in durable])[-max(keep or MOST_BY_DEFAULT, 1) :]
@@ -329,20 +331,36 @@ class PosixStore(Store):
         return [entry.stamp.step for entry in removed]
 
     def pin(self, stamp: ShardId) -> None:
-        for _ in range(2):  # the first try may meet the rename to the final name
-            entry = self._find_durable(stamp)
-            if entry is not None:
-                with suppress(FileNotFoundError):
-                    _write_pin(entry.path)
-                    if self._read_head(entry.path) is not None:  # else it was surplus, and removed meanwhile
-                        return
-        raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", str(self.root))
+        def write(path: Path) -> bool:
+            write_pin(path)
+            return self._read_head(path) is not None  # else it was surplus, and removed meanwhile
+
+        self._change(stamp, write)
 
     def unpin(self, stamp: ShardId) -> None:
         entry = self._find_durable(stamp)
         if entry is not None and entry.pinned:
             disk.unlink(entry.path / PINNED)
             disk.sync(entry.path)
+
+    def note_metric(self, stamp: ShardId, metric: Metric) -> None:
+        def write(path: Path) -> bool:
+            document = with_metric(read_file(path / MANIFEST), metric, path)
+            with synced_file(path / MANIFEST) as fd:
+                write_all(fd, document)
+            disk.sync(path)
+            return True
+
+        self._change(stamp, write)
+
+    def _change(self, stamp: ShardId, write: Callable[[Path], bool]) -> None:
+        """Writes beside a durable checkpoint's shards, in its directory. Raises FileNotFoundError without one."""
+        for _ in range(2):  # the first try may meet the rename to the final name
+            entry = self._find_durable(stamp)
+            with suppress(FileNotFoundError):
+                if entry is not None and write(entry.path):
+                    return
+        raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", str(self.root))
 
     def _find_durable(self, stamp: ShardId) -> _Durable | None:
         return next((entry for entry in self._scan().durable if entry.stamp.checkpoint == stamp.checkpoint), None)
@@ -411,25 +429,6 @@ def synced_file(path: Path, temporary: Path | None = None) -> Iterator[int]:
         raise
     finally:
         os.close(fd)
-
-
-def _write_pin(directory: Path) -> None:
-    """Pins the checkpoint in ``directory``. The pin is durable on return."""
-    if not _has_pin(directory):  # else it may be a link, whose target is not ours to truncate
-        fd = disk.create(directory / PINNED)
-        try:
-            disk.fsync(fd)
-        finally:
-            os.close(fd)
-    disk.sync(directory)
-
-
-def _has_pin(directory: Path) -> bool:
-    try:
-        os.lstat(directory / PINNED)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _link(file: Path, name: Path, data: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rekindle.format.lineage import ShardId
+from rekindle.format.metric import best_of
 
 __all__ = ["MOST_BY_DEFAULT", "surviving"]
 
@@ -15,15 +16,20 @@ _NEWEST = 2
 """Newest checkpoints that stay by default: should the newest turn out to be damaged, only one interval is lost."""
 
 
-def surviving(stands: Sequence[ShardId], keep: int | None, keep_every: int | None) -> set[ShardId]:
+def surviving(
+    stands: Sequence[ShardId], keep: int | None, keep_every: int | None, *, keep_best: bool = True
+) -> set[ShardId]:
     """Returns which of ``stands``, oldest first, stay: the newest ``keep`` and multiples of ``keep_every``.
 
-    Without either, the newest two and one of each power-of-two age stay, eight at most.
+    Without either, the newest two and one of each power-of-two age stay, eight at most. With ``keep_best`` the best one
+    by its metric stays besides.
     """
+    best = best_of(stands) if keep_best else None
+    also = set() if best is None else {best}
     if keep is None and keep_every is None:
-        return set(_spread(stands))
+        return {*_spread(stands), *also}
     newest = stands[-max(_NEWEST if keep is None else keep, 1) :]
-    return {*newest, *(stamp for stamp in stands if keep_every and stamp.step % keep_every == 0)}
+    return {*newest, *also, *(stamp for stamp in stands if keep_every and stamp.step % keep_every == 0)}
 
 
 def _spread(stands: Sequence[ShardId]) -> list[ShardId]:

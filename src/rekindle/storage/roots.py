@@ -15,7 +15,7 @@ from rekindle.errors import UsageError
 from rekindle.format.names import CLAIMS, MANIFEST, STEP_DIR, Root, canonical_root
 from rekindle.storage.open import urls_below
 
-__all__ = ["describe_root", "refuse_inside", "root_to_train"]
+__all__ = ["describe_root", "refuse_inside", "root_and_step", "root_to_train"]
 
 _SHOWN = 10
 """Most roots, or names of files, that a message lists."""
@@ -79,6 +79,18 @@ def root_to_train(root: str | os.PathLike[str]) -> Root:
     checked = canonical_root(root)
     refuse_inside(checked)
     return checked
+
+
+def root_and_step(path: str | os.PathLike[str]) -> tuple[Root, int | None]:
+    """Returns the root that ``path`` names, and the step if it names the directory of one, else None.
+
+    Raises UsageError for what can't be a root.
+    """
+    root = canonical_root(path)
+    inside = _enclosing_step(root)
+    if inside is None:
+        return root, None
+    return Path(inside.root) if isinstance(root, Path) else inside.root, inside.step
 
 
 def _enclosing_step(root: Root) -> _EnclosingStep | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from rekindle.common.os_errors import describe_error
 from rekindle.format.files import Files
 from rekindle.format.lineage import Incarnation, ShardId, drop_superseded
+from rekindle.format.metric import Metric
 from rekindle.format.names import Root
 from rekindle.format.receipt import Receipt
 from rekindle.memory.notes import RootIdentity
@@ -172,17 +174,18 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def prune(self, keep: int | None, keep_every: int | None) -> list[int]:
+    def prune(self, keep: int | None, keep_every: int | None, *, keep_best: bool = True) -> list[int]:
         """Removes the ``surplus`` checkpoints. Returns their steps."""
 
-    def surplus(self, keep: int | None, keep_every: int | None) -> list[Published]:
+    def surplus(self, keep: int | None, keep_every: int | None, *, keep_best: bool = True) -> list[Published]:
         """Lists the checkpoints that ``prune`` would remove: neither pinned nor named by ``retention.surviving``.
 
         A superseded checkpoint goes as soon as the incarnation that superseded it has one of its own on storage. One
         whose manifest can't be read stays, and so do all older ones: its start may have gone on from any of them.
         """
         contents = self.contents()
-        stay = surviving(drop_superseded([entry.stamp for entry in contents.published]), keep, keep_every)
+        stands = drop_superseded([entry.stamp for entry in contents.published])
+        stay = surviving(stands, keep, keep_every, keep_best=keep_best)
         after = max((step for step, _ in contents.unread), default=-1)
         return [
             entry
@@ -200,6 +203,14 @@ class Store(ABC):
     @abstractmethod
     def unpin(self, stamp: ShardId) -> None:
         """Lets retention decide on a checkpoint again, pinned or not."""
+
+    def note_metric(self, stamp: ShardId, metric: Metric) -> None:
+        """Adds ``metric`` to the manifest of a durable checkpoint, for one that was told after the save.
+
+        The manifest is replaced as a whole. To be called for the newest checkpoint, which nothing prunes meanwhile.
+        Raises FileNotFoundError when it isn't there, another OSError in a store that can't.
+        """
+        raise OSError(errno.ENOTSUP, "this store notes metrics only with a save", str(self.root))
 
     @abstractmethod
     def write_extra(self, name: str, data: bytes, *, exclusive: bool = False) -> None:
