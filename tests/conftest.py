@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import shutil
 import subprocess
@@ -25,12 +26,14 @@ from rekindle.storage.posix import PosixStore
 from rekindle.testing import make_shard
 from tests.faults.harness import end_agent
 from tests.memory.gate import Gate
-from tests.shares import deal, parse, put_longest_first, seconds_of
+from tests.shares import deal, may_be_skipped, parse, put_longest_first, seconds_of
 
 settings.register_profile("rekindle", deadline=None)  # machines that run tests are busy ones
 settings.load_profile("rekindle")
 torch.set_num_threads(1)  # sums depend on the number of threads, which a busy machine changes between two calls
 
+_PREFIX = "rekindle-test-"
+"""Beginning of the names of memory stores that tests make."""
 ShardOf = Callable[..., tuple[Receipt, bytes]]
 
 
@@ -43,18 +46,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if given:
         share, shares = parse(given)
         costs = {item.nodeid: cost for item in items if (cost := seconds_of(item)) is not None}
-        dealt = deal(costs.items(), shares)
+        rare = may_be_skipped((config.rootpath / "Makefile").read_text())
+        dealt = deal(costs.items(), shares, {name for name in costs if name.partition("::")[0] in rare})
         others = [item for item in items if dealt.get(item.nodeid, share) != share]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if dealt.get(item.nodeid, share) == share]
         put_longest_first(items)
 
 
+@pytest.fixture(autouse=True)
+def _no_lines_of_other_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keeps lines on other tests' memory out of ``caplog``: a thread that waits for an agent may outlive its test."""
+    if "caplog" not in request.fixturenames:
+        yield
+        return
+    ours = str(request.getfixturevalue("memory")) if "memory" in request.fixturenames else None
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return _PREFIX not in message or (ours is not None and ours in message)
+
+    handler = request.getfixturevalue("caplog").handler
+    handler.addFilter(is_ours)
+    yield
+    handler.removeFilter(is_ours)
+
+
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A memory store of the test's own; agents that still serve it are ended afterwards."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    path = Path(tempfile.mkdtemp(prefix="rekindle-test-", dir=parent))
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     monkeypatch.setenv("REKINDLE_MEMORY", str(path))
     yield path
     with suppress(FileNotFoundError):  # an agent gives memory back as we look

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.environments import needs_lightning
+
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 PAGE = BENCH.parent / "docs" / "benchmarks.md"
 
@@ -107,7 +109,7 @@ def test_the_page_has_a_place_for_every_table() -> None:
         "skipped",
         "conditions",
     }
-    assert names >= growth | {"files", "files conditions"} | {
+    assert names >= growth | {"files", "files conditions", "frameworks", "frameworks conditions"} | {
         f"{kind} 1 GiB" for kind in ("stall", "loop", "load", "disk", "reach")
     }
 
@@ -163,6 +165,21 @@ def test_reads_from_another_node_are_measured(tmp_path: Path) -> None:
     for (turn,) in turns.values():
         assert turn["bytes"] >= 64 << 20 and turn["seconds"] > 0 and turn["cpu"] > 0
     assert "GB/s" in done.stdout
+
+
+@needs_lightning
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads Linux's /proc")
+@pytest.mark.campaign(30)
+def test_steps_under_a_framework_are_measured_with_its_adapter_and_without(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH / "frameworks.py"), "--smoke", "--only", "lightning"]
+    command += ["--dir", str(tmp_path / "target"), "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ((pair,),) = json.loads((tmp_path / "out.json").read_bytes())["pairs"].values()
+    assert pair["alone"]["snapshots"] == 0 < pair["with"]["snapshots"] <= 15
+    for turn in pair.values():
+        assert len(turn["seconds"]) == 14 and min(turn["seconds"]) > 0 and turn["bytes"] > 16 << 20
+    assert "Lightning, 2." in done.stdout and list((tmp_path / "target").iterdir()) == []
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the benchmark reads Linux's /proc")

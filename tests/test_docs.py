@@ -56,7 +56,10 @@ def run_blocks(code: list[str], where: Path, memory: Path) -> None:
         "docs/dcp.md",
         "docs/files.md",
         "docs/torch_nebula.md",
+        "docs/mindio_ttp.md",
         "docs/data.md",
+        "docs/advice.md",
+        "docs/adapting.md",
     ],
 )
 def test_python_blocks_run_in_order(page: str, tmp_path: Path, memory: Path) -> None:

@@ -41,9 +41,10 @@ def one(directory: Path, pattern: str) -> Path:
     return found
 
 
-def test_the_wheel_holds_every_module_and_the_mark_of_types(built: Path) -> None:
+def test_the_wheel_holds_every_module_the_page_and_the_mark_of_types(built: Path) -> None:
     package = REPO / "src" / "rekindle"
     there = {path.relative_to(package.parent).as_posix() for path in package.rglob("*.py")} | {"rekindle/py.typed"}
+    there |= {path.relative_to(package.parent).as_posix() for path in (package / "cli/page/static").iterdir()}
     with zipfile.ZipFile(one(built, "*.whl")) as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == there

@@ -27,6 +27,11 @@ def test_a_checkpointer_takes_every_option_and_has_its_default() -> None:
     [
         ("snapshot_every", 0, "snapshot_every is 0: must be a whole number of at least 1"),
         ("snapshot_every", "often", "snapshot_every is 'often': must be a whole number"),
+        ("snapshot_every", "0s", "snapshot_every is '0s': must be a whole number of at least 1"),
+        ("snapshot_every", "30 seconds", "'auto', or a time such as '30s' or '10min'"),
+        ("snapshot_every", 30.0, "snapshot_every is 30.0: must be a whole number"),
+        ("persist_every", "often", "persist_every is 'often': must be a whole number"),
+        ("persist_every", "-1s", "'auto', or a time such as '30s' or '10min'"),
         ("persist_every", True, "persist_every is True: must be a whole number"),
         ("keep", 1 << 63, "less than 2 to the 63rd"),
         ("keep_every", 1.0, "keep_every is 1.0: must be a whole number"),
@@ -46,6 +51,9 @@ def test_a_checkpointer_takes_every_option_and_has_its_default() -> None:
         pytest.param("idle_timeout", 10**400, ": must be a number of seconds, more than 0", id="no float either"),
         ("drain_limit", "fast", "'fast' is not a rate"),
         ("peer_limit", "fast", "'fast' is not a rate"),
+        ("keep_best", "loss", "keep_best is 'loss': must be the name of a metric"),
+        ("keep_best", ("loss", "least"), "and 'min' or 'max', as in"),
+        ("keep_best", ("", "min"), "must be the name of a metric, of 1 to 64 ASCII characters"),
         ("peer_every", 0, "peer_every is 0: must be a whole number of at least 1"),
         ("peer_every", "often", "peer_every is 'often': must be a whole number"),
         ("patience", 1.5, "patience is 1.5: must be at least 2 seconds"),
@@ -81,6 +89,15 @@ def test_what_makes_sense_is_kept_as_it_was_given() -> None:
 def test_a_bool_of_numpy_is_one(option: str, value: bool) -> None:
     given: dict[str, Any] = {option: np.bool_(value)}
     assert getattr(Settings(**given), option) is value
+
+
+def test_how_often_is_a_number_of_steps_a_time_or_found_out() -> None:
+    by_time = Settings(snapshot_every="30s", persist_every="1.5h")
+    assert (by_time.snapshot_seconds, by_time.persist_steps, by_time.persist_pause) == (30, None, 5400)
+    chosen = Settings(snapshot_every="auto", persist_every="auto", persist_seconds=7)
+    assert (chosen.snapshot_seconds, chosen.persist_steps, chosen.persist_pause) == (None, None, 7)
+    counted = Settings(snapshot_every=3, persist_every=9)
+    assert (counted.snapshot_seconds, counted.persist_steps) == (None, 9)
 
 
 def test_ranks_compare_what_each_decides_by_alone() -> None:

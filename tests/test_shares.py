@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.shares import deal, parse, put_longest_first, seconds_of
+from tests.shares import deal, may_be_skipped, parse, put_longest_first, seconds_of
 
 COSTS = {f"test_{number}": 5.0 for number in range(40)} | {"test_long": 60.0, "test_longer": 90.0}
 
@@ -19,6 +19,22 @@ def test_each_campaign_is_in_one_share_and_no_share_costs_more_than_the_mean_and
     totals = [sum(COSTS[name] for name, share in dealt.items() if share == number) for number in range(10)]
     assert min(totals) > 0 and max(totals) <= sum(COSTS.values()) / 10 + max(COSTS.values())
     assert dealt == deal(reversed(COSTS.items()), 10), "the order of the tests doesn't matter"
+
+
+def test_shares_are_even_without_those_that_may_be_skipped() -> None:
+    rare = {f"test_rare_{number}": 55.0 for number in range(7)}
+    dealt = deal((COSTS | rare).items(), 10, rare)
+    assert {name: dealt[name] for name in COSTS} == deal(COSTS.items(), 10)
+    totals = [sum((COSTS | rare)[name] for name, share in dealt.items() if share == number) for number in range(10)]
+    assert max(totals) <= sum((COSTS | rare).values()) / 10 + max(COSTS.values())
+
+
+def test_files_of_frameworks_with_environments_of_their_own_may_be_skipped() -> None:
+    repo = Path(__file__).parents[1]
+    found = may_be_skipped((repo / "Makefile").read_text())
+    assert {"tests/integrations/test_accelerate.py", "tests/integrations/test_ray.py"} < found
+    assert "tests/integrations/test_lightning.py" not in found
+    assert not [file for file in found if not (repo / file).exists()]
 
 
 def test_a_share_is_any_number() -> None:

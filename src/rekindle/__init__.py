@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rekindle.files import flush, load, save
     from rekindle.launch.compile_cache import CompileCache
     from rekindle.memory.fault import Fault
+    from rekindle.restore.weights import load_model
     from rekindle.state.replicas import ReplicaGroup, replica_groups
     from rekindle.state.values import Values
 
@@ -56,6 +57,7 @@ __all__ = [
     "VersionError",
     "flush",
     "load",
+    "load_model",
     "replica_groups",
     "save",
 ]
@@ -78,10 +80,11 @@ _LAZY = {
     "Values": "rekindle.state.values",
     "flush": "rekindle.files",
     "load": "rekindle.files",
+    "load_model": "rekindle.restore.weights",
     "replica_groups": "rekindle.state.replicas",
     "save": "rekindle.files",
 }
-_ROOMS = ("data", "files")
+_ROOMS = ("data", "devices", "files")
 """Rooms whose names are public."""
 
 

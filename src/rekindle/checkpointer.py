@@ -9,20 +9,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 
 from rekindle.agent.watchdog import silence_floor
 from rekindle.common.timeouts import check_timeout
 from rekindle.data.bare import accept_loaders
-from rekindle.errors import NotDurableError, UsageError
+from rekindle.errors import UsageError
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import Hooks
 from rekindle.faults.imports import ImportRecord
 from rekindle.faults.notices import Notice
 from rekindle.faults.torchelastic import introduce, tell_of_uncaught_errors, warn_of_reused_store
 from rekindle.format.lineage import ShardId
+from rekindle.format.metric import Metric
 from rekindle.memory.fault import Fault
 from rekindle.memory.rebuild import rebuild
 from rekindle.peers.memory import elsewhere_of
@@ -34,13 +35,14 @@ from rekindle.save.capture import Capture
 from rekindle.save.exit_report import ExitReport
 from rekindle.save.fence import Fence
 from rekindle.save.metrics import Metrics
-from rekindle.save.pinning import pin_saved
+from rekindle.save.noting import measured
+from rekindle.save.outcome import see_to
 from rekindle.save.start import start_saver
 from rekindle.save.steps import check_loss, check_step
 from rekindle.save.updates import Updates
 from rekindle.session.group import this_group
 from rekindle.session.inventory import describe_fresh_start
-from rekindle.session.node_safe import refuse_wait, wait_node_safe
+from rekindle.session.node_safe import refuse_wait
 from rekindle.session.recovery import RecoveryClock
 from rekindle.session.rendezvous import meet
 from rekindle.session.session import GIVE_WAY, Session
@@ -67,11 +69,13 @@ class Checkpointer:
     state
         Maps names to modules, optimizers, ``rekindle.Values``, and others with ``state_dict`` and ``load_state_dict``.
     snapshot_every
-        ``step(n)`` saves into memory when n is a multiple of this. "auto" takes the smallest number at which that slows
-        training by no more than ``snapshot_budget``, and goes on measuring.
+        ``step(n)`` saves into memory when n is a multiple of this, or once in a time such as "30s". "auto" takes the
+        smallest number at which that slows training by no more than ``snapshot_budget``, or a larger one if the job's
+        faults are so rare that this wastes less; it goes on measuring.
     persist_every
-        Snapshots of steps that are a multiple of this go to storage; None lets ``persist_seconds`` decide (on several
-        nodes that can't reach each other: every 100 steps, so that all send the same ones).
+        Snapshots of steps that are a multiple of this go to storage, or one in a time such as "10min"; "auto" chooses
+        the time with the least waste, None lets ``persist_seconds`` decide (on several nodes that can't reach each
+        other: every 100 steps, so that all send the same ones).
     persist_seconds
         Storage gets the newest snapshot at most so often, and is written to for at most a tenth of the time; 0 sends
         one whenever storage is free. What ``save()`` saves goes at once, and so does the newest step at a fault, a
@@ -86,6 +90,8 @@ class Checkpointer:
     keep, keep_every
         Durable checkpoints that stay: the newest ``keep``, and every multiple of ``keep_every``. With neither, the
         newest two and one of each power-of-two age in steps, eight at most; with ``keep_every`` alone the newest two.
+    keep_best
+        ``("loss", "min")`` keeps the best durable checkpoint besides, by what ``step()`` and ``save()`` get as metrics.
     overlap
         True copies what only the optimizers in ``state`` change while training goes on; an update waits for what is
         left. False copies all inside of ``step()``, which returns with the snapshot committed. "auto" is False where no
@@ -120,9 +126,9 @@ class Checkpointer:
         root: str | os.PathLike[str],
         state: Mapping[str, Any],
         *,
-        snapshot_every: int | Literal["auto"] = Settings.snapshot_every,
+        snapshot_every: int | str = Settings.snapshot_every,
         snapshot_budget: float = Settings.snapshot_budget,
-        persist_every: int | None = Settings.persist_every,
+        persist_every: int | str | None = Settings.persist_every,
         persist_seconds: float = Settings.persist_seconds,
         drain_limit: int | str | None = Settings.drain_limit,
         peer_every: int | Literal["auto"] | None = Settings.peer_every,
@@ -130,6 +136,7 @@ class Checkpointer:
         patience: float = Settings.patience,
         keep: int | None = Settings.keep,
         keep_every: int | None = Settings.keep_every,
+        keep_best: tuple[str, Literal["min", "max"]] | None = Settings.keep_best,
         overlap: Overlap = Settings.overlap,
         rng: bool = Settings.rng,
         allow_pickle: bool = Settings.allow_pickle,
@@ -153,6 +160,7 @@ class Checkpointer:
             patience=patience,
             keep=keep,
             keep_every=keep_every,
+            keep_best=keep_best,
             overlap=overlap,
             rng=rng,
             allow_pickle=allow_pickle,
@@ -166,7 +174,7 @@ class Checkpointer:
         )
         self.root = root_to_train(root)
         self.metrics = Metrics()
-        self._peer_every = settings.peer_every
+        self._peer_every, self._keep_best = settings.peer_every, settings.keep_best
         self._capture = Capture(accept_loaders(state), rng=rng, allow_pickle=allow_pickle)
         self._session = session = Session(self.root, memory)
         self._fence = Fence(self._capture.state)
@@ -241,28 +249,29 @@ class Checkpointer:
         self._saver.restored = self._saver.reached = at
         self._updates.begin()
         self._clock.restored(at, place)
-        self.metrics.restored_step, self.metrics.restored_from, self.metrics.restore_seconds = at, place, seconds
+        self.metrics.restored(at, place, seconds)
         return at
 
     # -- saving -------------------------------------------------------------------------------------------------
 
-    def step(self, n: int) -> None:
-        """Note that ``n`` optimizer updates are complete, and save if the step is due.
+    def step(self, n: int, metrics: Mapping[str, SupportsFloat] | None = None) -> None:
+        """Note that ``n`` optimizer updates are complete, and save if the step is due, with ``metrics`` for keep_best.
 
         Never waits for storage, nor for memory: a step that is due while that is being made is not saved.
 
         Until the next update, parameters and optimizer state may only be changed inside of ``updating()``.
         """
+        metric = measured(metrics, self._keep_best, self._group.rank)
         with self._saver.stepping(n):
-            self._step(n)
+            self._step(n, metric)
 
-    def _step(self, n: int) -> None:
+    def _step(self, n: int, metric: Metric | None) -> None:
         self._saver.conclude()
         self._check_step(n)
         self._begin()
         schedule = self._saver.schedule
         if schedule.due(n, memory=self._saver.memory is not None):
-            self._save(n, persist=schedule.persists(n))
+            self._save(n, persist=schedule.persists(n), metric=metric)
         else:
             self._saver.live.note(self._session.shard_id(n, persist=False))
             self._session.check_agent()
@@ -276,6 +285,7 @@ class Checkpointer:
         timeout: float = 600.0,
         *,
         pin: bool | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
         """Save step ``n`` now, due or not, and send it to storage. Waits for memory that is being made.
 
@@ -284,6 +294,7 @@ class Checkpointer:
         storage. Raises NotDurableError when the save failed, or after ``timeout`` seconds; in the latter case the
         checkpoint is still on its way. With ``pin`` it stays there until ``unpin(n)``, whatever ``keep`` says, and this
         waits, as long, until what was pinned before is on storage; None pins with ``wait="durable"``.
+        ``metrics``, those of rank 0, tell keep_best how good the step is, which may have been saved before.
         """
         timeout = check_timeout(timeout)
         pin = wait == "durable" if pin is None else pin
@@ -291,25 +302,15 @@ class Checkpointer:
             raise UsageError(f"wait is {wait!r}: must be None, 'memory', 'node' or 'durable'")
         if wait == "node":
             refuse_wait(self._session, self._peer_every)
+        metric = measured(metrics, self._keep_best, self._group.rank)
         with self._saver.stepping(n):
             self._saver.conclude()
             self._check_step(n)
             self._begin()
-            self._save(n, persist=True, pin=pin, wait=True, other_nodes=wait == "node")
+            self._save(n, persist=True, pin=pin, wait=True, other_nodes=wait == "node", metric=metric)
         self._imports.note_step(n)
         self._clock.stepped(n)
-        if wait is not None:
-            self._saver.secure(timeout)
-        stamp = self._saver.newest or self._base
-        if wait is not None and (stamp is None or stamp.step != n):
-            raise NotDurableError(f"step {n} is not saved: see the log for why")
-        if wait == "node" and self._saver.newest is not None:  # else storage has it, from where it was restored
-            with self._saver.pause("waiting for other nodes"):
-                wait_node_safe(self._session, self._saver.newest, timeout)
-        if wait == "durable" and stamp is not None:
-            self._saver.wait_durable(stamp, timeout)
-        if pin and stamp is not None and stamp.step == n:
-            pin_saved(self._saver, stamp, durable=wait == "durable", timeout=timeout)
+        see_to(self._saver, n, self._base, wait=wait, pin=pin, metric=metric, timeout=timeout)
 
     def unpin(self, n: int) -> None:
         """Let ``keep`` decide on step ``n`` again. One rank is enough. Raises NotFoundError when storage lacks it."""
@@ -385,13 +386,23 @@ class Checkpointer:
         """
         check_loss(loss, self._saver.reached)
 
-    def _save(self, n: int, *, persist: bool, pin: bool = False, wait: bool = False, other_nodes: bool = False) -> None:
+    def _save(
+        self,
+        n: int,
+        *,
+        persist: bool,
+        metric: Metric | None,
+        pin: bool = False,
+        wait: bool = False,
+        other_nodes: bool = False,
+    ) -> None:
         self._session.check_agent()
         base = self._base if self._saver.newest is None else None
         places = (STORAGE,) if other_nodes else (MEMORY, STORAGE)
         if base is not None and base.step == n and (not persist or self._saver.find_restored(base) in places):
             return  # it has just been restored, and there is nothing to add
-        self._saver.save(replace(self._session.shard_id(n, persist=persist), pinned=pin), wait=wait)
+        stamp = replace(self._session.shard_id(n, persist=persist), pinned=pin, metric=metric)
+        self._saver.save(stamp, wait=wait)
 
     def _check_step(self, n: int) -> None:
         self._check_open()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rekindle.common.durations import parse_seconds
+from rekindle.common.waste import BUDGET
 from rekindle.errors import UsageError
+from rekindle.format.metric import MODES, is_metric_name
 from rekindle.memory.room import Room
 from rekindle.peers.membership import PATIENCE
 from rekindle.state.codec import is_numpy
@@ -22,6 +26,8 @@ writers that come too late), inside of it (False), or as the snapshot's size dec
 
 _LONGEST_FALLBACK = 86400.0
 """Most seconds of ``fallback_after``: threads wait for parts of it, and can't wait for ever."""
+_OFTEN = "'auto', or a time such as '30s' or '10min'"
+"""Frequencies other than a number of steps."""
 _LEAST_PATIENCE = 2.0
 """Least seconds of ``patience``: a node is silent after one, and gets another one to be heard by some other node."""
 
@@ -30,9 +36,9 @@ _LEAST_PATIENCE = 2.0
 class Settings:
     """The options and their defaults. ``Checkpointer`` describes each. Raises UsageError for the first invalid one."""
 
-    snapshot_every: int | Literal["auto"] = 1
-    snapshot_budget: float = 0.01
-    persist_every: int | None = None
+    snapshot_every: int | str = 1
+    snapshot_budget: float = BUDGET
+    persist_every: int | str | None = None
     persist_seconds: float = 30.0
     drain_limit: int | str | None = None
     peer_every: int | Literal["auto"] | None = "auto"
@@ -40,6 +46,7 @@ class Settings:
     patience: float = PATIENCE
     keep: int | None = None
     keep_every: int | None = None
+    keep_best: tuple[str, Literal["min", "max"]] | None = None
     overlap: Overlap = "auto"
     rng: bool = True
     allow_pickle: bool = False
@@ -52,8 +59,8 @@ class Settings:
     fallback_after: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.snapshot_every != "auto":
-            _check_count("snapshot_every", self.snapshot_every)
+        for name in ("snapshot_every", "persist_every"):
+            _check_frequency(name, getattr(self, name))
         if self.peer_every not in ("auto", None):
             _check_count("peer_every", self.peer_every)
         for name in ("rng", "allow_pickle", "allow_missing", "strict"):
@@ -61,10 +68,11 @@ class Settings:
         object.__setattr__(self, "overlap", plain_bool(self.overlap))
         if self.memory is not None:
             _check_path("memory", self.memory)
-        for name in ("persist_every", "keep", "keep_every", "memory_limit", "memory_headroom"):
+        for name in ("keep", "keep_every", "memory_limit", "memory_headroom"):
             value = getattr(self, name)
             if value is not None:
                 _check_count(name, value, least=0 if name == "memory_headroom" else 1)
+        object.__setattr__(self, "keep_best", _check_best(self.keep_best))
         if not (isinstance(self.overlap, bool) or self.overlap in ("auto", "verify")):
             raise UsageError(f"overlap is {self.overlap!r}: must be 'auto', True, False or 'verify'")
         if not isinstance(self.snapshot_budget, (int, float)) or not 0 < self.snapshot_budget < 1:
@@ -79,6 +87,22 @@ class Settings:
             raise UsageError(f"patience is {self.patience!r}: must be at least {_LEAST_PATIENCE:g} seconds")
         for rate in (self.drain_limit, self.peer_limit):
             parse_rate(rate)  # raises UsageError too
+
+    @property
+    def snapshot_seconds(self) -> float | None:
+        """Seconds between snapshots; None where steps are counted, or the cost decides."""
+        return _time_of(self.snapshot_every)
+
+    @property
+    def persist_steps(self) -> int | None:
+        """Multiples of this go to storage; None where time decides."""
+        return self.persist_every if isinstance(self.persist_every, int) else None
+
+    @property
+    def persist_pause(self) -> float:
+        """Least seconds between snapshots that go to storage where time decides; with "auto" at first."""
+        told = _time_of(self.persist_every)
+        return self.persist_seconds if told is None else told
 
     @property
     def drain_rate(self) -> int | None:
@@ -109,12 +133,43 @@ class Settings:
         return {name: getattr(self, name) for name in names}
 
 
-def _check_count(name: str, value: object, least: int = 1) -> None:
-    """Raise UsageError unless ``value`` is a whole number of at least ``least`` that documents can hold."""
+def _check_count(name: str, value: object, least: int = 1, *, else_: str = "") -> None:
+    """Raise UsageError unless ``value`` is a whole number of at least ``least`` that documents can hold.
+
+    ``else_`` are words on what else it may be.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 63:
         raise UsageError(
             f"{name} is {value!r}: must be a whole number of at least {least}, and less than 2 to the 63rd"
+            f"{', ' * bool(else_)}{else_}"
         )
+
+
+def _check_frequency(name: str, value: object) -> None:
+    """Raise UsageError unless ``value`` tells how often something is done. None is the default of ``persist_every``."""
+    if value == "auto" or (name == "persist_every" and value is None):
+        return
+    seconds = _time_of(value)
+    if seconds is None or not 0 < seconds < math.inf:  # NaN for other texts
+        _check_count(name, value, else_=_OFTEN)
+
+
+def _time_of(value: object) -> float | None:
+    """Returns the seconds of a frequency that is a time; NaN for other texts but "auto", None for all else."""
+    return parse_seconds(value) if isinstance(value, str) and value != "auto" else None
+
+
+def _check_best(value: object) -> tuple[str, str] | None:
+    """Returns ``keep_best`` as a tuple. Raises UsageError unless it is the name of a metric, and a mode."""
+    if value is None:
+        return None
+    pair = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(pair) != 2 or not is_metric_name(pair[0]) or pair[1] not in MODES:
+        raise UsageError(
+            f"keep_best is {value!r}: must be the name of a metric, of 1 to 64 ASCII characters, and 'min' or 'max', "
+            "as in ('loss', 'min')"
+        )
+    return pair
 
 
 def check_bool(name: str, value: object) -> bool:

@@ -6,6 +6,7 @@ import ast
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 import rekindle
 from rekindle.format.lineage import ShardId
+from rekindle.format.metric import Metric
 from rekindle.format.names import step_dir
 from rekindle.storage import disk as calls
 from rekindle.storage.posix import PosixStore
@@ -21,7 +23,7 @@ from tests.crash.disk import Data, Disk, Effort, Entry, Node, Sync
 from tests.crash.explore import QUICK, Explorer, Step
 from tests.crash.histories import MEETINGS, calls_of, do, explorer_in, scratch, work
 from tests.crash.jobs import OPERATIONS, Run, content_of, race
-from tests.crash.judge import Promise
+from tests.crash.judge import Promise, look
 from tests.crash.recorder import Recorder
 
 PACKAGE = Path(rekindle.__file__).parent
@@ -110,6 +112,38 @@ def test_no_checkpoint_comes_back_without_its_pin(explorer: Explorer, broken: bo
             published += 1
             lacking += not entry.pinned
     assert published > 5 and (lacking > 0) is broken
+
+
+CHANGES: dict[str, Callable[[PosixStore, ShardId], None]] = {
+    "pin": PosixStore.pin,
+    "metric": lambda store, stamp: store.note_metric(stamp, Metric("loss", 0.5, "min")),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "unsynced"), [("pin", None), ("pin", "sync"), ("metric", None), ("metric", "sync"), ("metric", "fsync")]
+)
+def test_a_change_of_a_checkpoint_costs_nothing_and_stays(
+    explorer: Explorer, change: str, unsynced: str | None
+) -> None:
+    """The checkpoint is offered and whole at any moment of it, and as it was told to be afterwards."""
+
+    def change_it(run: Run) -> None:
+        if unsynced is not None:
+            without(unsynced)(run.recorder)
+        CHANGES[change](run.store, ShardId(1, 0, 1, run.incarnation))
+        run.recorder.tell("changed", f"{change} is told to be there")
+
+    run, first = explorer.record([("save", None)], change_it)
+    wrong, states = list[str](), Counter[bool]()
+    for tree, *_, promise in explorer._states(run.recorder, first, Promise(), QUICK):
+        explorer.place.put(tree)
+        wrong += look(explorer.place.root, promise, run.known)
+        is_changed = any(entry.pinned or entry.stamp.metric for entry in run.store.published())
+        wrong += ["told, and gone"] if "changed" in promise.exported and not is_changed else []
+        states[is_changed] += 1
+    assert bool(wrong) is (unsynced is not None), wrong[:3]
+    assert states[True] and states[False]
 
 
 # -- would it tell? --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ TRAINER = Path(__file__).with_name("launched.py")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [2, pytest.param(MANY, id="many", marks=pytest.mark.campaign(seconds=45))])
+@pytest.mark.parametrize("kills", [2, pytest.param(MANY, id="many", marks=pytest.mark.campaign(seconds=70))])
 def test_random_kills_lose_no_completed_step(
     kills: int, root: Path, memory: Path, job: JobDir, unbroken: Callable[[Run], list[str]]
 ) -> None:

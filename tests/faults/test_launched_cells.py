@@ -16,7 +16,7 @@ from tests.launch.launcher import WARM, Launcher
 STRUCK = Path(__file__).with_name("struck.py")
 
 
-@pytest.mark.campaign(seconds=12)
+@pytest.mark.campaign(seconds=25)
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
 @pytest.mark.parametrize("kind", [pytest.param(kind, id="-".join(kind)) for kind in cells("short")])
 def test_a_fault_under_the_launcher(

@@ -244,7 +244,7 @@ def test_more_than_a_thousand_files(drainer: FileDrainer, root: Path, monkeypatc
     assert {int((root / name).read_bytes()) for name in os.listdir(root)} == set(range(1100))
 
 
-@pytest.mark.campaign(20)
+@pytest.mark.campaign(10)
 def test_more_than_thirty_two_programs(store: FilesDir, root: Path) -> None:
     """All of them alive at a time."""
     code = "import sys, rekindle; rekindle.save(b'data', sys.argv[1]); print('saved', flush=True); sys.stdin.read()"

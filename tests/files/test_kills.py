@@ -44,7 +44,7 @@ def test_twenty_of_twenty_arrive_after_a_sigkill_right_after_the_save(store: Fil
         assert found["n"] == number and torch.equal(found["x"], torch.randn(1000 * number))
 
 
-@pytest.mark.campaign(30)
+@pytest.mark.campaign(90)
 def test_twenty_programs_that_die_right_after_their_save(store: FilesDir, root: Path) -> None:
     """Each by itself: what one of them saved never waits for another program."""
     code = "import torch; torch.manual_seed(int(sys.argv[2])); rekindle.save(torch.randn(100_000), sys.argv[1])"

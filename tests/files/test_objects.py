@@ -72,7 +72,7 @@ def test_a_write_to_the_bucket_that_dies_leaves_the_old_object(store: FilesDir, 
     assert rekindle.load(f"{url}/x", raw=True) == b"old" * 10_000_000
 
 
-@pytest.mark.campaign(10)
+@pytest.mark.campaign
 @pytest.mark.parametrize("point", POINTS_OF_AGENTS)
 def test_an_agent_that_dies_at(point: str, store: FilesDir, url: str, s3: Server, bucket: str) -> None:
     def there() -> bytes:
@@ -92,7 +92,7 @@ def proxy(s3: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
         yield between
 
 
-@pytest.mark.campaign(60)
+@pytest.mark.campaign(7)
 @pytest.mark.parametrize("mood", ["busy", "silent"])
 def test_a_server_that_is_in_trouble_for_a_while(
     mood: str, drainer: FileDrainer, url: str, proxy: Proxy, s3: Server, bucket: str, monkeypatch: pytest.MonkeyPatch

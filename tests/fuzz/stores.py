@@ -25,6 +25,7 @@ from rekindle.format.layout import DTYPES, Chunk, Layout
 from rekindle.format.names import MANIFEST, job_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import checksum
 from rekindle.memory.clean_up import remove_departed_ranks
+from rekindle.memory.costs import CostPage, Costs, cost_page
 from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.incidents import StartRecord, describe_end, note_gone, open_incident, write_incident, write_start
 from rekindle.memory.job import JobInfo
@@ -217,6 +218,7 @@ def _job_seed() -> Path:
         commit(slots, found, data)
         slots.close()
         StatusPage(job.paths.status_page(rank), 1)
+        CostPage(cost_page(job.path, rank)).write(Costs(generation=1))
         job.paths.rank_lock(rank).touch()
     job.notes.write_durable(3)
     job.paths.agent_status.write_text(json.dumps({"error": "storage is full", "durable": 3, "step": None, "done": 0}))
@@ -243,7 +245,7 @@ class memory:
         "gone.json",
         f"incidents/0000000001-{'b' * 16}-node.jsonl",
     )
-    RAW = ("durable", "drained", "rank-00000.status", "rank-00001.small-0", "rank-00000.lock")
+    RAW = ("durable", "drained", "rank-00000.status", "rank-00000.costs", "rank-00001.small-0", "rank-00000.lock")
     ODD = (
         "rank-abc.lock",
         "rank-1.slot",
@@ -292,6 +294,7 @@ class memory:
             ("export", root, place / "out", "--format", "torch"),
             ("incidents", root),
             ("incidents", root, "--json"),
+            ("metrics", "--once"),
         ):
             command(*given, "--memory", place)
         refused(lambda: job_status(job))

@@ -7,6 +7,7 @@ so that the calls come in the same order each time.
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import mmap
@@ -308,6 +309,7 @@ def main() -> None:
 
     import rekindle
 
+    gc.disable()  # what a call that failed has held must be given back at once
     assert rekindle.Checkpointer and torch.set_num_threads(1) is None
     logging.getLogger("rekindle").propagate = False
     control = Control(Path(os.environ["REKINDLE_FAULTS"]))

@@ -121,7 +121,7 @@ def test_storage_that_hangs_holds_nobody_up_and_gets_all_once_it_answers(trouble
     assert all(verify(copy) == [] for copy in find_copies(None, PosixStore(root)))
 
 
-@pytest.mark.campaign(seconds=10)
+@pytest.mark.campaign
 def test_with_storage_hanging_and_no_memory_a_job_still_ends(
     troubled: Troubled, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,7 +140,7 @@ time_t time(time_t *to) {
 """
 
 
-@pytest.mark.campaign(seconds=20)
+@pytest.mark.campaign(seconds=13)
 def test_a_clock_that_jumps_changes_nothing(root: Path, memory: Path, job: JobDir) -> None:
     source, library, clock = (root.parent / name for name in ("clock.c", "clock.so", "clock"))
     compiler = shutil.which("gcc") or shutil.which("cc")
@@ -175,7 +175,7 @@ print("failed", ckpt.metrics.failed)
     assert "from 40" in done.stdout, "the newest is what steps and generations say, not the clock"
 
 
-@pytest.mark.campaign(seconds=20)
+@pytest.mark.campaign(seconds=11)
 def test_a_memory_limit_that_kills_the_trainer_costs_what_a_kill_costs(root: Path, memory: Path, job: JobDir) -> None:
     groups = Path("/sys/fs/cgroup/memory")
     if not (groups / "memory.limit_in_bytes").exists() or not os.access(groups, os.W_OK):

@@ -211,8 +211,11 @@ class Gasp:
     def _wait_for_storage(self, step: int, end: float) -> None:
         """Return when storage has this node's part of the step, or never will, because a rank ended without it.
 
-        The other nodes' parts are theirs to bring: nobody here could do more for them.
+        The other nodes' parts are theirs to bring: nobody here could do more for them. Of a part that went straight to
+        storage nobody tells whether others follow: they get a moment, and the last one publishes the step.
         """
+        if self.secured[step] != MEMORY:
+            end = min(end, time.monotonic() + _TOGETHER)
         while time.monotonic() < end and not (self.securer.is_brought(step) or self.securer.is_durable(step)):
             live = self.peers.live()
             over = [page for rank, page in self.peers.all().items() if page.stage > SECURING or rank not in live]

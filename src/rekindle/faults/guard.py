@@ -275,9 +275,9 @@ class Guard(ContextDecorator):
         alone = self._group.world == 1
         gasp = Gasp(self._gate, self._securer, self._peers, self._rank, alone, self._deadline, hooks)
         gasp.run(fault)
-        if fault.cause == "hang" and self._hang_record is not None:
-            self._hang_record.write_collectives()
         hooks.exit()
+        if fault.cause == "hang" and self._hang_record is not None:
+            self._hang_record.write_collectives()  # after the hook: torch may take long to tell of all that it has
         gasp.end()
 
     def _free_what_is_stuck(self, hooks: HookCalls) -> None:

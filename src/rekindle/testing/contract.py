@@ -28,6 +28,7 @@ from unittest import SkipTest
 from rekindle.common.failpoints import POINTS
 from rekindle.errors import CorruptError
 from rekindle.format.lineage import Incarnation, ShardId
+from rekindle.format.metric import Metric
 from rekindle.format.names import step_dir
 from rekindle.format.reader import ShardReader, Sink, read_blocks
 from rekindle.storage.catalog import StoredCopy, find_copies
@@ -348,6 +349,7 @@ class StoreContract:
         _save(store, 4)
         for stamp in (ShardId(5, 0, 1, FIRST), ShardId(4, 0, 1, SECOND)):
             assert _refused(partial(store.pin, stamp))
+            assert _refused(partial(store.note_metric, stamp, Metric("loss", 0.5, "min")))
             store.unpin(stamp)
         assert self.pinned() == [] and self.steps() == [4]
 
@@ -365,6 +367,15 @@ class StoreContract:
             command = [sys.executable, "-c", _SAVE, self.root, str(step), "5000", "pinned"]
             subprocess.run(command, env=_environment(point), timeout=120, check=False)
             assert self.pinned() == self.steps() == list(range(1, step + 1)), point
+
+    def test_the_best_one_by_its_metric_stays(self) -> None:
+        store, loss = self.open(), partial(Metric, "loss", mode="min")
+        _write(store, ShardId(1, 0, 1, FIRST, metric=loss(value=0.25)))
+        assert store.publish(ShardId(1, 0, 1, FIRST))
+        _save(store, 2, 3)
+        store.note_metric(ShardId(2, 0, 1, FIRST), loss(value=0.125))
+        assert [entry.stamp.metric for entry in self.open().published()] == [loss(value=0.25), loss(value=0.125), None]
+        assert self.open().prune(1, None) == [1] and store.prune(1, None, keep_best=False) == [2]
 
     def test_what_is_pinned_and_abandoned_stays(self) -> None:
         store = self.open()
