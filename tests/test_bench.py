@@ -1,7 +1,4 @@
-"""The benchmark's own arithmetic, the page that it rewrites, and that nothing is left of a run that is interrupted.
-
-``make bench ARGS=--smoke`` runs all of it.
-"""
+"""The benchmark's own arithmetic, the page that it rewrites, its short form, and a run that is interrupted."""
 
 from __future__ import annotations
 
@@ -183,6 +180,16 @@ def test_steps_under_a_framework_are_measured_with_its_adapter_and_without(tmp_p
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the benchmark reads Linux's /proc")
+@pytest.mark.campaign(90)
+@pytest.mark.timeout(900)
+def test_all_of_it_in_short(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH), "--smoke", "--dir", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "all checks passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the benchmark reads Linux's /proc")
+@pytest.mark.campaign(11)
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, memory: Path) -> None:
     target = tmp_path / "target"
     run = subprocess.Popen(

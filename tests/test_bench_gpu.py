@@ -168,6 +168,7 @@ def test_one_that_fails_or_dies_keeps_its_figures(places: Any) -> None:
     assert died.status == "failed" and "SIGKILL" in died.detail and len(died.figures) == 1
 
 
+@pytest.mark.campaign(seconds=20)
 def test_one_that_hangs_is_killed_with_all_its_processes(places: Any, tmp_path: Path) -> None:
     from on_gpu.runner import run_one
 

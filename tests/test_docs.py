@@ -52,11 +52,11 @@ def run_blocks(code: list[str], where: Path, memory: Path) -> None:
     [
         "README.md",
         "docs/guide.md",
-        "docs/export.md",
+        pytest.param("docs/export.md", marks=pytest.mark.campaign(seconds=40)),
         "docs/dcp.md",
         "docs/files.md",
         "docs/torch_nebula.md",
-        "docs/mindio_ttp.md",
+        pytest.param("docs/mindio_ttp.md", marks=pytest.mark.campaign(seconds=8)),
         "docs/data.md",
         "docs/advice.md",
         "docs/adapting.md",

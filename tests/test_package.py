@@ -58,7 +58,7 @@ def test_the_sdist_holds_what_its_readers_need(built: Path) -> None:
     assert not tops & {".venv", "build", "dist", "shared"}
 
 
-@pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"])
+@pytest.mark.parametrize("pattern", ["*.whl", pytest.param("*.tar.gz", marks=pytest.mark.campaign(seconds=9))])
 def test_what_is_installed_runs(pattern: str, built: Path, tmp_path: Path) -> None:
     place = tmp_path / "environment"
     venv.create(place, symlinks=True)

@@ -303,6 +303,7 @@ def test_run_tells_each_restart_in_a_line_and_why_a_rank_was_killed(tmp_path: Pa
     assert done.stderr.count("ZeroDivisionError") == 1
 
 
+@pytest.mark.campaign(seconds=9)
 def test_run_names_a_rank_that_hung_and_could_still_end_itself(tmp_path: Path, memory: Path) -> None:
     root, script = tmp_path / "run", tmp_path / "worker.py"
     script.write_text(eight_steps(root) + "    time.sleep(100)\n")
@@ -318,6 +319,7 @@ def test_run_names_a_rank_that_hung_and_could_still_end_itself(tmp_path: Path, m
     )
 
 
+@pytest.mark.campaign(seconds=9)
 def test_run_ends_at_once_where_another_job_trains_the_root(tmp_path: Path, memory: Path) -> None:
     """Each further start would wait for it again, and end alike."""
     root, script = tmp_path / "run", tmp_path / "worker.py"

@@ -84,6 +84,7 @@ def test_a_process_that_is_killed_before_the_power_goes(every: int, explorer: Ex
     assert explorer.counts["states"] > 100
 
 
+@pytest.mark.campaign(seconds=20)
 def test_two_nodes_that_publish_at_once(explorer: Explorer) -> None:
     for one in work("quick", {}):
         if one[2] is not None:
@@ -206,7 +207,9 @@ BROKEN: dict[str, tuple[Mutation, tuple[Step, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.campaign(seconds=9)] * ("export" in what)) for what in BROKEN]
+)
 def test_a_missing_sync_is_found_and_the_state_is_named(place: Path, what: str) -> None:
     mutate, steps, wrong = BROKEN[what]
     explorer = Explorer(place, mutate=mutate, wanted=wrong)
@@ -245,6 +248,7 @@ def test_a_manifest_before_its_shards_is_found(place: Path) -> None:
     assert any("offered and torn" in violation.wrong for violation in explorer.violations)
 
 
+@pytest.mark.campaign(seconds=8)
 def test_trusting_a_manifest_that_can_be_seen_is_found(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as nobody had synced it, it was none; two nodes and a power cut at the wrong moment lost everything."""
 

@@ -123,6 +123,7 @@ def _is_known(device: Device) -> None:
     assert backend.numa_node(DEVICE) is None
 
 
+@pytest.mark.campaign(seconds=16)
 def test_the_device_is_driven_by_the_common_interface(library: Path, tmp_path: Path) -> None:
     run_alone(_is_known, library, tmp_path)
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import sys
 import rekindle
@@ -81,6 +83,7 @@ def test_an_exception_ends_a_process_whose_device_is_stuck(root: Path, memory: P
         assert "ValueError: training has failed" in errors
 
 
+@pytest.mark.campaign(seconds=12)
 def test_an_interrupt_ends_a_process_whose_copies_wait_for_each_other(root: Path, memory: Path) -> None:
     """More threads copy by way of page-locked buffers than there are buffers, and none gets free."""
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED, str(root)], capture_output=True, text=True, timeout=120)

@@ -50,6 +50,8 @@ CAUSES = {
 
 MORE = {("ddp", "kill", "backward"), ("ddp", "kill", "update-first"), ("ddp", "kill", "before-step")}
 MORE |= {("bare", "kill", "forward"), ("ddp", "exception", "update-second"), ("ddp", "kill-two", "copying")}
+MORE |= {("ddp", "kill", "forward"), ("bare", "kill-in-gasp", "backward"), ("bare", "stop", "before-step")}
+MORE |= {("bare", "kill", "update-first"), ("zero", "kill", "copying")}
 """Cells that show little beside the others."""
 
 
@@ -88,6 +90,7 @@ def cgroup() -> Iterator[Path]:
     path.rmdir()
 
 
+@pytest.mark.campaign(seconds=5)
 def test_whoever_waits_for_a_rank_that_pauses_does_not_hang(root: Path, memory: Path, job: JobDir) -> None:
     """Rank 1 evaluates for longer than a hang takes; rank 0 waits for it in a collective, without having said so."""
     cell = Cell(root, memory, "ddp", evaluate=3.0)

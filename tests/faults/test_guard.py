@@ -325,6 +325,7 @@ def _hooks(trainer: Trainer) -> None:
             time.sleep(30)
 
 
+@pytest.mark.campaign(seconds=7)
 def test_hooks_may_take_their_time_and_fail(play: Play) -> None:
     codes, notes, log = play(_hooks, 2)
     assert codes == [128 + signal.SIGTERM, 0], log
@@ -346,6 +347,7 @@ def _hanging_hooks(trainer: Trainer) -> None:
             threading.Event().wait()
 
 
+@pytest.mark.campaign(seconds=12)
 def test_hooks_that_hang_are_left_behind(play: Play) -> None:
     codes, notes, log = play(_hanging_hooks, 2)
     assert codes == [128 + signal.SIGTERM, 0], log

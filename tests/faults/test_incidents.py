@@ -141,6 +141,7 @@ def test_a_start_that_ended_before_its_ranks_had_met_is_counted(root: Path, memo
     assert incident.starts == 2 and incident.outage is not None and incident.rank == 0
 
 
+@pytest.mark.campaign(seconds=24)
 def test_an_unguarded_job_is_recorded_by_its_launcher(root: Path, memory: Path) -> None:
     launch(TRAINING + UNGUARDED, root)
     incident, end = recorded(root)

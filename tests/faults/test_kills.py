@@ -17,26 +17,26 @@ import pytest
 from rekindle.memory.job_dir import JobDir
 from tests.faults.harness import Run, digest_of, finish, kill, leftovers, restored, start, traced, train, wait_for
 
-MANY = int(os.environ.get("REKINDLE_TEST_KILLS", "8"))
+KILLS = int(os.environ.get("REKINDLE_TEST_KILLS", "8"))
 TRAINER = Path(__file__).with_name("launched.py")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [2, pytest.param(MANY, id="many", marks=pytest.mark.campaign(seconds=70))])
+@pytest.mark.campaign(seconds=70)
 def test_random_kills_lose_no_completed_step(
-    kills: int, root: Path, memory: Path, job: JobDir, unbroken: Callable[[Run], list[str]]
+    root: Path, memory: Path, job: JobDir, unbroken: Callable[[Run], list[str]]
 ) -> None:
     """``REKINDLE_TEST_KILLS=20`` for more of them, ``REKINDLE_TEST_SEED`` for the same ones."""
     seed = int(os.environ.get("REKINDLE_TEST_SEED", time.time_ns() % 1_000_000))
     chance = random.Random(seed)
     print(f"REKINDLE_TEST_SEED={seed}")
-    run = Run(root, memory, steps=10 * kills, world=2, pause=0.05)
+    run = Run(root, memory, steps=10 * KILLS, world=2, pause=0.05)
     output = open(root.parent / "launcher.log", "wb")  # noqa: SIM115
     command = [sys.executable, "-m", "rekindle", "run", "--nproc-per-node", "2", "--monitor-interval", "0.1"]
     arguments = [str(TRAINER), str(root), str(memory), str(run.steps), str(run.pause)]
     launcher = subprocess.Popen([*command, *arguments], stdout=output, stderr=output, cwd=Path(__file__).parents[2])
     try:
-        for number in range(kills):
+        for number in range(KILLS):
             _kill_somebody(run, job, chance, starts=number + 1)
         assert launcher.wait(120) == 0, (root.parent / "launcher.log").read_text()[-3000:]
     finally:
@@ -44,8 +44,8 @@ def test_random_kills_lose_no_completed_step(
         output.close()
     for rank in (0, 1):
         starts = _starts(run, rank)
-        assert len(starts) == kills + 1, f"rank {rank} started {len(starts)} times"
-    for before in range(kills):
+        assert len(starts) == KILLS + 1, f"rank {rank} started {len(starts)} times"
+    for before in range(KILLS):
         # Ranks may be one step apart; a step counts as completed once the slower one has completed it.
         completed = min(_starts(run, rank)[before][1] for rank in (0, 1))
         resumed = {_starts(run, rank)[before + 1][0] for rank in (0, 1)}

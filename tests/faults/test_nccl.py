@@ -43,13 +43,19 @@ def test_ranks_are_not_ended_by_torch_while_they_secure_their_state(tmp_path: Pa
     assert _launched(tmp_path) == dict.fromkeys(SETTINGS, "0")
 
 
+@pytest.mark.campaign(seconds=6)
 def test_a_setting_of_the_users_stays(tmp_path: Path) -> None:
     assert _launched(tmp_path, TORCH_NCCL_ASYNC_ERROR_HANDLING="3") == {SETTINGS[0]: "3", SETTINGS[1]: "0"}
 
 
 @pytest.mark.parametrize(
     ("nccl", "environment", "told"),
-    [(True, {}, 1), (True, {SETTINGS[1]: "1"}, 1), (True, {SETTINGS[0]: "3"}, 0), (False, {}, 0)],
+    [
+        (True, {}, 1),
+        (False, {}, 0),
+        pytest.param(True, {SETTINGS[1]: "1"}, 1, marks=pytest.mark.campaign),
+        pytest.param(True, {SETTINGS[0]: "3"}, 0, marks=pytest.mark.campaign),
+    ],
 )
 def test_the_launcher_says_once_that_nobody_ends_a_hang_outside_of_guard(
     nccl: bool, environment: dict[str, str], told: int, tmp_path: Path

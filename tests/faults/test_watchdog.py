@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -105,6 +106,7 @@ def _alive(pid: str) -> bool:
         return False
 
 
+@pytest.mark.campaign(seconds=18)
 def test_a_debugger_a_pause_and_a_loader_that_hangs(play: Play, root: Path, job: JobDir) -> None:
     """Three starts: a debugger holds the first one, the second pauses longer than its steps tell, the third hangs in
     its loader; no process of that outlives it."""

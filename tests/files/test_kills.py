@@ -171,6 +171,7 @@ def test_memory_that_is_removed_is_told_of_and_made_anew(store: FilesDir, root: 
     assert (root / "z").read_bytes() == b"three"
 
 
+@pytest.mark.campaign(seconds=5)
 def test_the_agent_stays_while_storage_refuses_a_file(store: FilesDir, root: Path, monkeypatch) -> None:
     """Its memory is the only copy, however long nobody uses it."""
     monkeypatch.setenv("REKINDLE_FILES_IDLE_TIMEOUT", "0.05")

@@ -27,6 +27,7 @@ def train(where: Path, *options: object, **variables: str) -> int:
         process.kill()
 
 
+@pytest.mark.campaign(seconds=22)
 def test_a_checkpoint_of_a_trainer_that_was_killed_right_after_its_save_is_loaded_from_memory(
     memory: Path, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_an_error_that_comes_once_is_got_over(script: Path, tmp_path: Path, memo
     assert len(restarts(done)) == 1, done.stderr
 
 
+@pytest.mark.campaign(seconds=8)
 def test_a_script_that_never_gets_to_a_checkpointer_ends_after_three_starts(script: Path, memory: Path) -> None:
     """Nothing is said of a checkpoint, as there is none."""
     script.write_text("import os\nos.write(1, b'start\\n')\nimport no_such_module\n")
@@ -132,6 +133,7 @@ ckpt.save(first, wait="memory")
 """
 
 
+@pytest.mark.campaign(seconds=11)
 def test_a_state_that_does_not_fit_ends_the_job_at_once(script: Path, tmp_path: Path, memory: Path) -> None:
     root = repr(str(tmp_path / "run"))
     script.write_text((TRAINING + MISMATCH).replace("ROOT", root))
@@ -255,6 +257,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("faults", [2, pytest.param(100, marks=pytest.mark.campaign(seconds=120))])
+@pytest.mark.campaign(seconds=10)
 def test_faults_with_progress_between_them_never_use_up_the_restarts(
     script: Path, tmp_path: Path, memory: Path, faults: int
 ) -> None:

@@ -46,7 +46,7 @@ def look(directory: Path, command: list[object], *, warm: bool) -> list[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param([LOOKS / "train.py"], id="script"),
+        pytest.param([LOOKS / "train.py"], id="script", marks=pytest.mark.campaign(seconds=45)),
         pytest.param(["-m", "tests.launch.looks.train"], id="module", marks=pytest.mark.campaign(seconds=45)),
     ],
 )

@@ -61,6 +61,7 @@ def test_a_warm_worker_ends_as_it_would_anyhow(tmp_path, order, told):
     assert max(warm) < cold, "collections of a worker write to the memory that it shares with the spare"
 
 
+@pytest.mark.campaign(seconds=23)
 def test_a_killed_spare_is_replaced_while_training_goes_on(tmp_path):
     with job(tmp_path) as run:
         run.wait_for(WARM)
@@ -193,6 +194,7 @@ def test_the_directory_of_a_launcher_is_locked_against_those_who_tidy_up(tmp_pat
         assert not place.exists()
 
 
+@pytest.mark.campaign(seconds=11)
 def test_no_warm_keeps_no_spare(tmp_path):
     with job(tmp_path, options=("--no-warm",)) as run:
         run.stepped(0)
@@ -206,6 +208,7 @@ def test_no_warm_keeps_no_spare(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["save", pytest.param("dcp", marks=pytest.mark.campaign(seconds=25))])
+@pytest.mark.campaign(seconds=20)
 def test_a_script_that_saves_by_other_means_than_step_is_started_warm(tmp_path, how):
     with job(tmp_path, how, script=SAVING) as run:
         run.wait_for(WARM)
@@ -262,6 +265,7 @@ _FIRST, *_OTHERS = UNFIT
 @pytest.mark.parametrize(
     "code", [_FIRST, *(pytest.param(code, marks=pytest.mark.campaign(seconds=20)) for code in _OTHERS)]
 )
+@pytest.mark.campaign(seconds=18)
 def test_a_package_whose_import_leaves_more_than_objects_is_not_loaded_ahead(tmp_path, installed, code):
     environment, folder = installed
     (folder / "unfit.py").write_text(f"import os\nopen('imports', 'a').write(f'{{os.getpid()}}\\n')\n{code}\n")

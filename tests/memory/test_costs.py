@@ -44,6 +44,7 @@ def _write_for_ever(path: Path) -> None:
         page.write(costs)
 
 
+@pytest.mark.campaign(seconds=9)
 def test_no_look_sees_two_writes_mixed_and_none_is_lost_by_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "page"
     process = multiprocessing.get_context("spawn").Process(target=_write_for_ever, args=(path,))

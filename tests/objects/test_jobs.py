@@ -296,6 +296,7 @@ def test_a_damaged_snapshot_is_given_up_though_its_parts_cant_be_removed(
         assert drainer.tick() and not open_store(url).has_shard(ShardId(1, 0, 2, FIRST))
 
 
+@pytest.mark.campaign(seconds=8)
 def test_a_server_without_conditional_writes_is_told_of_and_used(
     url: str,
     memory: Path,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import rekindle
 from rekindle.cli.operations import stop
 from tests.parallel.cells import TOLERANCE
@@ -17,6 +19,7 @@ STEPS = 2
 """Of each start."""
 
 
+@pytest.mark.campaign(seconds=18)
 def test_a_job_that_changes_its_shape_at_each_start(tmp_path: Path, memory: Path) -> None:
     stores = Stores.under(tmp_path, memory)
     whole = on_ranks(1, training, grouped=False)[0]["losses"]

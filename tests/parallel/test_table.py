@@ -20,10 +20,13 @@ from tests.parallel.written import Written, read
 
 SHORT = list(short_cells())
 SAVERS = sorted({(cell.kind, cell.ranks) for cell in SHORT})
+MORE = [pytest.mark.campaign(seconds=10)]
 Get = Callable[[str, int], Saved]
 
 
-@pytest.mark.parametrize("cell", SHORT, ids=str)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=str(cell), marks=MORE * (cell.kind in ("fsdp2+tp", "hsdp", "tp"))) for cell in SHORT]
+)
 def test_every_bit_comes_back(cell: Cell, saved_by: Get, tmp_path: Path, memory: Path) -> None:
     saved = saved_by(cell.kind, cell.ranks)
     assert judge(cell, saved, resume(saved, cell.new_kind, cell.new_ranks, cell.place, tmp_path, memory)) == []

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "case",
     [
         "a parameter more",
-        "less of what is sharded",
+        pytest.param("less of what is sharded", marks=pytest.mark.campaign(seconds=17)),
         pytest.param("optimizer state less", marks=pytest.mark.campaign),
         pytest.param("another dtype of what is sharded", marks=pytest.mark.campaign),
     ],

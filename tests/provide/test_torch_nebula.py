@@ -156,6 +156,7 @@ def test_checkpoints_that_come_fast_stay_in_memory_until_a_flush(drainer: FileDr
     assert tags(root) == ["s0", "s3"] and is_ok(root, "s3")
 
 
+@pytest.mark.campaign(seconds=9)
 def test_what_came_fast_gets_to_storage_at_the_end_of_the_process(store: FilesDir, root: Path) -> None:
     code = (
         "from rekindle.provide import torch_nebula as tn\n"

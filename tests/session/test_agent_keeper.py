@@ -235,6 +235,7 @@ job = JobDir.of(root, memory_base())
 """
 
 
+@pytest.mark.campaign(seconds=16)
 def test_storage_that_refuses_at_the_end_is_waited_for(
     as_somebody: Callable[[str], subprocess.CompletedProcess[str]],
 ) -> None:
@@ -255,6 +256,7 @@ def test_storage_that_refuses_at_the_end_is_waited_for(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.campaign(seconds=10)
 def test_without_a_thread_to_be_had_training_goes_on(
     as_somebody: Callable[[str], subprocess.CompletedProcess[str]],
 ) -> None:

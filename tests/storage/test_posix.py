@@ -6,13 +6,12 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from rekindle.common import failpoints
 from rekindle.common.failpoints import POINTS
 from rekindle.errors import CorruptError
 from rekindle.format.lineage import Incarnation, ShardId
@@ -23,6 +22,7 @@ from rekindle.storage.catalog import STORAGE, find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import make_shard
+from tests.fork_server import context
 
 FIRST = Incarnation(1, "a" * 16)
 SECOND = Incarnation(2, "b" * 16, FIRST.id, 4)
@@ -352,30 +352,24 @@ def test_publishing_again_changes_nothing(store, root):
 
 # -- after a kill ----------------------------------------------------------------------------------------------------
 
-WRITER = """
-import sys
-from pathlib import Path
-from rekindle.storage.posix import PosixStore
-from tests.storage.test_posix import FIRST, SECOND, save
-store = PosixStore(Path(sys.argv[1]))
-save(store, 3, 4, 5)
-save(store, 5, 6, incarnation=SECOND)
-store.prune(2, None)
-store.clean_up()
-"""
+
+def save_and_clean_up(root: Path, failpoint: str) -> None:
+    failpoints.arm(failpoint)
+    store = PosixStore(root)
+    save(store, 3, 4, 5)
+    save(store, 5, 6, incarnation=SECOND)
+    store.prune(2, None)
+    store.clean_up()
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS["drain"]])
 @pytest.mark.parametrize("step", [3, 5])
 def test_whatever_a_killed_writer_leaves_is_settled_by_the_next(store, root, point, step):
-    done = subprocess.run(
-        [sys.executable, "-c", WRITER, str(root)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "REKINDLE_FAILPOINT": f"{point}@{step}"},
-        check=False,
-    )
+    writer = context.Process(target=save_and_clean_up, args=(root, f"{point}@{step}"))
+    writer.start()
+    writer.join(60)
     reached = not (point == "drain.aside" and step == 3)
-    assert done.returncode == (-signal.SIGKILL if reached else 0)
+    assert writer.exitcode == (-signal.SIGKILL if reached else 0)
     assert_sound(store)
     before = steps(store)
     assert before or step == 3, "a durable step is gone"

@@ -279,6 +279,7 @@ watcher.join()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells by Linux's /proc")
+@pytest.mark.campaign(seconds=14)
 def test_memory_does_not_grow_with_the_state(root: Path, memory: Path, tmp_path: Path) -> None:
     """128 MiB, half of it in boxes of columns, go through in some MiB; of DCP's one tensor at a time, when loaded."""
     wide = torch.zeros(2048, 8192)

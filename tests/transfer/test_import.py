@@ -228,6 +228,7 @@ def by_dcp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.campaign(seconds=9)
 def test_dcp_of_others(by_dcp: Path, root: Path, memory: Path, tmp_path: Path) -> None:
     told = refused(2, "import", by_dcp, root, 1)
     assert "metadata and values are pickles" in told and "--allow-pickle allows it" in told and not root.exists()

@@ -152,8 +152,9 @@ except rekindle.NotDurableError as error:
 
 @pytest.mark.parametrize(
     "trouble",
-    [pytest.param("slow", marks=pytest.mark.campaign), "eio", pytest.param("halves", marks=pytest.mark.campaign)],
+    ["slow", "eio", "halves"],
 )
+@pytest.mark.campaign(seconds=5)
 def test_storage_in_trouble_for_a_while(trouble: str, troubled: Troubled, memory: Path, tmp_path: Path) -> None:
     import torch
 

@@ -182,6 +182,7 @@ def together(rank: int, place: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.campaign(seconds=10)
 def test_what_is_loaded_is_of_one_save_whoever_saves_and_whoever_fails(memory: Path, tmp_path: Path) -> None:
     results = ranks(3, together, tmp_path)
     for found in results:

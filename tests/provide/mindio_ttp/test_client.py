@@ -55,6 +55,7 @@ def generator_after(run: Run, step: int) -> str:
     return str(found)
 
 
+@pytest.mark.campaign(seconds=30)
 def test_a_rank_killed_in_its_update(tmp_path: Path) -> None:
     """The survivor completes the step, and is the only one that has it."""
     broken = begin(tmp_path / "broken", 2, "kill", "update", 1)
