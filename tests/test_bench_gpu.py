@@ -134,6 +134,7 @@ def test_help_and_list_need_no_device() -> None:
     assert "131072" in shown and "[default: 4GiB]" in shown and "Restore from storage too" in shown
 
 
+@pytest.mark.campaign(seconds=7)
 def test_without_a_device_it_says_so() -> None:
     import torch
 

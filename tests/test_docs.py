@@ -53,7 +53,7 @@ def run_blocks(code: list[str], where: Path, memory: Path) -> None:
         "README.md",
         "docs/guide.md",
         pytest.param("docs/export.md", marks=pytest.mark.campaign(seconds=40)),
-        "docs/dcp.md",
+        pytest.param("docs/dcp.md", marks=pytest.mark.campaign(seconds=10)),
         "docs/files.md",
         "docs/torch_nebula.md",
         pytest.param("docs/mindio_ttp.md", marks=pytest.mark.campaign(seconds=8)),
@@ -68,6 +68,7 @@ def test_python_blocks_run_in_order(page: str, tmp_path: Path, memory: Path) -> 
     run_blocks(blocks, tmp_path, memory)
 
 
+@pytest.mark.campaign(seconds=12)
 def test_recipes_run(tmp_path: Path, memory: Path) -> None:
     """Those for a shell, too, between the others."""
     code = []

@@ -286,6 +286,7 @@ def test_run_ends_with_the_first_fault_and_what_is_saved(tmp_path: Path, memory:
         assert noise not in done.stderr, done.stderr
 
 
+@pytest.mark.campaign(seconds=7)
 def test_run_tells_each_restart_in_a_line_and_why_a_rank_was_killed(tmp_path: Path, memory: Path) -> None:
     """The first start raises, the second stands still and is killed by the agent."""
     root, script = tmp_path / "run", tmp_path / "worker.py"
@@ -337,6 +338,7 @@ def test_run_ends_at_once_where_another_job_trains_the_root(tmp_path: Path, memo
     assert last.startswith("Error: ") and f"process {os.getpid()}" in last and "the job is not started again" in last
 
 
+@pytest.mark.campaign(seconds=7)
 def test_run_that_is_interrupted_says_what_is_saved(tmp_path: Path, memory: Path) -> None:
     root, script = tmp_path / "run", tmp_path / "worker.py"
     script.write_text(

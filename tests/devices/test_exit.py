@@ -68,6 +68,7 @@ training.update()
 """
 
 
+@pytest.mark.campaign(seconds=17)
 def test_an_exception_ends_a_process_whose_device_is_stuck(root: Path, memory: Path) -> None:
     """The copies behind training wait for the device: without a bound the process would wait for them."""
     command = [sys.executable, "-c", SCRIPT]

@@ -22,6 +22,7 @@ from tests.devices.fake import DEVICE, FakeBackend
 from tests.devices.faulty import Job
 
 _LONG = 60.0
+HANGS = [False, pytest.param(True, marks=pytest.mark.campaign(seconds=7))]
 
 
 def _train(device: FakeBackend, root: Path, memory: Path, **options: Any) -> Job:
@@ -106,7 +107,7 @@ def test_what_a_stopped_device_goes_on_with_does_not_count(device: FakeBackend, 
         assert max(job.in_memory()) == 2
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", HANGS)
 def test_a_device_that_stays_stuck_leaves_the_newest_snapshot(
     device: FakeBackend, root: Path, memory: Path, hangs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,7 +130,7 @@ def test_a_device_that_stays_stuck_leaves_the_newest_snapshot(
     assert ("on_stop has not returned" in caplog.text) == hangs
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", HANGS)
 def test_communicators_of_nccl_are_aborted_unless_there_is_a_hook(
     device: FakeBackend, root: Path, memory: Path, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def _two_blocks(trainer: Trainer) -> None:
             raise RuntimeError("before the second block's first step")
 
 
+@pytest.mark.campaign(seconds=9)
 def test_a_second_block_knows_what_step_it_is(play: Play) -> None:
     codes, notes, log = play(_two_blocks, 2)
     assert codes == [1, 0], log

@@ -161,6 +161,7 @@ def test_a_job_that_saves_through_dcp_alone_is_timed_up_to_its_first_save(root: 
     assert (end.cause, end.began_at, end.step) == ("end", 2, 4)
 
 
+@pytest.mark.campaign(seconds=12)
 def test_a_job_that_does_not_come_back_leaves_a_record_too(root: Path, memory: Path, job: JobDir) -> None:
     launch(TRAINING + NEVER_BACK, root, "--max-restarts", "0", code=1)
     done = subprocess.run(

@@ -171,6 +171,7 @@ print("sound", flush=True)
 """
 
 
+@pytest.mark.campaign(seconds=9)
 def test_a_reader_in_another_process_is_safe_too_and_its_death_frees_the_file(job):
     slots = alone(job)
     save(slots, 1)

@@ -19,8 +19,6 @@ from tests.parallel.jobs import SAVED, Saved, state_of
 from tests.parallel.launch import Answer, on_ranks
 
 STEP = f"step-{SAVED:010}"
-READERS = {"single": 1, "fsdp2": 2}
-Refusals = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -41,39 +39,53 @@ def spoilt(saved_by: Callable[[str, int], Saved], tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="module")
-def answers(spoilt: dict[str, Path]) -> dict[str, list[Answer]]:
-    """By kind of job: what its ranks have to say of all of them."""
-    return {
-        kind: on_ranks(world, reading, kind, spoilt, grouped=world > 1, timeout=120) for kind, world in READERS.items()
-    }
+def answers(spoilt: dict[str, Path]) -> list[Answer]:
+    """What a single process has to say of all of them."""
+    return on_ranks(1, reading, "single", spoilt, grouped=False, timeout=120)
 
 
-def test_the_sound_one_is_read(answers: dict[str, list[Answer]]) -> None:
-    for ranks in answers.values():
-        for answer in ranks:
-            assert answer["sound"]["error"] == "" and answer["sound"]["step"] == SAVED
-            assert any("shard-" in path for path in answer["sound"]["opened"]), "opening goes unnoticed"
+def test_the_sound_one_is_read(answers: list[Answer]) -> None:
+    check_sound(answers)
 
 
-@pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("name", FORGERIES)
-def test_refused_by_name(name: str, kind: str, answers: dict[str, list[Answer]]) -> None:
-    for answer in answers[kind]:
+def test_refused_by_name(name: str, answers: list[Answer]) -> None:
+    check_refused(name, answers)
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_nothing_outside_is_read(name: str, answers: list[Answer], spoilt: dict[str, Path]) -> None:
+    check_inside(name, answers, spoilt)
+
+
+@pytest.mark.campaign(seconds=30)
+def test_ranks_of_a_group_read_and_refuse_alike(spoilt: dict[str, Path]) -> None:
+    answers = on_ranks(2, reading, "fsdp2", spoilt, timeout=120)
+    check_sound(answers)
+    for name in FORGERIES:
+        check_refused(name, answers)
+        check_inside(name, answers, spoilt)
+
+
+def check_sound(answers: list[Answer]) -> None:
+    for answer in answers:
+        assert answer["sound"]["error"] == "" and answer["sound"]["step"] == SAVED
+        assert any("shard-" in path for path in answer["sound"]["opened"]), "opening goes unnoticed"
+
+
+def check_refused(name: str, answers: list[Answer]) -> None:
+    for answer in answers:
         error, message = answer[name]["error"], answer[name]["message"]
-        assert error in rekindle.errors.__all__, f"{error}: {message}"
-        assert FORGERIES[name][1] in message, message
+        assert error in rekindle.errors.__all__, f"{name}: {error}: {message}"
+        assert FORGERIES[name][1] in message, f"{name}: {message}"
 
 
-@pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("name", FORGERIES)
-def test_nothing_outside_is_read(
-    name: str, kind: str, answers: dict[str, list[Answer]], spoilt: dict[str, Path]
-) -> None:
+def check_inside(name: str, answers: list[Answer], spoilt: dict[str, Path]) -> None:
     inside = os.path.realpath(spoilt[name]) + os.sep
-    for answer in answers[kind]:
+    for answer in answers:
         # Python and torch may load modules meanwhile; of the test's own directory nothing but the checkpoint is read.
         wrong = [path for path in answer[name]["opened"] if not path.startswith(inside)]
-        assert wrong == []
+        assert wrong == [], name
 
 
 # -- what runs on a rank --------------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.campaign(seconds=7)
 def test_memory_that_is_freed_under_the_copy_costs_the_save_and_not_the_trainer(root: Path, memory: Path) -> None:
     """Between two pieces of one block."""
     command = [sys.executable, "-c", FREES, str(root), str(memory)]

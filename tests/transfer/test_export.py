@@ -303,6 +303,7 @@ def test_memory_does_not_grow_with_the_state(root: Path, memory: Path, tmp_path:
     assert peaks["import", "dcp"] < 64 + 32, peaks
 
 
+@pytest.mark.campaign(seconds=9)
 def test_the_newest_step_of_a_job_that_trains_fast(root: Path, memory: Path, tmp_path: Path) -> None:
     """Memory keeps a step for a few milliseconds only."""
     values = rekindle.Values(weights=torch.zeros(1000))

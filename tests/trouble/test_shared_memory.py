@@ -48,6 +48,7 @@ for size, headroom in (("64m", None), ("256m", None), ("256m", 230 << 20)):
 """
 
 
+@pytest.mark.campaign(seconds=9)
 def test_workers_of_a_data_loader_find_room_beside_snapshots(tmp_path: Path) -> None:
     """In /dev/shm itself, of 64 MB, as Docker makes it, and larger: mounted where only this process sees it."""
     private = ["unshare", "--mount", "--propagation", "private"]

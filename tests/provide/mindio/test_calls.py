@@ -384,6 +384,7 @@ def test_a_run_can_be_given_it() -> None:
     assert "mindio_acp" in stand_ins() and folder_of("mindio_acp") == PROVIDED / "mindio_acp"
 
 
+@pytest.mark.campaign(seconds=10)
 def test_the_import_changes_nothing(memory: Path, provided: None) -> None:
     look = "dict(vars(torch.Tensor)), list(sys.path), dict(os.environ), torch.save, torch.load"
     code = (
