@@ -1,6 +1,6 @@
 """Trains a small GPT by megatron-core on a CPU, with its distributed optimizer, and dies or goes on.
 
-train_megatron.py ROOT RESULTS [options], under torchrun. RESULTS gets a file of the end from each rank.
+train_megatron.py ROOT RESULTS [options], under rekindle run. RESULTS gets a file of the end from each rank.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def build() -> tuple[Any, Any, Any]:
     settings = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
+        min_lr=1e-4,
         weight_decay=0.1,
         bf16=True,
         params_dtype=torch.bfloat16,
@@ -243,7 +244,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     model, optimizer, schedule = build()
     args = SimpleNamespace(consumed_train_samples=0)
-    torch.manual_seed(100 + rank)
+    torch.manual_seed(100 + rank // given.tensor)  # what tensor-parallel ranks have copies of stays alike
     if given.own:
         own_checkpoints(model, optimizer, schedule, args)
         return
