@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 OWN := data deepspeed megatron mindspore nebula ray torchtitan transformers
 PACKAGES_data      := torchdata==0.11.0 datasets==5.2.0
 PACKAGES_deepspeed := deepspeed==0.19.8
-PACKAGES_megatron  := megatron-core==0.16.1 psutil  # its asynchronous saves hang without psutil
+PACKAGES_megatron  := megatron-core==0.16.1 einops psutil  # which several instances, and asynchronous saves, need
 PACKAGES_mindspore := mindspore==2.10.0 aiohttp click rich xxhash
 PACKAGES_nebula    := deepspeed==0.19.6  # it still has Nebula
 PACKAGES_ray       := ray[train]==2.60.0

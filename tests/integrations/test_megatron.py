@@ -16,26 +16,25 @@ from safetensors.torch import load_file
 
 from tests.integrations.environments import PROGRAMS, REPO, environment
 
-STEPS, BROKEN = 8, 5
-"""Updates, and the one in which a rank dies."""
+pytestmark = pytest.mark.timeout(900)
 
+STEPS = 14
 DATA, TENSOR, PIPELINE = (2, ()), (2, ("--tensor", 2)), (2, ("--pipeline", 2))
 EXPERTS = (2, ("--experts", 4, "--expert", 2))
-COPIES = (2, ("--instances", 2))
 FOUR = [
     (4, ("--tensor", 2, "--instances", 2)),
     (4, ("--pipeline", 2, "--instances", 2)),
     (4, ("--experts", 4, "--expert", 2, "--instances", 2)),
 ]
-"""Ranks, and options of the program. The last three have a copy of each shard on another rank."""
-POINTS = ("forward", "backward", "reduce", "update", "before-step", "after-step")
+"""Ranks, and options of the program. Of the last three, ranks 0 and 2 hold the same shards, and so do 1 and 3."""
+Death = tuple[int, str, int]
+"""Step, point and rank. A launcher's first start dies the first one, the next start the second one, and so on."""
 
 
 def train(where: Path, ranks: int, *options: object, restarts: int = 0) -> int:
-    """Trains under torchrun, to the end. Returns torchrun's exit code."""
+    """Trains to the end. Returns the launcher's exit code."""
     where.mkdir(exist_ok=True)
-    python = environment("megatron")
-    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [environment("megatron"), "-m", "rekindle", "run", "--standalone", f"--nproc-per-node={ranks}"]
     with open(where / "out", "a", encoding="utf-8") as out:
         launcher = subprocess.Popen(
             [*command, f"--max-restarts={restarts}", str(PROGRAMS / "train_megatron.py"), *map(str, options)],
@@ -45,7 +44,7 @@ def train(where: Path, ranks: int, *options: object, restarts: int = 0) -> int:
             cwd=where,
         )
     try:
-        return launcher.wait(300)
+        return launcher.wait(600)
     finally:
         if launcher.poll() is None:
             launcher.terminate()  # it ends its ranks
@@ -69,12 +68,15 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dic
     return end
 
 
-def broken(where: Path, ranks: int, *options: object, rank: int, point: str) -> list[dict[str, Any]]:
-    """Returns the ends of a training in which a rank was killed, and the launcher has started all of them again."""
-    die = ("--die-at", BROKEN, "--die-in", point, "--die-rank", rank, "--steps", STEPS)
-    assert train(where, ranks, where / "run", where, *die, *options, restarts=1) == 0
-    assert (where / f"died-{rank}").read_text() == f"{BROKEN} {point}"
-    return ends(where, ranks)
+def broken(where: Path, ranks: int, *options: object, deaths: list[Death]) -> list[int]:
+    """Trains to the end, through all deaths. Returns the step from which each start but the first has gone on."""
+    given = ("--deaths", json.dumps(deaths), "--steps", STEPS, *options)
+    assert train(where, ranks, where / "run", where, *given, restarts=len(deaths)) == 0, (where / "out").read_text()
+    assert all((where / f"died-{number}").exists() for number in range(len(deaths)))
+    (starts,) = {(where / f"starts-{rank}").read_text() for rank in range(ranks)}
+    first, *others = map(int, starts.split())
+    assert first == 0
+    return others
 
 
 def check_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -83,54 +85,54 @@ def check_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Non
         assert ours["losses"].items() <= theirs["losses"].items()
 
 
-@pytest.mark.campaign(seconds=60)
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.campaign(seconds=120)
 @pytest.mark.parametrize("kind", [DATA, TENSOR, PIPELINE, EXPERTS], ids=str)
-def test_killed_at_any_point(
-    kind: Any, point: str, memory: Path, tmp_path: Path, unbroken: Callable[..., list[dict[str, Any]]]
+def test_killed_at_every_point(
+    kind: Any, memory: Path, tmp_path: Path, unbroken: Callable[..., list[dict[str, Any]]]
 ) -> None:
     """No completed step is lost: small shards are in memory when ``step()`` returns."""
     ranks, options = kind
-    found = broken(tmp_path, ranks, *options, rank=ranks - 1, point=point)
-    assert {end["start"] for end in found} == {BROKEN if point == "after-step" else BROKEN - 1}
-    check_same(found, unbroken(ranks, *options))
+    points = ["forward", "backward", "reduce", "update"] + ["before-step", "after-step"] * (kind == DATA)
+    deaths = [(3 + 2 * number, point, number % ranks) for number, point in enumerate(points)]
+    starts = broken(tmp_path, ranks, *options, deaths=deaths)
+    assert starts == [step if point == "after-step" else step - 1 for step, point, _ in deaths]
+    check_same(ends(tmp_path, ranks), unbroken(ranks, *options))
 
 
-_NEVER = ("--settings", json.dumps({"snapshot_every": 10**9}))
-"""Leaves memory without a snapshot: what is found there after a fault comes of the fault."""
-
-
-@pytest.mark.campaign(seconds=100)
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-@pytest.mark.parametrize("point", ["forward", "update"])
+@pytest.mark.campaign(seconds=120)
 @pytest.mark.parametrize("kind", FOUR, ids=str)
-def test_a_copy_stands_in_for_a_dead_rank(
-    kind: Any, point: str, rank: int, memory: Path, tmp_path: Path, unbroken: Callable[..., list[dict[str, Any]]]
+def test_a_copy_stands_in_for_any_dead_rank(
+    kind: Any, memory: Path, tmp_path: Path, unbroken: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    """Nothing is saved before the fault: the step under way comes back from the ranks that live."""
+    """No snapshots are taken: the step under way comes back from the ranks that live, which may have completed it."""
     ranks, options = kind
-    found = broken(tmp_path, ranks, *options, *_NEVER, rank=rank, point=point)
-    starts = {end["start"] for end in found}
-    assert starts == {BROKEN - 1} or (point == "update" and starts == {BROKEN})  # all others may have completed it
-    check_same(found, unbroken(ranks, *options))
+    deaths = [(3, "update", 0), (6, "forward", 1), (9, "forward", 2), (12, "update", 3)]
+    settings = ("--settings", json.dumps({"snapshot_every": 10**9}))
+    starts = broken(tmp_path, ranks, *options, *settings, deaths=deaths)
+    for start, (step, point, _) in zip(starts, deaths, strict=True):
+        assert start == step - 1 or (point == "update" and start == step)
+    check_same(ends(tmp_path, ranks), unbroken(ranks, *options))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.campaign(seconds=50)
 def test_gathers_during_the_forward_pass(
     memory: Path, tmp_path: Path, unbroken: Callable[..., list[dict[str, Any]]]
 ) -> None:
     """With ``overlap_param_gather`` the weights of a step are not final when it is saved."""
-    found = broken(tmp_path, 2, "--overlap", rank=0, point="forward")
-    assert {end["start"] for end in found} == {BROKEN - 1}
-    check_same(found, unbroken(2, "--overlap"))
+    starts = broken(tmp_path, 2, "--overlap", deaths=[(5, "forward", 0), (9, "update", 1)])
+    assert starts == [4, 8]
+    check_same(ends(tmp_path, 2), unbroken(2, "--overlap"))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.campaign(seconds=35)
 @pytest.mark.parametrize(
     ("saved", "restored"),
-    [(TENSOR, PIPELINE), (PIPELINE, DATA), (DATA, TENSOR), ((2, ("--instances", 2)), (4, ("--tensor", 2)))],
+    [
+        (TENSOR, PIPELINE),
+        (PIPELINE, (4, ("--tensor", 2))),
+        ((2, ("--instances", 2)), TENSOR),
+        (EXPERTS, (2, ("--experts", 4))),
+    ],
     ids=str,
 )
 def test_another_layout(saved: Any, restored: Any, memory: Path, tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_another_layout(saved: Any, restored: Any, memory: Path, tmp_path: Path)
     before = whole(tmp_path / "run", tmp_path / "before", 3)
     ranks, options = restored
     assert train(second, ranks, tmp_path / "run", second, "--steps", 3, "--save-again", 4, *options) == 0
-    assert {end["start"] for end in ends(second, ranks)} == {3}
+    assert {(second / f"starts-{rank}").read_text() for rank in range(ranks)} == {"3\n"}
     after = whole(tmp_path / "run", tmp_path / "after", 4)
     assert len(before) > 20
     assert before == after
@@ -158,10 +160,11 @@ def whole(root: Path, out: Path, step: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.campaign(seconds=35)
 @pytest.mark.parametrize(
-    ("saved", "restored"), [(TENSOR, PIPELINE), (DATA, DATA), (EXPERTS, (4, ("--experts", 4)))], ids=str
+    ("saved", "restored", "asynchronous"),
+    [(TENSOR, PIPELINE, False), (PIPELINE, DATA, True), (EXPERTS, (4, ("--experts", 4, "--expert", 4)), True)],
+    ids=str,
 )
 def test_own_checkpoints(saved: Any, restored: Any, asynchronous: bool, memory: Path, tmp_path: Path) -> None:
     """``dist_checkpointing.save`` and ``load``, after all ranks were killed, in another layout."""

@@ -63,7 +63,8 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
       --no-warm             start ranks anew after a failure, rather than from a
                             process that has loaded what they import
       --provide NAME[,NAME] let SCRIPT import Rekindle's stand-ins for
-                            mindio_acp, torch_nebula; REKINDLE_PROVIDE if unset
+                            mindio_acp, mindio_ttp, torch_nebula;
+                            REKINDLE_PROVIDE if unset
 
     'python -m torch.distributed.run --help' lists all of torchrun's.
 

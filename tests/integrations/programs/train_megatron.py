@@ -1,6 +1,6 @@
 """Trains a small GPT by megatron-core on a CPU, with its distributed optimizer, and dies or goes on.
 
-train_megatron.py ROOT RESULTS [options], under torchrun. RESULTS gets a file of the end from each rank.
+train_megatron.py ROOT RESULTS [options], under rekindle run. RESULTS gets a file of the end from each rank.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from megatron.core.transformer import TransformerConfig
 import rekindle
 from rekindle.integrations.megatron import MegatronState, install
 
-POINTS = ("forward", "backward", "reduce", "update", "before-step", "after-step")
-
 options = argparse.ArgumentParser()
 options.add_argument("root")
 options.add_argument("results", type=Path)
@@ -52,24 +50,23 @@ options.add_argument("--experts", type=int, help="of each layer; dense without i
 options.add_argument("--overlap", action="store_true", help="gathers weights during the next forward pass")
 options.add_argument("--hidden", type=int, default=32)
 options.add_argument("--alone", action="store_true", help="trains without Rekindle")
-options.add_argument("--die-at", type=int, help="the step in which it dies, at the first start of a launcher")
-options.add_argument("--die-in", choices=POINTS, default="forward")
-options.add_argument("--die-rank", type=int, help="the rank that dies; all do without it")
+options.add_argument("--deaths", type=json.loads, default=[], help="of each start of a launcher: step, point and rank")
 options.add_argument("--save-again", type=int, help="the step under which what was restored is saved at the end")
 options.add_argument("--own", choices=["save", "load"], help="saves by Megatron and dies, or loads and saves")
 options.add_argument("--asynchronous", action="store_true", help="does so by its queue of asynchronous saves")
 options.add_argument("--settings", type=json.loads, default={}, help="arguments of Checkpointer")
 given = options.parse_args()
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+start_number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+death = dict(enumerate(given.deaths)).get(start_number)
 now = SimpleNamespace(step=0)
 LENGTH, VOCABULARY, BATCH, MICROBATCHES = 8, 64, 2, 2
 
 
 def at(point: str) -> None:
     """Dies here, if that is what was ordered."""
-    if first_start and (now.step, point) == (given.die_at, given.die_in) and given.die_rank in (None, rank):
-        (given.results / f"died-{rank}").write_text(f"{now.step} {point}")
+    if death == [now.step, point, rank]:
+        (given.results / f"died-{start_number}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -132,6 +129,7 @@ def build() -> tuple[Any, Any, Any]:
     settings = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
+        min_lr=1e-4,
         weight_decay=0.1,
         bf16=True,
         params_dtype=torch.bfloat16,
@@ -246,7 +244,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     model, optimizer, schedule = build()
     args = SimpleNamespace(consumed_train_samples=0)
-    torch.manual_seed(100 + rank)
+    torch.manual_seed(100 + rank // given.tensor)  # what tensor-parallel ranks have copies of stays alike
     if given.own:
         own_checkpoints(model, optimizer, schedule, args)
         return
@@ -254,14 +252,15 @@ def main() -> None:
         losses = {}
         for now.step in range(1, given.steps + 1):
             losses[now.step] = one_step(model, optimizer, schedule, args)
-        told: dict[str, Any] = {"start": 0}
     else:
         state = MegatronState([model], optimizer, schedule, args)
         ckpt = rekindle.Checkpointer(given.root, {"megatron": state}, **given.settings)
         began = time.monotonic()
         start = ckpt.restore()
         print(f"rank {rank}: restored {start} in {time.monotonic() - began:.2f} s", flush=True)
-        told, losses = {"start": start, "restored": ends(model, optimizer, schedule, args)}, {}
+        with open(given.results / f"starts-{rank}", "a") as out:
+            print(start, file=out)
+        losses = {}
         rare = given.settings.get("snapshot_every", 1) > 1  # then no snapshot covers an update that is broken off
         with ckpt.guard(watchdog="fast", fence=rare) as guard:
             assert guard.connected(30), "no agent"
@@ -273,9 +272,8 @@ def main() -> None:
                 at("after-step")
         if given.save_again:
             ckpt.save(given.save_again, wait="durable")
-        told |= {"replicas": guard_replicas(state)}
         ckpt.close()
-    found = told | {"losses": losses, "end": ends(model, optimizer, schedule, args)}
+    found = {"losses": losses, "end": ends(model, optimizer, schedule, args)}
     (given.results / f"end-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
 
@@ -323,11 +321,6 @@ def own_checkpoints(model: Any, optimizer: Any, schedule: Any, args: Any) -> Non
     save_own(model, optimizer, 4)
     (given.results / f"loaded-{rank}").touch()
     dist.barrier()
-
-
-def guard_replicas(state: Any) -> dict[str, list[int]]:
-    """Maps the names of this rank's shards to the ranks that hold the same."""
-    return {name: list(part.ranks) for name, part in state._parts.items()}
 
 
 if __name__ == "__main__":

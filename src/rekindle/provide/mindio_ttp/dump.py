@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from rekindle.provide.mindio_ttp.board import Board
 from rekindle.provide.mindio_ttp.callbacks import Callbacks
@@ -31,6 +31,14 @@ _OTHERS = 8.0
 _QUIET = 1.0
 """Seconds for the thread that trains to stand still. It may draw random numbers until then."""
 _POLL = 0.01
+T = TypeVar("T")
+
+
+def _poll(look: Callable[[], T | None], until: float) -> T | None:
+    """Calls ``look`` until it returns something, which is returned, or until the time has come: then None."""
+    while (found := look()) is None and time.monotonic() < until:
+        time.sleep(_POLL)
+    return found
 
 
 @dataclass(frozen=True)
@@ -111,12 +119,13 @@ class Dump:
         raise AssertionError
 
     def _await_states(self, dead: Collection[int]) -> None:
-        """Return once every rank that lives has told what it holds, or should have."""
-        until = min(self.until, time.monotonic() + _OTHERS)
-        missing = set(range(self.world)) - set(dead)
-        while missing and time.monotonic() < until:
-            missing = {rank for rank in missing if self.board.read(f"state-{rank}") is None and self.board.alive(rank)}
-            time.sleep(_POLL if missing else 0)
+        """Returns once every rank that lives has told what it holds, or should have."""
+        others = set(range(self.world)) - set(dead)
+
+        def told(rank: int) -> bool:
+            return self.board.read(f"state-{rank}") is not None or not self.board.alive(rank)
+
+        _poll(lambda: all(map(told, others)) or None, min(self.until, time.monotonic() + _OTHERS))
 
     def _agree(self, attempt: int, without: Collection[int]) -> Any:
         """Returns the plan of an attempt: that of the rank which was the first to make one."""
@@ -168,34 +177,38 @@ class Dump:
         callbacks.call("save_ckpt", step, info, callbacks.args)
 
     def _await_parts(self, attempt: int, writers: list[int]) -> list[int]:
-        """Returns once all parts are written, or the ranks that won't write theirs. Raises TimeoutError."""
-        while True:
+        """Returns the ranks that won't write their parts, or [] once all have. Raises TimeoutError."""
+        parts: dict[int, Any] = {}
+
+        def failed() -> list[int] | None:
             gone = [rank for rank in writers if not self.board.alive(rank)]  # before the look for what it left
-            parts = {rank: self.board.read(f"part-{attempt}-{rank}") for rank in writers}
-            failed = [rank for rank, part in parts.items() if (part["error"] if part is not None else rank in gone)]
-            if failed or all(parts.values()):
-                return failed
-            if time.monotonic() > self.until:
-                late = [rank for rank, part in parts.items() if part is None]
-                raise TimeoutError(
-                    f"rank(s) {late} had not written their parts in time: TTP_NORMAL_ACTION_TIME_LIMIT gives them more"
-                )
-            time.sleep(_POLL)
+            parts.update((rank, self.board.read(f"part-{attempt}-{rank}")) for rank in writers)
+            found = [rank for rank, part in parts.items() if (part["error"] if part is not None else rank in gone)]
+            return found if found or all(parts.values()) else None
+
+        if (found := _poll(failed, self.until)) is not None:
+            return found
+        late = [rank for rank, part in parts.items() if part is None]
+        raise TimeoutError(
+            f"rank(s) {late} had not written their parts in time: TTP_NORMAL_ACTION_TIME_LIMIT gives them more"
+        )
 
     # -- the name -----------------------------------------------------------------------------------------------
 
     def _give_name(self, step: int, writers: list[int]) -> Result:
         """Returns once one rank has called ``rename``. Raises TimeoutError."""
-        while time.monotonic() < self.until:
+
+        def named() -> Result | None:
             claimed = self.board.read("rename")
-            lost = claimed is not None and not self.board.alive(claimed["rank"])
-            if (end := self.board.read("end")) is not None:
-                return Result(end["step"], end["error"])
-            if lost:
-                return Result(0, f"rank {claimed['rank']} died while it gave step {step} its name")
             if claimed is None and self._is_first(writers) and self.board.claim("rename", {"rank": self.rank}):
                 self.board.tell("end", self._rename(step))
-            time.sleep(_POLL)
+            lost = claimed is not None and not self.board.alive(claimed["rank"])  # before the look for what it left
+            if (end := self.board.read("end")) is not None:
+                return Result(end["step"], end["error"])
+            return Result(0, f"rank {claimed['rank']} died while it gave step {step} its name") if lost else None
+
+        if (result := _poll(named, self.until)) is not None:
+            return result
         raise TimeoutError(f"all parts of step {step} are written, but it was not given its name in time")
 
     def _is_first(self, writers: list[int]) -> bool:

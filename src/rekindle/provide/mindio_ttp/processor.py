@@ -38,6 +38,8 @@ _SHARE = 0.85
 """Part of the time left that the dump may take; the hook in which it runs is left behind after 0.9."""
 _CLOSE = 60.0
 """Seconds for the last record to reach storage."""
+_AGENT = 30.0
+"""Seconds in which the node's agent should be there when training begins."""
 _NEVER = 1 << 62
 """Steps between two snapshots: the program holds the state, so there is nothing to save at each."""
 
@@ -182,6 +184,8 @@ class Processor:
             on_exit=self._dump,
         )
         self._guard.__enter__()
+        if self.world > 1:
+            self._guard.connected(_AGENT)  # else a fault of the first steps reaches no other rank
 
     def _leave_guard(self, error: BaseException | None) -> None:
         guard, self._guard = self._guard, None
