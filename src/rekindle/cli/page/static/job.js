@@ -6,7 +6,7 @@ import { age, bytes, fill, h, number, percent, seconds, table } from "./dom.js";
 import { Incidents } from "./incidents.js";
 import { Timeline } from "./timeline.js";
 
-const HISTORY_EVERY = 3000;
+const HISTORY_EVERY = 3000, MOST_PROBLEMS = 20;
 
 export class JobView {
   constructor(main, id, back) {
@@ -82,7 +82,8 @@ function showAlarms(alarms) {
 
 function showProblems(problems) {
   return h("section", { id: "problems" }, h("h2", {}, "Left out, as it can't be read"),
-    h("ul", {}, problems.map((one) => h("li", {}, one))));
+    h("ul", {}, problems.slice(0, MOST_PROBLEMS).map((one) => h("li", {}, one))),
+    problems.length > MOST_PROBLEMS && h("p", { class: "note" }, `and ${problems.length - MOST_PROBLEMS} more`));
 }
 
 function showTiles(now, job, history) {
