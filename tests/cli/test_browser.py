@@ -65,8 +65,8 @@ def served() -> Iterator[Callable[..., str]]:
     """Starts the command, and returns the address that it tells."""
     started: list[subprocess.Popen[str]] = []
 
-    def serve(*roots: Path) -> str:
-        command = [sys.executable, "-m", "rekindle", "ui", "--port", "0", *map(str, roots)]
+    def serve(*arguments: object) -> str:
+        command = [sys.executable, "-m", "rekindle", "ui", "--port", "0", *map(str, arguments)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stderr is not None
@@ -92,6 +92,7 @@ class Visit:
         )
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("request", lambda request: self._note(request.url, address))
+        self.began = time.monotonic()
         self.page.goto(address)
 
     def _note(self, url: str, address: str) -> None:
@@ -108,7 +109,7 @@ class Visit:
             path = Path(where) / f"ui-{name}.png"
             self.page.screenshot(path=str(path), full_page=whole)
             with Image.open(path) as picture:
-                picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+                picture.convert("RGB").quantize(255, dither=Image.Dither.NONE).save(path, optimize=True)
 
     def close(self) -> None:
         self.context.close()
@@ -150,20 +151,19 @@ def test_ten_thousand_checkpoints_are_there_within_a_second(
     first.wait('#checkpoints tr[data-step="10001"]')  # the browser itself has started; the server has read storage
     first.close()
     loads: list[float] = []
-    while not loads or (loads[-1] >= LOADS_WITHIN and len(loads) < 10):  # other programs may need the cores, too
-        began = time.monotonic()
+    ends = time.monotonic() + WITHIN / 1000
+    while not loads or (loads[-1] >= LOADS_WITHIN and time.monotonic() < ends):  # others may need the cores, too
         visit = Visit(browser, address)
         visit.wait('#checkpoints tr[data-step="10001"]')
         visit.wait("#bars .incident")
         visit.wait(".chart canvas")
-        loads.append(time.monotonic() - began)
+        loads.append(time.monotonic() - visit.began)
         if loads[-1] >= LOADS_WITHIN:
             visit.close()
     seconds = ", ".join(f"{one:.2f}" for one in loads)
     load = os.getloadavg()[0]
     print(f"10,000 checkpoints: all parts of the page are there after {seconds} s, with a load of {load:.1f}")
     assert loads[-1] < LOADS_WITHIN, loads
-    visit.shoot("checkpoints")
     assert "of 10,001" in visit.page.inner_text("#checkpoints-part .right")
     visit.page.keyboard.press("Tab")
     assert visit.page.evaluate("document.activeElement.className") == "skip"
@@ -220,6 +220,29 @@ def test_a_live_job_is_followed_through_a_kill(browser: Any, served: Callable[..
     finally:
         training.terminate()
         training.wait(60)
+
+
+def test_the_token_is_asked_for_and_jobs_may_go(
+    browser: Any, served: Callable[..., str], memory: Path, tmp_path: Path
+) -> None:
+    jobs = [job_in(memory, Path("/runs") / name) for name in ("one", "two")]
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    visit = Visit(browser, served("--token-file", token))
+    field = visit.page.get_by_label("Token of the file")
+    field.fill("not-the-right-one")
+    field.press("Enter")
+    visit.page.wait_for_function(
+        "document.getElementById('live').innerText === 'this is not the token'", timeout=WITHIN
+    )
+    field.fill("0123456789abcdef")
+    field.press("Enter")
+    visit.wait("#jobs tbody tr:nth-child(2)")
+    for job in jobs:
+        assert job.remove()
+    visit.page.get_by_text("no jobs have memory on this node").wait_for(timeout=WITHIN)
+    visit.context.close()
+    assert visit.wrong and all("401" in one for one in visit.wrong), visit.wrong
 
 
 def tell(command: str, root: Path) -> Any:

@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress import Progress as Bar
 
 from rekindle.cli.terminal import (
+    ANSWERS_WITHIN,
     JSON_OPTION,
     MEMORY_OPTION,
     ROOT_ARGUMENT,
     complete_directory,
+    escaped,
     print_json,
     progress_bar,
 )
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.format.metric import best_of
 from rekindle.format.names import MAX_STEP, Root, canonical_root
@@ -112,8 +116,9 @@ def export_command(
 
     with progress_bar(hidden=as_json) as bar:
         for left in reversed(range(_TRIES)):
-            copy = _copy(root, step, memory_base(memory))
-            progress = _BarProgress(bar, f"exporting step {copy.step}")
+            progress = _BarProgress(bar, f"listing {root}")
+            copy = with_timeout(ANSWERS_WITHIN, root, lambda: _copy(root, step, memory_base(memory)))
+            progress.rename(f"exporting step {copy.step}")
             try:
                 limit = max_shard_size or _SHARD
                 done = export(copy, out, form, only, limit, progress, weights_only=weights_only, config=config)
@@ -205,7 +210,10 @@ class _BarProgress(Progress):
     """Shows the progress of an export or import on a bar."""
 
     def __init__(self, bar: Bar, description: str) -> None:
-        self._bar, self._task = bar, bar.add_task(description, total=None)
+        self._bar, self._task = bar, bar.add_task(escape(escaped(description).plain), total=None)
+
+    def rename(self, description: str) -> None:
+        self._bar.update(self._task, description=description)
 
     def begin(self, total: int) -> None:
         self._bar.update(self._task, total=total)
