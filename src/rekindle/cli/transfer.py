@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,16 +18,18 @@ from rekindle.cli.terminal import (
     ROOT_ARGUMENT,
     complete_directory,
     escaped,
+    parse_root,
     print_json,
     progress_bar,
 )
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.format.metric import best_of
-from rekindle.format.names import MAX_STEP, Root, canonical_root
+from rekindle.format.names import MAX_STEP, Root
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import STORAGE, StoredCopy
 from rekindle.storage.listing import list_copies
+from rekindle.storage.open import open_store
 from rekindle.storage.roots import refuse_inside
 from rekindle.storage.throttle import parse_size
 from rekindle.transfer.progress import Progress
@@ -53,19 +56,18 @@ def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     return int(nbytes)
 
 
-def _places(
-    _ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
-) -> tuple[Root, int | str | None, Path]:
-    root, *step, out = value if len(value) in (2, 3) else ("", "", "")
-    if not root:
+def _places(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[Root, int | str | None, Path]:
+    given, *step, out = value if len(value) in (2, 3) else ("", "", "")
+    root = parse_root(ctx, param, given or None)
+    if root is None:
         raise click.BadParameter("give ROOT OUT, or ROOT STEP OUT")
     if not step and (out.isdecimal() or out == _BEST):
         raise click.BadParameter(f"is {out} a step? Then OUT is missing; as the name of the export, write ./{out}")
     if step == [_BEST]:
-        return canonical_root(root), _BEST, Path(out).absolute()
+        return root, _BEST, Path(out).absolute()
     if step and not (step[0].isdecimal() and len(step[0]) <= len(str(MAX_STEP))):
         raise click.BadParameter(f"{step[0]!r} is not a step")
-    return canonical_root(root), int(step[0]) if step else None, Path(out).absolute()
+    return root, int(step[0]) if step else None, Path(out).absolute()
 
 
 @click.command("export", short_help="Write a checkpoint for other programs.")
@@ -192,6 +194,8 @@ def import_command(
     state; what is flat becomes its entry "model", if --as doesn't say otherwise.
     """
     refuse_inside(root)
+    with suppress(NotADirectoryError):  # there is none yet, or the import tells why there can't be
+        with_timeout(ANSWERS_WITHIN, root, open_store(root).published)  # nobody can tell how long the writing may take
     from rekindle.transfer.importing import import_checkpoint  # noqa: PLC0415
 
     job = JobDir.of(root, memory_base(memory))
