@@ -88,7 +88,7 @@ $(OWN): %: .venv-%/ready
 $(OWN) lightning: .venv/ready
 	$(PYTEST) -m '' $(TESTS_$@) $(ARGS)
 
-.venv-ui/ready: PACKAGES_ui := playwright==1.65.2  # with the machine's own Chromium
+.venv-ui/ready: PACKAGES_ui := playwright==1.65.2 pillow  # with the machine's own Chromium
 
 ui: .venv-ui/ready
 	@REKINDLE_SHOTS=$(abspath $(SHOTS)) .venv-ui/bin/python -m pytest -s -m '' tests/cli/test_browser.py $(ARGS)

@@ -7,6 +7,7 @@ Linux only.
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import subprocess
 import sys
@@ -43,6 +44,10 @@ def _measure(place: Path) -> dict[str, float]:
         job = JobDir.of(place / "root", next((place / "memory").glob("rekindle-*")))
         found["a step() with a snapshot, in all"] = _per_step(ckpt.step, 200)
         found["metrics and records in it"] = _per_step(lambda n: _note(ckpt, n), 10**6)
+        pricing = ckpt._saver.schedule.pricing
+        assert pricing is not None
+        found["prices in it"] = _per_step(lambda n: pricing.stepped(1e-3 if n % 2 else None), 1)
+        found["writing the prices"] = _per_step(lambda _: pricing._look(), 1)
         agent = job.agent()
         assert agent is not None
         found["agent"] = status_bytes(agent, "VmRSS")
@@ -58,6 +63,9 @@ def _measure(place: Path) -> dict[str, float]:
 
 def _note(ckpt: Any, n: int) -> None:
     """Does what a step with a snapshot adds for metrics and for records of incidents."""
+    clock = ckpt._saver.schedule.clock
+    clock.tick()
+    ckpt.metrics.timed(clock.took)
     ckpt.metrics.concluded(0.0)
     ckpt.metrics.saved(0.0, 1)
     ckpt.metrics.stepped(n)
@@ -119,6 +127,8 @@ def _tabulate(found: dict[str, float]) -> Any:
     rows = [
         ["a small step() with a snapshot, in all", f"{found['a step() with a snapshot, in all'] * 1e6:.0f} µs", ""],
         ["metrics and records in it", f"{step * 1e6:.1f} µs", f"{_GOAL_STEP * 1e6:.0f} µs"],
+        ["prices for `auto` and `rekindle advise` in it", f"{found['prices in it'] * 1e6:.1f} µs", ""],
+        ["writing them, every 5 s", f"{found['writing the prices'] * 1e6:.0f} µs", ""],
         *([name, f"{found[name] / 1e6:.0f} MB", f"{_GOAL_AGENT} MB"] for name in ("agent", "agent after the scrapes")),
         ["`rekindle metrics`, 1 job of 1 rank", f"{found['rekindle metrics, a job'] / 1e6:.0f} MB", ""],
         [f"the same, {_JOBS} jobs of {_RANKS} ranks", f"{found['rekindle metrics, a hundred jobs'] / 1e6:.0f} MB", ""],
@@ -137,12 +147,13 @@ def main(docs: bool) -> None:
     from sizes import GIB
 
     sys.path.insert(0, str(_DOCS.parent))  # the tests make jobs by hand
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="rekindle-bench-", dir="/dev/shm") as place:
         table = _tabulate(_measure(Path(place)))
         machine = describe(Path(place), Path(place), 1)
     conditions = (
         f"{machine['date'][:10]}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / GIB:.0f} GiB, "
-        f"Linux {machine['kernel']}, Python {machine['python']}."
+        f"Linux {machine['kernel']}, Python {machine['python']}, with a load of {load:.1f} by other programs before it."
     )
     console = Console(width=None if sys.stdout.isatty() else 120)
     console_table(console, table)

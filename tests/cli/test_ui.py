@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,18 +41,27 @@ STATIC = Path(server.__file__).with_name("static")
 Get = Callable[..., Awaitable[Any]]
 
 
+@asynccontextmanager
+async def served(roots: list[Path], memory: Path, token: str | None = None) -> AsyncIterator[int]:
+    """Serves the page, and gives its port."""
+    jobs = Jobs(roots, memory_base(memory))
+    sampler = Sampler(jobs.directories)
+    sampler.look()
+    runner = web.AppRunner(Server(jobs, sampler, "127.0.0.1", token).application())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield runner.addresses[0][1]
+    await runner.cleanup()
+
+
 def ask_page(roots: list[Path], memory: Path, work: Callable[[Get], Awaitable[None]], token: str | None = None) -> None:
     """Has ``work`` ask a server, by a function that returns the answer's JSON, or its text with its status."""
 
     async def run() -> None:
-        jobs = Jobs(roots, memory_base(memory))
-        sampler = Sampler(jobs.directories)
-        sampler.look()
-        runner = web.AppRunner(Server(jobs, sampler, "127.0.0.1", token).application())
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        port = runner.addresses[0][1]
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+        async with (
+            served(roots, memory, token) as port,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+        ):
 
             async def get(path: str, **headers: str) -> Any:
                 async with session.get(path, headers=headers) as response:
@@ -60,7 +71,6 @@ def ask_page(roots: list[Path], memory: Path, work: Callable[[Get], Awaitable[No
                     return response.status, await response.text()
 
             await work(get)
-        await runner.cleanup()
 
     asyncio.run(run())
 
@@ -204,6 +214,108 @@ def test_others_need_a_token_and_names_that_lead_here_do_not_help(memory: Path, 
     ask_page([root], memory, without)
     result = CliRunner().invoke(main, ["ui", str(root), "--host", "0.0.0.0", "--port", "0"])
     assert result.exit_code == UsageError.exit_code and "--token-file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"Host: 127.0.0.1\r\nAuthorization: Bearer \xff\xfe\x00ok", 400),
+        (b"Host: 127.0.0.1\r\nAuthorization: Bearer \xff\xfe", 401),
+        (b"Host: 127.0.0.1\r\nAuthorization: Bearer " + b"r" * 8000, 401),
+        (b"Host: " + b"127.0.0.1" * 10_000, 400),
+        (b"Host: 127.0.0.1", 401),
+        (b"Host: 127.0.0.1\r\nAuthorization: Bearer right-token-of-it", 200),
+    ],
+    ids=["zero", "no-text", "long", "huge-host", "none", "right"],
+)
+def test_headers_of_any_bytes_are_refused(request_: bytes, status: int, memory: Path) -> None:
+    async def run() -> bytes:
+        async with served([], memory, "right-token-of-it") as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /api/jobs HTTP/1.1\r\n" + request_ + b"\r\nConnection: close\r\n\r\n")
+            answer = await reader.readline()
+            writer.close()
+            return answer
+
+    assert asyncio.run(run()).split()[1] == str(status).encode()
+
+
+def test_a_request_without_a_host_is_refused(memory: Path) -> None:
+    async def run() -> bytes:
+        async with served([], memory) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /api/jobs HTTP/1.0\r\n\r\n")
+            answer = await reader.readline()
+            writer.close()
+            return answer
+
+    assert asyncio.run(run()).split()[1] == b"403"
+
+
+def test_a_job_that_comes_and_goes_breaks_no_answer(memory: Path, root: Path) -> None:
+    save(root, 1)
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            job = job_in(memory, root)
+            remember(job, 2)
+            write_incident(job, some())
+            time.sleep(0.005)
+            job.remove()
+            time.sleep(0.005)
+
+    async def work(get: Get) -> None:
+        name, kinds = JobDir.of(root, memory_base(memory)).path.name, set()
+        for _ in range(60):
+            for path in ("", f"/{name}", f"/{name}/history", f"/{name}/checkpoints"):
+                found = await get(f"/api/jobs{path}")
+                assert isinstance(found, dict) or found[0] == 404, found
+                kinds.add(type(found))
+                assert not (isinstance(found, dict) and found["error"]), found
+        assert kinds == {dict, tuple}
+
+    comer = threading.Thread(target=come_and_go)
+    comer.start()
+    try:
+        ask_page([], memory, work)
+    finally:
+        over.set()
+        comer.join()
+
+
+def test_records_that_are_none_are_named_and_hide_no_others(memory: Path, root: Path) -> None:
+    save(root, 1)
+    job = job_in(memory, root)
+    write_incident(job, some())
+    names = {b"\x00" * 100: "0000000001-a.jsonl", b'{"version": 1, "at": NaN}\n': "0000000002-b.jsonl"}
+    names[some(generation=9).encode()[:-40]] = "0000000003-c.jsonl"
+    names[some(generation=9).encode().replace(b'"rank": ', b'"rank": 1e999, "x": ')] = "0000000004-d.jsonl"
+    for content, name in names.items():
+        (job.paths.incidents / name).write_bytes(content)
+    (root / "incidents").mkdir()
+    (root / "incidents" / "0000000005-e.jsonl").write_bytes(b"\xff\n")
+    (job.path / "drained").write_bytes(b"nan inf")
+
+    async def work(get: Get) -> None:
+        name = await only_job(get)
+        past = (await get(f"/api/jobs/{name}/history"))["history"]
+        assert len(past["incidents"]) == 1 and past["totals"]["incidents"] == 1
+        told = " ".join(past["problems"])
+        assert all(name in told for name in (*names.values(), "0000000005-e.jsonl")), told
+        assert (await get(f"/api/jobs/{name}"))["job"]["drains_seen"] == []
+
+    ask_page([], memory, work)
+
+
+def test_a_root_that_never_was_is_an_alarm(memory: Path, tmp_path: Path) -> None:
+    async def work(get: Get) -> None:
+        name = await only_job(get)
+        assert (await get(f"/api/jobs/{name}"))["job"]["state"] == "away"
+        (alarm,) = (await get(f"/api/jobs/{name}/history"))["history"]["alarms"]
+        assert alarm["kind"] == "unread" and str(tmp_path / "none") in alarm["what"]
+
+    ask_page([tmp_path / "none"], memory, work)
 
 
 def test_a_hundred_jobs_are_listed_in_one_answer(memory: Path, tmp_path: Path) -> None:

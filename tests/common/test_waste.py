@@ -82,7 +82,9 @@ def test_1000_jobs_waste_at_most_two_percent_more_than_at_the_best_interval(
         others += [play(faults, month, true * times, cost, behind) for times in GRID]
     # Waste of which no interval knows, of writes that are under way, counts against neither.
     none = 1000 * behind / between
-    assert chosen - none <= 1.02 * (others.min() - none), (chosen / 1000, others / 1000)
+    more = (chosen - none) / (others.min() - none) - 1
+    print(f"a fault each {between / HOUR:g} h, shape {shape:g}; saves of {cost:g} s: {100 * more:.2f} % more waste")
+    assert more <= 0.02, (chosen / 1000, others / 1000)
 
 
 def test_a_job_without_a_past_is_saved_as_if_a_fault_came_each_day() -> None:

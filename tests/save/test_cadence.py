@@ -18,6 +18,7 @@ from rekindle.common.waste import best_interval
 from rekindle.memory.incidents import write_incident
 from rekindle.save.cadence import Auto, Fixed, agreement
 from rekindle.save.start import _between_faults
+from rekindle.save.step_clock import StepClock
 from tests.fork_server import context
 from tests.memory.test_incident import some
 from tests.stored import job_in
@@ -31,7 +32,8 @@ class Job:
     ) -> None:
         self.base, self.cost, self.now, self.step = base, cost, 0.0, 0
         self.saved: list[int] = []
-        self.cadence = Auto(budget, lambda mine: lambda: max(mine, others), lambda: self.now, between_faults=between)
+        self.clock = StepClock(lambda: self.now)
+        self.cadence = Auto(budget, lambda mine: lambda: max(mine, others), self.clock, between_faults=between)
 
     def run(self, steps: int) -> list[int]:
         """The steps among the next so many that had a snapshot."""
@@ -40,6 +42,7 @@ class Job:
         for _ in range(steps):
             self.step += 1
             self.now += self.base + (self.cost if stall is not None else 0.0)
+            self.clock.tick()
             stall = self.cost / 10 if self.cadence.due(self.step, stall) else None
             if stall is not None:
                 self.saved.append(self.step)

@@ -10,6 +10,7 @@ import pytest
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.prices import Prices, read_prices, write_prices
 from rekindle.save.pricing import Pricing
+from rekindle.save.step_clock import StepClock
 from tests.stored import job_in
 
 START = "a" * 16
@@ -21,7 +22,8 @@ class Job:
     def __init__(self, job: JobDir, every: int, step: float = 0.5, snapshot: float = 0.1, share: float = 0.3) -> None:
         self.now, self.job, self.every = 1000.0, job, every
         self.step, self.snapshot, self.share = step, snapshot, share
-        self.pricing = Pricing(job, START, lambda: self.now)
+        self.clock = StepClock(lambda: self.now)
+        self.pricing = Pricing(job, START, self.clock)
         self.stall: float | None = None
         self.count = 0
 
@@ -31,6 +33,7 @@ class Job:
             beside = drain is not None and drain[0] <= self.now < drain[1]
             took = self.step + (self.snapshot if self.stall is not None else 0.0) + (self.share * self.step) * beside
             self.now, self.count = self.now + took, self.count + 1
+            self.clock.tick()
             self.pricing.stepped(self.stall)
             self.stall = 0.02 if self.count % self.every == 0 else None
 

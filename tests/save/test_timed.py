@@ -16,6 +16,7 @@ import torch.distributed as dist
 import rekindle
 from rekindle.save.cadence import agreement
 from rekindle.save.schedule import DirectSaveLimit
+from rekindle.save.step_clock import StepClock
 from rekindle.save.timed import Timed
 from tests.fork_server import context
 
@@ -33,7 +34,8 @@ class Ranks:
         self.direct: list[list[float]] = [[] for _ in range(world)]
         """Times at which each rank would write a save straight to storage, where that is limited."""
         self.limits = [DirectSaveLimit(30.0, world, lambda: 1.0, self._clock(rank)) for rank in range(world)]
-        self.ranks = [Timed(seconds, world, self._agree(rank), self._clock(rank)) for rank in range(world)]
+        self.clocks = [StepClock(self._clock(rank)) for rank in range(world)]
+        self.ranks = [Timed(seconds, world, self._agree(rank), clock) for rank, clock in enumerate(self.clocks)]
 
     def _clock(self, rank: int) -> Callable[[], float]:
         zero, speed = self._clocks[rank]
@@ -60,6 +62,8 @@ class Ranks:
             self.step, self.now, self.longest = self.step + 1, self.now + took, max(self.longest, took)
             self._late = [self.random.uniform(0, 0.2) * min(took, 1.0) for _ in self.ranks]
             order = self.random.sample(range(len(self.ranks)), len(self.ranks))
+            for clock in self.clocks:
+                clock.tick()
             due = {rank: self.ranks[rank].due(self.step, None) for rank in order}
             assert len(set(due.values())) == 1, f"step {self.step}: {due}"
             if due[0]:
@@ -114,10 +118,12 @@ def test_after_a_long_pause_nothing_is_made_up_for() -> None:
 
 def _train(rank: int, rendezvous: str, queue: object) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=3)
-    timed, draw, at = Timed(0.1, 3, agreement(3)), random.Random(rank), []
+    clock, draw, at = StepClock(), random.Random(rank), []
+    timed = Timed(0.1, 3, agreement(3), clock)
     for step in range(1, 151):
         threading.Event().wait(draw.uniform(0.0, 0.01))
         dist.barrier()  # a step ends on no rank before all have done their part
+        clock.tick()
         if timed.due(step, None):
             at.append(step)
     queue.put(at)
@@ -136,9 +142,13 @@ def test_real_ranks_choose_the_same_steps(tmp_path: Path) -> None:
 
 
 def test_ranks_that_cannot_agree_save_every_step_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    rank = Timed(100.0, 2, lambda mine: lambda: math.nan, iter(range(1000)).__next__)
+    clock, due = StepClock(iter(range(1000)).__next__), []
+    rank = Timed(100.0, 2, lambda mine: lambda: math.nan, clock)
     with caplog.at_level(logging.WARNING, "rekindle"):
-        assert [rank.due(n, None) for n in range(1, 8)] == [True, False, *[True] * 5]
+        for n in range(1, 8):
+            clock.tick()
+            due.append(rank.due(n, None))
+    assert due == [True, False, *[True] * 5]
     assert len(caplog.records) == 1 and "every step has a snapshot from now on" in caplog.text
 
 

@@ -164,7 +164,7 @@ def _of_ranks(readings: list[_Reading]) -> Iterator[Metric]:
     stalls = HistogramMetricFamily(
         "rekindle_stall_seconds", "Time for which each save held training up.", labels=labels
     )
-    words = "Time from the end of one step() to the end of the next, pauses included."
+    words = "Time from one step() to the next, pauses included."
     steps = HistogramMetricFamily("rekindle_step_seconds", words, labels=labels)
     for values, costs in ranks:
         for kind, attribute in _FAILURES.items():

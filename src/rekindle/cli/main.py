@@ -54,6 +54,7 @@ from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import CorruptError, NotFoundError, RekindleError, UsageError
 from rekindle.format.names import Root
+from rekindle.format.receipt import Receipt
 from rekindle.memory.compile_dir import CompileDir
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import MEMORY, STORAGE
@@ -152,11 +153,8 @@ def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) ->
     """Show the tensors and values of a checkpoint of ROOT: of STEP, or the newest complete one."""
     listed = _copies_of(root, memory, step)
     entry = next((e for e in listed if e.condition == "complete"), listed[0])
-    found = [
-        (receipt, each.condition == "copy")
-        for each in _with_kept(entry, listed)
-        for receipt in read_receipts(each.copy)
-    ]
+    with waiting_for(root):
+        found = with_timeout(ANSWERS_WITHIN, root, lambda: _read(_with_kept(entry, listed)))
     if as_json:
         shards = [
             {
@@ -184,6 +182,11 @@ def inspect(root: Root, step: int | None, as_json: bool, memory: Path | None) ->
     show(tensors)
     click.echo()
     show(values)
+
+
+def _read(entries: list[ListedCopy]) -> list[tuple[Receipt, bool]]:
+    """Reads the receipts of a checkpoint. True of those that this node keeps for another one."""
+    return [(receipt, each.condition == "copy") for each in entries for receipt in read_receipts(each.copy)]
 
 
 def _with_kept(entry: ListedCopy, listed: list[ListedCopy]) -> list[ListedCopy]:

@@ -11,27 +11,19 @@ from pathlib import Path
 import click
 from aiohttp import web
 
-from rekindle.cli.access import check_access, read_token
+from rekindle.cli.access import access_options, check_access, read_token
 from rekindle.cli.serving import serve_until_told
 from rekindle.cli.terminal import MEMORY_OPTION
 from rekindle.memory.job_dir import memory_base
 
 __all__ = ["metrics_command"]
 
-_PORT = 9760
-
 Render = Callable[[str], tuple[bytes, str]]
 """Returns the metrics and their content type, for a request's ``Accept``."""
 
 
 @click.command("metrics", short_help="Serve the metrics of this node's jobs to Prometheus.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=_PORT, show_default=True, type=click.IntRange(0, 65535), help="Port; 0 for a free one.")
-@click.option(
-    "--token-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File with the token that a scrape must bring. Needed for an address that other machines reach.",
-)
+@access_options(port=9760)
 @click.option("--once", is_flag=True, help="Print the metrics, and serve nothing.")
 @MEMORY_OPTION
 def metrics_command(host: str, port: int, token_file: Path | None, once: bool, memory: Path | None) -> None:

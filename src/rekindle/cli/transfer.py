@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress import Progress as Bar
 
 from rekindle.cli.terminal import (
+    ANSWERS_WITHIN,
     JSON_OPTION,
     MEMORY_OPTION,
     ROOT_ARGUMENT,
     complete_directory,
+    escaped,
+    parse_root,
     print_json,
     progress_bar,
 )
+from rekindle.common.timeouts import with_timeout
 from rekindle.errors import CorruptError, NotFoundError
 from rekindle.format.metric import best_of
-from rekindle.format.names import MAX_STEP, Root, canonical_root
+from rekindle.format.names import MAX_STEP, Root
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.catalog import STORAGE, StoredCopy
 from rekindle.storage.listing import list_copies
+from rekindle.storage.open import open_store
 from rekindle.storage.roots import refuse_inside
 from rekindle.storage.throttle import parse_size
 from rekindle.transfer.progress import Progress
@@ -49,19 +56,18 @@ def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     return int(nbytes)
 
 
-def _places(
-    _ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]
-) -> tuple[Root, int | str | None, Path]:
-    root, *step, out = value if len(value) in (2, 3) else ("", "", "")
-    if not root:
+def _places(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[Root, int | str | None, Path]:
+    given, *step, out = value if len(value) in (2, 3) else ("", "", "")
+    root = parse_root(ctx, param, given or None)
+    if root is None:
         raise click.BadParameter("give ROOT OUT, or ROOT STEP OUT")
     if not step and (out.isdecimal() or out == _BEST):
         raise click.BadParameter(f"is {out} a step? Then OUT is missing; as the name of the export, write ./{out}")
     if step == [_BEST]:
-        return canonical_root(root), _BEST, Path(out).absolute()
+        return root, _BEST, Path(out).absolute()
     if step and not (step[0].isdecimal() and len(step[0]) <= len(str(MAX_STEP))):
         raise click.BadParameter(f"{step[0]!r} is not a step")
-    return canonical_root(root), int(step[0]) if step else None, Path(out).absolute()
+    return root, int(step[0]) if step else None, Path(out).absolute()
 
 
 @click.command("export", short_help="Write a checkpoint for other programs.")
@@ -112,8 +118,9 @@ def export_command(
 
     with progress_bar(hidden=as_json) as bar:
         for left in reversed(range(_TRIES)):
-            copy = _copy(root, step, memory_base(memory))
-            progress = _BarProgress(bar, f"exporting step {copy.step}")
+            progress = _BarProgress(bar, f"listing {root}")
+            copy = with_timeout(ANSWERS_WITHIN, root, lambda: _copy(root, step, memory_base(memory)))
+            progress.rename(f"exporting step {copy.step}")
             try:
                 limit = max_shard_size or _SHARD
                 done = export(copy, out, form, only, limit, progress, weights_only=weights_only, config=config)
@@ -187,6 +194,8 @@ def import_command(
     state; what is flat becomes its entry "model", if --as doesn't say otherwise.
     """
     refuse_inside(root)
+    with suppress(NotADirectoryError):  # there is none yet, or the import tells why there can't be
+        with_timeout(ANSWERS_WITHIN, root, open_store(root).published)  # nobody can tell how long the writing may take
     from rekindle.transfer.importing import import_checkpoint  # noqa: PLC0415
 
     job = JobDir.of(root, memory_base(memory))
@@ -205,7 +214,10 @@ class _BarProgress(Progress):
     """Shows the progress of an export or import on a bar."""
 
     def __init__(self, bar: Bar, description: str) -> None:
-        self._bar, self._task = bar, bar.add_task(description, total=None)
+        self._bar, self._task = bar, bar.add_task(escape(escaped(description).plain), total=None)
+
+    def rename(self, description: str) -> None:
+        self._bar.update(self._task, description=description)
 
     def begin(self, total: int) -> None:
         self._bar.update(self._task, total=total)

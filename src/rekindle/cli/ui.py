@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from rekindle.cli.access import read_token
+from rekindle.cli.access import access_options, read_token
 from rekindle.cli.page.jobs import Jobs
 from rekindle.cli.page.sampling import Sampler
 from rekindle.cli.page.server import Server
@@ -18,8 +18,6 @@ from rekindle.memory.job_dir import memory_base
 
 __all__ = ["ui_command"]
 
-_PORT = 7979
-
 
 def _parse_roots(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[Root]:
     return [root for value in values if (root := parse_root(ctx, param, value)) is not None]
@@ -27,13 +25,7 @@ def _parse_roots(ctx: click.Context, param: click.Parameter, values: tuple[str, 
 
 @click.command("ui", short_help="Show jobs on a page for browsers.")
 @click.argument("roots", nargs=-1, metavar="[ROOT]...", callback=_parse_roots, shell_complete=complete_directory)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=_PORT, show_default=True, type=click.IntRange(0, 65535), help="Port; 0 for a free one.")
-@click.option(
-    "--token-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File with the token that the page asks for. Needed for an address that other machines reach.",
-)
+@access_options(port=7979)
 @MEMORY_OPTION
 def ui_command(roots: list[Root], host: str, port: int, token_file: Path | None, memory: Path | None) -> None:
     """Show this node's jobs, or those of each ROOT, on a page for browsers, until it is told to end.

@@ -105,7 +105,7 @@ class Costs:
     stalls: Histogram = field(default_factory=Histogram)
     """Times for which saves held training up. That of the newest one counts from the next ``step()`` on."""
     step_seconds: Histogram = field(default_factory=Histogram)
-    """Times from the end of one ``step()`` to that of the next, pauses included."""
+    """Times from one ``step()`` to the next, pauses included."""
 
 
 class CostPage:

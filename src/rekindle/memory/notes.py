@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle.format.fields import loads
+from rekindle.format.fields import check_seconds, loads
 from rekindle.format.lineage import check_id
 from rekindle.format.receipt import read_file, write_atomic
 from rekindle.memory.paths import JobPaths
@@ -115,7 +115,7 @@ class Notes:
     def last_drain(self) -> tuple[float, float] | None:
         """Returns when the newest drain began, by this machine's monotonic clock, and how many seconds it took."""
         try:
-            began, seconds = map(float, read_file(self._drained).split())
+            began, seconds = (check_seconds(float(number)) for number in read_file(self._drained).split())
         except (OSError, ValueError):
             return None
         return began, seconds

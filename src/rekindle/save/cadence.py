@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from rekindle.common.durations import describe_seconds
 from rekindle.common.waste import best_interval
+from rekindle.save.step_clock import StepClock
 from rekindle.save.timed import Timed
 from rekindle.settings import Settings
 
@@ -22,8 +22,6 @@ __all__ = ["Auto", "Cadence", "Fixed", "agreement", "cadence_of"]
 
 log = logging.getLogger("rekindle")
 
-_WARM_UP = 3
-"""Steps that are not measured: compilation, first allocations, optimizer state that appears."""
 _FIRST_LOOK = 24
 """Steps after which the first interval is chosen. Until then every other step has a snapshot."""
 _LOOK_EVERY = 100
@@ -70,7 +68,7 @@ class Auto:
         self,
         budget: float,
         agree: Agreement,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: StepClock,
         *,
         between_faults: float | None = None,
     ) -> None:
@@ -81,31 +79,28 @@ class Auto:
         self._with: deque[float] = deque(maxlen=16)
         self._without: deque[float] = deque(maxlen=64)
         self._stalls: deque[float] = deque(maxlen=16)
-        self._steps = 0
-        self._began: float | None = None
         self._answer: Callable[[], float] | None = None
         self._answer_at = 0
 
     def due(self, n: int, stall: float | None) -> bool:
         self._measure(stall)
-        self._steps += 1
-        if self._steps == _FIRST_LOOK or self._steps % _LOOK_EVERY == 0:
-            self._answer, self._answer_at = self._agree(self._wanted()), self._steps + _LISTEN_AFTER
-        if self._answer is not None and self._steps >= self._answer_at:
+        steps = self._clock.count
+        if steps == _FIRST_LOOK or steps % _LOOK_EVERY == 0:
+            self._answer, self._answer_at = self._agree(self._wanted()), steps + _LISTEN_AFTER
+        if self._answer is not None and steps >= self._answer_at:
             self._decide(self._answer())
             self._answer = None
-        if self._steps <= _FIRST_LOOK:
-            return self._steps % 2 == 0
-        return n % self.every == 0 and not (self.every == 1 and self._steps % _PROBE == 0)
+        if steps <= _FIRST_LOOK:
+            return steps % 2 == 0
+        return n % self.every == 0 and not (self.every == 1 and steps % _PROBE == 0)
 
     def _measure(self, stall: float | None) -> None:
-        """File the time since the last step began under what that step had to carry."""
-        now = self._clock()
-        if self._began is not None and self._steps > _WARM_UP:
-            (self._without if stall is None else self._with).append(now - self._began)
+        """File the length of the newest step under what that step had to carry."""
+        took = self._clock.took
+        if took is not None and self._clock.is_warm:
+            (self._without if stall is None else self._with).append(took)
             if stall is not None:
                 self._stalls.append(stall)
-        self._began = now
 
     def _wanted(self) -> float:
         """Returns the interval that suits this rank, in steps; infinite if it is not known yet."""
@@ -145,16 +140,16 @@ class Auto:
 Cadence = Fixed | Timed | Auto
 
 
-def cadence_of(settings: Settings, world: int, between_faults: float | None) -> Cadence:
+def cadence_of(settings: Settings, world: int, clock: StepClock, between_faults: float | None) -> Cadence:
     """The cadence for ``snapshot_every`` and ``snapshot_budget``. A collective unless steps are counted.
 
-    ``between_faults`` as for ``Auto``.
+    ``clock`` ticks before each call of ``due``. ``between_faults`` as for ``Auto``.
     """
     if isinstance(settings.snapshot_every, int):
         return Fixed(settings.snapshot_every)
     if settings.snapshot_seconds is not None:
-        return Timed(settings.snapshot_seconds, world, agreement(world))
-    return Auto(settings.snapshot_budget, agreement(world), between_faults=between_faults)
+        return Timed(settings.snapshot_seconds, world, agreement(world), clock)
+    return Auto(settings.snapshot_budget, agreement(world), clock, between_faults=between_faults)
 
 
 def agreement(world: int) -> Agreement:

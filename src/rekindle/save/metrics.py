@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -59,7 +58,6 @@ class Metrics:
         self._node_safe: Callable[[], int] = _no_step
         self._costs = Costs()
         self._page: CostPage | None = None
-        self._stepped_at: float | None = None
         self._open = False
         """True while the newest save may still hold training up."""
 
@@ -109,15 +107,15 @@ class Metrics:
         self._costs.step = step
         self.show()
 
+    def timed(self, seconds: float) -> None:
+        """Count the length of a step."""
+        self._costs.step_seconds.add(seconds)
+
     def stepped(self, n: int) -> None:
-        """Note that step ``n`` has ended just now, and show all that was noted."""
-        now, costs = time.perf_counter(), self._costs
-        if n > costs.step:  # else it is save(), of a step that was counted or restored
-            costs.step = n
-            costs.steps += 1
-            if self._stepped_at is not None:
-                costs.step_seconds.add(now - self._stepped_at)
-            self._stepped_at = now
+        """Note that step ``n`` is complete, and show all that was noted."""
+        if n > self._costs.step:  # else it is save(), of a step that was counted or restored
+            self._costs.step = n
+            self._costs.steps += 1
         self.show()
 
     def show_on(self, path: Path, generation: int) -> None:

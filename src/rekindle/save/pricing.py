@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.prices import Prices, write_prices
+from rekindle.save.step_clock import StepClock
 
 __all__ = ["Pricing"]
 
-_WARM_UP = 3
-"""Steps that are not measured, as in ``rekindle.save.cadence``."""
 _LOOK_EVERY = 5.0
 """Seconds between looks for a drain that has ended. A look reads and writes a small file in memory."""
 _ENOUGH = 256
@@ -25,13 +23,10 @@ _FEWEST = 3
 
 
 class Pricing:
-    """Compares steps beside a snapshot or a drain with others. For one rank of each node: all wait for the slowest.
+    """Compares steps beside a snapshot or a drain with others. For one rank of each node: all wait for the slowest."""
 
-    It costs a step less than a microsecond.
-    """
-
-    def __init__(self, job: JobDir, start: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """``start`` is the incarnation that trains. ``clock`` is that of the drain's notes."""
+    def __init__(self, job: JobDir, start: str, clock: StepClock) -> None:
+        """``start`` is the incarnation that trains."""
         self._job, self._start, self._clock = job, start, clock
         self._bare: deque[float] = deque(maxlen=64)
         self._loaded: deque[float] = deque(maxlen=64)
@@ -45,16 +40,12 @@ class Pricing:
         """Begin, length and price of the newest drains."""
         self._seen: tuple[float, float] | None = None
         """The newest drain that was looked at."""
-        self._began: float | None = None
-        self._steps = 0
-        self._look_at = clock() + _LOOK_EVERY
+        self._look_at = clock.now + _LOOK_EVERY
 
     def stepped(self, stall: float | None) -> None:
         """Notes that a step has ended. ``stall``: time for which the snapshot of the one before held it up, or None."""
-        now = self._clock()
-        self._steps += 1
-        if self._began is not None and self._steps > _WARM_UP:
-            took = now - self._began
+        now, took = self._clock.now, self._clock.took
+        if took is not None and self._clock.is_warm:
             self._newest.append((now, took))
             if stall is None:
                 self._bare.append(took)
@@ -62,7 +53,6 @@ class Pricing:
                 self._loaded.append(took)
                 self._stalls.append(stall)
                 self._snapshots.append(now)
-        self._began = now
         if now >= self._look_at:
             self._look_at = now + _LOOK_EVERY
             self._look()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from rekindle.save.cadence import cadence_of
 from rekindle.save.metrics import Metrics
 from rekindle.save.pricing import Pricing
+from rekindle.save.step_clock import StepClock
 from rekindle.save.timed import Timed
 from rekindle.settings import Settings
 from rekindle.storage.throttle import drain_interval
@@ -44,7 +45,8 @@ class Schedule:
         """True on several nodes whose agents reach each other."""
         self.budget = settings.snapshot_budget if chosen else None
         """Share of training time that writes to storage may take, where the agent chooses their pause; else None."""
-        self._cadence = cadence_of(settings, world, between_faults)
+        self.clock = StepClock()
+        self._cadence = cadence_of(settings, world, self.clock, between_faults)
         self._metrics = metrics
         self.pricing: Pricing | None = None
         """Measures what saves cost; on the first rank of a node that has memory."""
@@ -63,6 +65,9 @@ class Schedule:
         Without a ``memory`` store each save goes to storage, so only the steps for storage are saved, where a number
         chooses them.
         """
+        self.clock.tick()
+        if self.clock.took is not None:
+            self._metrics.timed(self.clock.took)
         saved, self._counted = self._metrics.saves > self._counted, self._metrics.saves
         stall = self._metrics.last_stall if saved else None
         due = self._cadence.due(n, stall)

@@ -52,7 +52,7 @@ def start_saver(
         info = _open_memory(session, capture, settings, schedule, metrics, host)
         metrics.show_on(cost_page(session.job_dir.path, group.rank), session.incarnation.generation)
         if session.is_first_on_node:
-            schedule.pricing = Pricing(session.job_dir, session.incarnation.id)
+            schedule.pricing = Pricing(session.job_dir, session.incarnation.id, schedule.clock)
     elif settings.strict:
         raise MemoryStoreError(meeting.no_memory)
     if meeting.nodes > 1:

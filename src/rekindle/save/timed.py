@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
+
+from rekindle.save.step_clock import StepClock
 
 __all__ = ["Timed"]
 
@@ -31,7 +32,7 @@ class Timed:
         seconds: float,
         world: int,
         agree: Callable[[float], Callable[[], float]],
-        clock: Callable[[], float] = time.monotonic,
+        clock: StepClock,
     ) -> None:
         """``agree`` as in ``rekindle.save.cadence``: takes this rank's number, later gives the largest of all."""
         self.every = 1
@@ -41,9 +42,8 @@ class Timed:
         self._seconds, self._alone, self._agree, self._clock = seconds, world == 1, agree, clock
         self._steps: deque[float] = deque(maxlen=_RECENT)
         """Seconds of the newest steps."""
-        self._began: float | None = None
-        self._count = self._taken = self._ask_at = 0
-        """Steps so far; at the newest snapshot; before the next question."""
+        self._taken = self._ask_at = 0
+        """Steps up to the newest snapshot; before the next question."""
         self._answer: Callable[[], float] | None = None
         self._next = 0.0
         """Time at which the next snapshot is due."""
@@ -52,20 +52,18 @@ class Timed:
 
     def due(self, n: int, stall: float | None) -> bool:
         """Returns True if step ``n`` is to have a snapshot. Called once a step, in order."""
-        now = self._clock()
-        if self._began is not None:
-            self._steps.append(now - self._began)
-        self._began = now
-        self._count += 1
-        due = self._count == 1 or self._apart or (self._is_nearest(now) if self._alone else self._is_told())
+        clock = self._clock
+        if clock.took is not None:
+            self._steps.append(clock.took)
+        due = clock.count == 1 or self._apart or (self._is_nearest() if self._alone else self._is_told())
         if due:
-            self._take(now)
-        if not (self._alone or self._apart) and self._steps and self._count >= self._ask_at:
-            self._ask(now)
+            self._take()
+        if not (self._alone or self._apart) and self._steps and clock.count >= self._ask_at:
+            self._ask()
         return due
 
-    def _is_nearest(self, now: float) -> bool:
-        return now + statistics.median(self._steps) / 2 >= self._next
+    def _is_nearest(self) -> bool:
+        return self._clock.now + statistics.median(self._steps) / 2 >= self._next
 
     def _is_told(self) -> bool:
         """Takes up the answer to the question of the step before."""
@@ -77,16 +75,17 @@ class Timed:
         if self._apart:
             log.warning("every step has a snapshot from now on: the ranks can't agree on when one is due")
             return True
-        self._ask_at = self._count - 1 + int(left) // 2
+        self._ask_at = self._clock.count - 1 + int(left) // 2
         return left <= 1
 
-    def _ask(self, now: float) -> None:
-        expected = round((self._next - now) / max(statistics.median(self._steps), 1e-9))
+    def _ask(self) -> None:
+        expected = round((self._next - self._clock.now) / max(statistics.median(self._steps), 1e-9))
         self._answer = self._agree(float(max(1, expected)))
 
-    def _take(self, now: float) -> None:
-        self.every, self._taken = max(1, self._count - self._taken), self._count
+    def _take(self) -> None:
+        now, count = self._clock.now, self._clock.count
+        self.every, self._taken = max(1, count - self._taken), count
         self.number += 1
-        self._next = now + self._seconds if self._count == 1 else self._next + self._seconds
+        self._next = now + self._seconds if count == 1 else self._next + self._seconds
         if self._next <= now:  # a long pause: what was missed is not made up for
             self._next = now + self._seconds

@@ -91,7 +91,9 @@ class Sampler:
     def _look_at(self, job: JobDir) -> None:
         trainers = job.trainers()
         steps = [page.step for page in status_pages(job).values()] or [
-            costs.step for rank, costs in rank_costs(job).items() if trainers.get(rank) == costs.pid
+            costs.step
+            for rank, costs in rank_costs(job).items()
+            if trainers.get(rank) == costs.pid and costs.step  # else it has not been restored yet
         ]
         drain = job.notes.last_drain()
         now, monotonic = time.time(), time.monotonic()

@@ -145,7 +145,8 @@ class Server:
         if step:
             lines = [line for line in lines if str(line["step"]).startswith(step)]
         listed = lines[skip : skip + count]
-        return _json({"total": len(lines), "skip": skip, "lines": listed, "known": found is not None, "error": error})
+        at = None if found is None else found["at"]
+        return _json({"total": len(lines), "skip": skip, "lines": listed, "at": at, "error": error})
 
 
 def _any(_: dict[str, Any]) -> bool:

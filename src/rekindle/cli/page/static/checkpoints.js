@@ -1,7 +1,7 @@
 // Where each checkpoint is, newest first. The server gives a page of the list at a time.
 
 import { ask } from "./api.js";
-import { bytes, fill, h, moment, number, table } from "./dom.js";
+import { bytes, clock, fill, h, moment, number, table } from "./dom.js";
 
 const AT_ONCE = 20;
 const FILTERS = { "": "all", memory: "in memory", peer: "on other nodes", storage: "on storage", pinned: "pinned or best", damaged: "damaged" };
@@ -34,7 +34,8 @@ export class Checkpoints {
     const found = await ask(`jobs/${this.id}/checkpoints?${asked}`);
     if (this.asked !== asked) return; // another choice was made meanwhile
     const to = Math.min(found.total, this.skip + AT_ONCE);
-    this.count.textContent = !found.known ? "storage is being read …" : found.total ? `${number(this.skip + 1)} to ${number(to)} of ${number(found.total)}` : "none";
+    const shown = found.total ? `${number(this.skip + 1)} to ${number(to)} of ${number(found.total)}` : "none";
+    this.count.textContent = found.at === null ? "storage is being read …" : `${shown}, as of ${clock(found.at)}`;
     this.newer.disabled = this.skip === 0;
     this.older.disabled = to >= found.total;
     fill(this.place, found.lines, () => table("Checkpoints", COLUMNS, found.lines.map(line)));

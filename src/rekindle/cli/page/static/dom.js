@@ -65,5 +65,6 @@ export function moment(at) {
     `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
 }
 
+export const clock = (at) => moment(at).slice(11);
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
 export const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

@@ -6,7 +6,7 @@ import { age, bytes, fill, h, number, percent, seconds, table } from "./dom.js";
 import { Incidents } from "./incidents.js";
 import { Timeline } from "./timeline.js";
 
-const HISTORY_EVERY = 3000;
+const HISTORY_EVERY = 3000, MOST_PROBLEMS = 20;
 
 export class JobView {
   constructor(main, id, back) {
@@ -24,12 +24,13 @@ export class JobView {
     const timeline = part("Timeline", "timeline"), incidents = part("Recoveries", "incidents");
     const spread = part("Time of steps and stalls", "spread"), checkpoints = part("Checkpoints", "checkpoints-part");
     const members = part("Ranks and nodes", "members");
+    this.problems = h("div");
     this.spread = h("div");
     spread.append(this.spread);
     this.members = h("div");
     members.append(this.members);
     main.replaceChildren(back ? h("a", { href: "#" }, "all jobs") : "", this.head, this.alarms, this.tiles, this.drain,
-      timeline, incidents, spread, checkpoints, members);
+      timeline, incidents, spread, checkpoints, members, this.problems);
     this.timeline = new Timeline(timeline);
     this.incidents = new Incidents(incidents);
     this.checkpoints = new Checkpoints(checkpoints, id);
@@ -69,12 +70,20 @@ export class JobView {
     this.timeline.update(now, job, this.history);
     fill(this.spread, job.distributions, () => showSpread(job.distributions));
     fill(this.members, [job.status.ranks, job.status.nodes], () => showMembers(job.status));
+    const problems = this.history ? this.history.problems : [];
+    fill(this.problems, problems, () => problems.length && showProblems(problems));
   }
 }
 
 function showAlarms(alarms) {
   return h("section", { class: "alarms" }, h("h2", {}, alarms.length === 1 ? "1 alarm" : `${alarms.length} alarms`),
     h("ul", {}, alarms.map((one) => h("li", { "data-kind": one.kind }, h("b", {}, one.what), h("br"), h("span", { class: "do" }, one.do)))));
+}
+
+function showProblems(problems) {
+  return h("section", { id: "problems" }, h("h2", {}, "Left out, as it can't be read"),
+    h("ul", {}, problems.slice(0, MOST_PROBLEMS).map((one) => h("li", {}, one))),
+    problems.length > MOST_PROBLEMS && h("p", { class: "note" }, `and ${problems.length - MOST_PROBLEMS} more`));
 }
 
 function showTiles(now, job, history) {
@@ -110,7 +119,7 @@ function showDrain(drain) {
 function showSpread(found) {
   if (!found || !found.step_seconds.count) return h("p", { class: "note" }, "Not recorded: no rank trains on this node, or it has not made two steps yet.");
   return [h("div", { class: "two" },
-    histogram("From the end of a step to that of the next", found.bounds, found.step_seconds),
+    histogram("From one step to the next", found.bounds, found.step_seconds),
     histogram("Stall: training held up by a save", found.bounds, found.stalls)),
   h("p", { class: "note" }, `Of the newest start, ${found.ranks} ${found.ranks === 1 ? "rank" : "ranks"} of this node. Each bar ends at three times the time of the one before.`)];
 }

@@ -94,7 +94,7 @@ export class Timeline {
         { label: "on storage", stroke: color("storage"), width: 0, paths: () => null, points: points("storage", 6), value: (_, step) => number(step) },
         { label: "in memory", stroke: color("memory"), width: 0, paths: () => null, points: points("memory", 6), value: (_, step) => number(step) },
       ],
-      axes: [{ ...axis, values: ticks }, { ...axis, size: 64, values: (_, all) => all.map((step) => (Number.isInteger(step) ? number(step) : "")) }],
+      axes: [{ ...axis, space: 84, values: ticks }, { ...axis, size: 64, values: (_, all) => all.map((step) => (Number.isInteger(step) ? number(step) : "")) }],
       scales: { x: { time: true }, y: { range: (_, low, high) => [Math.max(0, low - 0.05 * (high - low) - 1), high + 0.05 * (high - low) + 1] } },
       cursor: { drag: { x: true, y: false } },
       legend: { live: true },
@@ -141,6 +141,7 @@ function ticks(_, times, __, ___, gap) {
   return times.map((at, index) => {
     const words = moment(at);
     const day = index === 0 || moment(times[index - 1]).slice(0, 10) !== words.slice(0, 10);
+    if (gap >= 86400) return words.slice(0, 10);
     return `${gap < 60 ? words.slice(11) : words.slice(11, 16)}${day ? `\n${words.slice(0, 10)}` : ""}`;
   });
 }
