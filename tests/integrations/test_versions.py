@@ -65,7 +65,7 @@ def test_each_adapter_checks_a_version_and_the_pinned_one_is_among_those_it_know
 
 
 @pytest.mark.campaign(seconds=10)
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("package", "home", "ranks", "options"),
     [

@@ -18,6 +18,8 @@ from digests import digest
 from dying import die
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from rekindle.integrations.lightning import RekindleCallback
 
@@ -25,6 +27,7 @@ options = argparse.ArgumentParser()
 options.add_argument("root")
 options.add_argument("--alone", action="store_true", help="trains without Rekindle")
 options.add_argument("--devices", type=int, default=1)
+options.add_argument("--strategy", default="ddp", help="of several ranks: ddp, fsdp or model_parallel")
 options.add_argument("--die-before", type=int, help="the update that is not made any more")
 options.add_argument("--die-rank", type=int, help="the rank that dies; all do without it")
 options.add_argument("--die-validating", action="store_true", help="dies in the validation behind that update")
@@ -67,6 +70,13 @@ class Dying(Callback):
             die(given.signal)
 
 
+class FsdpOnCpu(FSDPStrategy):
+    """Lightning's own, which is refused without a GPU if it is of that very class, and gives FSDP a GPU's number."""
+
+    def _setup_model(self, model):
+        return super()._setup_model(FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs))
+
+
 class Printed(Logger):
     name, version = "printed", 0
 
@@ -106,6 +116,11 @@ class Model(lightning.LightningModule):
         self.seen = torchmetrics.MeanMetric()
         self.automatic_optimization = not given.manual
 
+    def configure_model(self):
+        if given.strategy == "model_parallel":
+            for part in (self.head, self.tail):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
     def training_step(self, batch, number):
         loss = (self.tail(self.head(batch)) - batch).square().mean()
         if given.manual:
@@ -135,6 +150,16 @@ class Model(lightning.LightningModule):
         return both, [torch.optim.lr_scheduler.StepLR(one, 3) for one in both]
 
 
+def strategy():
+    if given.devices == 1:
+        return "auto"
+    if given.strategy == "fsdp":
+        return FsdpOnCpu(state_dict_type="sharded")
+    if given.strategy == "model_parallel":
+        return ModelParallelStrategy(data_parallel_size=given.devices, tensor_parallel_size=1)
+    return given.strategy
+
+
 def loader(shuffle):
     data = Stream() if given.iterable and shuffle else Rows()
     return torch.utils.data.DataLoader(
@@ -154,7 +179,7 @@ def train(callbacks):
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=given.devices,
-        strategy="ddp" if given.devices > 1 else "auto",
+        strategy=strategy(),
         max_epochs=3,
         max_steps=given.max_steps,
         accumulate_grad_batches=1 if given.manual else 2,
