@@ -80,6 +80,15 @@ def test_killed_where_an_epoch_ends(step: int, memory: Path, tmp_path: Path, unb
     assert end_of(tmp_path / "resumed", 1) == unbroken(1)
 
 
+@pytest.mark.timeout(1500)
+def test_another_batch_size_is_told(memory: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert 0 not in train(tmp_path / "broken", 1, "--die-before", 5, root=root)
+    assert train(tmp_path / "resumed", 1, "--batch", 4, root=root) == [0]
+    said = (tmp_path / "resumed" / f"{PROGRAM}-0.out").read_text()
+    assert "an epoch had 22 steps of 2 samples, and has 11 of 4 now. The 8 steps that are done" in said, said
+
+
 def test_lines_that_a_user_adds() -> None:
     """Four, and their import."""
     script = (REPO / "examples/train_accelerate.py").read_text()

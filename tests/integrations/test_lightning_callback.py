@@ -195,6 +195,16 @@ def test_the_newer_one_of_a_checkpoint_of_lightnings_own_and_the_root(memory: Pa
     assert lines(tmp_path / "newer", PROGRAM)["steps:0"].startswith(f"[{STEPS[1]}, 3,")
 
 
+@pytest.mark.campaign(seconds=15)
+@pytest.mark.timeout(1500)
+def test_another_batch_size_is_told(memory: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert train(tmp_path / "broken", 1, "--die-before", 3, root=root) != 0
+    assert train(tmp_path / "resumed", 1, "--batch", 8, root=root) == 0
+    said = (tmp_path / "resumed" / f"{PROGRAM}-0.out").read_text()
+    assert "an epoch had 11 steps of 4 samples, and has 6 of 8 now. The 4 steps that are done" in said, said
+
+
 @pytest.mark.campaign(seconds=25)
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("ranks", [1, 2])

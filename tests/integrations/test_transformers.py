@@ -139,6 +139,15 @@ def test_a_newer_checkpoint_of_the_trainers_own_is_taken(
 
 
 @pytest.mark.timeout(1500)
+def test_another_batch_size_is_told(memory: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert 0 not in train(tmp_path / "broken", 1, "--die-before", 8, root=root)
+    assert train(tmp_path / "resumed", 1, "--batch", 4, root=root) == [0]
+    said = (tmp_path / "resumed" / f"{PROGRAM}-0.out").read_text()
+    assert "an epoch had 11 steps of 4 samples, and has 6 of 8 now. The 7 steps that are done" in said, said
+
+
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_told_to_go(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
     """Within 30 s of grace the step is on storage: the node is lost then. The exit code is that of the signal."""

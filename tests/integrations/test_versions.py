@@ -15,7 +15,7 @@ from tests.integrations.environments import REPO, environment, pinned, ranks_of
 
 _CALL = re.compile(r"warn_if_untested\((.+), \*_TESTED\)")
 _TESTED = re.compile(r'^_TESTED = \("(\d+)\.(\d+)", "(\d+)\.(\d+)"\)$', re.MULTILINE)
-_HELPERS = {"__init__", "peft", "randomness", "versions", "dcp"}
+_HELPERS = {"__init__", "epochs", "peft", "randomness", "versions", "dcp"}
 """What is no adapter to a framework with a version: DCP is torch's."""
 
 

@@ -34,6 +34,7 @@ options.add_argument("--die-validating", action="store_true", help="dies in the 
 options.add_argument("--signal", default="KILL", help="dies by it")
 options.add_argument("--manual", action="store_true", help="trains by two optimizers")
 options.add_argument("--workers", type=int, default=0)
+options.add_argument("--batch", type=int, default=4, help="examples of a batch")
 options.add_argument("--persistent", action="store_true", help="keeps the workers")
 options.add_argument("--iterable", action="store_true", help="takes data without a length")
 options.add_argument("--max-steps", type=int, default=-1)
@@ -164,7 +165,7 @@ def loader(shuffle):
     data = Stream() if given.iterable and shuffle else Rows()
     return torch.utils.data.DataLoader(
         data,
-        batch_size=4,
+        batch_size=given.batch,
         shuffle=shuffle and not given.iterable,
         num_workers=given.workers,
         persistent_workers=given.persistent,
