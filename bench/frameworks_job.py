@@ -223,11 +223,11 @@ def _train_in_ray(config: dict[str, Any]) -> None:
 
     if watch.saved:
         from rekindle import Checkpointer
-        from rekindle.integrations.ray import notices, report, root
+        from rekindle.integrations.ray import leave, notices, report, root
 
         ckpt = Checkpointer(root(), {"model": model, "optimizer": optimizer})
         ckpt.restore()
-        with ckpt, ckpt.guard(notices=notices()):
+        with ckpt, ckpt.guard(notices=notices(), on_exit=leave):
             for step in train():
                 ckpt.step(step)
         report(ckpt, {"steps": watch.steps})  # not between steps: Ray takes one report in two seconds

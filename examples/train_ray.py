@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rekindle
 from rekindle.data import Resumable
-from rekindle.integrations.ray import notices, report, root
+from rekindle.integrations.ray import leave, notices, report, root
 
 EPOCHS = 5
 
@@ -36,7 +36,7 @@ def train(config: dict) -> None:
 
     ckpt = rekindle.Checkpointer(root(), {"model": model, "optimizer": optimizer, "data": data})
     step = ckpt.restore()
-    with ckpt, ckpt.guard(notices=notices()):
+    with ckpt, ckpt.guard(notices=notices(), on_exit=leave):
         for _epoch in range(data.epoch, EPOCHS):
             for (x,) in data:
                 x = x.to(device)

@@ -78,7 +78,7 @@ def ranks_of(count: int, python: str, program: str, *arguments: object, where: P
     offline = {"HF_HUB_OFFLINE": "1", **variables}
     ranks = [launch(python, program, *arguments, where=where, **offline, **own) for own in each]
     try:
-        return [rank.wait(150) for rank in ranks]
+        return [rank.wait(300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

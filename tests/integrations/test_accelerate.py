@@ -43,7 +43,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., End]:
     return end
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("options", [(), ("--unseeded",), ("--workers", 2), ("--iterable",), ("--lora",)], ids=str)
 def test_killed_on_all_ranks(
@@ -62,7 +62,7 @@ def test_killed_on_all_ranks(
     assert end_of(tmp_path / "resumed", ranks) == end, broken
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_killed_on_one_of_two_ranks(memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
     root, broken = tmp_path / "run", random.randrange(4, STEPS[2])
     train(tmp_path / "broken", 2, "--die-before", broken, "--die-rank", 1, root=root)
@@ -70,7 +70,7 @@ def test_killed_on_one_of_two_ranks(memory: Path, tmp_path: Path, unbroken: Call
     assert end_of(tmp_path / "resumed", 2) == unbroken(2), broken
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("step", [11, 12, 13])
 def test_killed_where_an_epoch_ends(step: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
     """Before the last update of an epoch, and behind it: what the loop does after an epoch is done in any case."""
@@ -78,6 +78,15 @@ def test_killed_where_an_epoch_ends(step: int, memory: Path, tmp_path: Path, unb
     assert 0 not in train(tmp_path / "broken", 1, "--die-before", step, root=root)
     assert train(tmp_path / "resumed", 1, root=root) == [0]
     assert end_of(tmp_path / "resumed", 1) == unbroken(1)
+
+
+@pytest.mark.timeout(1500)
+def test_another_batch_size_is_told(memory: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert 0 not in train(tmp_path / "broken", 1, "--die-before", 5, root=root)
+    assert train(tmp_path / "resumed", 1, "--batch", 4, root=root) == [0]
+    said = (tmp_path / "resumed" / f"{PROGRAM}-0.out").read_text()
+    assert "an epoch had 22 steps of 2 samples, and has 11 of 4 now. The 8 steps that are done" in said, said
 
 
 def test_lines_that_a_user_adds() -> None:

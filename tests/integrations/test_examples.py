@@ -45,7 +45,7 @@ def start(name: str, root: Path) -> subprocess.Popen[bytes]:
 def finish(name: str, root: Path) -> None:
     process = start(name, root)
     try:
-        assert process.wait(200) == 0, root.with_suffix(".out").read_text()[-4000:]
+        assert process.wait(300) == 0, root.with_suffix(".out").read_text()[-4000:]
     finally:
         process.kill()
 
@@ -56,7 +56,7 @@ def last_step(name: str, root: Path) -> bytes:
 
 
 @pytest.mark.campaign(seconds=60)
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", STEPS)
 def test_killed_and_started_again(name: str, memory: Path, tmp_path: Path) -> None:
     """Weights, what the optimizer keeps, and losses are those of a run that was not killed."""
@@ -69,7 +69,7 @@ def test_killed_and_started_again(name: str, memory: Path, tmp_path: Path) -> No
         return max((stamp.step for stamp, _ in job.snapshots.shard_ids()), default=0)
 
     try:
-        wait_for(lambda: in_memory() > STEPS[name] // 10, 200, "no step is in memory")
+        wait_for(lambda: in_memory() > STEPS[name] // 10, 300, "no step is in memory")
     finally:
         process.kill()
     assert process.wait(20) == -signal.SIGKILL

@@ -13,7 +13,7 @@ PROGRAM = "open_pretrained"
 
 
 @pytest.mark.campaign(seconds=40)
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("limit", ["5GB", "20KB"])
 def test_the_weights_of_a_run_open_as_a_pretrained_model(limit: str, memory: Path, tmp_path: Path) -> None:
     python, root, folder, out = environment("transformers"), tmp_path / "run", tmp_path / "trained", tmp_path / "out"

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,33 @@ def test_a_node_that_is_taken_away(memory: Path, elsewhere: Path, tmp_path: Path
         cluster.end()
     assert end["from"] == "storage"
     assert 7 <= before[-1] <= end["start"] <= before[-1] + 2, "Ray may not have had the newest report"
+    assert "was told to go by Ray: its node is to be taken away" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.campaign(seconds=60)
+@pytest.mark.timeout(900)
+def test_one_of_two_nodes_that_is_taken_away(
+    memory: Path, elsewhere: Path, small_tmpfs: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """The worker on the other node leaves with it, and Ray counts no failure for that either."""
+    cluster, third = Cluster(tmp_path), small_tmpfs(200_000_000)
+    leaving = {"name": "leaving", "workers": 2, "epochs": 5, "hold": 7, "failures": 0}
+    try:
+        cluster.add(tmp_path / "head", processors=0)
+        cluster.add(memory)
+        cluster.add(elsewhere)
+        with training(tmp_path, leaving, **cluster.environment()) as driver:
+            wait_for(lambda: len(reported(tmp_path, "leaving")) >= 7, 2 * LONG, "no steps are reported")
+            cluster.preempt(reported(tmp_path, "leaving")[-1]["node"], seconds=30)
+            (tmp_path / "go").touch()
+            cluster.add(third)
+            driver.wait(5 * LONG)
+        end = check_end(tmp_path, "leaving", 30, workers=2, epochs=5)
+    finally:
+        cluster.end()
+        for directory in third.glob("rekindle-*/*"):
+            end_agent(JobDir(directory))
+    assert end["start"] >= 7, "training has begun anew"
     assert "was told to go by Ray: its node is to be taken away" in (tmp_path / "out").read_text()
 
 

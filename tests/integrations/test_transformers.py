@@ -52,7 +52,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., End]:
     return end
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_on_all_ranks(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
     """Twice, at random steps; the second start goes on from the first one's."""
@@ -67,7 +67,7 @@ def test_killed_on_all_ranks(ranks: int, memory: Path, tmp_path: Path, unbroken:
     assert end_of(tmp_path / "resumed", ranks) == end, broken
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "options",
     [(), ("--unseeded",), ("--workers", 2), ("--trainer", "mixin"), ("--trainer", "sft"), ("--lora",)],
@@ -82,7 +82,7 @@ def test_killed_on_one_of_two_ranks(
     assert end_of(tmp_path / "resumed", 2) == unbroken(2, *options), broken
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_killed_with_data_without_a_length(memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
     root, options, broken = tmp_path / "run", ("--stream", "--max-steps", 15), random.randrange(2, 15)
     assert 0 not in train(tmp_path / "broken", 1, "--die-before", broken, *options, root=root)
@@ -91,7 +91,7 @@ def test_killed_with_data_without_a_length(memory: Path, tmp_path: Path, unbroke
     assert end_of(tmp_path / "resumed", 1) == unbroken(1, *options), broken
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("where", ["the last update of an epoch", "the evaluation behind an epoch"])
 def test_killed_where_an_epoch_ends(where: str, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
     """A step is secured behind what the Trainer does at an epoch's end, or that would be left out of the log."""
@@ -102,7 +102,7 @@ def test_killed_where_an_epoch_ends(where: str, memory: Path, tmp_path: Path, un
     assert end_of(tmp_path / "resumed", 1) == unbroken(1, "--strategy", "epoch")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_run_that_is_over_is_not_trained_on(memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
     """Its last step lies within an epoch, of which the Trainer itself would train one step more."""
     root = tmp_path / "run"
@@ -113,7 +113,7 @@ def test_a_run_that_is_over_is_not_trained_on(memory: Path, tmp_path: Path, unbr
     assert first == second == unbroken(1, "--max-steps", 15)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_stopped_early_by_a_callback_that_a_restart_does_not_reset(
     memory: Path, tmp_path: Path, unbroken: Callable[..., End]
 ) -> None:
@@ -125,7 +125,7 @@ def test_stopped_early_by_a_callback_that_a_restart_does_not_reset(
     assert end_of(tmp_path / "resumed", 1) == end
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_newer_checkpoint_of_the_trainers_own_is_taken(
     memory: Path, tmp_path: Path, unbroken: Callable[..., End]
 ) -> None:
@@ -138,7 +138,16 @@ def test_a_newer_checkpoint_of_the_trainers_own_is_taken(
     assert end_of(tmp_path / "resumed", 1)[0]["schedule"] == unbroken(1)[0]["schedule"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
+def test_another_batch_size_is_told(memory: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert 0 not in train(tmp_path / "broken", 1, "--die-before", 8, root=root)
+    assert train(tmp_path / "resumed", 1, "--batch", 4, root=root) == [0]
+    said = (tmp_path / "resumed" / f"{PROGRAM}-0.out").read_text()
+    assert "an epoch had 11 steps of 4 samples, and has 6 of 8 now. The 7 steps that are done" in said, said
+
+
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_told_to_go(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
     """Within 30 s of grace the step is on storage: the node is lost then. The exit code is that of the signal."""
@@ -152,7 +161,7 @@ def test_told_to_go(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable
     assert end_of(tmp_path / "resumed", ranks) == unbroken(ranks), broken
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_told_to_go_before_the_first_update(memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
     """The restored step is secured again as it was, though the trainer has its counters at zero then."""
     root = tmp_path / "run"
@@ -162,7 +171,7 @@ def test_told_to_go_before_the_first_update(memory: Path, tmp_path: Path, unbrok
     assert end_of(tmp_path / "resumed", 1) == unbroken(1)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -15,7 +15,7 @@ from tests.integrations.environments import REPO, environment, pinned, ranks_of
 
 _CALL = re.compile(r"warn_if_untested\((.+), \*_TESTED\)")
 _TESTED = re.compile(r'^_TESTED = \("(\d+)\.(\d+)", "(\d+)\.(\d+)"\)$', re.MULTILINE)
-_HELPERS = {"__init__", "peft", "randomness", "versions", "dcp"}
+_HELPERS = {"__init__", "epochs", "peft", "randomness", "versions", "dcp"}
 """What is no adapter to a framework with a version: DCP is torch's."""
 
 
@@ -65,7 +65,7 @@ def test_each_adapter_checks_a_version_and_the_pinned_one_is_among_those_it_know
 
 
 @pytest.mark.campaign(seconds=10)
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("package", "home", "ranks", "options"),
     [

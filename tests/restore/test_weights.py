@@ -172,6 +172,8 @@ def test_a_warm_start_takes_what_there_is(over: Run, memory: Path, caplog: pytes
     torch.manual_seed(5)
     wider = torch.nn.Sequential(*net(1)[:2], torch.nn.Identity(), torch.nn.Linear(8, 5))
     head = wider[3].weight.detach().clone()
+    with pytest.raises(rekindle.StateMismatchError, match=r'Missing key.*"3.bias"'):
+        rekindle.load_model(root, wider, 1)
     assert rekindle.load_model(root, wider, 1, strict=False) == 1
     assert torch.equal(wider[0].weight, weights["0.weight"]) and torch.equal(
         wider[1].running_var, weights["1.running_var"]

@@ -40,7 +40,7 @@ def samples_per_step(loader: Any) -> int:
     """Returns how many samples all ranks take together while this one takes a batch, as far as the loader tells."""
     batches = getattr(loader, "batch_sampler", None)
     size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
-    shares = [getattr(part, "num_replicas", None) for part in _parts(loader)]
+    shares = [getattr(part, name, None) for part in _parts(loader) for name in ("num_replicas", "num_processes")]
     ranks = next((share for share in shares if isinstance(share, int)), 1)
     return (size if isinstance(size, int) else 1) * ranks
 

@@ -279,6 +279,8 @@ class Match:
         """Matches what an optimizer keeps of one parameter, which is several in the checkpoint if it is flattened."""
         kept: dict[str, Any] = {}
         runs = self.contents.runs(parameter)
+        if runs is not None and not parameter.numel():
+            return  # all of it is on other ranks: it has no gradients here, so a counter would be that of the restart
         for at, own_name in enumerate(own_names):
             node = self.saved.kept(name, own_name)
             if node is None:

@@ -15,6 +15,7 @@ def digest(*values: object) -> str:
 
     def walk(value):
         if isinstance(value, torch.Tensor):
+            value = value.to_local() if hasattr(value, "to_local") else value  # this rank's shard
             found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
             for key, item in sorted(value.items(), key=lambda item: str(item[0])):

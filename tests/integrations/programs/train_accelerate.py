@@ -25,6 +25,7 @@ options.add_argument("--alone", action="store_true", help="trains without Rekind
 options.add_argument("--die-before", type=int, help="the update that is not made any more")
 options.add_argument("--die-rank", type=int, help="the rank that dies; all do without it")
 options.add_argument("--workers", type=int, default=0)
+options.add_argument("--batch", type=int, default=2, help="examples of a batch")
 options.add_argument("--unseeded", action="store_true", help="shuffles by the generator of the sampler")
 options.add_argument("--lora", action="store_true", help="trains a PEFT model")
 options.add_argument("--iterable", action="store_true", help="takes data without a length")
@@ -67,7 +68,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 data = Stream(rows) if given.iterable else torch.utils.data.TensorDataset(rows)
 loader = torch.utils.data.DataLoader(
-    data, batch_size=2, shuffle=None if given.iterable else True, num_workers=given.workers
+    data, batch_size=given.batch, shuffle=None if given.iterable else True, num_workers=given.workers
 )
 checks = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8)), batch_size=2)
 model, optimizer, schedule, loader, checks = accelerator.prepare(model, optimizer, schedule, loader, checks)

@@ -18,6 +18,8 @@ from digests import digest
 from dying import die
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from rekindle.integrations.lightning import RekindleCallback
 
@@ -25,12 +27,14 @@ options = argparse.ArgumentParser()
 options.add_argument("root")
 options.add_argument("--alone", action="store_true", help="trains without Rekindle")
 options.add_argument("--devices", type=int, default=1)
+options.add_argument("--strategy", default="ddp", help="of several ranks: ddp, fsdp or model_parallel")
 options.add_argument("--die-before", type=int, help="the update that is not made any more")
 options.add_argument("--die-rank", type=int, help="the rank that dies; all do without it")
 options.add_argument("--die-validating", action="store_true", help="dies in the validation behind that update")
 options.add_argument("--signal", default="KILL", help="dies by it")
 options.add_argument("--manual", action="store_true", help="trains by two optimizers")
 options.add_argument("--workers", type=int, default=0)
+options.add_argument("--batch", type=int, default=4, help="examples of a batch")
 options.add_argument("--persistent", action="store_true", help="keeps the workers")
 options.add_argument("--iterable", action="store_true", help="takes data without a length")
 options.add_argument("--max-steps", type=int, default=-1)
@@ -65,6 +69,13 @@ class Dying(Callback):
             if given.in_one_process:
                 raise Die
             die(given.signal)
+
+
+class FsdpOnCpu(FSDPStrategy):
+    """Lightning's own, which is refused without a GPU if it is of that very class, and gives FSDP a GPU's number."""
+
+    def _setup_model(self, model):
+        return super()._setup_model(FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs))
 
 
 class Printed(Logger):
@@ -106,6 +117,11 @@ class Model(lightning.LightningModule):
         self.seen = torchmetrics.MeanMetric()
         self.automatic_optimization = not given.manual
 
+    def configure_model(self):
+        if given.strategy == "model_parallel":
+            for part in (self.head, self.tail):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
     def training_step(self, batch, number):
         loss = (self.tail(self.head(batch)) - batch).square().mean()
         if given.manual:
@@ -135,11 +151,21 @@ class Model(lightning.LightningModule):
         return both, [torch.optim.lr_scheduler.StepLR(one, 3) for one in both]
 
 
+def strategy():
+    if given.devices == 1:
+        return "auto"
+    if given.strategy == "fsdp":
+        return FsdpOnCpu(state_dict_type="sharded")
+    if given.strategy == "model_parallel":
+        return ModelParallelStrategy(data_parallel_size=given.devices, tensor_parallel_size=1)
+    return given.strategy
+
+
 def loader(shuffle):
     data = Stream() if given.iterable and shuffle else Rows()
     return torch.utils.data.DataLoader(
         data,
-        batch_size=4,
+        batch_size=given.batch,
         shuffle=shuffle and not given.iterable,
         num_workers=given.workers,
         persistent_workers=given.persistent,
@@ -154,7 +180,7 @@ def train(callbacks):
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=given.devices,
-        strategy="ddp" if given.devices > 1 else "auto",
+        strategy=strategy(),
         max_epochs=3,
         max_steps=given.max_steps,
         accumulate_grad_batches=1 if given.manual else 2,

@@ -25,7 +25,7 @@ from train_plain import Task
 
 import rekindle
 from rekindle.data import Resumable
-from rekindle.integrations.ray import notices, report, root
+from rekindle.integrations.ray import leave, notices, report, root
 
 LONG = 120.0
 
@@ -87,7 +87,7 @@ def train(config: dict) -> dict:
     ckpt = rekindle.Checkpointer(root() if case["workers"] else place / "local", state)
     start = step = ckpt.restore()
     node = ray.get_runtime_context().get_node_id() if case["workers"] else ""
-    with ckpt.guard(notices=notices()):
+    with ckpt.guard(notices=notices(), on_exit=leave):
         for _epoch in range(data.epoch, case["epochs"]):
             for (x,) in data:
                 step += 1

@@ -37,6 +37,7 @@ options.add_argument("--resume", action="store_true", help="passes resume_from_c
 options.add_argument("--trainer", default="plain")
 options.add_argument("--max-steps", type=int, default=-1)
 options.add_argument("--workers", type=int, default=0)
+options.add_argument("--batch", type=int, default=2, help="examples of a batch")
 options.add_argument("--strategy", default="steps", help="when to evaluate: steps or epoch")
 options.add_argument("--patience", type=int, default=100)
 options.add_argument("--unseeded", action="store_true", help="shuffles by the global generator")
@@ -102,7 +103,7 @@ if given.lora:
     model = get_peft_model(model, lora)
 settings = dict(
     output_dir=given.out,
-    per_device_train_batch_size=2,
+    per_device_train_batch_size=given.batch,
     gradient_accumulation_steps=2,
     num_train_epochs=2,
     max_steps=given.max_steps,

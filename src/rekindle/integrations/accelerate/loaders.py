@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rekindle.integrations.epochs import epoch_of, warn_of_other_epoch
 from rekindle.integrations.randomness import capture_random, own_generators, set_own_generators, set_random
 from rekindle.state.rng import RngState
 
@@ -54,7 +55,8 @@ class LoaderPosition:
             return self._restored
         batches = self._given()
         start = self._start if batches else {**self._start, "own": own_generators(self._loader)}
-        return {"epoch": getattr(self._loader, "iteration", 0), "batches": batches, "start": start}
+        place = {"epoch": getattr(self._loader, "iteration", 0), "batches": batches, "start": start}
+        return {**place, "epoch_of": epoch_of(self._loader)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lets the next pass go on behind ``state``."""
@@ -77,6 +79,7 @@ class LoaderPosition:
         restored, self._restored = self._restored, None
         after: dict[str, Any] | None = None
         if restored is not None:
+            warn_of_other_epoch(restored.get("epoch_of"), epoch_of(self._loader), restored["batches"])
             after = RngState().state_dict()
             set_random(self._loader, restored["start"])
         self._start = capture_random(self._loader)

@@ -13,6 +13,7 @@ from typing import Any
 from rekindle.data.generators import LoaderGenerators
 from rekindle.data.parts import drop_workers, is_indexed, keeps_workers
 from rekindle.errors import UsageError
+from rekindle.integrations.epochs import epoch_of, warn_of_other_epoch
 from rekindle.state.rng import RngState
 
 __all__ = ["Place"]
@@ -35,6 +36,7 @@ class Place:
         """Returns the place, without ``start``."""
         return {
             "loaders": len(self._training()),
+            "epochs": [epoch_of(loader) for loader in self._training()],
             "batches": self._epoch.batch_progress.current.ready - self._uncounted if self.start is not None else 0,
             "own": [LoaderGenerators(loader).own_states() for loader in self._loaders()],
             "validation": _workers(self._validation()),
@@ -87,6 +89,9 @@ class Place:
         Lightning has begun one already, before it has told the samplers the epoch.
         """
         rng, now = RngState(), RngState().state_dict()
+        if restored["midway"]:
+            for before, loader in zip(restored["epochs"], self._training(), strict=False):
+                warn_of_other_epoch(before, epoch_of(loader), restored["batches"])
         self._make_validation_workers(restored["validation"])
         if restored["midway"] and self.start is not None and not restored["loaders"]:
             self._set(self.start)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rekindle.integrations.epochs import warn_of_other_epoch
 from rekindle.integrations.randomness import capture_random, own_generators
 from rekindle.state.rng import RngState
 
@@ -28,11 +29,11 @@ _COUNTED = ("_metrics", "_total_train_tokens")
 class TrainerProgress:
     """Entry of the state. Plain values go into JSON, as the Trainer's own do: their structure may change any time."""
 
-    def __init__(self, trainer: Any, loader: Any) -> None:
-        """``loader``: that of the training's data."""
+    def __init__(self, trainer: Any, loader: Any, epoch: list[int]) -> None:
+        """``loader``: that of the training's data, an ``epoch`` of which has so many updates, of so many examples."""
         if not hasattr(trainer, "_tr_loss"):  # made by train(), later than this
             trainer._tr_loss = torch.zeros((), device=trainer.args.device)
-        self._trainer, self._loader = trainer, loader
+        self._trainer, self._loader, self._epoch = trainer, loader, epoch
         self._log = _LogText()
         self._exportable = importlib.import_module("transformers.trainer_callback").ExportableState
         self._loaded: dict[str, Any] = {}
@@ -54,6 +55,7 @@ class TrainerProgress:
             "counted": json.dumps(counted, default=_plain),
             "loss": trainer._tr_loss,
             "total_loss": getattr(trainer, "_total_loss_scalar", 0.0),
+            "epoch_of": self._epoch,
             "first_step": getattr(trainer, "_initial_global_step", 0),  # train_loss is a mean of the steps behind it
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
             "flos": trainer.current_flos,
@@ -84,6 +86,7 @@ class TrainerProgress:
     def note_restored(self) -> None:
         """Notes that training goes on from what was restored, and the random generators of that step."""
         self._pending = True
+        warn_of_other_epoch(self._loaded.get("epoch_of"), self._epoch, json.loads(self._loaded["state"])["global_step"])
         self.step_end = {"global": RngState().state_dict(), "own": self._loaded["own_generators"]}
 
     def write_state(self, directory: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import rekindle
 from rekindle.errors import RekindleError, UsageError
+from rekindle.integrations.epochs import epoch_of
 from rekindle.integrations.peft import without_frozen_base
 from rekindle.integrations.randomness import capture_random, set_random
 from rekindle.integrations.transformers.progress import TrainerProgress
@@ -94,7 +95,10 @@ class Attachment:
 
     def _open(self) -> rekindle.Checkpointer:
         trainer = self._trainer
-        self._progress = TrainerProgress(trainer, self._loader)
+        args = trainer.args
+        examples = trainer._train_batch_size * args.world_size * args.gradient_accumulation_steps
+        updates = self._updates if epoch_of(self._loader)[0] else 0
+        self._progress = TrainerProgress(trainer, self._loader, [updates, examples])
         model = without_frozen_base(trainer.model)
         state = {"model": model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
