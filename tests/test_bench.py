@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.environments import needs_lightning
+from tests.nodes.lab import why_not
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 PAGE = BENCH.parent / "docs" / "benchmarks.md"
@@ -162,6 +163,20 @@ def test_reads_from_another_node_are_measured(tmp_path: Path) -> None:
     for (turn,) in turns.values():
         assert turn["bytes"] >= 64 << 20 and turn["seconds"] > 0 and turn["cpu"] > 0
     assert "GB/s" in done.stdout
+
+
+@pytest.mark.campaign(15)
+def test_no_contender_is_faster_than_the_link_between_two_nodes(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    command = [sys.executable, str(BENCH / "nodes.py"), "--smoke", "--link", "1gbit"]
+    done = subprocess.run([*command, "--json", str(tmp_path / "out.json")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out.json").read_bytes())
+    assert [*found["turns"]][:2] == ["Rekindle, verified", "Rekindle, kept as a copy"]
+    for (turn,) in found["turns"].values():
+        assert turn["bytes"] / turn["seconds"] < 1.1 * 1e9 / 8, "4 MB may come at once after a pause"
+    assert "a link of 1gbit" in found["conditions"]
 
 
 @needs_lightning

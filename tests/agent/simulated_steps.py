@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable
 from typing import NamedTuple
 
 from rekindle.agent.common_step import CommonStep, Own, Told
+from rekindle.agent.copier import AGENT_AWAY
 from rekindle.peers.membership import BEAT_EVERY, SUSPECT, Membership
 
 
@@ -42,7 +44,8 @@ class SimulatedNode:
         self.common = CommonStep(self.number, range(self.count), copies=True, every=self.every, former=former)
         self.words: dict[int, Told] = {}
         self.heard_at: dict[int, float] = {}
-        self.failed = self.copying = (-1, -1)
+        self.failed = self.copying = self.awaited = (-1, -1)
+        self.awaited_at = math.inf
 
     def save(self, step: int) -> None:
         """Saves as ranks do: the newest snapshot stays, and those that the note names."""
@@ -153,7 +156,9 @@ class SimulatedSteps:
         if not node.common.is_open or step not in node.steps or step in node.copies or node.copying == name:
             return
         source = self.nodes[(node.number - len(self.nodes) // 2) % len(self.nodes)]
-        if node.failed == name or step not in source.steps:
+        if node.failed == name or not self._answers(source, node, name):
+            return
+        if step not in source.steps:
             if max(source.steps, default=-1) > step:
                 node.failed = name
             return
@@ -168,7 +173,18 @@ class SimulatedSteps:
                 now = node.common.told
                 if fails:
                     node.failed = name
-                elif (now.round, now.step) == name and node.common.is_open:
+                elif (now.round, now.step) == name and node.common.is_open and self._answers(source, node, name):
                     node.copies.add(step)
 
         self.at(self.now + seconds, end)
+
+    def _answers(self, source: SimulatedNode, node: SimulatedNode, name: tuple[int, int]) -> bool:
+        """True if the source has an agent. A node that has waited too long for one gives the copy up."""
+        if not self._is_harmed("agent", source.number):
+            node.awaited = (-1, -1)
+            return True
+        if node.awaited != name:
+            node.awaited, node.awaited_at = name, self.now
+        if self.now - node.awaited_at > AGENT_AWAY:
+            node.failed = name
+        return False

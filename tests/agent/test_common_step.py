@@ -186,6 +186,24 @@ def test_a_node_whose_bit_is_not_out_turns_to_the_next_round_at_once() -> None:
     assert node.tick(heard=[Told(1, 9)]).step == 3
 
 
+def test_a_new_agent_takes_up_the_round_in_which_its_step_is_kept_at_once() -> None:
+    """It knows the step from the agent before, and not the round. Its own bit was out before it heard of that."""
+    node = Node(3, number=1)
+    node.common = CommonStep(1, range(3), copies=True, former=Told(0, 7, safe=3))
+    node.have(3, 7)
+    assert node.tick().have == 0b010
+    assert node.tick(heard=[Told(9, 7, 0b101, safe=3)]).safe == 7
+
+
+def test_a_new_agent_stays_for_a_while_with_a_step_that_others_have_given_up() -> None:
+    node = Node(2, number=1)
+    node.common = CommonStep(1, range(2), copies=True, former=Told(0, 7, safe=3))
+    node.have(3, 7)
+    node.tick()
+    assert node.tick(2.0, heard=[Told(9, 7, 0, failed=True, safe=3)]).round == 0 and node.common.is_promised
+    assert node.tick(1.5, heard=[Told(9, 7, 0, failed=True, safe=3)]).round == 9
+
+
 def test_the_word_that_a_step_is_safe_counts_only_for_one_that_this_node_has() -> None:
     node = Node(number=1)
     node.have(7, 8, kept=(8,))
@@ -296,3 +314,25 @@ def test_a_healthy_job_loses_half_a_second_of_steps_and_the_time_of_a_copy(count
     assert max(gaps) < max(2.0, 1.7 * step_seconds)
     assert job.step - job.safe[-1][1] <= 1 + 2.0 / step_seconds
     assert all(len(nodes) == count for nodes in list(job.drained.values())[:-1]), "a marked step was not in memory"
+
+
+CASES = [(2, (1,), 0.8), *((2, at, away) for at in ((0,), (1,), (0, 1)) for away in (0.3, 1.5, 2.5))]
+CASES += [(3, at, away) for at in ((0,), (1,), (0, 1, 2)) for away in (0.3, 0.8, 1.5, 2.5)]
+
+
+@pytest.mark.parametrize(
+    ("count", "killed", "away"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.campaign) for case in CASES[1:])]
+)
+def test_agents_that_are_followed_by_others_hold_up_common_steps_for_as_long_as_they_are_away(
+    count: int, killed: tuple[int, ...], away: float
+) -> None:
+    """Killed at any moment of a round. One of which nobody there has heard is given up, and kept for a while more."""
+    longest = []
+    for moment in range(16):
+        job = SimulatedSteps(count, random.Random(moment), 0.1, 0.02)
+        job.drops, begin = 0.0, 4.0 + 0.05 * moment
+        job.harms = [Harm("agent", killed, begin, begin + away)]
+        job.run(begin + 10.0)
+        longest.append(max(after - at for (at, _), (after, _) in pairwise(job.safe) if after > 1.5))
+    assert max(longest) < away + 4.5
+    assert sorted(longest)[11] < away + 1.5, f"in most cases: {sorted(longest)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.agent import copier
 from rekindle.agent.node_safety import NodeSafety
 from rekindle.errors import MemoryStoreError
 from rekindle.format.lineage import Incarnation, ShardId
@@ -18,9 +19,10 @@ from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.slots import NotReadyError, Slots
+from rekindle.peers import files, wire
 from rekindle.peers.server import PeerServer
 from rekindle.peers.snapshots import snapshot_handlers
-from rekindle.peers.wire import Credentials
+from rekindle.peers.wire import Credentials, Link
 from tests.conftest import make_shard
 from tests.memory.saved import FILE, assert_sound, content, save, steps
 
@@ -37,11 +39,16 @@ class Host:
         self.job.create()
         self.slots = Slots(self.job, number, 2, [number])
         stack.callback(self.slots.close)
-        self.listener = socket.create_server((HOST, 0))
-        credentials = Credentials(SECRET, START.id, f"n{number}")
-        server = PeerServer(self.listener, lambda: credentials, snapshot_handlers(self.job))
-        server.start()
-        stack.callback(server.close)
+        self.serve(0)
+        stack.callback(lambda: self.server.close())
+
+    def serve(self, port: int) -> None:
+        """Gives other nodes what is in memory."""
+        listener = socket.create_server((HOST, port))
+        self.port = listener.getsockname()[1]
+        credentials = Credentials(SECRET, START.id, f"n{self.number}")
+        self.server = PeerServer(listener, lambda: credentials, snapshot_handlers(self.job))
+        self.server.start()
 
 
 class Hosts:
@@ -50,9 +57,7 @@ class Hosts:
     def __init__(self, memory: Path, stack: ExitStack) -> None:
         self.hosts = [Host(memory, number, stack) for number in (0, 1)]
         self.info = JobInfo("/somewhere/run", [0], 2, 2, None, 600.0, persist_seconds=30.0, start=START.id, host=HOST)
-        self.nodes = [
-            Node(f"n{host.number}", HOST, host.listener.getsockname()[1], [host.number]) for host in self.hosts
-        ]
+        self.nodes = [Node(f"n{host.number}", HOST, host.port, [host.number]) for host in self.hosts]
         self._stack = stack
         self.safeties: list[NodeSafety] = []
 
@@ -61,10 +66,13 @@ class Hosts:
         for safety in self.safeties:
             safety.close()
         info = replace(self.info, **settings)
-        self.safeties = [NodeSafety(h.job, Nodes(START.id, 1, SECRET, h.number, self.nodes), info) for h in self.hosts]
-        for safety in self.safeties:
-            safety.start()
-            self._stack.callback(safety.close)
+        self.safeties = [self.begin_one(host, info) for host in self.hosts]
+
+    def begin_one(self, host: Host, info: JobInfo) -> NodeSafety:
+        safety = NodeSafety(host.job, Nodes(START.id, 1, SECRET, host.number, self.nodes), info)
+        safety.start()
+        self._stack.callback(safety.close)
+        return safety
 
     def save(self, *numbers: int) -> None:
         for step in numbers:
@@ -120,6 +128,37 @@ def test_agents_that_begin_anew_go_on_where_the_others_have_ended(hosts: Hosts) 
     assert [safety.told.safe for safety in hosts.safeties] == [1, 1] == hosts.safe()
     hosts.save(2)
     hosts.run(lambda: hosts.safe() == [2, 2])
+
+
+def test_a_copy_waits_for_the_agent_that_follows_one_that_was_killed(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both nodes still have the step: it is not given up, which would take seconds until another one is named."""
+    refused = []
+
+    def connect(*args: object) -> Link:
+        try:
+            return wire.connect(*args)
+        except ConnectionRefusedError:
+            refused.append(args)
+            raise
+
+    monkeypatch.setattr(files, "connect", connect)
+    monkeypatch.setattr(copier, "AGENT_AWAY", 60.0)
+    hosts.begin()
+    hosts.save(1)
+    hosts.run(lambda: hosts.safe() == [1, 1])
+    killed = hosts.hosts[1]
+    killed.server.close()
+    hosts.save(2)
+    hosts.run(lambda: refused and hosts.safeties[1].told.step == 2)
+    named = hosts.safeties[0].told
+    assert (named.step, named.failed) == (2, False)
+    hosts.safeties[1].close()
+    killed.serve(killed.port)
+    hosts.safeties[1] = hosts.begin_one(killed, hosts.info)
+    hosts.run(lambda: hosts.safe() == [2, 2])
+    assert [safety.told.round for safety in hosts.safeties] == [named.round] * 2
 
 
 def test_the_first_step_is_marked_for_storage_and_the_next_when_its_time_has_come(hosts: Hosts) -> None:

@@ -174,8 +174,12 @@ class CommonStep:
             self._told = mine._replace(have=mine.have | other.have & self._all & ~self._bit)
             if other.failed:
                 self._fail(now)
-        elif (other.round, other.step) > (mine.round, mine.step) and self._lets_go(now):
-            self._begin(other, now)
+        elif (other.round, other.step) > (mine.round, mine.step):
+            if other.step == mine.step and not other.failed:  # a new agent's: it keeps the step as the one before did
+                self._begin(other, now)
+                self._told = self._told._replace(have=self._told.have | mine.have & self._bit)
+            elif self._lets_go(now):
+                self._begin(other, now)
 
     def _begin(self, told: Told, now: float) -> None:
         """Turns to another round."""

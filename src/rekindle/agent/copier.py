@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -28,7 +29,7 @@ from rekindle.peers.wire import Credentials, call, connect
 from rekindle.peers.witnesses import Witnesses
 from rekindle.storage.throttle import Budget
 
-__all__ = ["Aim", "Copier", "Progress"]
+__all__ = ["AGENT_AWAY", "Aim", "Copier", "Progress"]
 
 log = logging.getLogger("rekindle.agent")
 
@@ -41,8 +42,11 @@ _LEAST, _MOST = 1 / 16, 1 / 2
 more than the other. Training has the rest of a network that it shares."""
 _ASK_EVERY = 0.1
 """Seconds between two questions for a shard that the source has not committed yet."""
-_LIST_EVERY = 2.0
+_LIST_EVERY = 0.5
 """Seconds of such questions after which the source is asked what it has: it may have skipped the step."""
+AGENT_AWAY = 3.0
+"""Seconds in which an agent of the source that was killed must be followed by another one, which has the same shards.
+A copy that is given up costs as many: that long its step is kept, and no other one is named."""
 _PATIENCE = 3.0
 """Seconds in which the source must connect, answer, and send more. The copier of a new start waits for that of the one
 before, and launchers wait as long for a node that is silent."""
@@ -141,7 +145,7 @@ class Copier:
             slots = self._open(stack)
             while slots is not None and (aim := self._next()) is not None:
                 try:
-                    self._copy(slots, aim)
+                    self._copy_from_agents(slots, aim)
                     self._succeed(aim)
                 except _AbandonedError:
                     pass
@@ -184,6 +188,21 @@ class Copier:
         with self._changed:
             self._changed.wait_for(lambda: self._over or due())
             return None if self._over else self._aim
+
+    def _copy_from_agents(self, slots: CopySlots, aim: Aim) -> None:
+        """Copies a step: once more from the next agent of the source if one is killed meanwhile."""
+        until = None
+        while True:
+            try:
+                self._copy(slots, aim)
+                return
+            except OSError as error:
+                if not (isinstance(error, ConnectionError) or error.errno == errno.EPROTO):  # a new agent's first word
+                    raise
+                until = until or time.monotonic() + AGENT_AWAY
+                if time.monotonic() > until:
+                    raise
+            self._pause(aim)
 
     def _copy(self, slots: CopySlots, aim: Aim) -> None:
         slots.tidy(self._source.ranks)  # there may be room for this one only then

@@ -20,13 +20,22 @@ from rekindle.format.layout import PAGE, Layout
 from rekindle.format.receipt import checksum
 from rekindle.format.shard import OpenShard, Receive, Remote, Stream
 
-__all__ = ["NullSink", "ShardReader", "Sink", "copy_from_address", "read_blocks", "consecutive_runs", "reader_threads"]
+__all__ = [
+    "REMOTE_PIECE_BYTES",
+    "NullSink",
+    "ShardReader",
+    "Sink",
+    "consecutive_runs",
+    "copy_from_address",
+    "read_blocks",
+    "reader_threads",
+]
 
 _RUN_BYTES = 8 << 20
 """Bytes of consecutive blocks that one thread reads at a time. A block of 16 MiB is a run of its own."""
 _PIECE_BYTES = 512 << 10
 """Bytes that are placed and then hashed while they are still in the processor's cache."""
-_REMOTE_PIECE_BYTES = 4 << 20
+REMOTE_PIECE_BYTES = 4 << 20
 """Bytes that are received from another node and then hashed. Measured with four threads on two cores: in pieces of
 512 KiB they take a third more of the processor, as they wait for each other's turn at the interpreter between them."""
 _MAX_VIEWS = 256
@@ -192,7 +201,7 @@ class ShardReader:
         if None not in places.values():
             with remote.ask(start, stop) as receive:
                 return self._read_in_place(
-                    run, places, _REMOTE_PIECE_BYTES, lambda views, _: self._receive(receive, views)
+                    run, places, REMOTE_PIECE_BYTES, lambda views, _: self._receive(receive, views)
                 )
 
         def refill(buffer: _Buffer, begin: int, stop: int) -> int:
