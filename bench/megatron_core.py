@@ -1,6 +1,6 @@
 """Measures the stall of saves by Megatron-core's dist_checkpointing, with and without Rekindle, on two ranks.
 
-``.venv-megatron/bin/python bench/megatron.py [--mib 512] [--saves 6]``. Both ways save the same tensors asynchronously;
+``.venv-megatron/bin/python bench/megatron_core.py [--mib 512] [--saves 6]``. Both ways save the same tensors asynchronously;
 a stall is the time that the thread that trains spends in saving and scheduling. Megatron's own goes to a directory on
 disk, Rekindle's into memory, from where an agent carries it to the same directory.
 """
