@@ -26,7 +26,7 @@ with ckpt.guard():
     while True:
         step += 1
         optimizer.zero_grad()
-        model(torch.randn(256, 1500)).square().mean().backward()
+        model(torch.randn(64, 1500)).square().mean().backward()
         optimizer.step()
         ckpt.step(step)
 """
