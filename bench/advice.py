@@ -1,4 +1,4 @@
-"""Example of advice: ``python bench/advice.py``. A job trains for two minutes, chooses its intervals, and is advised.
+"""Example of advice: ``python bench/advice.py``. A job trains for three minutes by itself, and is advised.
 
 Its model has 9 million parameters, which with AdamW's state makes 108 MB. Linux only.
 """
@@ -33,7 +33,7 @@ with ckpt.guard():
 
 
 @click.command(help=__doc__)
-@click.option("--seconds", default=120.0, show_default=True, help="Time that the job trains.")
+@click.option("--seconds", default=170.0, show_default=True, help="Time that the job trains.")
 @click.option("--docs", is_flag=True, help="Put the advice into docs/advice.md.")
 def main(seconds: float, docs: bool) -> None:
     from report import put_blocks
