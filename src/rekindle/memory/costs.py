@@ -35,7 +35,7 @@ _CHECK = struct.Struct("=I")
 """Checksum behind the record, by which a reader knows one that is half written: the kernel copies in no known order."""
 _SIZE = _HEAD.size + 2 * _COUNTS + _CHECK.size
 _TRIES = 100
-"""Readings of a page that is just being written. A write takes a microsecond."""
+"""Readings of a page that is just being written."""
 
 
 @dataclass
