@@ -1,4 +1,4 @@
-"""Example of advice: ``python bench/advice.py``. A job trains for two minutes, chooses its intervals, and is advised.
+"""Example of advice: ``python bench/advice.py``. A job trains for three minutes by itself, and is advised.
 
 Its model has 9 million parameters, which with AdamW's state makes 108 MB. Linux only.
 """
@@ -26,14 +26,14 @@ with ckpt.guard():
     while True:
         step += 1
         optimizer.zero_grad()
-        model(torch.randn(256, 1500)).square().mean().backward()
+        model(torch.randn(64, 1500)).square().mean().backward()
         optimizer.step()
         ckpt.step(step)
 """
 
 
 @click.command(help=__doc__)
-@click.option("--seconds", default=120.0, show_default=True, help="Time that the job trains.")
+@click.option("--seconds", default=170.0, show_default=True, help="Time that the job trains.")
 @click.option("--docs", is_flag=True, help="Put the advice into docs/advice.md.")
 def main(seconds: float, docs: bool) -> None:
     from report import put_blocks

@@ -35,7 +35,7 @@ _CHECK = struct.Struct("=I")
 """Checksum behind the record, by which a reader knows one that is half written: the kernel copies in no known order."""
 _SIZE = _HEAD.size + 2 * _COUNTS + _CHECK.size
 _TRIES = 100
-"""Readings of a page that is just being written. A write takes a microsecond."""
+"""Readings of a page that is just being written."""
 
 
 @dataclass
@@ -145,8 +145,10 @@ class CostPage:
             *(costs.restored_step, costs.snapshot_seconds, costs.restore_seconds, stalls.total, steps.total),
         )
         record = head + stalls.counts.tobytes() + steps.counts.tobytes()
-        with suppress(OSError):  # only if somebody truncated the page and memory is full
+        try:  # without suppress(), which takes longer than the kernel's copy
             os.pwrite(self._file.fileno(), record + _CHECK.pack(zlib.crc32(record)), 0)
+        except OSError:  # only if somebody truncated the page and memory is full
+            pass
 
 
 def cost_page(directory: Path, rank: int) -> Path:

@@ -132,7 +132,7 @@ class Metrics:
             self.show()
 
     def show(self) -> None:
-        """Write the numbers to their page, if there is one: two microseconds."""
+        """Write the numbers to their page, if there is one."""
         if self._page is None:
             return
         costs = self._costs
