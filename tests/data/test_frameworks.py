@@ -23,13 +23,14 @@ def train(*arguments: object) -> int:
         env={**os.environ, "PYTHONPATH": f"{REPO / 'src'}:{REPO}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
     )
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode
 
 
 @pytest.mark.campaign(seconds=25)
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     ("kind", "exact"),
     [(kind, exact) for kind in RESUMABLE for exact in ("replay", "seeded")] + [(k, "-") for k in BARE],
