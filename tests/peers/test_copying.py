@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -229,6 +233,66 @@ def test_an_agent_that_is_killed_at_any_rename_of_a_copy_leaves_sound_ones_and_t
         copy(near, nodes, 9)
         assert {step: tensors_at(near.copies, step) for step in steps_of(near)} == {step: data[step] for step in (7, 9)}
         assert len([*near.copies.path.rglob("*.slot"), *near.copies.path.rglob("*.safetensors")]) == 2
+
+
+CHANGES = frozenset("fcntl.flock mmap.__new__ open os.mkdir os.remove os.rename os.rmdir os.truncate".split())
+"""What Python audits of all that changes files, their names and their locks."""
+
+
+def copy_until_call(number: int, near: Path, nodes: Nodes) -> None:
+    """An agent that copies step 9, and dies before its call of that number that changes something."""
+    calls = itertools.count()
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event in CHANGES and (event != "open" or args[2] & os.O_CREAT) and next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+    copy(JobDir(near), nodes, 9)
+
+
+def dies(number: int, near: JobDir, nodes: Nodes) -> bool:
+    """Lets such an agent copy. False if it has come to its end before."""
+    agent = context.Process(target=copy_until_call, args=(number, near.path, nodes))
+    agent.start()
+    agent.join(60)
+    assert agent.exitcode in (0, -signal.SIGKILL)
+    return agent.exitcode != 0
+
+
+@pytest.mark.campaign(seconds=40)
+@pytest.mark.timeout(900)
+def test_agents_that_are_killed_before_any_call_of_a_copy_leave_sound_ones_and_the_safe_one(
+    far: JobDir, near: JobDir, memory: Path
+) -> None:
+    """All states of names that a kill can leave, and for each of them a third of those that a second one can leave."""
+    data = {step: {"a": b"%d" % step} for step in (7, 8, 9)}
+    for step, tensors in data.items():
+        put(far, step, tensors, 0, 2)
+    near.notes.write_common(Common(FIRST.id, 8, 7, -1))
+    states = itertools.count()
+
+    def again(job: JobDir) -> JobDir:
+        return JobDir(shutil.copytree(job.path, memory / f"state-{next(states)}"))
+
+    with serving(far) as nodes:
+        for step in (7, 8):
+            copy(near, nodes, step)
+        for first in itertools.count():
+            once = again(near)
+            if not dies(first, once, nodes):
+                break
+            for second in itertools.count(first % 3, 3):
+                twice = again(once)
+                died = dies(second, twice, nodes)
+                found = {step: tensors_at(twice.copies, step) for step in steps_of(twice)}
+                assert 7 in found and found.items() <= data.items(), (first, second)
+                if not died:
+                    break
+            assert found.keys() == {7, 9}, first
+            assert len([*twice.copies.path.rglob("*.slot"), *twice.copies.path.rglob("*.safetensors")]) == 2, first
+            assert not [*twice.copies.path.rglob("*.tmp")], first
+    assert first > 12 and second > 8, "a copy recycles, renames, maps, and commits"
 
 
 # -- the thread --------------------------------------------------------------------------------------------------------

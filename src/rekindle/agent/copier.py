@@ -44,9 +44,9 @@ _ASK_EVERY = 0.1
 """Seconds between two questions for a shard that the source has not committed yet."""
 _LIST_EVERY = 0.5
 """Seconds of such questions after which the source is asked what it has: it may have skipped the step."""
-AGENT_AWAY = 3.0
+AGENT_AWAY = 10.0
 """Seconds in which an agent of the source that was killed must be followed by another one, which has the same shards.
-A copy that is given up costs as many: that long its step is kept, and no other one is named."""
+Nothing is won by an earlier end: no step is node-safe without it, and one that is given up is kept for a while."""
 _PATIENCE = 3.0
 """Seconds in which the source must connect, answer, and send more. The copier of a new start waits for that of the one
 before, and launchers wait as long for a node that is silent."""
