@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import statistics
@@ -101,6 +102,8 @@ def main() -> None:
     if given.way:
         stalls = save(given)
         (given.where / f"stalls-{os.environ['RANK']}.json").write_text(json.dumps(stalls))
+        for child in multiprocessing.active_children():  # Megatron's server of queues
+            child.terminate()
         os._exit(0)  # gloo's threads need no end
     with (
         tempfile.TemporaryDirectory(prefix="rekindle-bench-", dir=Path.cwd()) as folder,
