@@ -1,15 +1,20 @@
-"""Measures the stall of saves by Megatron-core's dist_checkpointing, with and without Rekindle, on two ranks.
+"""Measures the stall of saves of a training with Megatron-core, with and without Rekindle, on two ranks.
 
-``.venv-megatron/bin/python bench/megatron_core.py [--mib 512] [--saves 6]``. Both ways save the same tensors asynchronously;
-a stall is the time that the thread that trains spends in saving and scheduling. Megatron's own goes to a directory on
-disk, Rekindle's into memory, from where an agent carries it to the same directory.
+``.venv-megatron/bin/python bench/megatron_core.py [--mib 512] [--saves 6]``. A stall is the time that the thread that
+trains spends in saving, scheduling and waiting before the next update. Three ways:
+
+- megatron: dist_checkpointing's asynchronous save to a directory on disk
+- rekindle: the same call after ``install()``: into memory, from where an agent carries it to the same directory
+- every step: ``MegatronState`` of a GPT that trains, of about 590 MiB on each rank, saved at each of its steps
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -19,6 +24,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[1]
 RANKS, TENSORS = 2, 16
+TRAIN = ("--hidden", "1792", "--steps", "12", "--settings", '{"persist_every": 1000000}')
 
 options = argparse.ArgumentParser(description=__doc__)
 options.add_argument("--mib", type=int, default=512, help="MiB of tensors on each rank")
@@ -68,9 +74,27 @@ def measure(way: str, given: argparse.Namespace, where: Path) -> list[float]:
     """Returns the longest stall of all ranks at each save."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     here = [str(Path(__file__)), "--mib", given.mib, "--saves", given.saves, "--way", way, "--where", where]
-    subprocess.run([*torchrun, *map(str, here)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run([*torchrun, *map(str, here)], check=True)
     each = [json.loads((where / f"stalls-{rank}.json").read_text()) for rank in range(RANKS)]
     return [max(stalls) for stalls in zip(*each, strict=True)]
+
+
+def every_step(where: Path) -> tuple[str, float, float]:
+    """Returns the size of a rank's snapshots, and median and longest stall in ms, of the slower rank."""
+    launcher = [sys.executable, "-m", "rekindle", "run", "--standalone", f"--nproc-per-node={RANKS}"]
+    program = REPO / "tests/integrations/programs/train_megatron.py"
+    where.mkdir()
+    done = subprocess.run(
+        [*launcher, "--max-restarts=0", program, where / "run", where, *TRAIN],
+        env={**os.environ, "PYTHONPATH": str(REPO / "src")},
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    found = re.findall(r"saves of (.+?), 0 failed, stall median ([\d.]+) ms, longest ([\d.]+) ms", done.stdout)
+    assert len(found) == RANKS, done.stdout
+    return found[0][0], max(float(median) for _, median, _ in found), max(float(longest) for _, _, longest in found)
 
 
 def main() -> None:
@@ -78,14 +102,22 @@ def main() -> None:
     if given.way:
         stalls = save(given)
         (given.where / f"stalls-{os.environ['RANK']}.json").write_text(json.dumps(stalls))
+        for child in multiprocessing.active_children():  # Megatron's server of queues
+            child.terminate()
         os._exit(0)  # gloo's threads need no end
-    with tempfile.TemporaryDirectory(prefix="rekindle-bench-", dir=Path.cwd()) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="rekindle-bench-", dir=Path.cwd()) as folder,
+        tempfile.TemporaryDirectory(prefix="rekindle-bench-", dir="/dev/shm") as memory,
+    ):
+        os.environ |= {"REKINDLE_MEMORY": memory, "OMP_NUM_THREADS": "1"}
         found = {way: measure(way, given, Path(folder) / way) for way in ("megatron", "rekindle")}
+        size, median, longest = every_step(Path(folder) / "every-step")
     print(f"{RANKS} ranks, {given.mib} MiB on each, {os.cpu_count()} cores; milliseconds of the slower rank")
-    print("| asynchronous save by | first | later, median | longest |\n|---|---|---|---|")
+    print("| way | first | later, median | longest |\n|---|---|---|---|")
     for way, stalls in found.items():
         first, *later = (1e3 * stall for stall in stalls)
         print(f"| {way} | {first:.0f} | {statistics.median(later):.0f} | {max(later):.0f} |")
+    print(f"| every step, {size} | | {median:.1f} | {longest:.0f} |")
 
 
 if __name__ == "__main__":
