@@ -23,8 +23,13 @@ from tests.faults.harness import end_agent, wait_for
 from tests.integrations.environments import PROGRAMS, REPO, environment, lines, ranks_of
 from tests.integrations.raylets import LONG, OURS, PROMPT, Cluster
 
-PACE = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2"}
-"""Environment in which Ray looks after its workers often. A report waits until the one before was taken."""
+PACE = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240",
+}
+"""Environment in which Ray looks after its workers often, and gives them time to start. A report waits until the one
+before was taken."""
 NO_WATCHER = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 """Environment that saves Ray a process for each start of its workers: nobody is told of a preemption."""
 SINGLE = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -198,7 +203,7 @@ def test_a_node_that_is_taken_away(memory: Path, elsewhere: Path, tmp_path: Path
 
 
 @pytest.mark.campaign(seconds=60)
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_one_of_two_nodes_that_is_taken_away(
     memory: Path, elsewhere: Path, small_tmpfs: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -210,7 +215,7 @@ def test_one_of_two_nodes_that_is_taken_away(
         cluster.add(memory)
         cluster.add(elsewhere)
         with training(tmp_path, leaving, **cluster.environment()) as driver:
-            wait_for(lambda: len(reported(tmp_path, "leaving")) >= 7, 2 * LONG, "no steps are reported")
+            wait_for(lambda: len(reported(tmp_path, "leaving")) >= 7, 4 * LONG, "no steps are reported")
             cluster.preempt(reported(tmp_path, "leaving")[-1]["node"], seconds=30)
             (tmp_path / "go").touch()
             cluster.add(third)
