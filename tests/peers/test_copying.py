@@ -235,7 +235,9 @@ def test_an_agent_that_is_killed_at_any_rename_of_a_copy_leaves_sound_ones_and_t
         assert len([*near.copies.path.rglob("*.slot"), *near.copies.path.rglob("*.safetensors")]) == 2
 
 
-CHANGES = frozenset("fcntl.flock mmap.__new__ open os.mkdir os.remove os.rename os.rmdir os.truncate".split())
+CHANGES = frozenset(
+    ["fcntl.flock", "mmap.__new__", "open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"]
+)
 """What Python audits of all that changes files, their names and their locks."""
 
 

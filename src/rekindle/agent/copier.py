@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
@@ -196,9 +195,7 @@ class Copier:
             try:
                 self._copy(slots, aim)
                 return
-            except OSError as error:
-                if not (isinstance(error, ConnectionError) or error.errno == errno.EPROTO):  # a new agent's first word
-                    raise
+            except ConnectionError:
                 until = until or time.monotonic() + AGENT_AWAY
                 if time.monotonic() > until:
                     raise
