@@ -130,6 +130,7 @@ def _train(rank: int, rendezvous: str, queue: object) -> None:
     dist.barrier()
 
 
+@pytest.mark.campaign(seconds=12)
 def test_real_ranks_choose_the_same_steps(tmp_path: Path) -> None:
     queue = context.Queue()
     ranks = [context.Process(target=_train, args=(rank, str(tmp_path / "rendezvous"), queue)) for rank in range(3)]
