@@ -284,6 +284,7 @@ def simulate(seed: int) -> SimulatedSteps:
 MANY = [pytest.param(range(at, at + 1000), marks=pytest.mark.campaign(50)) for at in range(0, 10_000, 1000)]
 
 
+@pytest.mark.timeout(900)  # computes for a minute, and may have a quarter of a core
 @pytest.mark.parametrize("seeds", [range(40), *MANY], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
 def test_a_safe_step_is_held_by_all_nodes_and_newer_ones_follow(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common_step, "_GRACE", 1.5)
