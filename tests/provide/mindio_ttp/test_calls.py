@@ -240,10 +240,27 @@ def test_an_orchestrator_of_an_older_version_is_told() -> None:
     def train() -> None:
         ttp.tft_start_updating_os()
         ttp.tft_end_updating_os(2)
-        ttp.tft_report_error(ttp.ReportState.RS_UCE.value)
+        ttp.tft_report_error(ttp.ReportState.RS_RETRY.value)
 
     train()
     assert told == [{0: 1}, (0, "step 2 is dumped", {0: 1}, "dump")]
+
+
+@pytest.mark.parametrize("damage", ["UCE ERROR occurred", "a page is gone", ttp.ReportState.RS_UCE_CORRUPTED])
+def test_damaged_memory_is_not_written(damage: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody has a copy: rather no dump than one of what the memory happens to hold."""
+    start()
+    ttp.tft_register_save_ckpt_handler(lambda *any: pytest.fail("called"))
+    ttp.tft_register_exception_handler("a page is gone", "RS_UCE", lambda text: text)
+    ttp.tft_start_updating_os()
+    ttp.tft_end_updating_os(2)
+    if isinstance(damage, str):
+        with pytest.raises(RuntimeError, match=damage):
+            ttp.tft_exception_handler(lambda: (_ for _ in ()).throw(RuntimeError(damage)))()
+    else:
+        ttp.tft_report_error(damage)
+    assert ttp.tft_get_repair_step() == 0 and "no checkpoint was dumped" in caplog.text
+    assert "no rank has a complete step that can be read" in caplog.text
 
 
 def test_repairs_are_refused_once(caplog: pytest.LogCaptureFixture) -> None:
