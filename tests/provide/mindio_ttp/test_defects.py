@@ -1,4 +1,4 @@
-"""Defects of the original, each test named after one and numbered as in docs/mindio_ttp.md, where others are named too."""
+"""Defects of the original, each test named after one, and numbered as in docs/mindio_ttp.md, which names others too."""
 
 from __future__ import annotations
 
