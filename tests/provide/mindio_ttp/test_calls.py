@@ -43,34 +43,94 @@ def test_a_program_imports_one_module_by_either_name(provided: None) -> None:
     assert (mindio_ttp.controller_ttp, mindio_ttp.utils) == (controller_ttp, utils)
 
 
-SIGNATURES = {
-    "tft_init_controller": "rank, world_size, enable_local_copy, enable_arf=False, enable_zit=False",
+NO_ARGUMENTS = (
+    "get_device get_mindio_export_version tft_destroy_controller tft_destroy_processor tft_get_reboot_type "
+    "tft_get_repair_step tft_get_repair_type tft_is_reboot_node tft_reset_limit_step tft_start_copy_os "
+    "tft_wait_next_action tft_wait_repair_action"
+)
+DUMPS = ("save_ckpt", "rename", "exit", "stop", "clean")
+KEPT = (
+    *("rebuild_group", "repair", "rollback", "stream_sync", "zit_downgrade_rebuild"),
+    *("zit_upgrade_rebuild", "zit_upgrade_repair", "zit_upgrade_rollback"),
+)
+"""Callbacks of repairs, which are never called."""
+INIT = "rank, world_size, enable_local_copy, "
+CONTROLLER = {
+    "tft_destroy_controller": "",
+    "tft_init_controller": INIT + "enable_arf=False, enable_zit=False",
     "tft_start_controller": "bind_ip, port, enable_tls=True, tls_info=''",
-    "tft_init_processor": "rank, world_size, enable_local_copy, enable_tls=True, tls_info='', enable_uce=True, "
-    "enable_arf=False, enable_zit=False",
-    "tft_start_processor": "master_ip, port, local_ip=''",
-    "tft_start_updating_os": "backup_step=-1",
-    "tft_end_updating_os": "step",
-    "tft_set_optimizer_replica": "rank, replica_info",
-    "tft_set_dp_group_info": "rank, dp_rank_list",
-    "tft_register_save_ckpt_handler": "func, ctx=None",
-    "tft_register_exception_handler": "fault_pattern, fault_type, fault_handle",
-    "tft_can_do_uce_repair": "hbm_error_time, start_time=None, end_time=None",
 }
+SIGNATURES = {
+    ttp: {
+        **dict.fromkeys(NO_ARGUMENTS.split(), ""),
+        **{f"tft_register_{name}_handler": "func, ctx=None" for name in (*DUMPS, *KEPT)},
+        **CONTROLLER,
+        "set_mindio_export_version": "framework_type",
+        "tft_can_do_uce_repair": "hbm_error_time, start_time=None, end_time=None",
+        "tft_end_updating_os": "step",
+        "tft_exception_handler": "func",
+        "tft_init_processor": INIT
+        + "enable_tls=True, tls_info='', enable_uce=True, enable_arf=False, enable_zit=False",
+        "tft_pause_train": "cur_step",
+        "tft_register_decrypt_handler": "decryptor",
+        "tft_register_exception_handler": "fault_pattern, fault_type, fault_handle",
+        "tft_report_error": "error_type, error_code=''",
+        "tft_report_load_ckpt_step": "step",
+        "tft_set_dp_group_info": "rank, dp_rank_list",
+        "tft_set_optimizer_replica": "rank, replica_info",
+        "tft_set_step_args": "args",
+        "tft_start_processor": "master_ip, port, local_ip=''",
+        "tft_start_updating_os": "backup_step=-1",
+    },
+    controller_ttp: {
+        **CONTROLLER,
+        "tft_notify_controller_change_strategy": "strategy, params=''",
+        "tft_notify_controller_dump": "",
+        "tft_notify_controller_on_global_rank": "fault_ranks, time=1",
+        "tft_notify_controller_prepare_action": "action, fault_ranks=None",
+        "tft_notify_controller_stop_train": "fault_ranks, stop_type='stop', timeout=None",
+        "tft_query_high_availability_switch": "",
+        "tft_register_mindx_callback": "action, func",
+    },
+    utils: {
+        "tft_can_do_uce_repair": "hbm_error_time, start_time=None, end_time=None",
+        "tft_set_update_end_time": "end_time=None",
+        "tft_set_update_start_time": "start_time=None",
+    },
+}
+"""The original's public calls, of each module, and their arguments."""
+ENUMS = {
+    "Action": "RETRY EXIT",
+    "OptimizerType": "ATTENTION MOE",
+    "RepairType": "RT_SEND RT_UCE_HIGHLEVEL RT_UCE_LOWLEVEL RT_RECV_REPAIR RT_ROLLBACK RT_LOAD_CKPT RT_LOAD_REBUILD",
+    "ReportState": "RS_NORMAL RS_RETRY RS_UCE RS_UCE_CORRUPTED RS_HCCL_FAILED RS_INIT_FINISH RS_PREREPAIR_FINISH "
+    "RS_STEP_FINISH RS_UNKNOWN",
+}
+"""The original's enumerations. Their values count from 0."""
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_are_the_originals(name: str) -> None:
-    found = [
-        str(one.replace(annotation=one.empty)) for one in inspect.signature(getattr(ttp, name)).parameters.values()
-    ]
-    assert ", ".join(found) == SIGNATURES[name]
+def test_names_and_arguments_are_the_originals() -> None:
+    for module, wanted in SIGNATURES.items():
+        assert set(module.__all__) - {"ttp_logger", *ENUMS} == wanted.keys(), module.__name__
+        for name, arguments in wanted.items():
+            parameters = inspect.signature(getattr(module, name)).parameters.values()
+            assert ", ".join(str(one.replace(annotation=one.empty)) for one in parameters) == arguments, name
+    for name, members in ENUMS.items():
+        assert {one.name: one.value for one in getattr(ttp, name)} == {
+            member: value for value, member in enumerate(members.split())
+        }
+    assert callable(controller_ttp.ttp_logger.LOGGER.info)
+    missing = [name for name in ttp_decorator.__all__ if getattr(ttp, name) is not getattr(ttp_decorator, name)]
+    assert not missing, "programs import these from either place"
 
 
-def test_a_fault_is_answered_by_a_dump_in_order(memory: Path) -> None:
-    """The callbacks get what the original gives them; the exception goes on."""
+def test_a_fault_is_answered_by_a_dump_in_order(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The callbacks get what the original gives them; the exception goes on. Those of repairs are said once to rest."""
     told: list[Any] = []
     trainer = threading.get_ident()
+    monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "1")
     ttp.tft_init_controller(0, 1, False)
     ttp.tft_start_controller("127.0.0.1", 8000, False)
     start()
@@ -79,10 +139,13 @@ def test_a_fault_is_answered_by_a_dump_in_order(memory: Path) -> None:
         told.append(("save", threading.get_ident() != trainer, *words))
 
     ttp.tft_register_save_ckpt_handler(save, "context")
-    ttp.tft_register_rename_handler(lambda *words: told.append(("rename", *words)))
-    ttp.tft_register_exit_handler(lambda ctx: told.append(("exit", ctx)), "bye")
-    for name in ("repair", "rollback", "rebuild_group", "stream_sync", "zit_upgrade_rebuild", "zit_upgrade_rollback"):
+    ttp.tft_register_rename_handler(lambda *words: told.append(("rename", *words)), "not for rename")
+    ttp.tft_register_exit_handler(lambda *words: told.append(("exit", *words)), "bye")
+    ttp.tft_register_stop_handler(lambda *words: told.append(("stop", *words)), "halt")
+    ttp.tft_register_clean_handler(lambda *words: told.append(("clean", *words)), "sweep")
+    for name in KEPT:
         getattr(ttp, f"tft_register_{name}_handler")(lambda *words: told.append("never"))
+    assert caplog.text.count("are kept, and never called: a fault is answered by a dump") == 1
 
     @ttp.tft_exception_handler
     def train(model: str) -> None:
@@ -94,8 +157,13 @@ def test_a_fault_is_answered_by_a_dump_in_order(memory: Path) -> None:
     with pytest.raises(ValueError, match="no RuntimeError"):
         train("a model")
     info = [{"type": ttp.OptimizerType.ATTENTION.value, "ranks": [0]}]
-    saved = ("save", True, 3, info, ["a model"], "context")
-    assert told == [saved, ("rename", 3, ["a model"]), ("exit", "bye")]
+    assert told == [
+        ("stop", ["a model"], "halt"),
+        ("clean", False, ["a model"], "sweep"),
+        ("save", True, 3, info, ["a model"], "context"),
+        ("rename", 3, ["a model"]),
+        ("exit", "bye"),
+    ]
     assert (ttp.tft_get_repair_step(), ttp.tft_get_repair_type()) == (3, "dump")
     assert ttp.tft_wait_next_action() == ttp.Action.EXIT.value
 
@@ -172,16 +240,35 @@ def test_an_orchestrator_of_an_older_version_is_told() -> None:
     def train() -> None:
         ttp.tft_start_updating_os()
         ttp.tft_end_updating_os(2)
-        ttp.tft_report_error(ttp.ReportState.RS_UCE.value)
+        ttp.tft_report_error(ttp.ReportState.RS_RETRY.value)
 
     train()
     assert told == [{0: 1}, (0, "step 2 is dumped", {0: 1}, "dump")]
 
 
+@pytest.mark.parametrize("damage", ["UCE ERROR occurred", "a page is gone", ttp.ReportState.RS_UCE_CORRUPTED])
+def test_damaged_memory_is_not_written(damage: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody has a copy: rather no dump than one of what the memory happens to hold."""
+    start()
+    ttp.tft_register_save_ckpt_handler(lambda *any: pytest.fail("called"))
+    ttp.tft_register_exception_handler("a page is gone", "RS_UCE", lambda text: text)
+    ttp.tft_start_updating_os()
+    ttp.tft_end_updating_os(2)
+    if isinstance(damage, str):
+        with pytest.raises(RuntimeError, match=damage):
+            ttp.tft_exception_handler(lambda: (_ for _ in ()).throw(RuntimeError(damage)))()
+    else:
+        ttp.tft_report_error(damage)
+    assert ttp.tft_get_repair_step() == 0 and "no checkpoint was dumped" in caplog.text
+    assert "no rank has a complete step that can be read" in caplog.text
+
+
 def test_repairs_are_refused_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         ttp.tft_init_processor(0, 1, True, False, "", True, True, True)
-    assert caplog.text.count("is accepted, and nothing is repaired") == 1
+        ttp.tft_start_copy_os()
+    assert caplog.text.count("enable_arf, enable_zit, enable_local_copy is accepted, and nothing is repaired") == 1
+    assert caplog.text.count("tft_start_copy_os: accepted, and no local copy") == 1
     assert not ttp.tft_can_do_uce_repair(1) and not ttp.tft_is_reboot_node()
     assert controller_ttp.tft_notify_controller_prepare_action("hot switch", {}) == 1
     assert controller_ttp.tft_notify_controller_stop_train({}, "pause", 3) == 1

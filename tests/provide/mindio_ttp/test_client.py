@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.storage.incidents import load_incidents
+from rekindle.storage.posix import PosixStore
 from tests.provide.mindio_ttp.programs import Run, begin
 
 pytestmark = pytest.mark.timeout(600)  # four ranks start twice, on two cores that may have other work
@@ -32,6 +34,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
 def check_dump(run: Run, world: int, step: int, writers: int) -> None:
     """Asserts that ``step`` was dumped by so many ranks, all callbacks in order, and loaded by the next start."""
     assert run.events("strike"), "the fault has not happened"
+    if run.events("strike")[0]["fault"] == "kill":
+        (incident, *_), _ = load_incidents(PosixStore(run.place / "root"))
+        assert incident.cause in ("signal", "exit"), "noticed by its silence, not by its end"
     saves = run.events("save")
     assert [event["step"] for event in saves] == [step] * writers
     ranks = [event["rank"] for event in saves]

@@ -9,9 +9,14 @@ from typing import Any
 
 from rekindle.errors import UsageError
 
-__all__ = ["Callbacks", "callbacks", "say_once"]
+__all__ = ["DAMAGE", "Callbacks", "callbacks", "say_once"]
 
 log = logging.getLogger("rekindle")
+
+DAMAGE = ("RS_UCE", "RS_UCE_CORRUPTED")
+"""States in which a rank's device memory has lost what it held."""
+_TEXTS_OF_DAMAGE = ("UCE ERROR", "HBM MULTI BIT ECC")
+"""Words of torch_npu's exceptions that stand for such a state."""
 
 _said: set[str] = set()
 
@@ -68,6 +73,11 @@ class Callbacks:
                 except Exception as failure:
                     log.warning("the handler of %r failed: %s: %s", pattern, type(failure).__name__, failure)
         return "; ".join(words)
+
+    def tells_damage(self, error: BaseException) -> bool:
+        """Returns True if an exception's text stands for damaged device memory."""
+        registered = [pattern for pattern, state, _ in self.patterns if state in DAMAGE]
+        return any(words in str(error) for words in (*_TEXTS_OF_DAMAGE, *registered))
 
 
 callbacks = Callbacks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ PROCESS_ERROR = 1
 """Kind of a fault in the original's numbers: of a process. Others are of a device's memory, 0, and its links, 2."""
 _OK, _EXIT_ONLY = 0, 499
 """The original's codes for a result: all is well; nothing is left to do but to end."""
+_PATIENCE = 2.0
+"""Seconds for an orchestrator to take what it is told. The dump waits meanwhile, and then goes on without it."""
 
 _registered: dict[str, Callable[..., Any]] = {}
 
@@ -32,23 +35,41 @@ def register(action: str, func: Callable[..., Any]) -> int:
 
 
 def report_fault(faults: dict[int, int]) -> None:
-    """Tells of the ranks that have failed, and that a dump is the answer."""
-    _call("report_fault_ranks", faults, dict.fromkeys(faults, ""))
-    _call("report_stop_complete", _OK, "training has stopped", faults)
-    _call("report_strategies", faults, ["dump"])
+    """Tells of the ranks that have failed, and that a dump is the answer. Returns in a bounded time."""
+    _tell(
+        ("report_fault_ranks", faults, dict.fromkeys(faults, "")),
+        ("report_stop_complete", _OK, "training has stopped", faults),
+        ("report_strategies", faults, ["dump"]),
+    )
 
 
 def report_result(faults: dict[int, int], result: Result) -> None:
-    """Tells what came of the dump."""
+    """Tells what came of the dump. Returns in a bounded time."""
     words = result.error or f"step {result.step} is dumped"
-    _call("report_result", _EXIT_ONLY if result.error else _OK, words, faults, "dump")
+    _tell(("report_result", _EXIT_ONLY if result.error else _OK, words, faults, "dump"))
+
+
+def _tell(*messages: tuple[Any, ...]) -> None:
+    """Calls what is registered for each message, its action first. One that doesn't return is left behind."""
+    left = [message for message in messages if message[0] in _registered]
+
+    def call() -> None:
+        while left:
+            _call(*left[0])
+            del left[0]
+
+    if not left:
+        return
+    thread = threading.Thread(target=call, name="rekindle-ttp-mindx", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    for action, *_ in left[:1]:
+        log.error("the callback of %s has not returned within %.0f s: the dump goes on", action, _PATIENCE)
 
 
 def _call(action: str, *arguments: Any) -> None:
     """Calls what is registered, with as many of the arguments as it takes: callers of older versions take fewer."""
-    func = _registered.get(action)
-    if func is None:
-        return
+    func = _registered[action]
     try:
         func(*arguments[: _most(func, len(arguments))])
     except Exception:

@@ -75,6 +75,8 @@ class Processor:
         self._board: Board | None = None
         self._guard: Any = None
         self._failed = False
+        self._damaged = False
+        """True once the memory of this rank's device has lost what it held: then it writes nothing."""
         self._generators: dict[int, dict[str, Any]] = {}
         """States of the random generators at the ends of the two newest steps."""
         self._secured: int | None = None
@@ -194,9 +196,13 @@ class Processor:
 
     # -- failing ------------------------------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> None:
-        """Dumps, as this rank can't go on. Doesn't return if another rank's fault was first."""
+    def fail(self, error: BaseException, *, damaged: bool = False) -> None:
+        """Dumps, as this rank can't go on. Doesn't return if another rank's fault was first.
+
+        What ``damaged`` memory holds is not written: only ranks with copies can do so.
+        """
         self._stands_still.set()
+        self._damaged = damaged or callbacks.tells_damage(error)
         if words := callbacks.describe(error):
             log.warning("rank %d: %s", self.rank, words)
         self._enter_guard()
@@ -229,7 +235,7 @@ class Processor:
             self.rank,
             self.world,
             callbacks,
-            self._secured,
+            None if self._damaged else self._secured,
             self._set_generators,
             self._stands_still,
             self._on_devices,

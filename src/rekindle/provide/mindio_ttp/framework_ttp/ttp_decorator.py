@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rekindle.errors import UsageError
-from rekindle.provide.mindio_ttp.callbacks import callbacks, say_once
+from rekindle.provide.mindio_ttp.callbacks import DAMAGE, callbacks, say_once
 from rekindle.provide.mindio_ttp.checking import check_address, check_rank, refuse_repair
 from rekindle.provide.mindio_ttp.dump import STOP_FIRST
 from rekindle.provide.mindio_ttp.framework_ttp.enums import Action, OptimizerType, RepairType, ReportState
@@ -186,7 +186,7 @@ def tft_report_error(error_type: int | ReportState, error_code: str = "") -> Non
         raise UsageError(f"tft_report_error: {error_type!r} is no value of ReportState") from None
     if state.name not in _HARMLESS:
         words = f"the program has reported {state.name}" + (f", {error_code}" if error_code else "")
-        _processor("tft_report_error").fail(RuntimeError(words))
+        _processor("tft_report_error").fail(RuntimeError(words), damaged=state.name in DAMAGE)
 
 
 def tft_wait_next_action() -> int:
