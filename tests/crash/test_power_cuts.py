@@ -50,6 +50,7 @@ def assert_nothing_wrong(explorer: Explorer) -> None:
 # -- the product -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(600)
 def test_every_operation_and_some_sequences_of_two(explorer: Explorer) -> None:
     """Each operation alone; of two, every fourth sequence, among which each operation comes first and second."""
     plain = [one for one in work("quick", {}) if one[2] is None]
