@@ -6,16 +6,24 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, step_dir
 from rekindle.storage import open as stores
-from rekindle.testing import StoreContract
+from rekindle.storage.bucket import Bucket
+from rekindle.storage.store import Store
+from rekindle.testing import StoreContract, make_shard
+from tests.interleave import before_call
 from tests.objects.proxy import Proxy
 from tests.objects.servers import Server
 from tests.unreadable import unreadable
+
+FIRST = Incarnation(1, "a" * 16)
 
 
 class TestDirectory(StoreContract):
@@ -69,6 +77,43 @@ class TestObjects(StoreContract):
             stores._objects.cache_clear()  # another process knows nothing
             yield
         stores._objects.cache_clear()
+
+    @pytest.mark.campaign(seconds=12)
+    @pytest.mark.parametrize("tidies_first", [False, True])
+    def test_whoever_publishes_while_another_tidies_shows_only_what_is_whole(
+        self, monkeypatch: pytest.MonkeyPatch, tidies_first: bool
+    ) -> None:
+        """At each moment between two requests of one of the two, the other does all of its work."""
+        place = self.root
+        for number in count():
+            self.root = f"{place}/run-{number}"
+            late = save_overtaken(self.open())
+            works = [partial(tidy, self.open()), partial(self.open().publish, late)]
+            first, second = works if tidies_first else reversed(works)
+            with monkeypatch.context() as patch:
+                met = before_call(number, Bucket, ("list", "walk", "create", "delete"), second, patch)
+                first()
+            self.assert_sound()
+            tidy(self.open())
+            self.assert_sound()
+            assert self.steps() == [2]
+            if not met():
+                break
+        assert number > 2
+
+
+def save_overtaken(store: Store) -> ShardId:
+    """Writes step 1, of which nothing but its manifest lacks when step 2 becomes durable. Returns its shard id."""
+    late, newer = (make_shard(ShardId(step, 0, 1, FIRST), {"x": b"x" * 5000}) for step in (1, 2))
+    for receipt, data in late, newer:
+        store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+    assert store.publish(newer[0].stamp)
+    return late[0].stamp
+
+
+def tidy(store: Store) -> None:
+    store.prune(1, None)
+    store.clean_up()
 
 
 AZURITE = os.environ.get("REKINDLE_TEST_AZURITE")

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import signal
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -23,10 +25,13 @@ from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import make_shard
 from tests.fork_server import context
+from tests.interleave import before_call
 
 FIRST = Incarnation(1, "a" * 16)
 SECOND = Incarnation(2, "b" * 16, FIRST.id, 4)
 """Continued from step 4."""
+ANEW = Incarnation(2, "c" * 16)
+"""Begun from step 0."""
 
 
 @pytest.fixture
@@ -429,6 +434,43 @@ def test_a_killed_writers_leftovers_are_written_over(store, root):
     save(store, 2)
     assert files(root) == {f"{step_dir(2)}/{name}" for name in (shard_name(0, 1), receipt_name(0, 1), MANIFEST)}
     assert_sound(store)
+
+
+# -- two processes at once -------------------------------------------------------------------------------------------
+
+
+def publish(store: PosixStore, stamp: ShardId, done: list[bool]) -> None:
+    done.append(store.publish(stamp))
+
+
+def tidy(store: PosixStore) -> None:
+    store.prune(1, None)
+    store.clean_up()
+
+
+@pytest.mark.parametrize("kind", ["an overtaken step", "a step that an older start has, too"])
+@pytest.mark.parametrize("tidies_first", [False, True])
+def test_whoever_publishes_while_another_tidies_shows_only_what_is_whole(tmp_path, monkeypatch, kind, tidies_first):
+    """At each moment between two changes that one of the two makes, the other does all of its work."""
+    for number in count():
+        store = PosixStore(tmp_path / f"run-{number}")
+        save(store, 1, 3)
+        late = write(store, 2) if kind == "an overtaken step" else write(store, 1, incarnation=ANEW)
+        done: list[bool] = []
+        works = [partial(tidy, store), partial(publish, store, late, done)]
+        first, second = works if tidies_first else reversed(works)
+        with monkeypatch.context() as patch:
+            met = before_call(number, disk, disk.__all__, second, patch)
+            first()
+        assert_sound(store)
+        if late.incarnation == ANEW and done == [True]:
+            assert store.durable(late), "published, and newer than all that was surplus"
+        tidy(store)
+        assert_sound(store)
+        assert len(steps(store)) == 1
+        if not met():
+            break
+    assert number > 5
 
 
 # -- listing both stores ---------------------------------------------------------------------------------------------

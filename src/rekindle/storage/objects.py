@@ -208,9 +208,8 @@ class ObjectStore(Store):
         if found is not None and found.stamp is not None and found.stamp.checkpoint == stamp.checkpoint:
             return True
         directory = _directory(stamp)
-        there = {o.name for o in self.bucket.walk(directory)}
         names = [receipt_name(rank, stamp.world) for rank in range(stamp.world)]
-        if not there.issuperset(f"{directory}/{name}" for name in names):
+        if not self._has(directory, names):
             return self.durable(stamp)  # others may have published it and cleaned up since it was read
         receipts = _in_parallel(partial(self._receipt, self._files(stamp)), names)
         if len(receipts) < len(names):
@@ -221,8 +220,21 @@ class ObjectStore(Store):
         before()
         self._write_manifest(stamp, found, document)
         reach("drain.manifest", stamp.step)
+        if not self._has(directory, names):  # somebody was cleaning up, and may have looked for a manifest before
+            self._withdraw(directory)
+            return False
         reach("drain.published", stamp.step)
         return True
+
+    def _has(self, directory: str, names: Iterable[str]) -> bool:
+        there = {o.name for o in self.bucket.walk(directory)}
+        return there.issuperset(f"{directory}/{name}" for name in names)
+
+    def _withdraw(self, directory: str) -> None:
+        """Removes the manifest that names shards in ``directory``, if there is one: they are gone."""
+        found = self._manifest_of(_step(directory))
+        if found is not None and found.stamp is not None and _directory(found.stamp) == directory:
+            self.bucket.delete([found.object.name])
 
     @staticmethod
     def _receipt(files: _Objects, name: str) -> Receipt | None:
@@ -288,7 +300,10 @@ class ObjectStore(Store):
             ours = parse_shard_name(file) is not None and superseded(directory)
             return ours and directory not in used and _step(directory) not in spared
 
-        self.bucket.delete([o.name for o in objects if useless(o.name)])
+        surplus = [o.name for o in objects if useless(o.name)]
+        self.bucket.delete(surplus)
+        for directory in {name.partition("/")[0] for name in surplus}:
+            self._withdraw(directory)  # a publisher that had read the receipts before may have come meanwhile
         if self.bucket.scheme == "s3":
             self._abort_uploads(superseded)
 

@@ -264,12 +264,35 @@ class PosixStore(Store):
             if self._read_stamp(aside) != seen:
                 disk.rename(aside, path)
             elif not (aside / MANIFEST).exists():
-                _remove_checkpoint(aside)
+                _remove_checkpoint(aside, step)
                 if aside.exists():
                     log.warning("%s is no checkpoint, and step %d takes its name: it is %s now", path, step, aside)
         except FileNotFoundError:  # another process has freed it
             return
         except OSError as error:  # another process has taken either name
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def _remove(self, path: Path, step: int, seen: ShardId | None) -> None:
+        """Removes a directory that has the manifest ``seen``, or none. One that has changed since stays.
+
+        It goes under another name, at which no publisher works. Else one that has read the receipts already could
+        publish what loses its shards, or put its own checkpoint in the place of the one that goes.
+        """
+        if not (path.is_symlink() or _holds_ours(path)):
+            return
+        aside = self.root / f"{step_dir(step)}.{secrets.token_hex(8)}.retired"
+        try:
+            disk.rename(path, aside)
+            try:
+                if self._read_stamp(aside) == seen and (seen is not None or not (aside / MANIFEST).exists()):
+                    _remove_checkpoint(aside, step)
+            finally:
+                if aside.exists():  # changed, or with files that are not ours
+                    disk.rename(aside, path)
+        except FileNotFoundError:  # another process was faster
+            return
+        except OSError as error:  # another process has taken the name
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
 
@@ -308,7 +331,7 @@ class PosixStore(Store):
             # A start whose only manifest can't be read may still be writing its next step.
             superseded = step <= newest and (start in starts or not refused)
             if path not in kept and (kind != "partial" or superseded) and not (path / MANIFEST).exists():
-                _remove_checkpoint(path)
+                self._remove(path, step, None)
         for path in self.root.glob(".step-*.partial.*.tmp"):
             if not (self.root / f"{path.name[1:].rpartition('.partial.')[0]}.partial").exists():
                 disk.unlink(path)
@@ -327,7 +350,7 @@ class PosixStore(Store):
             return []  # it is just being renamed: prune at the next publish instead
         removed = [entry for entry in durable if entry.stamp in goes and not entry.pinned]
         for entry in removed:
-            _remove_checkpoint(entry.path, entry.stamp.step)
+            self._remove(entry.path, entry.stamp.step, entry.stamp)
         return [entry.stamp.step for entry in removed]
 
     def pin(self, stamp: ShardId) -> None:
@@ -464,7 +487,22 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[disk.write(fd, view) :]
 
 
-def _remove_checkpoint(directory: Path, step: int = -1) -> None:
+def _is_ours(name: str) -> bool:
+    """True for the name of a file that a step's directory has, other than its manifest, or of one being written."""
+    name = name.removeprefix(".")
+    return parse_shard_name(name) is not None or name.endswith(".tmp") or name == PINNED
+
+
+def _holds_ours(path: Path) -> bool:
+    """True if ``path`` is a directory that has files of a checkpoint, or none at all."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return not names or any(name == MANIFEST or _is_ours(name) for name in names)
+
+
+def _remove_checkpoint(directory: Path, step: int) -> None:
     """Removes a checkpoint, manifest first, so that no moment shows a damaged one. Foreign files are left alone.
 
     A file that has a directory's name is such a one.
@@ -477,8 +515,7 @@ def _remove_checkpoint(directory: Path, step: int = -1) -> None:
         disk.sync(directory)
         reach("drain.prune", step)
         for path in directory.iterdir():
-            name = path.name.removeprefix(".")
-            if parse_shard_name(name) or name.endswith(".tmp") or name == PINNED:
+            if _is_ours(path.name):
                 disk.unlink(path)
         disk.rmdir(directory)
     except (FileNotFoundError, NotADirectoryError):
