@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,8 @@ from tests.shares import deal, may_be_skipped, parse, put_longest_first, seconds
 
 settings.register_profile("rekindle", deadline=None)  # machines that run tests are busy ones
 settings.load_profile("rekindle")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell script starts what it leaves in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it, to themselves and to what they start
 torch.set_num_threads(1)  # sums depend on the number of threads, which a busy machine changes between two calls
 
 _PREFIX = "rekindle-test-"
