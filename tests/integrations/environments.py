@@ -15,10 +15,24 @@ import pytest
 from rekindle.memory.job_dir import JobDir
 from tests.faults.harness import end_agent
 
-__all__ = ["PROGRAMS", "REPO", "environment", "launch", "lines", "lose_node", "needs_lightning", "pinned", "ranks_of"]
+__all__ = [
+    "PROGRAMS",
+    "REPO",
+    "environment",
+    "launch",
+    "lines",
+    "lose_node",
+    "needs_lightning",
+    "pinned",
+    "ranks_of",
+    "without_ours",
+]
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
+
+OURS = re.compile(r"rekindle|ckpt|^ *attach\(", re.IGNORECASE)
+"""Found in each line of an example that is there for Rekindle."""
 
 needs_lightning = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="lightning is not installed: pip install -e '.[dev]'"
@@ -92,3 +106,20 @@ def lose_node(memory: Path) -> None:
         for directory in store.iterdir():
             end_agent(JobDir(directory))
         shutil.rmtree(store)
+
+
+def without_ours(script: str) -> str:
+    """Returns an example without Rekindle: its lines are left out, and what stood in its blocks moves to the left."""
+    left: list[str] = []
+    block: int | None = None
+    for line in script.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if block is not None and line.strip() and depth <= block:
+            block = None
+        if not OURS.search(line):
+            left.append(line if block is None else line[4:])
+        elif line.lstrip().startswith("with "):
+            block = depth
+        elif line.strip() == "step = ckpt.restore()":
+            left.append(line.replace("ckpt.restore()", "0"))
+    return "\n".join(left)

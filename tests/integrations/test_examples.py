@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rekindle.format.names import shard_name, step_dir
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import wait_for
-from tests.integrations.environments import REPO, environment
+from tests.integrations.environments import REPO, environment, without_ours
 
 STEPS = {"transformers": 200, "accelerate": 1280, "lightning": 1280}
 """Updates that each example makes."""
@@ -29,12 +33,16 @@ def python_of(name: str) -> str:
     return sys.executable
 
 
-def start(name: str, root: Path) -> subprocess.Popen[bytes]:
+def example(name: str) -> Path:
+    return REPO / f"examples/train_{name}.py"
+
+
+def start(name: str, root: Path, script: Path | None = None) -> subprocess.Popen[bytes]:
     """Starts an example in a clone of the repository: Rekindle itself need not be installed for this."""
     own = {"PYTHONPATH": str(REPO / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with open(root.with_suffix(".out"), "ab") as output:
         return subprocess.Popen(
-            [python_of(name), str(REPO / f"examples/train_{name}.py"), str(root)],
+            [python_of(name), str(script or example(name)), str(root)],
             env={**os.environ, **own},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -42,8 +50,8 @@ def start(name: str, root: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def finish(name: str, root: Path) -> None:
-    process = start(name, root)
+def finish(name: str, root: Path, script: Path | None = None) -> None:
+    process = start(name, root, script)
     try:
         assert process.wait(300) == 0, root.with_suffix(".out").read_text()[-4000:]
     finally:
@@ -78,3 +86,32 @@ def test_killed_and_started_again(name: str, memory: Path, tmp_path: Path) -> No
     assert newest.step == STEPS[name] and newest.incarnation.parent_step > STEPS[name] // 10
     finish(name, unbroken)
     assert last_step(name, root) == last_step(name, unbroken)
+
+
+def results(name: str, place: Path) -> dict[str, Any]:
+    """Returns what a script leaves without Rekindle: the weights in a file, or the losses that it tells."""
+    if name == "transformers":
+        return load_file(place / "run-trainer" / "model.safetensors")
+    if name == "lightning":
+        [saved] = place.rglob("*.ckpt")
+        return torch.load(saved, weights_only=True)["state_dict"]
+    told = [line.split(": loss ") for line in (place / "run.out").read_text().splitlines() if ": loss " in line]
+    return {when: torch.tensor(float(loss)) for when, loss in told}
+
+
+@pytest.mark.campaign(seconds=40)
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", STEPS)
+def test_without_rekindle_it_is_the_script_that_users_have(name: str, memory: Path, tmp_path: Path) -> None:
+    """It runs by the same command, and comes to the same end, bit for bit: the adapter changes nothing of training."""
+    with_ours, without = tmp_path / "with", tmp_path / "without"
+    for place in with_ours, without:
+        place.mkdir()
+    script = without_ours(example(name).read_text())
+    assert not re.search("import rekindle|from rekindle|ckpt", script)
+    (without / "train.py").write_text(script)
+    finish(name, without / "run", without / "train.py")
+    finish(name, with_ours / "run")
+    expected = results(name, without)
+    assert len(expected) > 3
+    torch.testing.assert_close(results(name, with_ours), expected, rtol=0, atol=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from rekindle.integrations.ray.surroundings import describe_shortage
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import end_agent, wait_for
-from tests.integrations.environments import PROGRAMS, REPO, environment, lines, ranks_of
+from tests.integrations.environments import PROGRAMS, REPO, environment, lines, ranks_of, without_ours
 from tests.integrations.raylets import LONG, OURS, PROMPT, Cluster
 
 PACE = {
@@ -251,6 +252,43 @@ def test_local_mode(memory: Path, tmp_path: Path) -> None:
     assert (end["start"], end["pointer"]) == (7, None)
     output = (tmp_path / "out").read_text()
     assert "ray 2.999.0: Rekindle's adapter was tested with 2.60" in output and "has no name" not in output
+
+
+@pytest.mark.campaign(seconds=60)
+@pytest.mark.timeout(900)
+def test_without_rekindle_it_is_the_script_that_users_have(memory: Path, tmp_path: Path) -> None:
+    """It runs by the same command, with the same losses to the last bit: the adapter changes nothing of training."""
+    script = (REPO / "examples/train_ray.py").read_text()
+    before = {
+        "Resumable(": "(",
+        "for _epoch in range(data.epoch, EPOCHS):\n": (
+            "for _epoch in range(EPOCHS):\n            sampler.set_epoch(_epoch)\n"
+        ),
+        "report(ckpt, {": "ray.train.report({",
+    }
+    for ours, theirs in before.items():
+        assert ours in script
+        script = script.replace(ours, theirs)
+    losses = {}
+    for name, text in {"with": (REPO / "examples/train_ray.py").read_text(), "without": without_ours(script)}.items():
+        place = tmp_path / name
+        place.mkdir()
+        kept = f"open({str(place)!r} + f'/{{context.get_world_rank()}}', 'a')"
+        (place / "train.py").write_text(
+            text.replace("optimizer.step()", f"optimizer.step(); print(loss.item(), file={kept})")
+        )
+        done = subprocess.run(
+            [environment("ray"), str(place / "train.py"), str(place / "run"), "--workers", "2"],
+            env={**os.environ, "PYTHONPATH": str(REPO / "src"), "OMP_NUM_THREADS": "1", **OURS, **PROMPT, **PACE},
+            cwd=place,
+            capture_output=True,
+            text=True,
+            timeout=3 * LONG,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        losses[name] = [(place / rank).read_text().splitlines() for rank in "01"]
+    assert not re.search("import rekindle|from rekindle|ckpt", (tmp_path / "without" / "train.py").read_text())
+    assert losses["with"] == losses["without"] and len(losses["with"][0]) == 640
 
 
 def test_roots() -> None:
