@@ -18,6 +18,7 @@ from rekindle.format.metric import Metric
 from rekindle.format.names import step_dir
 from rekindle.storage import disk as calls
 from rekindle.storage.posix import PosixStore
+from rekindle.storage.removal import read_stamp_in
 from tests.conftest import make_shard
 from tests.crash.disk import Data, Disk, Effort, Entry, Node, Sync
 from tests.crash.explore import QUICK, Explorer, Step
@@ -254,7 +255,7 @@ def test_trusting_a_manifest_that_can_be_seen_is_found(place: Path, monkeypatch:
     """As long as nobody had synced it, it was none; two nodes and a power cut at the wrong moment lost everything."""
 
     def seen(store: PosixStore, stamp: ShardId) -> bool:
-        found = [store._read_stamp(path) for path in (store._partial(stamp), store.root / step_dir(stamp.step))]
+        found = [read_stamp_in(path) for path in (store._partial(stamp), store.root / step_dir(stamp.step))]
         return any(one is not None and one.checkpoint == stamp.checkpoint for one in found)
 
     monkeypatch.setattr(PosixStore, "_sync_published", seen)

@@ -78,6 +78,18 @@ class TestObjects(StoreContract):
             yield
         stores._objects.cache_clear()
 
+    def test_what_is_pinned_when_retention_has_just_chosen_it_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        stamps = [make_shard(ShardId(step, 0, 1, FIRST), {"x": b"x" * 5000}) for step in (1, 2, 3)]
+        store = self.open()
+        for receipt, data in stamps:
+            store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+            assert store.publish(receipt.stamp)
+        with monkeypatch.context() as patch:
+            met = before_call(0, Bucket, ["delete"], lambda: self.open().pin(stamps[1][0].stamp), patch)
+            assert store.prune(1, None) == [1]
+        assert met() and self.steps() == [2, 3]
+        self.assert_sound()
+
     @pytest.mark.campaign(seconds=12)
     @pytest.mark.parametrize("tidies_first", [False, True])
     def test_whoever_publishes_while_another_tidies_shows_only_what_is_whole(

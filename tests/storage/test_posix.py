@@ -473,6 +473,15 @@ def test_whoever_publishes_while_another_tidies_shows_only_what_is_whole(tmp_pat
     assert number > 5
 
 
+def test_what_is_pinned_when_retention_has_just_chosen_it_stays(store, monkeypatch):
+    save(store, 1, 2, 3)
+    with monkeypatch.context() as patch:
+        met = before_call(0, disk, ["rename"], lambda: store.pin(store.find(2).stamp), patch)
+        assert store.prune(1, None) == [1]
+    assert met() and steps(store) == [2, 3]
+    assert_sound(store)
+
+
 # -- listing both stores ---------------------------------------------------------------------------------------------
 
 

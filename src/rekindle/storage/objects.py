@@ -317,7 +317,8 @@ class ObjectStore(Store):
     def prune(self, keep: int | None, keep_every: int | None, *, keep_best: bool = True) -> list[int]:
         removed = []
         for stamp in (entry.stamp for entry in self.surplus(keep, keep_every, keep_best=keep_best)):
-            if self.durable(stamp):  # else a later start of the job has just published that step again
+            # A later start of the job may just have published that step again, or somebody may have pinned it.
+            if self.durable(stamp) and not self._pinned(stamp):
                 self.bucket.delete([f"{step_dir(stamp.step)}.json"])
                 reach("drain.prune", stamp.step)
                 self._remove_shards(_directory(stamp))
@@ -329,6 +330,13 @@ class ObjectStore(Store):
         if not self.durable(stamp):  # else it was surplus, and removed meanwhile
             self.bucket.delete([_pin_name(stamp)])
             raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", self.root)
+
+    def _pinned(self, stamp: ShardId) -> bool:
+        try:
+            self.bucket.head(_pin_name(stamp))
+        except FileNotFoundError:
+            return False
+        return True
 
     def unpin(self, stamp: ShardId) -> None:
         self.bucket.delete([_pin_name(stamp)])

@@ -8,7 +8,6 @@ No method writes over or removes a checkpoint before a newer one of the live lin
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rekindle.common.failpoints import reach
-from rekindle.errors import FormatError
 from rekindle.format.files import Directory
 from rekindle.format.lineage import ShardId, drop_superseded
 from rekindle.format.metric import Metric
@@ -28,15 +26,14 @@ from rekindle.storage import disk, identity
 from rekindle.storage.claims import remove_temporary_claims
 from rekindle.storage.copy import copy_shard
 from rekindle.storage.direct_io import UncachedFile
-from rekindle.storage.manifest import Head, build_manifest, read_head, with_metric
+from rekindle.storage.manifest import Head, build_manifest, with_metric
 from rekindle.storage.pin_file import has_pin, write_pin
+from rekindle.storage.removal import move_aside, read_head_in, read_stamp_in, remove_step
 from rekindle.storage.retention import MOST_BY_DEFAULT
 from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
 
 __all__ = ["PosixStore", "synced_file", "write_all"]
-
-log = logging.getLogger("rekindle")
 
 
 class _Durable(NamedTuple):
@@ -94,7 +91,7 @@ class PosixStore(Store):
         found = _Scan([], [], [])
         for path, step, _, kind in self._step_directories():
             try:
-                head = self._read_head(path)
+                head = read_head_in(path)
                 if head is not None:
                     found.durable.append(_Durable(head, path, kind, has_pin(path)))
                 elif (path / MANIFEST).exists():
@@ -105,24 +102,6 @@ class PosixStore(Store):
             raise found.unread[0][2]
         found.durable.sort(key=lambda p: p.stamp.checkpoint)
         return found
-
-    @staticmethod
-    def _read_head(path: Path) -> Head | None:
-        """Reads the head of a sound manifest; None where there is none.
-
-        A link to a directory elsewhere is no checkpoint of this root. Raises OSError where there may be a manifest and
-        it can't be read.
-        """
-        if path.is_symlink():
-            return None
-        try:
-            return read_head(read_file(path / MANIFEST), path / MANIFEST)
-        except (FileNotFoundError, NotADirectoryError, FormatError):
-            return None
-
-    def _read_stamp(self, path: Path) -> ShardId | None:
-        head = self._read_head(path)
-        return None if head is None else head.stamp
 
     def trace(self, step: int) -> RootIdentity | None:
         found = identity.identify_root(self.root)
@@ -153,7 +132,7 @@ class PosixStore(Store):
         """
         stamp = receipt.stamp
         directory = self._partial(stamp)
-        self._read_stamp(self.root / step_dir(stamp.step))  # fails now, not after the copy, if it can't be read
+        read_stamp_in(self.root / step_dir(stamp.step))  # fails now, not after the copy, if it can't be read
         disk.make_path(self.root)
         disk.mkdir(directory)
         disk.sync(self.root)
@@ -173,8 +152,8 @@ class PosixStore(Store):
     def discard(self, stamp: ShardId) -> None:
         """Leaves a step alone that has its manifest: another node may have reported it as durable."""
         directory = self._partial(stamp)
-        if directory.exists() and self._read_stamp(directory) is None:
-            self._move_aside(directory, stamp.step, None)
+        if directory.exists() and read_stamp_in(directory) is None:
+            move_aside(self.root, directory, stamp.step, None)
 
     def publish(self, stamp: ShardId, before: Callable[[], object] = lambda: None) -> bool:
         if self._sync_published(stamp):
@@ -206,7 +185,7 @@ class PosixStore(Store):
         """
         # In this order: it may be renamed from the first to the second meanwhile.
         for path in (self._partial(stamp), self.root / step_dir(stamp.step)):
-            found = self._read_stamp(path)
+            found = read_stamp_in(path)
             if found is not None and found.checkpoint == stamp.checkpoint:
                 try:
                     disk.sync(path)
@@ -216,7 +195,7 @@ class PosixStore(Store):
         return False
 
     def durable(self, stamp: ShardId) -> bool:
-        found = self._read_stamp(self.root / step_dir(stamp.step))
+        found = read_stamp_in(self.root / step_dir(stamp.step))
         return found is not None and found.checkpoint == stamp.checkpoint
 
     @staticmethod
@@ -239,62 +218,15 @@ class PosixStore(Store):
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # the last: a file, or a link
                     raise
-            other = self._read_stamp(final)
+            other = read_stamp_in(final)
             if other is not None and other.incarnation.generation > stamp.incarnation.generation:
                 return  # a later start of the job has superseded this step
             if other is not None and other.checkpoint == stamp.checkpoint:
                 return
-            self._move_aside(final, stamp.step, other)
+            move_aside(self.root, final, stamp.step, other)
             reach("drain.aside", stamp.step)
         disk.sync(self.root)
         reach("drain.published", stamp.step)
-
-    def _move_aside(self, path: Path, step: int, seen: ShardId | None) -> None:
-        """Frees the name of a directory with the manifest ``seen``, or gives it back if it changed since.
-
-        A directory without a manifest is the rest of a removal, and is removed. One whose manifest is damaged is kept
-        under another name: a person may still want its shards. So is a file, or what else was put into a directory.
-        """
-        name = seen.incarnation.id if seen is not None else secrets.token_hex(8)
-        aside = self.root / f"{step_dir(step)}.{name}.retired"
-        if aside.exists():  # another publisher was first, so something else may be in its place by now
-            aside = self.root / f"{step_dir(step)}.{secrets.token_hex(8)}.retired"
-        try:
-            disk.rename(path, aside)
-            if self._read_stamp(aside) != seen:
-                disk.rename(aside, path)
-            elif not (aside / MANIFEST).exists():
-                _remove_checkpoint(aside, step)
-                if aside.exists():
-                    log.warning("%s is no checkpoint, and step %d takes its name: it is %s now", path, step, aside)
-        except FileNotFoundError:  # another process has freed it
-            return
-        except OSError as error:  # another process has taken either name
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-
-    def _remove(self, path: Path, step: int, seen: ShardId | None) -> None:
-        """Removes a directory that has the manifest ``seen``, or none. One that has changed since stays.
-
-        It goes under another name, at which no publisher works. Else one that has read the receipts already could
-        publish what loses its shards, or put its own checkpoint in the place of the one that goes.
-        """
-        if not (path.is_symlink() or _holds_ours(path)):
-            return
-        aside = self.root / f"{step_dir(step)}.{secrets.token_hex(8)}.retired"
-        try:
-            disk.rename(path, aside)
-            try:
-                if self._read_stamp(aside) == seen and (seen is not None or not (aside / MANIFEST).exists()):
-                    _remove_checkpoint(aside, step)
-            finally:
-                if aside.exists():  # changed, or with files that are not ours
-                    disk.rename(aside, path)
-        except FileNotFoundError:  # another process was faster
-            return
-        except OSError as error:  # another process has taken the name
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
 
     def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int) -> list[int]:
         unfinished = []
@@ -331,7 +263,7 @@ class PosixStore(Store):
             # A start whose only manifest can't be read may still be writing its next step.
             superseded = step <= newest and (start in starts or not refused)
             if path not in kept and (kind != "partial" or superseded) and not (path / MANIFEST).exists():
-                self._remove(path, step, None)
+                remove_step(self.root, path, step, None)
         for path in self.root.glob(".step-*.partial.*.tmp"):
             if not (self.root / f"{path.name[1:].rpartition('.partial.')[0]}.partial").exists():
                 disk.unlink(path)
@@ -348,15 +280,13 @@ class PosixStore(Store):
                     disk.sync(entry.path)  # another publisher's manifest may be seen before it is synced
         except FileNotFoundError:
             return []  # it is just being renamed: prune at the next publish instead
-        removed = [entry for entry in durable if entry.stamp in goes and not entry.pinned]
-        for entry in removed:
-            self._remove(entry.path, entry.stamp.step, entry.stamp)
-        return [entry.stamp.step for entry in removed]
+        chosen = [entry for entry in durable if entry.stamp in goes and not entry.pinned]
+        return [e.stamp.step for e in chosen if remove_step(self.root, e.path, e.stamp.step, e.stamp)]
 
     def pin(self, stamp: ShardId) -> None:
         def write(path: Path) -> bool:
             write_pin(path)
-            return self._read_head(path) is not None  # else it was surplus, and removed meanwhile
+            return read_head_in(path) is not None  # else it was surplus, and removed meanwhile
 
         self._change(stamp, write)
 
@@ -485,41 +415,3 @@ def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[disk.write(fd, view) :]
-
-
-def _is_ours(name: str) -> bool:
-    """True for the name of a file that a step's directory has, other than its manifest, or of one being written."""
-    name = name.removeprefix(".")
-    return parse_shard_name(name) is not None or name.endswith(".tmp") or name == PINNED
-
-
-def _holds_ours(path: Path) -> bool:
-    """True if ``path`` is a directory that has files of a checkpoint, or none at all."""
-    try:
-        names = os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return not names or any(name == MANIFEST or _is_ours(name) for name in names)
-
-
-def _remove_checkpoint(directory: Path, step: int) -> None:
-    """Removes a checkpoint, manifest first, so that no moment shows a damaged one. Foreign files are left alone.
-
-    A file that has a directory's name is such a one.
-    """
-    if directory.is_symlink():
-        disk.unlink(directory)  # its target is not ours to empty
-        return
-    try:
-        disk.unlink(directory / MANIFEST)
-        disk.sync(directory)
-        reach("drain.prune", step)
-        for path in directory.iterdir():
-            if _is_ours(path.name):
-                disk.unlink(path)
-        disk.rmdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
