@@ -201,6 +201,17 @@ def test_the_end_of_a_rank_is_seen_where_the_launchers_parent_ignores_the_ends_o
     assert done.returncode == 1 and "rank 0 ended with exit code 3" in done.stderr, done.stderr
 
 
+def test_a_signal_that_comes_while_ranks_are_started_leaves_none_behind(tmp_path: Path, memory: Path) -> None:
+    """The first rank sends it before the launcher has started the last one."""
+    rank = tmp_path / "rank.sh"
+    rank.write_text(f"echo $$ >> {tmp_path}/pids\n[ $RANK = 0 ] && kill -INT $PPID\nexec sleep 300\n")
+    command = [*COMMAND, "--nproc-per-node", "16", "--no-python", "sh", str(rank)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 130 and done.stderr.startswith("rekindle: ended by SIGINT\n"), done.stderr
+    pids = (tmp_path / "pids").read_text().split()
+    assert pids and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
 def test_a_second_signal_ends_the_launcher_at_once(script: Path, memory: Path) -> None:
     """It comes while the launcher waits for storage, which hangs, to tell what is saved."""
     script.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(300)\n")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rekindle.launch.provide import seconds_to_end
@@ -20,6 +21,38 @@ __all__ = ["deciding"]
 
 _MEETINGS = 5
 """Times that nodes meet for one start, when each time one of them is lost just then."""
+
+
+class _Signals:
+    """Answers signals to the launcher as torch does, but for one that comes while ranks are started.
+
+    That one waits until all of them have been: before, torch does not know of those that run, and would leave them
+    behind, without anybody to end them.
+    """
+
+    def __init__(self, answer: Callable[[int, FrameType | None], None]) -> None:
+        self._answer = answer
+        self._starting = False
+        self._waits: int | None = None
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal. Raises torch's SignalException, unless ranks are being started."""
+        if self._starting:
+            self._waits = number
+        else:
+            self._answer(number, frame)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Wraps the start of ranks. Raises torch's SignalException at its end for a signal that came meanwhile."""
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
+        if self._waits is not None:
+            number, self._waits = self._waits, None
+            self._answer(number, None)
 
 
 @contextmanager
@@ -40,8 +73,12 @@ def deciding(
     from torch.distributed import DistError  # noqa: PLC0415
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec  # noqa: PLC0415
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing import api as processes  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError  # noqa: PLC0415
     from torch.distributed.launcher import api  # noqa: PLC0415
+
+    answer = processes._terminate_process_handler
+    signals = _Signals(answer)
 
     class Agent(LocalElasticAgent):
         def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
@@ -75,10 +112,11 @@ def deciding(
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             """Starts the ranks. Those that dump a checkpoint for long get as long to end as they were promised."""
-            started: dict[int, Any] = super()._start_workers(worker_group)
-            ranks: Any = self._pcontext  # which also closes itself, once a rank has failed
-            close = ranks.close
-            ranks.close = lambda signal=None, timeout=0: close(signal, max(timeout, seconds_to_end()))
+            with signals.starting():
+                started: dict[int, Any] = super()._start_workers(worker_group)
+                ranks: Any = self._pcontext  # which also closes itself, once a rank has failed
+                close = ranks.close
+                ranks.close = lambda signal=None, timeout=0: close(signal, max(timeout, seconds_to_end()))
             return started
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -100,7 +138,9 @@ def deciding(
             return result
 
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
+    processes._terminate_process_handler = signals.take  # type: ignore[assignment]  # looked up at each start
     try:
         yield
     finally:
+        processes._terminate_process_handler = answer
         api.LocalElasticAgent = LocalElasticAgent  # type: ignore[attr-defined]
