@@ -90,6 +90,21 @@ class TestObjects(StoreContract):
         assert met() and self.steps() == [2, 3]
         self.assert_sound()
 
+    def test_what_is_published_again_while_retention_removes_it_is_not_listed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stamps = [make_shard(ShardId(step, 0, 1, FIRST), {"x": b"x" * 5000}) for step in (1, 2)]
+        store = self.open()
+        for receipt, data in stamps:
+            store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+            assert store.publish(receipt.stamp)
+        again = partial(self.open().publish, stamps[0][0].stamp)
+        with monkeypatch.context() as patch:
+            met = before_call(1, Bucket, ["delete"], again, patch)
+            assert store.prune(1, None) == [1]
+        assert met() and self.steps() == [2]
+        self.assert_sound()
+
     @pytest.mark.campaign(seconds=12)
     @pytest.mark.parametrize("tidies_first", [False, True])
     def test_whoever_publishes_while_another_tidies_shows_only_what_is_whole(

@@ -473,6 +473,31 @@ def test_whoever_publishes_while_another_tidies_shows_only_what_is_whole(tmp_pat
     assert number > 5
 
 
+def test_a_manifest_does_not_come_to_a_directory_that_a_rank_has_made_anew(store, root):
+    save(store, 3)
+    write(store, 1, 0, 2, ANEW)
+    last = write(store, 1, 1, 2, ANEW)
+
+    def meanwhile() -> None:
+        store.clean_up()
+        write(store, 1, 0, 2, ANEW)
+
+    assert not store.publish(last, meanwhile)
+    assert steps(store) == [3]
+    write(store, 1, 1, 2, ANEW)
+    assert store.publish(last) and store.durable(last)
+    assert_sound(store)
+
+
+def test_a_live_step_gets_its_name_back_that_a_killed_remover_had_moved_aside(store, root):
+    save(store, 1, 2)
+    (root / step_dir(2)).rename(root / f"{step_dir(2)}.{'d' * 16}.retired")
+    assert not store.durable(ShardId(2, 0, 1, FIRST))
+    store.clean_up()
+    assert store.durable(ShardId(2, 0, 1, FIRST)) and steps(store) == [1, 2]
+    assert {path.name for path in root.iterdir()} == {step_dir(1), step_dir(2)}
+
+
 def test_what_is_pinned_when_retention_has_just_chosen_it_stays(store, monkeypatch):
     save(store, 1, 2, 3)
     with monkeypatch.context() as patch:

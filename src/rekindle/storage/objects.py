@@ -199,6 +199,7 @@ class ObjectStore(Store):
     def discard(self, stamp: ShardId) -> None:
         if not self.durable(stamp):
             self._remove_shards(_directory(stamp))
+            self._withdraw(_directory(stamp))
 
     def make_room(self, stamp: ShardId) -> None:
         """Removes nothing: a bucket always has room, and a finished shard need not be sent again."""
@@ -209,7 +210,8 @@ class ObjectStore(Store):
             return True
         directory = _directory(stamp)
         names = [receipt_name(rank, stamp.world) for rank in range(stamp.world)]
-        if not self._has(directory, names):
+        files = names + [shard_name(rank, stamp.world) for rank in range(stamp.world)]
+        if not self._has(directory, files):
             return self.durable(stamp)  # others may have published it and cleaned up since it was read
         receipts = _in_parallel(partial(self._receipt, self._files(stamp)), names)
         if len(receipts) < len(names):
@@ -220,7 +222,7 @@ class ObjectStore(Store):
         before()
         self._write_manifest(stamp, found, document)
         reach("drain.manifest", stamp.step)
-        if not self._has(directory, names):  # somebody was cleaning up, and may have looked for a manifest before
+        if not self._has(directory, files):  # somebody was cleaning up, and may have looked for a manifest before
             self._withdraw(directory)
             return False
         reach("drain.published", stamp.step)
@@ -322,6 +324,7 @@ class ObjectStore(Store):
                 self.bucket.delete([f"{step_dir(stamp.step)}.json"])
                 reach("drain.prune", stamp.step)
                 self._remove_shards(_directory(stamp))
+                self._withdraw(_directory(stamp))
                 removed.append(stamp.step)
         return removed
 

@@ -171,6 +171,9 @@ class PosixStore(Store):
             before()
             with synced_file(directory / MANIFEST, temporary) as fd:
                 write_all(fd, document)
+            if not _files_of(stamp).issubset(os.listdir(directory)):  # removed meanwhile, and made anew by a rank
+                disk.unlink(directory / MANIFEST)
+                return self._sync_published(stamp)
             disk.sync(directory)
         except FileNotFoundError:
             return self._sync_published(stamp)
@@ -250,10 +253,13 @@ class PosixStore(Store):
 
     def clean_up(self) -> None:
         durable, _, refused = self._scan()
-        newest = max((stamp.step for stamp in drop_superseded([p.stamp for p in durable])), default=-1)
+        live = drop_superseded([entry.stamp for entry in durable])
+        newest = max((stamp.step for stamp in live), default=-1)
         kept = {path for _, path, _ in refused}
         for entry in durable:
             named = self.root / step_dir(entry.stamp.step)
+            if entry.kind == "retired" and entry.stamp in live and not os.path.lexists(named):
+                self._give_final_name(entry.path, entry.stamp)  # who moved it aside died before giving it back
             # Synced before it takes another one's place.
             if entry.kind == "partial" and named not in kept and self._sync_published(entry.stamp):
                 self._give_final_name(entry.path, entry.stamp)
@@ -363,6 +369,12 @@ class PosixStore(Store):
 
     def capability_warning(self) -> str | None:
         return None
+
+
+def _files_of(stamp: ShardId) -> set[str]:
+    """Returns the names of all shards and receipts of a checkpoint."""
+    ranks, world = range(stamp.world), stamp.world
+    return {name(rank, world) for rank in ranks for name in (shard_name, receipt_name)}
 
 
 @contextmanager

@@ -87,6 +87,7 @@ def remove_step(root: Path, path: Path, step: int, seen: ShardId | None) -> bool
         finally:
             if aside.exists():  # it stays, or has files that are not ours
                 disk.rename(aside, path)
+                disk.sync(root)
     except FileNotFoundError:  # another process was faster
         pass
     except OSError as error:  # another process has taken the name
@@ -123,7 +124,7 @@ def _remove_checkpoint(directory: Path, step: int) -> None:
         disk.sync(directory)
         reach("drain.prune", step)
         for path in directory.iterdir():
-            if _is_ours(path.name):
+            if _is_ours(path.name) and not path.is_dir():
                 disk.unlink(path)
         disk.rmdir(directory)
     except (FileNotFoundError, NotADirectoryError):
