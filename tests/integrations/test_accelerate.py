@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -86,7 +87,8 @@ def test_another_batch_size_is_told(memory: Path, tmp_path: Path) -> None:
     assert 0 not in train(tmp_path / "broken", 1, "--die-before", 5, root=root)
     assert train(tmp_path / "resumed", 1, "--batch", 4, root=root) == [0]
     said = (tmp_path / "resumed" / f"{PROGRAM}-0.out").read_text()
-    assert "an epoch had 22 steps of 2 samples, and has 11 of 4 now. The 8 steps that are done" in said, said
+    # The newest copy may have been under way.
+    assert re.search("had 22 steps of 2 samples, and has 11 of 4 now. The [68] steps that are done", said), said
 
 
 def test_lines_that_a_user_adds() -> None:

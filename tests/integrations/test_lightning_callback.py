@@ -202,7 +202,8 @@ def test_another_batch_size_is_told(memory: Path, tmp_path: Path) -> None:
     assert train(tmp_path / "broken", 1, "--die-before", 3, root=root) != 0
     assert train(tmp_path / "resumed", 1, "--batch", 8, root=root) == 0
     said = (tmp_path / "resumed" / f"{PROGRAM}-0.out").read_text()
-    assert "an epoch had 11 steps of 4 samples, and has 6 of 8 now. The 4 steps that are done" in said, said
+    # The newest copy may have been under way.
+    assert re.search("an epoch had 11 steps of 4 samples, and has 6 of 8 now. The [24] steps that are done", said), said
 
 
 @pytest.mark.campaign(seconds=25)

@@ -144,7 +144,8 @@ def test_another_batch_size_is_told(memory: Path, tmp_path: Path) -> None:
     assert 0 not in train(tmp_path / "broken", 1, "--die-before", 8, root=root)
     assert train(tmp_path / "resumed", 1, "--batch", 4, root=root) == [0]
     said = (tmp_path / "resumed" / f"{PROGRAM}-0.out").read_text()
-    assert "an epoch had 11 steps of 4 samples, and has 6 of 8 now. The 7 steps that are done" in said, said
+    # The newest copy may have been under way.
+    assert re.search("an epoch had 11 steps of 4 samples, and has 6 of 8 now. The [67] steps that are done", said), said
 
 
 @pytest.mark.timeout(1500)
