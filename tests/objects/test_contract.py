@@ -12,18 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.format.lineage import Incarnation, ShardId
-from rekindle.format.names import MANIFEST, step_dir
+from rekindle.format.lineage import ShardId
+from rekindle.format.names import MANIFEST, shard_name, step_dir
 from rekindle.storage import open as stores
 from rekindle.storage.bucket import Bucket
-from rekindle.storage.store import Store
-from rekindle.testing import StoreContract, make_shard
+from rekindle.testing import StoreContract
 from tests.interleave import before_call
 from tests.objects.proxy import Proxy
 from tests.objects.servers import Server
+from tests.storage.saved import FIRST, save, steps, tidy, write
 from tests.unreadable import unreadable
-
-FIRST = Incarnation(1, "a" * 16)
 
 
 class TestDirectory(StoreContract):
@@ -78,31 +76,33 @@ class TestObjects(StoreContract):
             yield
         stores._objects.cache_clear()
 
-    def test_what_is_pinned_when_retention_has_just_chosen_it_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        stamps = [make_shard(ShardId(step, 0, 1, FIRST), {"x": b"x" * 5000}) for step in (1, 2, 3)]
+    def test_receipts_without_their_shards_are_not_published(self) -> None:
         store = self.open()
-        for receipt, data in stamps:
-            store.write_shard(receipt, memoryview(data), lambda nbytes: None)
-            assert store.publish(receipt.stamp)
+        stamp = write(store, 1)
+        [shard] = [name for name in self.everything() if name.endswith(shard_name(0, 1))]
+        self.client.delete_object(Bucket=self.bucket, Key=self.prefix + shard)
+        assert not store.publish(stamp)
+        assert steps(store) == []
+
+    def test_what_is_pinned_when_retention_has_just_chosen_it_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = self.open()
+        save(store, 1, 2, 3)
         with monkeypatch.context() as patch:
-            met = before_call(0, Bucket, ["delete"], lambda: self.open().pin(stamps[1][0].stamp), patch)
+            met = before_call(0, Bucket, ["delete"], lambda: self.open().pin(ShardId(2, 0, 1, FIRST)), patch)
             assert store.prune(1, None) == [1]
-        assert met() and self.steps() == [2, 3]
+        assert met() and steps(store) == [2, 3]
         self.assert_sound()
 
     def test_what_is_published_again_while_retention_removes_it_is_not_listed(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        stamps = [make_shard(ShardId(step, 0, 1, FIRST), {"x": b"x" * 5000}) for step in (1, 2)]
         store = self.open()
-        for receipt, data in stamps:
-            store.write_shard(receipt, memoryview(data), lambda nbytes: None)
-            assert store.publish(receipt.stamp)
-        again = partial(self.open().publish, stamps[0][0].stamp)
+        save(store, 1, 2)
+        again = partial(self.open().publish, ShardId(1, 0, 1, FIRST))
         with monkeypatch.context() as patch:
             met = before_call(1, Bucket, ["delete"], again, patch)
             assert store.prune(1, None) == [1]
-        assert met() and self.steps() == [2]
+        assert met() and steps(store) == [2]
         self.assert_sound()
 
     @pytest.mark.campaign(seconds=12)
@@ -114,7 +114,8 @@ class TestObjects(StoreContract):
         place = self.root
         for number in count():
             self.root = f"{place}/run-{number}"
-            late = save_overtaken(self.open())
+            late = write(self.open(), 1)
+            save(self.open(), 2)
             works = [partial(tidy, self.open()), partial(self.open().publish, late)]
             first, second = works if tidies_first else reversed(works)
             with monkeypatch.context() as patch:
@@ -123,24 +124,10 @@ class TestObjects(StoreContract):
             self.assert_sound()
             tidy(self.open())
             self.assert_sound()
-            assert self.steps() == [2]
+            assert steps(self.open()) == [2]
             if not met():
                 break
         assert number > 2
-
-
-def save_overtaken(store: Store) -> ShardId:
-    """Writes step 1, of which nothing but its manifest lacks when step 2 becomes durable. Returns its shard id."""
-    late, newer = (make_shard(ShardId(step, 0, 1, FIRST), {"x": b"x" * 5000}) for step in (1, 2))
-    for receipt, data in late, newer:
-        store.write_shard(receipt, memoryview(data), lambda nbytes: None)
-    assert store.publish(newer[0].stamp)
-    return late[0].stamp
-
-
-def tidy(store: Store) -> None:
-    store.prune(1, None)
-    store.clean_up()
 
 
 AZURITE = os.environ.get("REKINDLE_TEST_AZURITE")

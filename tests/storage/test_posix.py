@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-from functools import partial
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,49 +20,14 @@ from rekindle.format.receipt import parse_document
 from rekindle.storage import disk
 from rekindle.storage.catalog import STORAGE, find_copies
 from rekindle.storage.posix import PosixStore
-from rekindle.storage.verify import verify
 from tests.conftest import make_shard
 from tests.fork_server import context
-from tests.interleave import before_call
-
-FIRST = Incarnation(1, "a" * 16)
-SECOND = Incarnation(2, "b" * 16, FIRST.id, 4)
-"""Continued from step 4."""
-ANEW = Incarnation(2, "c" * 16)
-"""Begun from step 0."""
+from tests.storage.saved import FIRST, SECOND, assert_sound, content, files, save, steps, write
 
 
 @pytest.fixture
 def store(root: Path) -> PosixStore:
     return PosixStore(root)
-
-
-def content(step: int, rank: int = 0) -> dict[str, bytes]:
-    return {"x": b"step %d " % step * 1000, "y": b"rank %d" % rank}
-
-
-def write(store: PosixStore, step: int, rank: int = 0, world: int = 1, incarnation: Incarnation = FIRST) -> ShardId:
-    receipt, data = make_shard(ShardId(step, rank, world, incarnation), content(step, rank))
-    store.write_shard(receipt, memoryview(data), lambda nbytes: None)
-    return receipt.stamp
-
-
-def save(store: PosixStore, *steps: int, incarnation: Incarnation = FIRST) -> None:
-    for step in steps:
-        assert store.publish(write(store, step, incarnation=incarnation))
-
-
-def steps(store: PosixStore) -> list[int]:
-    return [p.stamp.step for p in store.published()]
-
-
-def files(root: Path) -> set[str]:
-    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
-
-
-def assert_sound(store: PosixStore) -> None:
-    for copy in find_copies(None, store):
-        assert verify(copy) == []
 
 
 # -- becoming durable ------------------------------------------------------------------------------------------------
@@ -194,6 +157,16 @@ def test_a_file_with_the_name_of_another_step_is_in_nobodys_way(store, root):
     store.prune(1, None)
     store.clean_up()
     assert steps(store) == [3] and (root / step_dir(99)).read_text() == "mine"
+
+
+def test_a_directory_with_the_name_of_a_shard_is_left_alone(store, root):
+    save(store, 1, 2)
+    mine = root / step_dir(1) / shard_name(7, 9)
+    mine.mkdir()
+    (mine / "mine.txt").write_text("mine")
+    assert store.prune(1, None) == [1]
+    store.clean_up()
+    assert steps(store) == [2] and files(root / step_dir(1)) == {f"{mine.name}/mine.txt"}
 
 
 # -- a damaged source ------------------------------------------------------------------------------------------------
@@ -433,77 +406,6 @@ def test_a_killed_writers_leftovers_are_written_over(store, root):
     (directory / f".{shard_name(0, 1)}.tmp").write_bytes(b"half" * 100_000)
     save(store, 2)
     assert files(root) == {f"{step_dir(2)}/{name}" for name in (shard_name(0, 1), receipt_name(0, 1), MANIFEST)}
-    assert_sound(store)
-
-
-# -- two processes at once -------------------------------------------------------------------------------------------
-
-
-def publish(store: PosixStore, stamp: ShardId, done: list[bool]) -> None:
-    done.append(store.publish(stamp))
-
-
-def tidy(store: PosixStore) -> None:
-    store.prune(1, None)
-    store.clean_up()
-
-
-@pytest.mark.parametrize("kind", ["an overtaken step", "a step that an older start has, too"])
-@pytest.mark.parametrize("tidies_first", [False, True])
-def test_whoever_publishes_while_another_tidies_shows_only_what_is_whole(tmp_path, monkeypatch, kind, tidies_first):
-    """At each moment between two changes that one of the two makes, the other does all of its work."""
-    for number in count():
-        store = PosixStore(tmp_path / f"run-{number}")
-        save(store, 1, 3)
-        late = write(store, 2) if kind == "an overtaken step" else write(store, 1, incarnation=ANEW)
-        done: list[bool] = []
-        works = [partial(tidy, store), partial(publish, store, late, done)]
-        first, second = works if tidies_first else reversed(works)
-        with monkeypatch.context() as patch:
-            met = before_call(number, disk, disk.__all__, second, patch)
-            first()
-        assert_sound(store)
-        if late.incarnation == ANEW and done == [True]:
-            assert store.durable(late), "published, and newer than all that was surplus"
-        tidy(store)
-        assert_sound(store)
-        assert len(steps(store)) == 1
-        if not met():
-            break
-    assert number > 5
-
-
-def test_a_manifest_does_not_come_to_a_directory_that_a_rank_has_made_anew(store, root):
-    save(store, 3)
-    write(store, 1, 0, 2, ANEW)
-    last = write(store, 1, 1, 2, ANEW)
-
-    def meanwhile() -> None:
-        store.clean_up()
-        write(store, 1, 0, 2, ANEW)
-
-    assert not store.publish(last, meanwhile)
-    assert steps(store) == [3]
-    write(store, 1, 1, 2, ANEW)
-    assert store.publish(last) and store.durable(last)
-    assert_sound(store)
-
-
-def test_a_live_step_gets_its_name_back_that_a_killed_remover_had_moved_aside(store, root):
-    save(store, 1, 2)
-    (root / step_dir(2)).rename(root / f"{step_dir(2)}.{'d' * 16}.retired")
-    assert not store.durable(ShardId(2, 0, 1, FIRST))
-    store.clean_up()
-    assert store.durable(ShardId(2, 0, 1, FIRST)) and steps(store) == [1, 2]
-    assert {path.name for path in root.iterdir()} == {step_dir(1), step_dir(2)}
-
-
-def test_what_is_pinned_when_retention_has_just_chosen_it_stays(store, monkeypatch):
-    save(store, 1, 2, 3)
-    with monkeypatch.context() as patch:
-        met = before_call(0, disk, ["rename"], lambda: store.pin(store.find(2).stamp), patch)
-        assert store.prune(1, None) == [1]
-    assert met() and steps(store) == [2, 3]
     assert_sound(store)
 
 
