@@ -212,6 +212,23 @@ def test_a_signal_that_comes_while_ranks_are_started_leaves_none_behind(tmp_path
     assert pids and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
+def test_a_torch_that_names_its_handler_otherwise_is_ended_all_the_same(script: Path, memory: Path) -> None:
+    script.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(300)\n")
+    later = (
+        "import inspect, textwrap\n"
+        "from torch.distributed.elastic.multiprocessing import api\n"
+        "source = textwrap.dedent(inspect.getsource(api.PContext.start))\n"
+        "exec(source.replace('_terminate_process_handler', '_answer_signal'), vars(api))\n"
+        "api.PContext.start = vars(api).pop('start')\n"
+        "api._answer_signal = vars(api).pop('_terminate_process_handler')\n"
+        "from rekindle.cli.main import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", later, "run", "--standalone", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 130 and "\nrekindle: ended by SIGINT\n" in done.stderr, done.stderr
+
+
 def test_a_second_signal_ends_the_launcher_at_once(script: Path, memory: Path) -> None:
     """It comes while the launcher waits for storage, which hangs, to tell what is saved."""
     script.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(300)\n")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rekindle.launch.provide import seconds_to_end
@@ -30,10 +30,28 @@ class _Signals:
     behind, without anybody to end them.
     """
 
-    def __init__(self, answer: Callable[[int, FrameType | None], None]) -> None:
-        self._answer = answer
+    _answer: Callable[[int, FrameType | None], None]
+
+    def __init__(self) -> None:
         self._starting = False
         self._waits: int | None = None
+
+    @contextmanager
+    def taken(self, processes: ModuleType) -> Iterator[None]:
+        """Takes signals in place of torch's handler, which torch looks up at each start.
+
+        A torch that has none of that name answers them itself, at once.
+        """
+        name = "_terminate_process_handler"
+        if not hasattr(processes, name):
+            yield
+            return
+        self._answer = getattr(processes, name)
+        setattr(processes, name, self.take)
+        try:
+            yield
+        finally:
+            setattr(processes, name, self._answer)
 
     def take(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal. Raises torch's SignalException, unless ranks are being started."""
@@ -77,8 +95,7 @@ def deciding(
     from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError  # noqa: PLC0415
     from torch.distributed.launcher import api  # noqa: PLC0415
 
-    answer = processes._terminate_process_handler
-    signals = _Signals(answer)
+    signals = _Signals()
 
     class Agent(LocalElasticAgent):
         def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
@@ -138,9 +155,8 @@ def deciding(
             return result
 
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
-    processes._terminate_process_handler = signals.take  # type: ignore[assignment]  # looked up at each start
     try:
-        yield
+        with signals.taken(processes):
+            yield
     finally:
-        processes._terminate_process_handler = answer
         api.LocalElasticAgent = LocalElasticAgent  # type: ignore[attr-defined]

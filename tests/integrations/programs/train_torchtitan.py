@@ -64,7 +64,7 @@ options.add_argument("--die-before", type=int, help="the update that is not made
 options.add_argument("--die-validating", type=int, help="the step whose validation is not done")
 options.add_argument("--die-rank", type=int, help="the rank that dies; all do without it")
 options.add_argument("--by", default="KILL", help="the signal of its death")
-options.add_argument("--hold-before", type=int, help="the update that waits for RESULTS/go")
+options.add_argument("--hold-before", type=int, nargs="*", default=[], help="updates that wait for RESULTS/go-UPDATE")
 options.add_argument("--late", type=float, default=0, help="the seconds that rank 1 is late to load")
 options.add_argument("--replicate", action="store_true", help="has all weights on all ranks")
 options.add_argument("--checkpoint", type=json.loads, default={}, help="options of the manager")
@@ -141,18 +141,18 @@ def die() -> None:
         os.kill(os.getpid(), getattr(signal, f"SIG{given.by}"))
 
 
-def hold() -> None:
+def hold(step: int) -> None:
     """Stands still until the test says go."""
-    (given.results / f"held-{rank}").touch()
+    (given.results / f"held-{step}-{rank}").touch()
     deadline = time.monotonic() + 120
-    while not (given.results / "go").exists():
+    while not (given.results / f"go-{step}").exists():
         assert time.monotonic() < deadline, "nobody says go"
         time.sleep(0.01)
 
 
 def before_update(step: int) -> None:
-    if step == given.hold_before:
-        hold()
+    if step in given.hold_before:
+        hold(step)
     if step == given.die_before:
         die()
 
