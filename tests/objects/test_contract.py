@@ -84,13 +84,17 @@ class TestObjects(StoreContract):
         assert not store.publish(stamp)
         assert steps(store) == []
 
-    def test_what_is_pinned_when_retention_has_just_chosen_it_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = self.open()
-        save(store, 1, 2, 3)
+    @pytest.mark.parametrize(("step", "removed"), [(1, []), (2, [1])])
+    def test_what_is_pinned_when_retention_has_just_chosen_it_stays(
+        self, monkeypatch: pytest.MonkeyPatch, step: int, removed: list[int]
+    ) -> None:
+        """The pin comes between the look for it and the removal, or before both."""
+        store, pinned = self.open(), ShardId(step, 0, 1, FIRST)
+        save(store, *range(1, step + 2))
         with monkeypatch.context() as patch:
-            met = before_call(0, Bucket, ["delete"], lambda: self.open().pin(ShardId(2, 0, 1, FIRST)), patch)
-            assert store.prune(1, None) == [1]
-        assert met() and steps(store) == [2, 3]
+            met = before_call(0, Bucket, ["delete"], lambda: self.open().pin(pinned), patch)
+            assert store.prune(1, None) == removed
+        assert met() and steps(store) == [step, step + 1]
         self.assert_sound()
 
     def test_what_is_published_again_while_retention_removes_it_is_not_listed(

@@ -317,16 +317,24 @@ class ObjectStore(Store):
                 abort_upload(self.bucket.bucket, key, upload)
 
     def prune(self, keep: int | None, keep_every: int | None, *, keep_best: bool = True) -> list[int]:
-        removed = []
-        for stamp in (entry.stamp for entry in self.surplus(keep, keep_every, keep_best=keep_best)):
-            # A later start of the job may just have published that step again, or somebody may have pinned it.
-            if self.durable(stamp) and not self._pinned(stamp):
-                self.bucket.delete([f"{step_dir(stamp.step)}.json"])
-                reach("drain.prune", stamp.step)
-                self._remove_shards(_directory(stamp))
-                self._withdraw(_directory(stamp))
-                removed.append(stamp.step)
-        return removed
+        surplus = self.surplus(keep, keep_every, keep_best=keep_best)
+        return [entry.stamp.step for entry in surplus if self._remove(entry.stamp)]
+
+    def _remove(self, stamp: ShardId) -> bool:
+        """Removes a checkpoint. Returns False if it is pinned by now, or a later start has published that step."""
+        if not self.durable(stamp) or self._pinned(stamp):
+            return False
+        name = f"{step_dir(stamp.step)}.json"
+        document = self.bucket.get(name)[0]
+        self.bucket.delete([name])
+        if self._pinned(stamp):  # since the look before: who told it may have seen the manifest behind it
+            with suppress(FileExistsError):
+                self.write_extra(name, document, exclusive=True)
+            return False
+        reach("drain.prune", stamp.step)
+        self._remove_shards(_directory(stamp))
+        self._withdraw(_directory(stamp))
+        return True
 
     def pin(self, stamp: ShardId) -> None:
         self.bucket.put(_pin_name(stamp), b"")
