@@ -6,6 +6,9 @@ trains spends in saving, scheduling and waiting before the next update. Three wa
 - megatron: dist_checkpointing's asynchronous save to a directory on disk
 - rekindle: the same call after ``install()``: into memory, from where an agent carries it to the same directory
 - every step: ``MegatronState`` of a GPT that trains, of about 590 MiB on each rank, saved at each of its steps
+
+``--copies`` measures the price of copies instead, and needs root: memory of a rank's optimizer and traffic at a step of
+a GPT on four data-parallel ranks, with one optimizer instance and with two. Each training has a network of its own.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
 RANKS, TENSORS = 2, 16
-TRAIN = ("--hidden", "1792", "--steps", "12", "--settings", '{"persist_every": 1000000}')
+TRAIN = ("--settings", '{"persist_every": 1000000}')
 
 options = argparse.ArgumentParser(description=__doc__)
 options.add_argument("--mib", type=int, default=512, help="MiB of tensors on each rank")
 options.add_argument("--saves", type=int, default=6)
+options.add_argument("--copies", action="store_true", help="measure memory and traffic of two copies")
 options.add_argument("--way", choices=["megatron", "rekindle"], help=argparse.SUPPRESS)
 options.add_argument("--where", type=Path, help=argparse.SUPPRESS)
 
@@ -79,13 +84,13 @@ def measure(way: str, given: argparse.Namespace, where: Path) -> list[float]:
     return [max(stalls) for stalls in zip(*each, strict=True)]
 
 
-def every_step(where: Path) -> tuple[str, float, float]:
-    """Returns the size of a rank's snapshots, and median and longest stall in ms, of the slower rank."""
-    launcher = [sys.executable, "-m", "rekindle", "run", "--standalone", f"--nproc-per-node={RANKS}"]
+def train(ranks: int, where: Path, *arguments: object, run_by: Sequence[str] = ()) -> tuple[str, list[tuple[str, ...]]]:
+    """Trains the tests' GPT. Returns all output, and size, median and longest stall in ms of each rank's saves."""
+    launcher = [*run_by, sys.executable, "-m", "rekindle", "run", "--standalone", f"--nproc-per-node={ranks}"]
     program = REPO / "tests/integrations/programs/train_megatron.py"
     where.mkdir()
     done = subprocess.run(
-        [*launcher, "--max-restarts=0", program, where / "run", where, *TRAIN],
+        [*launcher, "--max-restarts=0", program, where / "run", where, *TRAIN, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(REPO / "src")},
         check=True,
         stdout=subprocess.PIPE,
@@ -93,8 +98,32 @@ def every_step(where: Path) -> tuple[str, float, float]:
         text=True,
     )
     found = re.findall(r"saves of (.+?), 0 failed, stall median ([\d.]+) ms, longest ([\d.]+) ms", done.stdout)
-    assert len(found) == RANKS, done.stdout
+    assert len(found) == ranks, done.stdout
+    return done.stdout, found
+
+
+def every_step(where: Path) -> tuple[str, float, float]:
+    """Returns the size of a rank's snapshots, and median and longest stall in ms, of the slower rank."""
+    _, found = train(RANKS, where, "--hidden", 1792, "--steps", 12)
     return found[0][0], max(float(median) for _, median, _ in found), max(float(longest) for _, _, longest in found)
+
+
+def spent(where: Path, instances: int, steps: int) -> tuple[str, int, int]:
+    """Trains on four ranks. Returns a snapshot's size, the bytes of a rank's optimizer, and those that all sent."""
+    alone = ("unshare", "--net", "sh", "-c", 'ip link set lo up && "$@" && cat /proc/net/dev', "sh")
+    told, found = train(4, where, "--hidden", 512, "--steps", steps, "--instances", instances, run_by=alone)
+    held = json.loads((where / "end-0.json").read_text())["held"]
+    return found[0][0], held, int(re.findall(r"lo: *(\d+)", told)[0])
+
+
+def copies(folder: Path) -> None:
+    print("4 data-parallel ranks; of each rank")
+    print("| instances | optimizer, MB | snapshot | sent at a step, MB |\n|---|---|---|---|")
+    for instances in (1, 2):
+        (size, held, few), (_, _, many) = (
+            spent(folder / f"{instances}-{steps}", instances, steps) for steps in (4, 12)
+        )
+        print(f"| {instances} | {held / 1e6:.1f} | {size} | {(many - few) / 4 / 8 / 1e6:.1f} |", flush=True)
 
 
 def main() -> None:
@@ -110,6 +139,9 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="rekindle-bench-", dir="/dev/shm") as memory,
     ):
         os.environ |= {"REKINDLE_MEMORY": memory, "OMP_NUM_THREADS": "1"}
+        if given.copies:
+            copies(Path(folder))
+            return
         found = {way: measure(way, given, Path(folder) / way) for way in ("megatron", "rekindle")}
         size, median, longest = every_step(Path(folder) / "every-step")
     print(f"{RANKS} ranks, {given.mib} MiB on each, {os.cpu_count()} cores; milliseconds of the slower rank")

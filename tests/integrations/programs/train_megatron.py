@@ -237,6 +237,14 @@ def ends(model: Any, optimizer: Any, schedule: Any, args: Any) -> dict[str, Any]
     }
 
 
+def held(optimizer: Any) -> int:
+    """Returns the bytes of main parameters and moments on this rank."""
+    inner = [one.optimizer for one in optimizer.chained_optimizers]
+    parameters = [p for one in inner for group in one.param_groups for p in group["params"]]
+    moments = [value for one in inner for state in one.state.values() for value in state.values()]
+    return sum(tensor.nbytes for tensor in [*parameters, *moments] if tensor.numel() > 1)
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -273,7 +281,7 @@ def main() -> None:
         if given.save_again:
             ckpt.save(given.save_again, wait="durable")
         ckpt.close()
-    found = {"losses": losses, "end": ends(model, optimizer, schedule, args)}
+    found = {"losses": losses, "end": ends(model, optimizer, schedule, args), "held": held(optimizer)}
     (given.results / f"end-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
 
