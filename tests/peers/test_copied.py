@@ -15,7 +15,7 @@ from rekindle.format.lineage import CheckpointKey, ShardId
 from rekindle.format.names import shard_name, step_dir
 from rekindle.format.receipt import Receipt, checksum
 from rekindle.memory.copies import CopySlots
-from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.slots import Slots
 from rekindle.peers.snapshots import snapshot_handlers
@@ -28,7 +28,7 @@ from rekindle.session.inventory import take_inventory
 from rekindle.storage.catalog import find_copies, list_checkpoints
 from rekindle.storage.posix import PosixStore
 from tests.conftest import commit
-from tests.peers.peer import FIRST, HOST, SECRET, START, far_job, serving
+from tests.peers.peer import FIRST, HOST, SECRET, START, serving
 
 STEP = 7
 KEY = CheckpointKey(STEP, FIRST)
@@ -91,19 +91,6 @@ def put_copy(job: JobDir, rank: int, without: Collection[str] = ()) -> Path:
     slots.write(receipt.stamp, layout, fill, encode)
     slots.close()
     return job.copies.path / step_dir(STEP) / shard_name(rank, 2)
-
-
-@pytest.fixture
-def far(memory: Path) -> JobDir:
-    return far_job(memory)
-
-
-@pytest.fixture
-def near(memory: Path) -> JobDir:
-    """The memory of a node that came in place of a lost one."""
-    job = JobDir.of("/somewhere/run", memory_base(memory / "near"))
-    job.create()
-    return job
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from rekindle.peers.unique import UniqueChunks, likely_ranks, ranks_apart
 from rekindle.peers.wire import Credentials, Link
 from rekindle.storage.verify import verify_shard
 from tests.fork_server import context
-from tests.peers.peer import FIRST, HOST, SECRET, blocks_of, far_job, put, wait_until
+from tests.peers.peer import FIRST, HOST, SECRET, blocks_of, put, wait_until
 
 # -- which chunks ------------------------------------------------------------------------------------------------------
 
@@ -100,11 +100,6 @@ def test_ranks_with_replicas_are_as_many_apart_as_a_tensor_has_parts() -> None:
 
 
 # -- one shard ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def far(memory: Path) -> JobDir:
-    return far_job(memory)
 
 
 @pytest.fixture

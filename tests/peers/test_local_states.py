@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rekindle.format.receipt import Receipt
-from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.job_dir import JobDir
 from rekindle.memory.local_state import LocalFiles, read_local_bytes, read_local_files
 from rekindle.memory.rebuild import rebuild
 from rekindle.memory.slots import Slots
@@ -27,20 +27,8 @@ from rekindle.peers.local_states import (
 )
 from rekindle.peers.memory import PeerMemory
 from rekindle.peers.wire import WireError, call
-from tests.peers.peer import HOST, far_job, link_to, serving, wait_until
+from tests.peers.peer import HOST, link_to, serving, wait_until
 from tests.peers.two_nodes import SECOND, WORLD, Rank, keeping, put_whole, two_nodes
-
-
-@pytest.fixture
-def far(memory: Path) -> JobDir:
-    return far_job(memory)
-
-
-@pytest.fixture
-def near(memory: Path) -> JobDir:
-    job = JobDir.of("/somewhere/run", memory_base(memory / "near"))
-    job.create()
-    return job
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from rekindle.agent.service import Agent
 from rekindle.format.lineage import ShardId
 from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.job import JobInfo
-from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.peers import memory as peer_memory
@@ -27,20 +27,8 @@ from rekindle.peers.local_state_sender import LocalStateSender
 from rekindle.peers.local_states import ask_for_files
 from rekindle.peers.memory import PeerMemory
 from rekindle.peers.wire import Link, WireError
-from tests.peers.peer import CREDENTIALS, FIRST, HOST, far_job, files_at, serving, wait_until
+from tests.peers.peer import CREDENTIALS, FIRST, HOST, files_at, serving, wait_until
 from tests.peers.two_nodes import WORLD, Rank, keeping, put_whole, two_nodes
-
-
-@pytest.fixture
-def far(memory: Path) -> JobDir:
-    return far_job(memory)
-
-
-@pytest.fixture
-def near(memory: Path) -> JobDir:
-    job = JobDir.of("/somewhere/run", memory_base(memory / "near"))
-    job.create()
-    return job
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
