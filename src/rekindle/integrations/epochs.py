@@ -1,14 +1,15 @@
-"""Warns where an epoch no longer has the steps that it had when a place in it was saved."""
+"""Warns where a start does not train what a user may expect: an epoch has changed, or nothing is left to train."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from rekindle.data.parts import samples_per_step
 
-__all__ = ["epoch_of", "warn_of_other_epoch"]
+__all__ = ["epoch_of", "warn_of_no_steps", "warn_of_other_epoch"]
 
 log = logging.getLogger("rekindle")
 
@@ -30,3 +31,12 @@ def warn_of_other_epoch(before: Sequence[int] | None, now: Sequence[int], done: 
             "steps that are done count as as many of these, so some samples come twice or never",
             *(before[0] or "some", before[1], now[0] or "some", now[1], done),
         )
+
+
+def warn_of_no_steps(root: str | os.PathLike[str], step: int) -> None:
+    """Warns that the run in ``root`` had come to its end at ``step`` before this start."""
+    log.warning(
+        "the run in %s is over: it ended at step %d, and this start trains nothing. A root holds one run: give another "
+        "one, also of the same script, another root, or ask for more steps",
+        *(root, step),
+    )
