@@ -48,6 +48,7 @@ def train(config: dict) -> None:
                 ckpt.step(step)
                 if step % 64 == 0:
                     report(ckpt, {"step": step, "loss": loss.item()})
+    report(ckpt, {"step": step})  # the last step is on storage now: Ray's Result names it
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import rekindle
 from rekindle.memory.job_dir import memory_base
-from rekindle.settings import Settings
+from rekindle.settings import Settings, check_settings
 
 
 def test_a_checkpointer_takes_every_option_and_has_its_default() -> None:
@@ -161,3 +161,10 @@ def test_a_timeout_without_bound_is_a_timeout(timeout: float, in_memory: bool, r
     ckpt.save(3, pin=True, timeout=timeout)
     ckpt.close(timeout)
     assert ckpt.metrics.failed == 0 and next(entry.step for entry in ckpt.checkpoints()) == 3
+
+
+@pytest.mark.parametrize(("name", "meant"), [("keep_evry", "; did you mean keep_every?"), ("every_n_train_steps", "")])
+def test_a_setting_that_an_adapter_is_given_and_nobody_knows_is_named(name: str, meant: str) -> None:
+    with pytest.raises(rekindle.UsageError) as told:
+        check_settings({name: 5})
+    assert str(told.value) == f"rekindle.Checkpointer has no setting {name}{meant}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from rekindle.common.durations import parse_seconds
@@ -17,7 +19,7 @@ from rekindle.peers.membership import PATIENCE
 from rekindle.state.codec import is_numpy
 from rekindle.storage.throttle import parse_rate
 
-__all__ = ["Overlap", "Settings", "check_bool", "check_seconds", "plain_bool"]
+__all__ = ["Overlap", "Settings", "check_bool", "check_seconds", "check_settings", "plain_bool"]
 
 Overlap = bool | Literal["auto", "verify"]
 """When a save copies what stays as it is until the next update: behind ``step()`` (True, and "verify", which looks for
@@ -131,6 +133,16 @@ class Settings:
             "peer_every",
         )
         return {name: getattr(self, name) for name in names}
+
+
+def check_settings(given: Mapping[str, Any]) -> None:
+    """Raises UsageError for the first of some keyword arguments of ``Checkpointer`` that is unknown or invalid."""
+    names = [field.name for field in fields(Settings)]
+    for name in given:
+        if name not in names:
+            meant = "".join(f"; did you mean {near}?" for near in get_close_matches(name, names, 1))
+            raise UsageError(f"rekindle.Checkpointer has no setting {name}{meant}")
+    Settings(**given)
 
 
 def _check_count(name: str, value: object, least: int = 1, *, else_: str = "") -> None:

@@ -310,9 +310,12 @@ def test_memory_beside_the_object_store(snapshot: int, objects: int, short: bool
 
 
 def test_lines_that_a_user_adds() -> None:
-    """Two to a program that has a Checkpointer: an import, and the report, which takes the place of Ray's own."""
+    """Two to a program that has a Checkpointer: an import, and the report, which takes the place of Ray's own.
+
+    And the last report, for a Result that names the last step.
+    """
     script = (REPO / "examples/train_ray.py").read_text()
     code = [line.strip() for line in script.split('"""', 2)[2].splitlines()]
     added = [line for line in code if "integrations.ray" in line or "report(" in line or "root()" in line]
     added = [line for line in added if "rekindle.Checkpointer(" not in line]
-    assert len(added) == 2 and "notices=notices()" in script, added
+    assert len(added) == 3 and "notices=notices()" in script, added

@@ -204,6 +204,15 @@ def test_a_lock_can_be_released_and_taken_again(tmp_path):
     assert Lock.holder(tmp_path / "never") is None
 
 
+def test_a_lock_that_goes_with_the_interpreter_is_released_though_its_modules_names_have_gone(tmp_path, monkeypatch):
+    lock = Lock(tmp_path / "rank.lock")
+    assert lock.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr("rekindle.memory.lock.os", None)
+        lock.release()
+    assert Lock.holder(tmp_path / "rank.lock") is None
+
+
 def test_a_waiter_does_not_get_a_lock_whose_file_was_removed(tmp_path):
     path = tmp_path / "rank.lock"
     held = Lock(path)

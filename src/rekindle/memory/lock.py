@@ -6,6 +6,7 @@ import fcntl
 import os
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,10 +55,10 @@ class Lock:
         except OSError:
             return False
 
-    def release(self) -> None:
+    def release(self, _close: Callable[[int], None] = os.close) -> None:
         """Releases the lock. May be called again."""
         if self._fd >= 0:
-            os.close(self._fd)
+            _close(self._fd)  # a module's names may be gone when the interpreter ends
             self._fd = -1
 
     __del__ = release

@@ -474,5 +474,5 @@ def _pairs(body: Any, live: Any) -> Iterator[tuple[str, Any]]:
 def mismatch(problems: list[str]) -> StateMismatchError:
     """Makes the error that names the first of the ``problems``, and tells how to load the rest."""
     more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-    hint = "; restore(partial=True) loads what fits"
+    hint = "; if this is another run's root, choose another one; else restore(partial=True) loads what fits"
     return StateMismatchError("; ".join(sorted(problems)[:5]) + more + hint)

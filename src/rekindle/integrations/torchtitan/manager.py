@@ -19,7 +19,7 @@ import rekindle
 from rekindle.errors import NotFoundError, RekindleError, UsageError
 from rekindle.integrations.torchtitan.parts import entries_of
 from rekindle.integrations.versions import warn_if_untested
-from rekindle.settings import Settings
+from rekindle.settings import check_settings
 from rekindle.state.rng import RNG
 
 __all__ = ["RekindleCheckpointManager"]
@@ -65,7 +65,7 @@ class RekindleCheckpointManager(_Manager):  # type: ignore[misc]  # torchtitan's
 
         def __post_init__(self) -> None:
             _Manager.Config.__post_init__(self)
-            Settings(**_settings(self))
+            check_settings(_settings(self))
             if _STEP in self.exclude_from_loading:
                 raise UsageError(
                     f"exclude_from_loading has {_STEP!r}, which holds the number of the restored step: to begin anew "
