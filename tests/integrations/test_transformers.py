@@ -39,6 +39,12 @@ def began(where: Path) -> int:
     return int(lines(where, PROGRAM)["start"].split()[0])
 
 
+def told_to_be_over(where: Path, step: int) -> int:
+    """Returns how often a start warned that nothing is left to train."""
+    said = (where / f"{PROGRAM}-0.out").read_text()
+    return said.count(f"is over: it ended at step {step}, and this start trains nothing")
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., End]:
     """Returns the end of a training that was not interrupted, and did not know of Rekindle."""
@@ -103,14 +109,18 @@ def test_killed_where_an_epoch_ends(where: str, memory: Path, tmp_path: Path, un
 
 
 @pytest.mark.timeout(1500)
-def test_a_run_that_is_over_is_not_trained_on(memory: Path, tmp_path: Path, unbroken: Callable[..., End]) -> None:
-    """Its last step lies within an epoch, of which the Trainer itself would train one step more."""
+@pytest.mark.parametrize(("options", "steps"), [(("--max-steps", 15), 15), ((), STEPS[1])], ids=["midway", "epoch"])
+def test_a_run_that_is_over_is_not_trained_on(
+    options: tuple[object, ...], steps: int, memory: Path, tmp_path: Path, unbroken: Callable[..., End]
+) -> None:
+    """Where its last step lies within an epoch the Trainer itself would train one step more of that. It is told."""
     root = tmp_path / "run"
     for start in ("first", "second"):
-        assert train(tmp_path / start, 1, "--max-steps", 15, "--resume", root=root) == [0]
-    assert began(tmp_path / "second") == 15
+        assert train(tmp_path / start, 1, *options, "--resume", root=root) == [0]
+    assert began(tmp_path / "second") == steps
     first, second = (end_of(tmp_path / start, 1) for start in ("first", "second"))
-    assert first == second == unbroken(1, "--max-steps", 15)
+    assert first == second == unbroken(1, *options)
+    assert [told_to_be_over(tmp_path / start, steps) for start in ("first", "second")] == [0, 1]
 
 
 @pytest.mark.timeout(1500)
@@ -121,8 +131,11 @@ def test_stopped_early_by_a_callback_that_a_restart_does_not_reset(
     assert 0 not in train(tmp_path / "broken", 1, "--die-before", 10, *options, root=root)
     assert train(tmp_path / "resumed", 1, *options, root=root) == [0]
     end = unbroken(1, *options)
-    assert int(end[0]["train_loss"].split()[1]) < STEPS[1], "nothing stopped it"
+    steps = int(end[0]["train_loss"].split()[1])
+    assert steps < STEPS[1], "nothing stopped it"
     assert end_of(tmp_path / "resumed", 1) == end
+    assert train(tmp_path / "again", 1, *options, root=root) == [0]
+    assert [told_to_be_over(tmp_path / start, steps) for start in ("resumed", "again")] == [0, 1]
 
 
 @pytest.mark.timeout(1500)

@@ -12,7 +12,7 @@ from typing import Any
 
 import rekindle
 from rekindle.errors import RekindleError, UsageError
-from rekindle.integrations.epochs import epoch_of
+from rekindle.integrations.epochs import epoch_of, warn_of_no_steps
 from rekindle.integrations.peft import without_frozen_base
 from rekindle.integrations.randomness import capture_random, set_random
 from rekindle.integrations.transformers.progress import TrainerProgress
@@ -89,6 +89,8 @@ class Attachment:
             with tempfile.TemporaryDirectory() as directory:
                 self._progress.write_state(directory)
                 place = original["_init_training_state"](max_steps, updates, epochs, directory, trial)
+            if self._over:
+                warn_of_no_steps(self._root, reached)
         self._secured = trainer.state.global_step
         self._ends.enter_context(checkpointer.guard(watchdog=self._watchdog))
         return place
@@ -128,7 +130,7 @@ class Attachment:
         """Runs an epoch, of which a resumed one has seen a part. Its last step is secured after what ends it."""
         trainer, first = self._trainer, self._begin()
         if first and self._resumed:
-            if trainer.state.global_step >= trainer.state.max_steps or self._progress.stopped:
+            if self._over:
                 trainer.control.should_training_stop = True
                 return
             midway = options["steps_trained_in_current_epoch"] > 0
@@ -137,6 +139,12 @@ class Attachment:
         self._progress.epoch_start = capture_random(self._loader)
         self._original["_run_epoch"](*args, **options)
         self._secure()
+
+    @property
+    def _over(self) -> bool:
+        """True if the restored run has no step left to train."""
+        state = self._trainer.state
+        return bool(state.global_step >= state.max_steps or self._progress.stopped)
 
     def _begin(self) -> bool:
         """Sets what was restored, once training has set it to zero. Returns True the first time."""
