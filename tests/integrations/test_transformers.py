@@ -193,6 +193,7 @@ def test_told_to_go_before_the_first_update(memory: Path, tmp_path: Path, unbrok
         (("--set", "auto_find_batch_size"), "TrainingArguments.auto_find_batch_size can't be had with Rekindle"),
         (("--own-loop",), "OwnLoop has a training loop of its own"),
         (("--twice",), "this trainer is attached already"),
+        (("--attach-late",), "attach before train(): this trainer trains already"),
     ],
 )
 def test_what_can_not_be_had_is_refused_by_name(options: tuple[str, ...], told: str, tmp_path: Path) -> None:

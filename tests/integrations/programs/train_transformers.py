@@ -46,6 +46,7 @@ options.add_argument("--lora", action="store_true", help="trains a PEFT model")
 options.add_argument("--set", help="an argument of the trainer that is set to True")
 options.add_argument("--own-loop", action="store_true", help="takes a trainer with a training loop of its own")
 options.add_argument("--twice", action="store_true", help="attaches twice")
+options.add_argument("--attach-late", action="store_true", help="attaches while it trains")
 options.add_argument("--stream", action="store_true", help="takes data without a length")
 given = options.parse_args()
 rank = int(os.environ.get("RANK", 0))
@@ -54,6 +55,8 @@ sft = given.trainer == "sft"
 
 class Dying(TrainerCallback):
     def on_train_begin(self, args, state, control, **others):
+        if given.attach_late:
+            attach(trainer, given.root)
         if given.end_at_start:
             die("TERM")
             threading.Event().wait(60)
@@ -150,7 +153,7 @@ else:
     kind = OwnLoop if given.own_loop else Trainer
     trainer = kind(model=model, args=TrainingArguments(**settings), callbacks=callbacks, **data)
 attachment = None
-if not (given.alone or given.trainer == "mixin"):
+if not (given.alone or given.attach_late or given.trainer == "mixin"):
     attachment = attach(trainer, given.root)
     if given.twice:
         attach(trainer, given.root)

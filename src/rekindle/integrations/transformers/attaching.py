@@ -34,8 +34,9 @@ def attach(
 ) -> Attachment:
     """Lets every step of ``trainer.train()`` be secured, and each start go on behind the newest one.
 
-    To be called on all ranks, once the trainer has been made. The trainer's own checkpoints go on as before. If one
-    that ``resume_from_checkpoint`` names is newer than what ``root`` has, training goes on from that one.
+    To be called on all ranks, once the trainer has been made, and before ``train()``. The trainer's own checkpoints go
+    on as before. If one that ``resume_from_checkpoint`` names is newer than what ``root`` has, training goes on from
+    that one.
 
     Args:
         trainer: a ``transformers.Trainer``, or one of a class derived from it.
@@ -47,8 +48,8 @@ def attach(
         An ``Attachment``, whose ``checkpointer`` is that of the newest ``train()``.
 
     Raises:
-        UsageError: the trainer has been attached, has arguments that can't be had together with this, or is of a
-            version that lacks what is needed; or a setting makes no sense.
+        UsageError: the trainer has been attached, trains already, has arguments that can't be had together with this,
+            or is of a version that lacks what is needed; or a setting makes no sense.
     """
     Settings(**settings)
     _check(trainer)
@@ -81,6 +82,10 @@ def _check(trainer: Any) -> None:
         raise UsageError("this trainer trains by DeepSpeed, which keeps weights and optimizer itself")
     if isinstance(getattr(trainer.train, "__self__", None), Attachment):
         raise UsageError("this trainer is attached already")
+    if getattr(trainer, "is_in_train", False):
+        raise UsageError(
+            "attach before train(): this trainer trains already; or its train() has failed, and a new trainer is needed"
+        )
     lacking = [name for name in WRAPPED if not callable(getattr(trainer, name, None))]
     if lacking:
         version = importlib.import_module("transformers").__version__
