@@ -91,8 +91,28 @@ def test_another_batch_size_is_told(memory: Path, tmp_path: Path) -> None:
     assert re.search("had 22 steps of 2 samples, and has 11 of 4 now. The [68] steps that are done", said), said
 
 
+@pytest.mark.timeout(300)
+def test_what_comes_after_the_checkpointer_is_refused_by_name(memory: Path, tmp_path: Path) -> None:
+    """But for a loader, which may be one of evaluation: one warning."""
+    assert train(tmp_path / "run", 1, "--late") == [0]
+    said = (tmp_path / "run" / f"{PROGRAM}-0.out").read_text()
+    assert said.count("a DataLoaderShard was prepared after checkpointer()") == 1, said
+    assert "saved 3" in said
+    names = "model (Linear), optimizer (AcceleratedOptimizer), scheduler (AcceleratedScheduler), custom (Seen)"
+    told = f"late prepared or registered after checkpointer(), so not saved, and lost at a restart: {names}. Call"
+    assert said.count(told) == 3, said
+
+
+@pytest.mark.timeout(300)
+def test_a_step_that_holds_gradients_back_is_refused(memory: Path, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", 1, "--every-batch") == [1]
+    said = (tmp_path / "run" / f"{PROGRAM}-0.out").read_text()
+    assert "UsageError: step() where accumulate() holds gradients back" in said, said
+
+
 def test_lines_that_a_user_adds() -> None:
-    """Four, and their import."""
-    script = (REPO / "examples/train_accelerate.py").read_text()
-    code = [line.strip() for line in script.split('"""')[2].splitlines() if "rekindle" in line or "ckpt" in line]
+    """Four and their import, and one that is changed."""
+    script = (REPO / "examples/train_accelerate.py").read_text().split('"""')[2]
+    code = [line.strip() for line in script.splitlines() if "rekindle" in line or "ckpt" in line]
     assert len(code) == 5 and code[0].startswith("from rekindle"), code
+    assert script.count("range(loader.iteration, EPOCHS)") == script.count("loader.iteration") == 1

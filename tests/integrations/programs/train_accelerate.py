@@ -1,6 +1,6 @@
 """Trains by a loop of Accelerate's kind, and dies or goes on.
 
-train_accelerate.py ROOT [--alone] [--die-before N [--die-rank N]] [--workers N] [--unseeded] [--iterable] [--lora]
+train_accelerate.py ROOT [--alone] [--die-before N [--die-rank N]] [--workers N] [--unseeded] [--iterable] ...
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
 from digests import digest
 
+from rekindle.errors import UsageError
 from rekindle.integrations.accelerate import checkpointer
 
 EPOCHS = 3
@@ -29,6 +30,8 @@ options.add_argument("--batch", type=int, default=2, help="examples of a batch")
 options.add_argument("--unseeded", action="store_true", help="shuffles by the generator of the sampler")
 options.add_argument("--lora", action="store_true", help="trains a PEFT model")
 options.add_argument("--iterable", action="store_true", help="takes data without a length")
+options.add_argument("--late", action="store_true", help="prepares after the checkpointer was made, and prints errors")
+options.add_argument("--every-batch", action="store_true", help="counts batches as steps, held gradients or not")
 given = options.parse_args()
 rank = int(os.environ.get("RANK", 0))
 
@@ -52,6 +55,24 @@ class Seen:
 
     def load_state_dict(self, state):
         self.losses = list(state["losses"])
+
+
+def prepare_late(ckpt):
+    """Prepares what may come late, at which a step is saved, and then what may not; prints what is told of that."""
+    accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
+    for step in range(1, 4):
+        ckpt.step(step)
+    print("saved", step, flush=True)
+    late = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(late.parameters())
+    accelerator.prepare(late, sgd, torch.optim.lr_scheduler.ConstantLR(sgd))
+    accelerator.register_for_checkpointing(Seen())
+    for call in (ckpt.restore, lambda: ckpt.step(4), lambda: ckpt.save(4)):
+        try:
+            call()
+        except UsageError as error:
+            print("late", error, flush=True)
+    raise SystemExit
 
 
 set_seed(3)
@@ -78,6 +99,8 @@ ckpt, step = None, 0
 if not given.alone:
     ckpt = checkpointer(accelerator, given.root, overlap=True)
     assert optimizer.optimizer._optimizer_step_pre_hooks, "no update would wait for a copy"
+    if given.late:
+        prepare_late(ckpt)
     step = ckpt.restore()
     print("start", step, ckpt.metrics.restored_from, flush=True)
 with ckpt.guard() if ckpt is not None else nullcontext():
@@ -93,7 +116,7 @@ with ckpt.guard() if ckpt is not None else nullcontext():
                 schedule.step()
                 optimizer.zero_grad()
             seen.losses.append(loss.item())
-            if accelerator.sync_gradients:
+            if accelerator.sync_gradients or given.every_batch:
                 step += 1
                 if ckpt is not None:
                     ckpt.step(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -18,14 +19,19 @@ _TESTED = ("1.15", "1.15")
 _REFUSED = ("DEEPSPEED", "MEGATRON_LM")
 """Kinds of training in which another library keeps weights and optimizer."""
 
+log = logging.getLogger("rekindle")
+
 
 def checkpointer(accelerator: Any, root: str | os.PathLike[str], **settings: Any) -> rekindle.Checkpointer:
     """Makes a Checkpointer of all models, optimizers, schedulers and loaders that ``accelerator`` has prepared.
 
-    What ``register_for_checkpointing`` was given belongs to it too. To be called on all ranks, after ``prepare()``.
+    What ``register_for_checkpointing`` was given belongs to it too. To be called on all ranks, after the last of both.
     After ``restore()`` a loader leaves out, once, the batches that its epoch had before the restored step, and its
     ``iteration`` is that epoch: loop by ``for epoch in range(loader.iteration, epochs)``. Call ``step(n)`` where
     ``accelerator.sync_gradients`` is true.
+
+    Its ``restore()``, ``step()`` and ``save()`` raise UsageError when something was prepared or registered since, and
+    the latter two where ``accumulate()`` holds gradients back.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
@@ -43,17 +49,73 @@ def checkpointer(accelerator: Any, root: str | os.PathLike[str], **settings: Any
     warn_if_untested("accelerate", *_TESTED)
     state: dict[str, Any] = {}
     for name, entries in {
+        **_prepared(accelerator),
         "model": [without_frozen_base(model) for model in accelerator._models],
-        "optimizer": accelerator._optimizers,
-        "scheduler": accelerator._schedulers,
         "loader": [LoaderPosition(loader) for loader in accelerator._dataloaders],
-        "custom": accelerator._custom_objects,
     }.items():
         state |= {f"{name}_{number}" if number else name: entry for number, entry in enumerate(entries)}
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
     state["accelerator"] = _BatchCount(accelerator)
-    return rekindle.Checkpointer(root, state, **settings)
+    return _Checkpointer(accelerator, root, state, **settings)
+
+
+def _prepared(accelerator: Any) -> dict[str, list[Any]]:
+    """Returns what ``accelerator`` has been given until now, by the names in the state."""
+    return {
+        "model": accelerator._models,
+        "optimizer": accelerator._optimizers,
+        "scheduler": accelerator._schedulers,
+        "loader": accelerator._dataloaders,
+        "custom": accelerator._custom_objects,
+    }
+
+
+class _Checkpointer(rekindle.Checkpointer):
+    """Refuses steps that would come back without a part: the state is what had been prepared when this was made."""
+
+    def __init__(self, accelerator: Any, root: str | os.PathLike[str], state: dict[str, Any], **settings: Any) -> None:
+        self._accelerator = accelerator
+        self._saved = {id(one): one for prepared in _prepared(accelerator).values() for one in prepared}
+        """What is in the state. The objects are held, so that no other one gets the id of one that is gone."""
+        super().__init__(root, state, **settings)
+
+    def restore(self, *args: Any, **options: Any) -> int:
+        self._check_prepared()
+        return super().restore(*args, **options)
+
+    def step(self, *args: Any, **options: Any) -> None:
+        self._check_gradients("step")
+        super().step(*args, **options)
+
+    def save(self, *args: Any, **options: Any) -> None:
+        self._check_gradients("save")
+        super().save(*args, **options)
+
+    def _check_gradients(self, call: str) -> None:
+        self._check_prepared()
+        if not self._accelerator.sync_gradients:
+            raise UsageError(
+                f"{call}() where accumulate() holds gradients back, which are not saved: a restart would go on without "
+                f"them. Call {call}() only if accelerator.sync_gradients, where the optimizer has made its update"
+            )
+
+    def _check_prepared(self) -> None:
+        found = _prepared(self._accelerator)
+        late = {name: [one for one in prepared if id(one) not in self._saved] for name, prepared in found.items()}
+        for loader in late.pop("loader"):
+            self._saved[id(loader)] = loader  # it is told once
+            log.warning(
+                "a %s was prepared after checkpointer(), so its place is not saved: after a restart it begins its "
+                "epoch again. That is right for evaluation; for training call checkpointer() after prepare()",
+                type(loader).__name__,
+            )
+        told = [f"{name} ({type(one).__name__})" for name, prepared in late.items() for one in prepared]
+        if told:
+            raise UsageError(
+                f"prepared or registered after checkpointer(), so not saved, and lost at a restart: {', '.join(told)}. "
+                "Call checkpointer() after the last prepare() and register_for_checkpointing()"
+            )
 
 
 class _BatchCount:
