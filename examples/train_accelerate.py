@@ -6,6 +6,7 @@
 Kill it in any way you like, and start it again by the same command: it goes on behind the last completed step.
 """
 
+import logging
 import sys
 
 import torch
@@ -18,6 +19,7 @@ EPOCHS = 5
 
 
 def main(root: str) -> None:
+    logging.basicConfig(level=logging.INFO)  # shows which step was restored, and from where
     set_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 32))
@@ -28,7 +30,7 @@ def main(root: str) -> None:
     ckpt = checkpointer(accelerator, root)
     step = ckpt.restore()
     with ckpt, ckpt.guard():
-        for epoch in range(loader.iteration, EPOCHS):
+        for epoch in range(loader.iteration, EPOCHS):  # was range(EPOCHS): a restart begins in the midst of them
             for (x,) in loader:
                 loss = (model(x) - x).square().mean()
                 accelerator.backward(loss)

@@ -6,6 +6,7 @@
 Kill it in any way you like, and start it again by the same command: it goes on behind the last completed step.
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -19,11 +20,13 @@ CONTEXT = 64
 
 
 def main(root: str) -> None:
+    logging.basicConfig(level=logging.INFO)  # shows which step was restored, and from where
     text = b"".join(file.read_bytes() for file in sorted(Path(os.__file__).parent.glob("*.py"))[:20])
     rows = [list(text[at : at + CONTEXT]) for at in range(0, len(text) - CONTEXT, CONTEXT)]
+    size = {"vocab_size": 256, "n_positions": CONTEXT, "n_embd": 128, "n_layer": 2, "n_head": 4}
     set_seed(0)
     trainer = Trainer(
-        model=GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=128, n_layer=2, n_head=4)),
+        model=GPT2LMHeadModel(GPT2Config(**size, bos_token_id=None, eos_token_id=None)),  # bytes have no such tokens
         args=TrainingArguments(
             output_dir=f"{root}-trainer",
             max_steps=200,
