@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rekindle.errors import UsageError
 from rekindle.integrations.transformers.run import WRAPPED, Attachment
 from rekindle.integrations.versions import warn_if_untested
-from rekindle.settings import Settings
+from rekindle.settings import check_settings
 
 __all__ = ["RekindleMixin", "attach"]
 
@@ -51,7 +51,7 @@ def attach(
         UsageError: the trainer has been attached, trains already, has arguments that can't be had together with this,
             or is of a version that lacks what is needed; or a setting makes no sense.
     """
-    Settings(**settings)
+    check_settings(settings)
     _check(trainer)
     warn_if_untested("transformers", *_TESTED)
     return Attachment(trainer, root, watchdog, settings)
