@@ -81,3 +81,32 @@ def test_a_question_that_fails_is_asked_no_more(monkeypatch: pytest.MonkeyPatch)
     wait_for(lambda: len(rounds) > 3, what="several rounds of questions")
     notices.close()
     assert len(asked) == 1
+
+
+def test_two_that_are_closed_in_the_order_of_their_beginning() -> None:
+    """The second one goes on hearing when the first has ended, and gives back what was there before both."""
+    first, second, before = Ear(), Ear(), signal.getsignal(signal.SIGWINCH)
+    below, above = Notices([signal.SIGWINCH, signal.SIGCONT], first), Notices([signal.SIGWINCH], second)
+    below.close()
+    os.kill(os.getpid(), signal.SIGWINCH)
+    assert second.event.wait(60) and not first.heard
+    above.close()
+    assert signal.getsignal(signal.SIGWINCH) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_descriptor_that_its_owner_has_closed_is_not_put_back() -> None:
+    """Nor does a byte for it end what listens."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    ear, before = Ear(), signal.signal(signal.SIGUSR2, lambda *_: None)
+    notices = Notices([signal.SIGUSR1], ear)
+    os.close(write)
+    os.close(read)
+    for number in (signal.SIGUSR2, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    assert ear.event.wait(60)
+    notices.close()
+    signal.signal(signal.SIGUSR2, before)
+    assert signal.set_wakeup_fd(-1) == -1

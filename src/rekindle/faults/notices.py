@@ -67,6 +67,8 @@ class Notices:
         self._files = {path: _mark(path) for path in files}
         self._questions = [n for n in notices if callable(n)]
         self._before: dict[int, Any] = {}
+        """Handlers that signals had before. This one's own is a new function: it tells whose a handler is."""
+        self._nothing: Callable[..., None] = lambda *_: None
         self._former = -1
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -84,7 +86,7 @@ class Notices:
     def _take_signals(self) -> None:
         try:
             for number in self._signals:
-                self._before[number] = signal.signal(number, lambda *_: None)
+                self._before[number] = signal.signal(number, self._nothing)
         except (OSError, ValueError) as error:
             self._put_back()
             raise UsageError(f"notices: signal {number} can't be taken: {error}") from error
@@ -92,9 +94,25 @@ class Notices:
         _taken.add(self)
 
     def _put_back(self) -> None:
+        """Gives signals back. One that others have taken since, and have not given back, is theirs to give back."""
         for number, handler in self._before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            later = next((one for one in _taken if one._before.get(number) is self._nothing), None)
+            if later is not None:
+                later._before[number] = handler
+            else:
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()
+
+    def _put_wakeup_back(self) -> None:
+        """Does the same for the descriptor. Who had it before may have closed it."""
+        later = next((one for one in _taken if one._former == self._write), None)
+        if later is not None:
+            later._former = self._former
+            return
+        try:
+            signal.set_wakeup_fd(self._former)
+        except (OSError, ValueError):
+            signal.set_wakeup_fd(-1)
 
     def _listen(self) -> None:
         try:
@@ -103,7 +121,8 @@ class Notices:
                     if number in self._signals and not self._closed.is_set():
                         self._heard(f"was sent {signal.Signals(number).name}", number)
                     elif self._former >= 0 and number:
-                        os.write(self._former, bytes([number]))
+                        with suppress(OSError):  # full, or closed since
+                            os.write(self._former, bytes([number]))
         finally:
             os.close(self._read)
 
@@ -133,9 +152,9 @@ class Notices:
         """Put signals back as they were."""
         self._closed.set()
         if self._before and threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(self._former)
-            self._put_back()
             _taken.discard(self)
+            self._put_wakeup_back()
+            self._put_back()
         with suppress(OSError):
             os.write(self._write, b"\0")  # its thread ends, and closes the other end
         os.close(self._write)
