@@ -6,13 +6,16 @@ import random
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from rekindle.integrations.lightning import RekindleCallback
 from rekindle.integrations.lightning.closures import run_closure_first
 from rekindle.integrations.lightning.packed import Packer
 from tests.integrations.environments import REPO, launch, lines, lose_node, needs_lightning
@@ -218,6 +221,91 @@ def test_told_to_go(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable
     assert train(tmp_path / "resumed", ranks, root=root) == 0
     assert lines(tmp_path / "resumed", PROGRAM)["start:0"] in (f"{broken - 1} storage", f"{broken} storage")
     assert end_of(tmp_path / "broken", tmp_path / "resumed") == unbroken(ranks), broken
+
+
+class Quick(NamedTuple):
+    """What a short training on three batches an epoch gave."""
+
+    trainer: Any
+    callback: RekindleCallback
+    warnings: list[str]
+
+
+def fit(where: Path, *callbacks: Any, ckpt_path: Path | None = None, **options: Any) -> Quick:
+    """Trains in this process, with a root below ``where``."""
+    import lightning
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    callback = RekindleCallback(where / "run")
+    given = {"max_epochs": 2, "limit_train_batches": 3, "logger": False, **options}
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        default_root_dir=where,
+        limit_val_batches=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback, *callbacks],
+        **given,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(BoringModel(), ckpt_path=ckpt_path)
+    return Quick(trainer, callback, [str(one.message) for one in caught])
+
+
+def failing_at(step: int) -> Any:
+    from lightning.pytorch.callbacks import Callback
+
+    class Failing(Callback):
+        def on_train_batch_start(self, trainer: Any, *others: Any) -> None:
+            if trainer.global_step == step:
+                raise RuntimeError("as a test wants it")
+
+    return Failing()
+
+
+def test_a_start_that_trains_nothing_is_told(memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a run that is over; not where there is no data."""
+    fit(tmp_path)
+    fit(tmp_path, limit_train_batches=0)
+    assert "is over" not in caplog.text
+    fit(tmp_path)
+    assert f"the run in {tmp_path / 'run'} is over: it ended at step 6" in caplog.text
+    assert caplog.text.count("is over") == 1
+
+
+def test_lightnings_word_of_a_place_that_is_lost_is_shown_where_it_is(memory: Path, tmp_path: Path) -> None:
+    """The root has the place in the data; Lightning's own checkpoints have not."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    lost = "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable"
+    own = ModelCheckpoint(tmp_path / "own", "{step}", every_n_train_steps=2)
+    with pytest.raises(RuntimeError, match="as a test wants it"):
+        fit(tmp_path, own, failing_at(2))
+    resumed = fit(tmp_path)
+    assert resumed.callback.checkpointer is not None
+    assert resumed.callback.checkpointer.metrics.restored_step == 2
+    assert not [text for text in resumed.warnings if lost in text]
+    of_its_own = fit(tmp_path / "other", ckpt_path=tmp_path / "own" / "step=2.ckpt")
+    assert [text for text in of_its_own.warnings if lost in text]
+
+
+def test_the_best_of_model_checkpoint_comes_back_in_a_directory_of_its_own(memory: Path, tmp_path: Path) -> None:
+    """In that of a logger's version, which is a new one at each start, Lightning says that it does not."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    for directory in (None, tmp_path / "best"):
+        where, found = tmp_path / str(directory is None), []
+        for failing in (True, False):
+            own = ModelCheckpoint(directory, monitor="step", mode="max", every_n_train_steps=2)
+            if failing:
+                with pytest.raises(RuntimeError, match="as a test wants it"):
+                    fit(where, own, failing_at(3), logger=True)
+            else:
+                resumed = fit(where, own, logger=True, max_steps=3)
+            found.append(own.best_k_models)
+        said = [text for text in resumed.warnings if "The dirpath has changed" in text]
+        assert (found[1] == found[0], len(said)) == ((False, 1) if directory is None else (True, 0))
 
 
 def test_packed_tensors_come_back_as_they_were() -> None:

@@ -6,6 +6,7 @@ decide on its order. They are kept, so that a new process can begin the same pas
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,6 +59,15 @@ class Place:
         original()
         if self._restored is None:
             self.start = self._capture()
+
+    def reset_epoch(self, original: Callable[[], None]) -> None:
+        """Keeps Lightning from saying that data begins anew in the middle of an epoch, where it goes on."""
+        if self._restored is None:
+            original()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            original()
 
     def begin_epoch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         """Begins an epoch, or returns into it."""

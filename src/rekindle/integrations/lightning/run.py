@@ -11,6 +11,7 @@ from typing import Any
 
 import rekindle
 from rekindle.errors import RekindleError
+from rekindle.integrations.epochs import warn_of_no_steps
 from rekindle.integrations.lightning.closures import run_closure_first
 from rekindle.integrations.lightning.place import Place
 from rekindle.integrations.lightning.progress import LightningProgress
@@ -24,6 +25,7 @@ WRAPPED = (
     ("fit_loop", "_load_combined_loader_states"),
     ("fit_loop", "on_advance_start"),
     ("fit_loop", "on_advance_end"),
+    ("fit_loop.epoch_loop", "reset"),
     ("fit_loop.epoch_loop", "on_run_start"),
     ("fit_loop.epoch_loop", "on_advance_end"),
     ("fit_loop.epoch_loop.val_loop", "run"),
@@ -42,6 +44,8 @@ class Run:
         self._place = Place(trainer)
         self._progress = LightningProgress(trainer, self._place, allow_pickle=settings.get("allow_pickle", False))
         self._secured = -1
+        self._reached = 0
+        """The step that was restored from ``root``, if training goes on from there and has not begun."""
         self._ends = ExitStack()
         """Leaves the guard, and closes the Checkpointer, at the end of training or at what it raises."""
         self._wraps = ExitStack()
@@ -70,6 +74,7 @@ class Run:
             self._take_given(given, named, reached)
         elif reached:
             self._progress.apply()
+            self._reached = reached
             if given is not None and reached > named:
                 log.warning(
                     "%s is of step %d, and the newest checkpoint in %s of step %d: training goes on from the latter",
@@ -79,6 +84,7 @@ class Run:
         self._wrap(fit, "_load_combined_loader_states", self._place.load_loader_states)
         self._wrap(fit, "on_advance_start", self._begin_epoch)
         self._wrap(fit, "on_advance_end", self._end_epoch)
+        self._wrap(fit.epoch_loop, "reset", self._place.reset_epoch)
         self._wrap(fit.epoch_loop, "on_run_start", self._place.begin_epoch)
         self._wrap(fit.epoch_loop, "on_advance_end", self._end_batch)
         self._wrap(fit.epoch_loop.val_loop, "run", partial(self._unwatched, "validation"))
@@ -118,6 +124,7 @@ class Run:
     def begin(self) -> None:
         """Watches over training from now on, in place of Lightning's own handler of SIGTERM."""
         assert self.checkpointer is not None
+        self._reached = 0
         self._progress.set_random()
         self._ends.enter_context(self.checkpointer.guard(watchdog=self._watchdog))
 
@@ -151,6 +158,9 @@ class Run:
 
     def end(self) -> None:
         """Ends a training that has come to its end, or had done so before it was started again."""
+        trainer = self._trainer
+        if self._reached and trainer.limit_train_batches and trainer.num_training_batches and trainer.is_global_zero:
+            warn_of_no_steps(self._root, self._reached)
         self._wraps.close()
         self._progress.go_on()
         try:
