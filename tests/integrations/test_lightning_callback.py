@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from rekindle.errors import UsageError
 from rekindle.integrations.lightning import RekindleCallback
 from rekindle.integrations.lightning.closures import run_closure_first
 from rekindle.integrations.lightning.packed import Packer
@@ -306,6 +307,37 @@ def test_the_best_of_model_checkpoint_comes_back_in_a_directory_of_its_own(memor
             found.append(own.best_k_models)
         said = [text for text in resumed.warnings if "The dirpath has changed" in text]
         assert (found[1] == found[0], len(said)) == ((False, 1) if directory is None else (True, 0))
+
+
+def test_two_callbacks_are_refused(memory: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="this trainer has two RekindleCallbacks"):
+        fit(tmp_path, RekindleCallback(tmp_path / "second"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end"])
+def test_a_callback_that_is_added_within_a_training_is_refused(hook: str, memory: Path, tmp_path: Path) -> None:
+    import lightning
+    from lightning.pytorch.callbacks import LambdaCallback
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    def add(trainer: Any, *others: Any) -> None:
+        trainer.callbacks.append(RekindleCallback(tmp_path / "run"))
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[LambdaCallback(**{hook: add})],
+    )
+    with pytest.raises(UsageError, match="added to the trainer when fit"):
+        trainer.fit(BoringModel())
+
+
+def test_a_trial_run_leaves_the_root_alone(memory: Path, tmp_path: Path) -> None:
+    fit(tmp_path, fast_dev_run=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_packed_tensors_come_back_as_they_were() -> None:

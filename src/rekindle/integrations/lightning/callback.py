@@ -72,8 +72,20 @@ class RekindleCallback(_base()):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Watches over training from now on."""
+        self._check_started(trainer)
         if self._run is not None:
             self._run.begin()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Refuses to let training go on unsecured: a callback may have been added within ``fit()``."""
+        self._check_started(trainer)
+
+    def _check_started(self, trainer: Any) -> None:
+        if self._run is None and not trainer.fast_dev_run:
+            raise UsageError(
+                "this RekindleCallback was added to the trainer when fit() had begun, and secures no step of it: give "
+                "it to Trainer(callbacks=[...])"
+            )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Waits until the last step is on storage."""
@@ -94,6 +106,8 @@ class RekindleCallback(_base()):  # type: ignore[misc]
 def _check(trainer: Any, module: Any) -> None:
     package = type(trainer.fit_loop).__module__.partition(".")[0]
     warn_if_untested(package.replace("_", "-"), *_TESTED)
+    if sum(isinstance(one, RekindleCallback) for one in trainer.callbacks) > 1:
+        raise UsageError("this trainer has two RekindleCallbacks, and one secures all of its training: leave one")
     if "DeepSpeed" in type(trainer.strategy).__name__:
         raise UsageError("this trainer trains by DeepSpeed, which keeps weights and optimizer itself")
     for part, name in WRAPPED:
