@@ -6,10 +6,12 @@
 Kill it in any way you like, and start it again by the same command: it goes on behind the last completed step.
 """
 
+import logging
 import sys
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rekindle.integrations.lightning import RekindleCallback
 
@@ -30,13 +32,17 @@ class Network(lightning.LightningModule):
 
 
 def main(root: str, devices: int) -> None:
+    logging.basicConfig(level=logging.INFO)  # a line tells which step a start goes on from, and where that was
     lightning.seed_everything(0)
     data = torch.utils.data.TensorDataset(torch.randn(4096, 32))
     trainer = lightning.Trainer(
         devices=devices,
         strategy="ddp" if devices > 1 else "auto",
         max_epochs=5,
-        callbacks=[RekindleCallback(root)],
+        callbacks=[
+            ModelCheckpoint(dirpath=f"{root}-best", monitor="loss"),  # without dirpath its best is lost at a restart
+            RekindleCallback(root),
+        ],
     )
     trainer.fit(Network(), torch.utils.data.DataLoader(data, batch_size=16, shuffle=True))
 

@@ -388,5 +388,5 @@ def test_lines_that_a_user_adds() -> None:
     code = [line.strip() for line in script.split('"""')[2].splitlines() if "rekindle" in line.lower()]
     assert code == [
         "from rekindle.integrations.lightning import RekindleCallback",
-        "callbacks=[RekindleCallback(root)],",
+        "RekindleCallback(root),",
     ]

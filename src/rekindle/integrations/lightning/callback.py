@@ -14,7 +14,7 @@ import rekindle
 from rekindle.errors import UsageError
 from rekindle.integrations.lightning.run import WRAPPED, Run
 from rekindle.integrations.versions import warn_if_untested
-from rekindle.settings import Settings
+from rekindle.settings import check_settings
 
 __all__ = ["RekindleCallback"]
 
@@ -54,7 +54,7 @@ class RekindleCallback(_base()):  # type: ignore[misc]
         ``watchdog`` is that of ``Checkpointer.guard``; ``settings`` are keyword arguments for ``Checkpointer``. Raises
         UsageError for one that makes no sense, ``fit()`` for a trainer with which this can't be had.
         """
-        Settings(**settings)
+        check_settings(settings)
         self._root, self._watchdog, self._settings = root, watchdog, settings
         self._run: Run | None = None
 
