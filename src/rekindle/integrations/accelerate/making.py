@@ -77,7 +77,7 @@ class _Checkpointer(rekindle.Checkpointer):
     def __init__(self, accelerator: Any, root: str | os.PathLike[str], state: dict[str, Any], **settings: Any) -> None:
         self._accelerator = accelerator
         self._saved = {id(one): one for prepared in _prepared(accelerator).values() for one in prepared}
-        """What is in the state. The objects are held, so that no other one gets the id of one that is gone."""
+        """Objects in the state by id. They are held, so that no other one gets the id of one that is gone."""
         super().__init__(root, state, **settings)
 
     def restore(self, *args: Any, **options: Any) -> int:
