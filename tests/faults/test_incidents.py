@@ -52,7 +52,8 @@ def test_a_kill_leaves_a_record_that_outlives_the_job(fault: str, root: Path, me
 def test_a_hang_is_timed_from_the_last_progress(root: Path, memory: Path) -> None:
     run(Cell(root, memory, fault="stop", moment="forward"))
     incident = recorded(root)[0]
-    assert incident.cause == "hang" and incident.rank == 1 and incident.moments.keys() >= {"fault", *MOMENTS}
+    # An agent that got no processor did not see the ranks go.
+    assert incident.cause == "hang" and incident.rank == 1 and incident.moments.keys() >= {"fault", *MOMENTS} - {"gone"}
     part = incident.parts()["noticed"]
     assert part is not None and part > 1  # the least that guard(watchdog="fast") waits
 
