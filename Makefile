@@ -17,7 +17,7 @@ PACKAGES_mindspore := mindspore==2.10.0 aiohttp click rich xxhash
 PACKAGES_nebula    := deepspeed==0.19.6  # it still has Nebula
 PACKAGES_ray       := ray[train]==2.60.0
 PACKAGES_torchtitan := torchtitan==0.3.0 triton  # which it imports on a CPU too
-PACKAGES_transformers := transformers==5.23.0 accelerate==1.15.0 trl==1.13.0 peft==0.21.0
+PACKAGES_transformers := transformers==5.24.0 accelerate==1.15.0 trl==1.16.0 peft==0.21.2
 TESTS_data      := tests/data/test_frameworks.py
 TESTS_deepspeed := tests/integrations/test_deepspeed.py
 TESTS_lightning := tests/integrations/test_lightning.py tests/integrations/test_lightning_callback.py

@@ -1,6 +1,6 @@
 """Attaches Rekindle to a Trainer that has been made, and refuses what would not come back as it was.
 
-Written for transformers 5.18 to 5.23; the methods that it wraps are private ones of the Trainer.
+Written for transformers 5.18 to 5.24; the methods that it wraps are private ones of the Trainer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rekindle.settings import check_settings
 
 __all__ = ["RekindleMixin", "attach"]
 
-_TESTED = ("5.18", "5.23")
+_TESTED = ("5.18", "5.24")
 """First and last series of transformers that the tests have run with."""
 _REFUSED = {
     "enable_jit_checkpoint": "Rekindle secures the step under way at SIGTERM, and two can't own that signal",
