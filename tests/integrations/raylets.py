@@ -41,7 +41,7 @@ class Cluster:
         self._raylets: list[subprocess.Popen[bytes]] = []
 
     def add(self, memory: Path, processors: int = 1) -> None:
-        """Starts one more raylet. Returns at once, but for the head, to which others and drivers connect."""
+        """Starts one more raylet. Returns when it has its sockets: two at once would choose the same names for them."""
         first = not self._raylets
         head = ("--head", "--include-dashboard=false", f"--temp-dir={self.temporary}")
         which = (*head, f"--port={self.address.split(':')[1]}") if first else (f"--address={self.address}",)
@@ -56,6 +56,8 @@ class Cluster:
                 start_new_session=True,
             )
         self._raylets.append(raylet)
+        sockets = lambda: [*self.temporary.glob("session_latest/sockets/*")]  # noqa: E731
+        wait_for(lambda: len(sockets()) >= 2 * len(self._raylets), LONG, "a raylet has not its two sockets")
         if first:
             wait_for(self._answers, LONG, "Ray's first node does not answer")
 
