@@ -57,7 +57,8 @@ class Cluster:
             )
         self._raylets.append(raylet)
         sockets = lambda: [*self.temporary.glob("session_latest/sockets/*")]  # noqa: E731
-        wait_for(lambda: len(sockets()) >= 2 * len(self._raylets), LONG, "a raylet has not its two sockets")
+        living = lambda: [one for one in self._raylets if one.poll() is None]  # noqa: E731  a drained one has no sockets
+        wait_for(lambda: len(sockets()) >= 2 * len(living()), LONG, "a raylet has not its two sockets")
         if first:
             wait_for(self._answers, LONG, "Ray's first node does not answer")
 
