@@ -97,6 +97,17 @@ class TestObjects(StoreContract):
         assert met() and steps(store) == [step, step + 1]
         self.assert_sound()
 
+    def test_what_another_process_removes_while_retention_looks_is_no_error(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = self.open()
+        save(store, 1, 2)
+        with monkeypatch.context() as patch:
+            met = before_call(0, Bucket, ["head"], lambda: self.open().prune(1, None), patch)
+            assert store.prune(1, None) == []
+        assert met() and steps(store) == [2]
+        self.assert_sound()
+
     def test_what_is_published_again_while_retention_removes_it_is_not_listed(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

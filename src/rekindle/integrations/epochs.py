@@ -37,6 +37,7 @@ def warn_of_no_steps(root: str | os.PathLike[str], step: int) -> None:
     """Warns that the run in ``root`` had come to its end at ``step`` before this start."""
     log.warning(
         "the run in %s is over: it ended at step %d, and this start trains nothing. A root holds one run: give another "
-        "one, also of the same script, another root, or ask for more steps",
+        "one, also of the same script, another root. To go on with this one, ask for more steps; where it was stopped "
+        "early, train from its weights in another root",
         *(root, step),
     )

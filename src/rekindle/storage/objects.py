@@ -321,11 +321,14 @@ class ObjectStore(Store):
         return [entry.stamp.step for entry in surplus if self._remove(entry.stamp)]
 
     def _remove(self, stamp: ShardId) -> bool:
-        """Removes a checkpoint. Returns False if it is pinned by now, or a later start has published that step."""
+        """Removes a checkpoint. Returns False if it is pinned or gone by now, or a later start published that step."""
         if not self.durable(stamp) or self._pinned(stamp):
             return False
         name = f"{step_dir(stamp.step)}.json"
-        document = self.bucket.get(name)[0]
+        try:
+            document = self.bucket.get(name)[0]
+        except FileNotFoundError:  # another process has removed it since the look
+            return False
         self.bucket.delete([name])
         if self._pinned(stamp):  # since the look before: who told it may have seen the manifest behind it
             with suppress(FileExistsError):
