@@ -42,7 +42,7 @@ class Cluster:
 
     def add(self, memory: Path, processors: int = 1) -> None:
         """Starts one more raylet. Returns when it has its sockets: two at once would choose the same names for them."""
-        first = not self._raylets
+        first, before = not self._raylets, self._listening()
         head = ("--head", "--include-dashboard=false", f"--temp-dir={self.temporary}")
         which = (*head, f"--port={self.address.split(':')[1]}") if first else (f"--address={self.address}",)
         alike = ("--block", "--object-store-memory=80000000", "--node-ip-address=127.0.0.1")
@@ -56,9 +56,7 @@ class Cluster:
                 start_new_session=True,
             )
         self._raylets.append(raylet)
-        sockets = lambda: [*self.temporary.glob("session_latest/sockets/*")]  # noqa: E731
-        living = lambda: [one for one in self._raylets if one.poll() is None]  # noqa: E731  a drained one has no sockets
-        wait_for(lambda: len(sockets()) >= 2 * len(living()), LONG, "a raylet has not its two sockets")
+        wait_for(lambda: len(self._listening() - before) >= 2, LONG, "a raylet has not its two sockets")
         if first:
             wait_for(self._answers, LONG, "Ray's first node does not answer")
 
@@ -68,6 +66,12 @@ class Cluster:
         modules = f"{REPO / 'src'}:{PROGRAMS}"
         ours = {"PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PATH": path}
         return {**os.environ, **ours, **OURS, **PROMPT, "RAY_DEDUP_LOGS": "0", "RAY_ADDRESS": self.address, **more}
+
+    def _listening(self) -> set[str]:
+        """Returns the sockets of all raylets by inode: a name that a drained node has left is taken again."""
+        fields = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        ours = [one for one in fields if len(one) == 8 and one[7].startswith(f"{self.temporary}/")]
+        return {inode for *_, flags, _, _, inode, _ in ours if flags == "00010000"}  # they listen
 
     def _answers(self) -> bool:
         host, port = self.address.split(":")
