@@ -315,6 +315,11 @@ def test_two_callbacks_are_refused(memory: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_an_unknown_setting_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no setting keep_evry; did you mean keep_every"):
+        RekindleCallback(tmp_path / "run", keep_evry=2)
+
+
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end"])
 def test_a_callback_that_is_added_within_a_training_is_refused(hook: str, memory: Path, tmp_path: Path) -> None:
     import lightning

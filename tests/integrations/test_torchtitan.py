@@ -186,6 +186,13 @@ def test_a_hugging_face_folder_is_written_at_the_end_and_read_at_the_start(memor
     assert results(tmp_path / "in")["loaded"] == results(tmp_path / "out")["weights"]
 
 
+@pytest.mark.campaign(seconds=10)
+def test_an_unknown_setting_is_refused_by_name(memory: Path, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", 1, settings={"keep_evry": 2}) != 0
+    told = "UsageError: rekindle.Checkpointer has no setting keep_evry; did you mean keep_every?"
+    assert told in said(tmp_path / "run")
+
+
 @pytest.mark.campaign(seconds=25)
 def test_options(memory: Path, tmp_path: Path) -> None:
     """Torchtitan's command line takes those of Rekindle's. What is excluded from loading stays as it is at a start."""

@@ -194,6 +194,7 @@ def test_told_to_go_before_the_first_update(memory: Path, tmp_path: Path, unbrok
         (("--own-loop",), "OwnLoop has a training loop of its own"),
         (("--twice",), "this trainer is attached already"),
         (("--attach-late",), "attach before train(): this trainer trains already"),
+        (("--misspelt",), "rekindle.Checkpointer has no setting keep_evry; did you mean keep_every?"),
     ],
 )
 def test_what_can_not_be_had_is_refused_by_name(options: tuple[str, ...], told: str, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ options.add_argument("--lora", action="store_true", help="trains a PEFT model")
 options.add_argument("--set", help="an argument of the trainer that is set to True")
 options.add_argument("--own-loop", action="store_true", help="takes a trainer with a training loop of its own")
 options.add_argument("--twice", action="store_true", help="attaches twice")
+options.add_argument("--misspelt", action="store_true", help="attaches with a setting that nobody knows")
 options.add_argument("--attach-late", action="store_true", help="attaches while it trains")
 options.add_argument("--stream", action="store_true", help="takes data without a length")
 given = options.parse_args()
@@ -154,7 +155,7 @@ else:
     trainer = kind(model=model, args=TrainingArguments(**settings), callbacks=callbacks, **data)
 attachment = None
 if not (given.alone or given.attach_late or given.trainer == "mixin"):
-    attachment = attach(trainer, given.root)
+    attachment = attach(trainer, given.root, **{"keep_evry": 2} if given.misspelt else {})
     if given.twice:
         attach(trainer, given.root)
 done = trainer.train(resume_from_checkpoint=True if given.resume else None)
