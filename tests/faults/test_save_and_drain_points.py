@@ -99,8 +99,8 @@ def test_agent_killed_while_it_moves_an_older_incarnations_step_aside(root: Path
     assert train(Run(root, memory, steps=6, options={"keep": 9}, wait="durable")) == [0]
     first = root / "step-0000000006" / "shard-00000-of-00001.json"
     before = first.read_bytes()
-    dying = {0: "save.committed@6"}
-    again = Run(root, memory, 6, points=dying, agent_point="drain.aside@6", restore_step=4, options={"keep": 9})
+    dying = {0: "save.committed@6"}  # before any other step, behind which the agent would remove the older one
+    again = Run(root, memory, 6, points=dying, agent_point="drain.aside", restore_step=5, options={"keep": 9})
     processes = start(again)
     assert finish(processes) == [KILLED]
     agent_died(job)

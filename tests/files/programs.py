@@ -12,10 +12,16 @@ from rekindle.common.os_errors import explain
 from rekindle.files import flush
 from rekindle.memory.files_dir import FilesDir
 
-__all__ = ["KILLED", "arrives", "run"]
+__all__ = ["DIES_WITH_ITS_AGENT", "KILLED", "arrives", "run"]
 
 KILLED = -signal.SIGKILL
-_HEAD = "import os, signal, sys\nimport rekindle\n"
+_HEAD = "import os, signal, sys\nfrom contextlib import suppress\nimport rekindle\n"
+DIES_WITH_ITS_AGENT = """
+with suppress(ChildProcessError):
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""End of a program that waits for its only child, an agent that dies at a point, or that has died by now."""
 
 
 def run(code: str, *arguments: Any, point: str = "", timeout: float = 120.0) -> int:

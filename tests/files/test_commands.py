@@ -17,9 +17,9 @@ from rekindle.cli import terminal
 from rekindle.cli.main import main
 from rekindle.files import client as clients
 from rekindle.memory.files_dir import FilesDir
-from tests.files.programs import KILLED, run
+from tests.files.programs import DIES_WITH_ITS_AGENT, KILLED, run
 
-_SAVE = "rekindle.save(b'data', sys.argv[1]); os.kill(os.getpid(), signal.SIGKILL)"
+_SAVE = "rekindle.save(b'data', sys.argv[1])" + DIES_WITH_ITS_AGENT
 
 
 def rekindle_command(*arguments: object) -> Result:
@@ -49,7 +49,7 @@ def test_one_of_them_is_to_be_named(arguments: list[str]) -> None:
 
 
 def test_flush_carries_files_where_no_agent_does(store: FilesDir, root: Path) -> None:
-    assert run(_SAVE, root / "x", point="upload.started") == KILLED  # its agent dies at once
+    assert run(_SAVE, root / "x", point="upload.started") == KILLED
     done = rekindle_command("flush", root / "x", "--timeout", 60)
     assert done.exit_code == 0, done.output
     assert (root / "x").read_bytes() == b"data" and store.agent() is None
