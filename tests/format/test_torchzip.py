@@ -108,6 +108,15 @@ def test_a_file_that_was_cut_off_is_an_error(data: list[bytes], draw: st.DataObj
         records_of(whole[: draw.draw(st.integers(0, len(whole) - 1))])
 
 
+def test_a_file_that_was_cut_off_behind_what_looks_like_an_end() -> None:
+    """Such as an empty file's end, or a whole file that was saved as bytes."""
+    whole = build([b"PK\x05\x06", bytes(build([b"nested"])), b"PK\x05\x06" + bytes(30)])
+    assert len(records_of(whole)) == 3
+    for nbytes in range(len(whole)):
+        with pytest.raises((CorruptError, FormatError)):
+            records_of(whole[:nbytes])
+
+
 def test_another_programs_file_is_told_from_a_damaged_one() -> None:
     with pytest.raises(FormatError, match=r"is no file of torch\.save"):
         records_of(b"\x89HDF\r\n\x1a\n" + bytes(100))

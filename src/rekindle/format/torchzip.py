@@ -154,8 +154,6 @@ def read_records(read: ReadAt, nbytes: int, where: str) -> list[Record]:
 
 def _read_directory(read: ReadAt, nbytes: int) -> Iterator[Record]:
     count, size, at = _find_directory(read, nbytes)
-    if at + size > nbytes:
-        raise ValueError("its directory should lie beyond its end")
     directory, here = read(at, size), 0
     for _ in range(count):
         fields = _ENTRY.unpack_from(directory, here)
@@ -183,18 +181,19 @@ def _find_directory(read: ReadAt, nbytes: int) -> tuple[int, int, int]:
     found = tail.rfind(_END_MAGIC)
     if found < 0:
         raise ValueError("it has no end")
-    fields = _END.unpack_from(tail, found)
+    fields, end = _END.unpack_from(tail, found), begin + found
     count, size, at = fields[4], fields[5], fields[6]
-    if count == _MANY or _FULL in (size, at):
-        if begin + found < _LOCATOR.size:
-            raise ValueError("the locator of its directory is missing")
-        locator = _LOCATOR.unpack(read(begin + found - _LOCATOR.size, _LOCATOR.size))
-        if locator[0] != _LOCATOR_MAGIC:
-            raise ValueError("the locator of its directory is none")
-        wide = _END_64.unpack(read(locator[2], _END_64.size))
+    locator = read(end - _LOCATOR.size, _LOCATOR.size) if end >= _LOCATOR.size else b""
+    if locator.startswith(_LOCATOR_MAGIC):  # torch writes one whether it is needed or not
+        end = _LOCATOR.unpack(locator)[2]
+        wide = _END_64.unpack(read(end, _END_64.size))
         if wide[0] != _END_64_MAGIC:
             raise ValueError("the end of its directory is none")
         count, size, at = wide[7], wide[8], wide[9]
+    elif count == _MANY or _FULL in (size, at):
+        raise ValueError("the locator of its directory is missing")
+    if at + size != end:  # the bytes of a record may look like an end
+        raise ValueError("its end is not behind its directory")
     return count, size, at
 
 
