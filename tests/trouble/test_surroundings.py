@@ -258,7 +258,7 @@ def test_every_failpoint_of_the_product_is_killed_at() -> None:
     assert reached == {point for group in POINTS.values() for point in group}
     walked = (REPO / "tests/faults/test_save_and_drain_points.py").read_text()
     assert 'parametrize("point", POINTS["save"])' in walked and '[p for p in POINTS["drain"] if p not in' in walked
-    assert all(f'agent_point="{point}' in walked for point in ("drain.aside", "drain.prune"))
+    assert all(f'agent_point="{point}"' in walked for point in ("drain.aside", "drain.prune"))
     walked = (REPO / "tests/files/test_kills.py").read_text()
     assert 'parametrize("point", POINTS["files"])' in walked and '[point for point in POINTS["upload"] if' in walked
     assert 'point="upload.evicted"' in walked

@@ -55,6 +55,7 @@ class ReplicaOptimizer:
     def step(self, grad, step):
         dist.barrier()
         ttp.tft_start_updating_os(-1)
+        tell("updating", step=step)
         state, grad = self.state, grad[self.mine]
         state["avg"].mul_(0.9).add_(grad, alpha=0.1)
         strike("update", step)
@@ -63,10 +64,23 @@ class ReplicaOptimizer:
         ttp.tft_end_updating_os(step)
 
 
+def wait_for_updates(step):
+    """Returns when all ranks are in their update: one that has not left the barrier by now could not make it."""
+    for _ in range(6000):
+        with open(os.path.join(FOLDER, "events")) as told:
+            events = [json.loads(line) for line in told if line.endswith("\n")]
+        if sum(event["event"] == "updating" and event["step"] == step for event in events) == dist.get_world_size():
+            return
+        time.sleep(0.01)
+    raise TimeoutError("not all ranks came to their update")
+
+
 def strike(moment, step):
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if not (first and step == AT and moment == MOMENT and dist.get_rank() in map(int, VICTIM.split(","))):
         return
+    if moment == "update":
+        wait_for_updates(step)
     tell("strike", step=step, fault=FAULT)
     if FAULT == "raise":
         raise RuntimeError("Other ERROR")

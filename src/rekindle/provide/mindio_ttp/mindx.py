@@ -51,7 +51,7 @@ def report_result(faults: dict[int, int], result: Result) -> None:
 
 def _tell(*messages: tuple[Any, ...]) -> None:
     """Calls what is registered for each message, its action first. One that doesn't return is left behind."""
-    left = [message for message in messages if message[0] in _registered]
+    left = [(_registered[message[0]], *message) for message in messages if message[0] in _registered]
 
     def call() -> None:
         while left:
@@ -63,13 +63,12 @@ def _tell(*messages: tuple[Any, ...]) -> None:
     thread = threading.Thread(target=call, name="rekindle-ttp-mindx", daemon=True)
     thread.start()
     thread.join(_PATIENCE)
-    for action, *_ in left[:1]:
+    for _, action, *_ in left[:1]:
         log.error("the callback of %s has not returned within %.0f s: the dump goes on", action, _PATIENCE)
 
 
-def _call(action: str, *arguments: Any) -> None:
-    """Calls what is registered, with as many of the arguments as it takes: callers of older versions take fewer."""
-    func = _registered[action]
+def _call(func: Callable[..., Any], action: str, *arguments: Any) -> None:
+    """Calls ``func`` with as many of the arguments as it takes: callers of older versions take fewer."""
     try:
         func(*arguments[: _most(func, len(arguments))])
     except Exception:
