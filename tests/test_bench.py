@@ -161,7 +161,7 @@ def test_reads_from_another_node_are_measured(tmp_path: Path) -> None:
     turns = json.loads((tmp_path / "out.json").read_bytes())["turns"]
     assert [*turns][:3] == ["Rekindle, verified", "Rekindle, kept as a copy", "sendfile to recv_into"]
     for name, (turn,) in turns.items():
-        counted = 32 << 20 if name == "iperf3" else 64 << 20  # iperf3 leaves out what is in sockets when its client ends
+        counted = 32 << 20 if name == "iperf3" else 64 << 20  # it leaves out what its sockets hold at the end
         assert turn["bytes"] >= counted and turn["seconds"] > 0 and turn["cpu"] > 0
     assert "GB/s" in done.stdout
 
