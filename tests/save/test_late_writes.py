@@ -21,6 +21,7 @@ from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.save import pending as completing
 from rekindle.save.copy import Copying
 from rekindle.save.pending import Changed
+from tests.faults.harness import wait_for
 from tests.save.overlapped import Adversaries, pending_of, snapshot_of, wait_for_memory
 
 
@@ -113,9 +114,16 @@ def test_a_late_write_that_outlasts_the_copy_is_noticed_too(
     ckpt.restore()
     wait_for_memory(ckpt)
     ckpt.save(1, wait="memory")
+    finish, first = Copying.finish, float(model.weight[0, 0])
+
+    def once_written_to(copying: Copying) -> list[str]:
+        wait_for(lambda: float(model.weight[0, 0]) != first, what="the write to begin")
+        return finish(copying)
+
+    monkeypatch.setattr(Copying, "finish", once_written_to)
     ckpt.step(2)
     with torch.no_grad():
-        model.weight.polygamma_(3)  # starts at once, and takes its time
+        model.weight.polygamma_(3)  # takes longer than the copy
     pending = pending_of(ckpt)
     assert not pending.committed and isinstance(pending.error, Changed)
     ckpt.close()
