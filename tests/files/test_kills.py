@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 import rekindle
 from rekindle.common.failpoints import POINTS
 from rekindle.memory.files_dir import FilesDir
+from rekindle.session import agent_keeper
 from rekindle.session.agent_keeper import spawn
 from rekindle.storage.path_place import PathPlace
 from tests.faults.harness import wait_for
@@ -151,6 +155,33 @@ def test_an_agent_that_is_killed_is_followed_by_another_while_the_program_runs(s
     rekindle.save(b"two", root / "y")
     rekindle.flush(timeout=60)
     assert (root / "y").read_bytes() == b"two" and store.agent() not in (None, first)
+
+
+CARRIES = """
+import sys, time
+import rekindle
+from rekindle.session import agent_keeper
+agent_keeper._START_WITHIN = 0.1
+agent_keeper.delays = lambda within: iter([0.1, 0.1, 0.1, 100.0])
+sys.executable = "/bin/false"
+rekindle.save(b"one", sys.argv[1])
+time.sleep(100)
+"""
+
+
+def test_a_program_that_carries_files_in_an_agents_place_is_let_live(
+    store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives no signs of life, and is not for another program to kill."""
+    monkeypatch.setattr(agent_keeper, "_SIGN_WITHIN", 0.5)
+    with subprocess.Popen([sys.executable, "-c", CARRIES, str(root / "x")]) as other:
+        wait_for(lambda: store.agent() == other.pid and (root / "x").exists())
+        rekindle.save(b"two", root / "y")
+        rekindle.flush(timeout=60)
+        time.sleep(3)  # several looks at what carries
+        assert other.poll() is None and store.agent() == other.pid
+        other.kill()
+    assert (root / "y").read_bytes() == b"two"
 
 
 def test_memory_that_is_removed_is_told_of_and_made_anew(store: FilesDir, root: Path, monkeypatch) -> None:

@@ -119,7 +119,8 @@ class AgentKeeper:
         Such as a stopped one: nothing is lost, for all it has is in files. Only time in which this process was looking
         counts: a node that sleeps takes both along.
         """
-        if not self.pass_on_report():
+        report = self.pass_on_report()
+        if report is None or report.get("in_place"):  # a process that saves too is not ours to kill, and gives no signs
             return
         try:
             sign = self.job.paths.agent_status.stat().st_mtime_ns
@@ -136,21 +137,21 @@ class AgentKeeper:
             with suppress(OSError):
                 os.kill(agent, signal.SIGKILL)
 
-    def pass_on_report(self) -> bool:
+    def pass_on_report(self) -> dict[str, Any] | None:
         """Logs what the agent reports, each thing once: an error of the drain and its end, a root that is made anew.
 
-        Returns False if there is no report of an agent that lives. One that is gone may have left its last one.
+        Returns the report; None if there is none of an agent that lives. One that is gone may have left its last one.
         """
         try:
-            status = loads(self.job.paths.agent_status.read_bytes())
+            status: dict[str, Any] = loads(self.job.paths.agent_status.read_bytes())
             pid, error, anew, deleted = status["pid"], status["error"], status.get("anew"), status.get("deleted")
         except (OSError, ValueError, KeyError, TypeError):
-            return False
+            return None
         if pid != self.job.agent():
-            return False
+            return None
         self._log_drain_error(error)
         self._log_recreated_root(anew, deleted)
-        return True
+        return status
 
     def _keep_running(self) -> None:
         """Starts an agent, again and again until one stays. After three that didn't, drains here in between."""
@@ -225,7 +226,7 @@ class AgentKeeper:
         error."""
         progress = self._drainer.progress
         told = {"anew": progress.anew, "deleted": progress.deleted}
-        status = {"pid": os.getpid(), "error": progress.error, "waits": progress.waits, **told}
+        status = {"pid": os.getpid(), "in_place": True, "error": progress.error, "waits": progress.waits, **told}
         if status != self._status:
             with suppress(OSError):  # memory is full, or gone
                 self.job.notes.write_agent_status(status)
