@@ -233,7 +233,7 @@ def test_a_file_that_is_lost_is_told_of_with_those_that_are_not(drainer: FileDra
     with pytest.raises(RuntimeError, match=r"placeholder.*the newest first: .*iter_0000100/mp_rank_00/model.pt"):
         mindio_acp.load(saved[1])
     with pytest.raises(RuntimeError, match="iter_0000100"):
-        mindio_acp.open_file(saved[1].replace("200", "300"))
+        mindio_acp.open_file(str(root / "iter_0000300" / "mp_rank_00" / "model.pt"))
 
 
 def test_a_save_waits_for_the_checkpoint_before(
