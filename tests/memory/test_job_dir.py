@@ -14,6 +14,7 @@ import pytest
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import job_name, receipt_name, shard_name, step_dir
+from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.lock import Lock
@@ -319,6 +320,24 @@ def test_a_job_is_not_removed_under_a_trainer(job, shard_of):
     assert job.remove()
     assert not job.path.exists()
     assert job.remove()
+
+
+@pytest.mark.parametrize("kind", [JobDir, FilesDir])
+def test_notes_that_an_agent_writes_meanwhile_are_removed_too(tmp_path, monkeypatch, kind):
+    memory = kind(tmp_path / "rekindle" / "job")
+    memory.create()
+    (memory.path / "common").write_text("a note")
+    written, rmdir = [], os.rmdir
+
+    def write_then_rmdir(path, *args, **names):
+        if not written and str(path).endswith(memory.path.name):
+            written.append(path)
+            (memory.path / "common").write_text("a later note")
+        rmdir(path, *args, **names)
+
+    monkeypatch.setattr(os, "rmdir", write_then_rmdir)
+    assert memory.remove()
+    assert written and not memory.path.exists()
 
 
 def test_held_and_free_bytes_are_those_of_the_file_system(job):

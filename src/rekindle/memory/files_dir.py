@@ -17,7 +17,6 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rekindle.errors import BusyError
-from rekindle.memory.job_dir import JobDir, make_private, wait_for_lock
+from rekindle.memory.job_dir import JobDir, make_private, remove_directory, wait_for_lock
 from rekindle.memory.kept import Kept, KeptFile
 from rekindle.memory.lock import Lock
 from rekindle.memory.paths import matching
@@ -112,8 +111,7 @@ class FilesDir(JobDir):
                 return False
             for file in self.kept.files():  # receipts first, should this process be killed meanwhile
                 self.kept.remove(file)
-            shutil.rmtree(self.path, ignore_errors=True)
-            return not self.path.exists()
+            return remove_directory(self.path)
 
     def let_go(self, target: str = "") -> None:
         """Lets held files go to their paths, or only that of ``target``. Those whose path lies in here stay."""

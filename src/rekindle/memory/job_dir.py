@@ -27,10 +27,13 @@ from rekindle.memory.notes import Notes
 from rekindle.memory.paths import RANK_LOCKS, JobPaths, matching, rank_of
 from rekindle.memory.snapshots import Snapshots
 
-__all__ = ["JobDir", "directory_lock", "make_private", "memory_base", "wait_for_lock"]
+__all__ = ["JobDir", "directory_lock", "make_private", "memory_base", "remove_directory", "wait_for_lock"]
 
 _LOCK_SECONDS = 10.0
 """Bound on the wait for the lock of a directory. It is held for milliseconds, and freed by the kernel at a death."""
+_REMOVALS = 5
+"""Tries to remove a directory that files come into meanwhile. A try takes microseconds once the snapshots are gone, and
+an agent writes some ten notes a second."""
 
 
 def memory_base(override: str | os.PathLike[str] | None = None) -> Path:
@@ -65,6 +68,19 @@ def make_private(path: Path) -> None:
         raise MemoryStoreError(f"memory store {path}: is open to others (mode {info.st_mode & 0o777:o}, want 700)")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise MemoryStoreError(f"memory store {path}: can't be written to")
+
+
+def remove_directory(path: Path) -> bool:
+    """Removes a directory of memory with all that is in it. True when it is gone.
+
+    Tries again when a file has come into it meanwhile: an agent's event loop goes on writing notes while its drain
+    thread removes them.
+    """
+    for _ in range(_REMOVALS):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return True
+    return False
 
 
 @contextmanager
@@ -263,5 +279,4 @@ class JobDir:
             # First, and receipts before shards: this process may be killed between any two.
             self.copies.snapshots.remove()
             self.snapshots.remove()
-            shutil.rmtree(self.path, ignore_errors=True)
-            return not self.path.exists()
+            return remove_directory(self.path)
