@@ -184,6 +184,36 @@ def test_a_program_that_carries_files_in_an_agents_place_is_let_live(
     assert (root / "y").read_bytes() == b"two"
 
 
+def test_a_program_that_is_stopped_while_it_carries_files_is_named(store: FilesDir, root: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", CARRIES, str(root / "x")]) as other:
+        wait_for(lambda: store.agent() == other.pid and (root / "x").exists())
+        other.send_signal(signal.SIGSTOP)
+        rekindle.save(b"two", root / "y")
+        with pytest.raises(rekindle.NotDurableError, match=rf"or process {other.pid}, which carries files, is stopped"):
+            rekindle.flush(timeout=1)
+        other.send_signal(signal.SIGCONT)
+        rekindle.flush(timeout=60)
+        other.kill()
+    assert (root / "y").read_bytes() == b"two"
+
+
+ENDS = CARRIES.replace(
+    "time.sleep(100)",
+    """
+while rekindle.files.client.current_client().store.agent() is None:
+    time.sleep(0.01)
+for number in range(20):
+    rekindle.save(bytes(10 << 20), f"{sys.argv[1]}-{number}")
+""",
+).replace("import rekindle\n", "import rekindle, rekindle.files.client\n")
+
+
+def test_a_program_that_carries_files_itself_carries_all_before_it_ends(store: FilesDir, root: Path) -> None:
+    subprocess.run([sys.executable, "-c", ENDS, str(root / "x")], check=True, timeout=120)
+    assert store.agent() is None
+    assert [name for name in range(20) if not (root / f"x-{name}").exists()] == []
+
+
 def test_memory_that_is_removed_is_told_of_and_made_anew(store: FilesDir, root: Path, monkeypatch) -> None:
     rekindle.save(b"one", root / "x")
     agent = wait_for(store.agent)

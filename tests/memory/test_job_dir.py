@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from rekindle.common.timeouts import in_background
 from rekindle.errors import BusyError, FormatError, MemoryStoreError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import job_name, receipt_name, shard_name, step_dir
@@ -338,6 +340,27 @@ def test_notes_that_an_agent_writes_meanwhile_are_removed_too(tmp_path, monkeypa
     monkeypatch.setattr(os, "rmdir", write_then_rmdir)
     assert memory.remove()
     assert written and not memory.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "join"), [(JobDir, lambda job: job.lock_rank(0, 10.0)), (FilesDir, lambda files: files.join())]
+)
+def test_a_start_that_comes_while_memory_is_given_back_makes_it_anew(tmp_path, monkeypatch, kind, join):
+    memory = kind(tmp_path / "rekindle" / "job")
+    mkdir, removals = os.mkdir, []
+
+    def remove_and_mkdir(path, *args, **names):
+        if Path(path).name == "slots" and not removals:
+            removals.append(in_background(memory.remove, "removes"))
+            wait(removals, 0.2)
+        mkdir(path, *args, **names)
+
+    monkeypatch.setattr(os, "mkdir", remove_and_mkdir)
+    lock = join(memory)
+    assert lock.held() and memory.paths.slots.is_dir()
+    assert removals[0].result(10) is False, "somebody has joined"
+    lock.release()
+    assert memory.remove()
 
 
 def test_held_and_free_bytes_are_those_of_the_file_system(job):

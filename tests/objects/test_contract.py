@@ -20,8 +20,12 @@ from rekindle.testing import StoreContract
 from tests.interleave import before_call
 from tests.objects.proxy import Proxy
 from tests.objects.servers import Server
-from tests.storage.saved import FIRST, save, steps, tidy, write
+from tests.storage.saved import FIRST, SECOND, save, steps, tidy, write
 from tests.unreadable import unreadable
+
+
+def die() -> None:
+    raise KeyboardInterrupt
 
 
 class TestDirectory(StoreContract):
@@ -95,6 +99,34 @@ class TestObjects(StoreContract):
             met = before_call(0, Bucket, ["delete"], lambda: self.open().pin(pinned), patch)
             assert store.prune(1, None) == removed
         assert met() and steps(store) == [step, step + 1]
+        self.assert_sound()
+
+    @pytest.mark.parametrize("request_", ["head", "delete"])
+    def test_what_a_later_start_publishes_while_retention_removes_that_step_stays(
+        self, monkeypatch: pytest.MonkeyPatch, request_: str
+    ) -> None:
+        store = self.open()
+        save(store, 5, 6)
+        with monkeypatch.context() as patch:
+            later = partial(save, self.open(), 5, incarnation=SECOND)
+            met = before_call(0, Bucket, [request_], later, patch)
+            store.prune(1, None)
+        assert met() and (5, SECOND) in [(one.stamp.step, one.stamp.incarnation) for one in store.published()]
+        store.clean_up()
+        self.assert_sound()
+
+    def test_what_is_pinned_stays_though_who_removes_it_is_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The pin comes before the manifest goes, and the kill before the remover looks for a pin again."""
+        store, pinned = self.open(), ShardId(1, 0, 1, FIRST)
+        save(store, 1, 2)
+        with monkeypatch.context() as patch:
+            met = before_call(0, Bucket, ["delete"], lambda: self.open().pin(pinned), patch)
+            before_call(0, Bucket, ["directories"], die, patch)
+            with pytest.raises(KeyboardInterrupt):
+                store.prune(1, None)
+        assert met() and steps(self.open()) == [2]
+        self.open().clean_up()
+        assert [(one.stamp.step, one.pinned) for one in self.open().published()] == [(1, True), (2, False)]
         self.assert_sound()
 
     def test_what_another_process_removes_while_retention_looks_is_no_error(

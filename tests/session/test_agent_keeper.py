@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,24 @@ def test_who_waits_for_a_trainer_that_drains_itself_is_told_its_error(
         wait_for(job.notes.drain_error, 120)
         with pytest.raises(rekindle.NotDurableError, match="No space left on device: make room there"):
             ckpt.save(1, wait="durable", timeout=0.5)
+    ckpt.close(timeout=120)
+    assert newest(root) == 1
+
+
+def test_its_error_is_told_again_after_an_agent_has_lived_meanwhile(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(agent_keeper, "_START_WITHIN", 0.1)
+    monkeypatch.setattr(agent_keeper, "delays", lambda within: repeat(0.5))
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "write_shard", refuse)
+        ckpt = begin(root, memory, fallback_after=0.01)
+        ckpt.step(1)
+        job = JobDir.of(root, memory_base(memory))
+        error = wait_for(job.notes.drain_error, 60)
+        job.notes.write_agent_status({"pid": 1, "error": None, "waits": None})  # as an agent leaves it
+        assert wait_for(job.notes.drain_error, 60) == error
     ckpt.close(timeout=120)
     assert newest(root) == 1
 

@@ -68,7 +68,7 @@ class Client:
     def _rejoin(self) -> None:
         """Joins again after somebody removed memory."""
         with self._joining.entered():
-            if not (self._lock.held() and self.store.kept_path.is_dir()):
+            if not (self._lock.held() and self.store.kept_path.is_dir() and self.store.paths.slots.is_dir()):
                 self._lock.release()
                 self._lock = self.store.join()
                 self._pool.close()
@@ -180,7 +180,7 @@ class Client:
             return
         until = time.monotonic() + _AGENT_WITHIN
         with suppress(OSError, RekindleError):
-            while self.store.agent() is None and self.store.kept.newest(stored=False):
+            while self.store.agent() in (None, self.pid) and self.store.kept.newest(stored=False):
                 self._keeper.check()
                 if time.monotonic() > until:
                     log.warning("no agent could be started: files stay in memory, until 'rekindle flush' carries them")

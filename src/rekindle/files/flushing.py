@@ -69,7 +69,11 @@ def check_there(target: str) -> None:
 
 def describe_pending(store: FilesDir, pending: list[KeptFile], timeout: float) -> str:
     """Returns the message about files that storage lacks after ``timeout`` seconds."""
-    failed, otherwise = failures(store), store.notes.drain_error() or "storage is slow, or hangs, or drain_limit is low"
+    failed, otherwise, carrier = failures(store), store.notes.drain_error(), store.agent()
+    if not otherwise:
+        otherwise = "storage is slow, or hangs, or drain_limit is low"
+        if carrier not in (None, 0, os.getpid()):  # 0: it is unknown
+            otherwise += f", or process {carrier}, which carries files, is stopped"
     lines = []
     for file in pending[:_NAMED]:
         name, held = file.name(), file.held.exists()

@@ -93,9 +93,8 @@ class FilesDir(JobDir):
         lock = Lock(self.path / f"client-{os.getpid()}-{secrets.token_hex(4)}.lock")
         deadline = time.monotonic() + _JOIN_SECONDS
         while time.monotonic() < deadline:
-            self.create()
-            with self.locked():
-                if self.kept_path.is_dir() and lock.acquire():
+            with self.made():
+                if lock.acquire():
                     return lock
         raise BusyError(f"memory store {self.path}: somebody keeps removing it")
 

@@ -136,13 +136,21 @@ class JobDir:
         return JobDir(self.path / "others")
 
     def create(self) -> None:
-        """Makes the directory. Raises MemoryStoreError when it can't be made or isn't this user's alone."""
+        """Makes the directory. Raises MemoryStoreError when it can't be made or isn't this user's alone.
+
+        Another process may be removing it meanwhile: see ``made``.
+        """
+        self._create_base()
+        for path in (self.path, self.paths.slots):
+            make_private(path)
+
+    def _create_base(self) -> None:
+        """Makes the memory store that the directory lies in."""
         try:
             os.makedirs(self.path.parent.parent, exist_ok=True)
         except OSError as error:
             raise MemoryStoreError(f"memory store {self.path.parent.parent}: {describe_error(error)}") from error
-        for path in (self.path.parent, self.path, self.paths.slots):
-            make_private(path)
+        make_private(self.path.parent)
 
     def check(self) -> None:
         """Raises MemoryStoreError unless the existing directory is this user's alone. Called before it is trusted."""
@@ -172,9 +180,8 @@ class JobDir:
         lock = Lock(self.paths.rank_lock(rank))
         deadline = time.monotonic() + timeout
         while True:
-            self.create()
-            with self.locked():
-                if self.paths.slots.is_dir() and lock.acquire():
+            with self.made():
+                if lock.acquire():
                     return lock
             if time.monotonic() >= deadline:
                 pid = Lock.holder(lock.path)
@@ -188,8 +195,7 @@ class JobDir:
         """
         if lock.held() and self.paths.slots.is_dir():
             return False
-        self.create()
-        with self.locked():
+        with self.made():
             if not lock.held():
                 lock.release()
                 if not lock.acquire():
@@ -204,6 +210,14 @@ class JobDir:
         Raises BusyError when another process holds the lock for 10 s.
         """
         with directory_lock(self.path.parent):
+            yield
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Makes the directory, and keeps others from removing it. Raises what ``create`` and ``locked`` do."""
+        self._create_base()
+        with self.locked():
+            self.create()
             yield
 
     # -- the job ------------------------------------------------------------------------------------------------

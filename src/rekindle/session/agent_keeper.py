@@ -208,6 +208,7 @@ class AgentKeeper:
     def _drain(self, seconds: float) -> None:
         lower_priority()
         until, lock = time.monotonic() + seconds, Lock(self.job.paths.agent_lock)
+        self._status = {}  # an agent may have written its own since
         try:
             if lock.acquire(1.0):
                 while time.monotonic() < until and not self._stop.wait(TICK) and lock.held():
@@ -230,7 +231,7 @@ class AgentKeeper:
         if status != self._status:
             with suppress(OSError):  # memory is full, or gone
                 self.job.notes.write_agent_status(status)
-            self._status = status
+                self._status = status
 
     def _log_drain_error(self, error: str | None) -> None:
         """Logs an error of the drain once, and its end."""

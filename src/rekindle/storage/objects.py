@@ -232,6 +232,18 @@ class ObjectStore(Store):
         there = {o.name for o in self.bucket.walk(directory)}
         return there.issuperset(f"{directory}/{name}" for name in names)
 
+    def _publish_again(self, directory: str, since: int = 0) -> None:
+        """Publishes the step whose shards lie in ``directory``, if all do, and their start's generation is ``since``
+        or later."""
+        names = (o.name for o in self.bucket.walk(directory) if o.name.endswith(".json"))
+        receipt = next((name for name in names if parse_shard_name(name.rpartition("/")[2])), None)
+        if receipt is None:
+            return
+        with suppress(FileNotFoundError, FileExistsError, FormatError):
+            stamp = Receipt.decode(self.bucket.get(receipt)[0], receipt).stamp
+            if stamp.incarnation.generation >= since:
+                self.publish(stamp)
+
     def _withdraw(self, directory: str) -> None:
         """Removes the manifest that names shards in ``directory``, if there is one: they are gone."""
         found = self._manifest_of(_step(directory))
@@ -289,6 +301,12 @@ class ObjectStore(Store):
         starts = {stamp.incarnation.id for stamp in stamps}
         all_read = all(m.error is None for m in manifests)
         used = {_directory(stamp) for stamp in stamps}
+        # A pinned step without a manifest: who removed that was killed before it saw the pin.
+        listed, pins = {m.step for m in manifests}, [o.name for o in objects if o.name.endswith(f".{PINNED}")]
+        lost = {name.removesuffix(f".{PINNED}") for name in pins if _step(name) not in listed}
+        for directory in lost:
+            self._publish_again(directory)
+        used |= lost
         spared = {m.step for m in manifests if m.stamp is None}
         spared |= {int(o.name[5:15]) for o in objects if o.name.startswith("step-") and o.name.endswith(".damaged")}
 
@@ -330,6 +348,9 @@ class ObjectStore(Store):
         except FileNotFoundError:  # another process has removed it since the look
             return False
         self.bucket.delete([name])
+        for directory in self.bucket.directories():  # a later start may have replaced it since the look
+            if _SHARDS.match(directory) and _step(directory) == stamp.step:
+                self._publish_again(directory, since=stamp.incarnation.generation + 1)
         if self._pinned(stamp):  # since the look before: who told it may have seen the manifest behind it
             with suppress(FileExistsError):
                 self.write_extra(name, document, exclusive=True)

@@ -17,7 +17,7 @@ import torch
 
 import rekindle.provide
 from rekindle.errors import UsageError
-from rekindle.provide.mindio_ttp import controller_ttp, utils
+from rekindle.provide.mindio_ttp import controller_ttp, mindx, utils
 from rekindle.provide.mindio_ttp import framework_ttp as ttp
 from rekindle.provide.mindio_ttp.board import Board
 from rekindle.provide.mindio_ttp.framework_ttp import ttp_decorator
@@ -226,6 +226,16 @@ def test_a_function_that_ends_well_leaves_the_job() -> None:
     assert ttp.tft_get_repair_type() == "unknow"
     with pytest.raises(UsageError, match="tft_init_processor"):
         ttp.tft_start_updating_os()
+
+
+def test_a_callback_that_ends_its_thread_keeps_no_other_from_being_called(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+    for action in mindx.ACTIONS:
+        controller_ttp.tft_register_mindx_callback(action, lambda *words, action=action: told.append(action))
+    controller_ttp.tft_register_mindx_callback("report_fault_ranks", lambda *words: sys.exit(3))
+    mindx.report_fault({1: 1})
+    assert told == ["report_stop_complete", "report_strategies"]
+    assert "the callback of report_fault_ranks failed" in caplog.text and "has not returned" not in caplog.text
 
 
 def test_an_orchestrator_of_an_older_version_is_told() -> None:

@@ -71,7 +71,7 @@ def _call(func: Callable[..., Any], action: str, *arguments: Any) -> None:
     """Calls ``func`` with as many of the arguments as it takes: callers of older versions take fewer."""
     try:
         func(*arguments[: _most(func, len(arguments))])
-    except Exception:
+    except BaseException:  # such as SystemExit, with which the messages after it would be lost
         log.exception("the callback of %s failed: the dump goes on", action)
 
 
