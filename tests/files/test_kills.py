@@ -186,14 +186,17 @@ def test_a_program_that_carries_files_in_an_agents_place_is_let_live(
 
 def test_a_program_that_is_stopped_while_it_carries_files_is_named(store: FilesDir, root: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", CARRIES, str(root / "x")]) as other:
-        wait_for(lambda: store.agent() == other.pid and (root / "x").exists())
-        other.send_signal(signal.SIGSTOP)
-        rekindle.save(b"two", root / "y")
-        with pytest.raises(rekindle.NotDurableError, match=rf"or process {other.pid}, which carries files, is stopped"):
-            rekindle.flush(timeout=1)
-        other.send_signal(signal.SIGCONT)
-        rekindle.flush(timeout=60)
-        other.kill()
+        try:
+            wait_for(lambda: store.agent() == other.pid and (root / "x").exists())
+            other.send_signal(signal.SIGSTOP)
+            rekindle.save(b"two", root / "y")
+            stopped = rf"or process {other.pid}, which carries files, is stopped"
+            with pytest.raises(rekindle.NotDurableError, match=stopped):
+                rekindle.flush(timeout=1)
+            other.send_signal(signal.SIGCONT)
+            rekindle.flush(timeout=60)
+        finally:
+            other.kill()
     assert (root / "y").read_bytes() == b"two"
 
 
@@ -203,7 +206,7 @@ ENDS = CARRIES.replace(
 while rekindle.files.client.current_client().store.agent() is None:
     time.sleep(0.01)
 for number in range(20):
-    rekindle.save(bytes(10 << 20), f"{sys.argv[1]}-{number}")
+    rekindle.save(bytes(1 << 20), f"{sys.argv[1]}-{number}")
 """,
 ).replace("import rekindle\n", "import rekindle, rekindle.files.client\n")
 

@@ -12,15 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.format.claim import Claim, Starts
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST, shard_name, step_dir
 from rekindle.storage import open as stores
 from rekindle.storage.bucket import Bucket
-from rekindle.testing import StoreContract
+from rekindle.storage.commit import Committer
+from rekindle.testing import StoreContract, make_shard
 from tests.interleave import before_call
 from tests.objects.proxy import Proxy
 from tests.objects.servers import Server
 from tests.storage.saved import FIRST, SECOND, save, steps, tidy, write
+from tests.storage.starts import claimed
 from tests.unreadable import unreadable
 
 
@@ -113,6 +116,22 @@ class TestObjects(StoreContract):
             store.prune(1, None)
         assert met() and (5, SECOND) in [(one.stamp.step, one.stamp.incarnation) for one in store.published()]
         store.clean_up()
+        self.assert_sound()
+
+    @pytest.mark.parametrize("former", [True, False], ids=["removed for a former start", "without a manifest"])
+    def test_what_a_start_that_has_lost_its_claim_was_refused_does_not_come_to_be_listed(self, former: bool) -> None:
+        """Its shards are whole, and its pin is there: that is written before the last look for a claim."""
+        store, refused = self.open(), ShardId(5, 0, 1, SECOND, pinned=True)
+        save(store, *((5, 6) if former else (6,)))
+        receipt, data = make_shard(refused, {"x": b"x"})
+        store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+        lost = claimed(store, Starts(Claim(SECOND.id, SECOND.generation)))
+        claimed(store, Starts(Claim("d" * 16, 3)))
+        with pytest.raises(FileExistsError, match="the job goes on elsewhere"):
+            Committer(store, None, lambda: lost).commit_if_complete(refused)
+        assert any(name.endswith(f"{SECOND.id}.pinned") for name in self.everything())
+        tidy(store)
+        assert steps(store) == [6]
         self.assert_sound()
 
     def test_what_is_pinned_stays_though_who_removes_it_is_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from rekindle.format.claim import Claim, Starts
 from rekindle.storage.claims import claim_root, hold_claim, newest_claim
 from rekindle.storage.posix import PosixStore
+from rekindle.storage.store import Store
 
 __all__ = ["WAIT", "claimed", "meet_at", "parted", "start"]
 
@@ -23,7 +24,7 @@ def start(number: int, *past: Starts, launch: str = "", nodes: int = 1, generati
     return Starts(own, tuple(one for starts in past for one in starts.remembered))
 
 
-def claimed(store: PosixStore, starts: Starts) -> Starts:
+def claimed(store: Store, starts: Starts) -> Starts:
     own, rival = claim_root(store, starts)
     assert rival is None and own.number
     return Starts(own)

@@ -20,16 +20,16 @@ from typing import TypeVar
 
 from rekindle.common.failpoints import reach
 from rekindle.errors import FormatError
-from rekindle.format.files import Files
 from rekindle.format.lineage import ShardId, drop_superseded
 from rekindle.format.metric import Metric
-from rekindle.format.names import CLAIMS, MANIFEST, PINNED, parse_shard_name, receipt_name, shard_name, step_dir
+from rekindle.format.names import CLAIMS, PINNED, parse_shard_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
-from rekindle.format.shard import OpenShard
 from rekindle.memory.notes import RootIdentity
 from rekindle.storage.bucket import Bucket, Object
+from rekindle.storage.claims import newest_claim
 from rekindle.storage.copy import verified_pieces
 from rekindle.storage.manifest import Head, build_manifest, read_head, with_metric
+from rekindle.storage.object_files import StepObjects
 from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
 from rekindle.storage.uploads import abort_upload, list_unfinished
@@ -48,37 +48,6 @@ _B = TypeVar("_B")
 
 _STEP = re.compile(r"step-(\d{10})\.json\Z")
 _SHARDS = re.compile(r"step-(\d{10})\.([0-9a-f]{16})\Z")
-
-
-@dataclass(frozen=True)
-class _Objects(Files):
-    """The files of one incarnation's step. The manifest is that of the incarnation that has published the step."""
-
-    bucket: Bucket
-    step: int
-    directory: str
-
-    def __str__(self) -> str:
-        return f"{self.bucket.url}/{self.directory}"
-
-    def named(self, name: str) -> str:
-        return f"{self.bucket.url}/{self._key(name)}"
-
-    def _key(self, name: str) -> str:
-        return f"{step_dir(self.step)}.json" if name == MANIFEST else f"{self.directory}/{name}"
-
-    def read(self, name: str) -> bytes:
-        return self.bucket.get(self._key(name))[0]
-
-    def size(self, name: str) -> int:
-        return self.bucket.head(self._key(name)).size
-
-    def shard(self, rank: int, world: int) -> OpenShard:
-        name = shard_name(rank, world)
-        receipt = Receipt.decode(self.read(receipt_name(rank, world)), self.named(receipt_name(rank, world)))
-        receipt.check_size(self.size(name), self.named(name))
-        stream = partial(self.bucket.stream, self._key(name))
-        return OpenShard(receipt, -1, self.named(name), in_memory=False, stream=stream)
 
 
 @dataclass(frozen=True)
@@ -117,7 +86,7 @@ class ObjectStore(Store):
                 for m in manifests
                 if m.head is not None
             ],
-            [(m.step, _Objects(self.bucket, m.step, m.object.name)) for m in manifests if m.stamp is None],
+            [(m.step, StepObjects(self.bucket, m.step, m.object.name)) for m in manifests if m.stamp is None],
             [unread_entry(m.step, f"{self.root}/{m.object.name}", m.error) for m in manifests if m.error is not None],
         )
 
@@ -130,8 +99,8 @@ class ObjectStore(Store):
         found = self._manifest_of(stamp.step)
         return found is not None and found.stamp is not None and found.stamp.checkpoint == stamp.checkpoint
 
-    def _files(self, stamp: ShardId) -> _Objects:
-        return _Objects(self.bucket, stamp.step, _directory(stamp))
+    def _files(self, stamp: ShardId) -> StepObjects:
+        return StepObjects(self.bucket, stamp.step, _directory(stamp))
 
     def _list_manifests(self, objects: Iterable[Object] | None = None) -> list[_Manifest]:
         """Returns all manifests by step: one listing, unless it is given, and a request for each unread one."""
@@ -208,11 +177,9 @@ class ObjectStore(Store):
         found = self._manifest_of(stamp.step)
         if found is not None and found.stamp is not None and found.stamp.checkpoint == stamp.checkpoint:
             return True
-        directory = _directory(stamp)
-        names = [receipt_name(rank, stamp.world) for rank in range(stamp.world)]
-        files = names + [shard_name(rank, stamp.world) for rank in range(stamp.world)]
-        if not self._has(directory, files):
+        if not self._whole(stamp):
             return self.durable(stamp)  # others may have published it and cleaned up since it was read
+        names = [receipt_name(rank, stamp.world) for rank in range(stamp.world)]
         receipts = _in_parallel(partial(self._receipt, self._files(stamp)), names)
         if len(receipts) < len(names):
             return self.durable(stamp)
@@ -222,27 +189,24 @@ class ObjectStore(Store):
         before()
         self._write_manifest(stamp, found, document)
         reach("drain.manifest", stamp.step)
-        if not self._has(directory, files):  # somebody was cleaning up, and may have looked for a manifest before
-            self._withdraw(directory)
+        if not self._kept(stamp):
             return False
         reach("drain.published", stamp.step)
         return True
 
-    def _has(self, directory: str, names: Iterable[str]) -> bool:
+    def _whole(self, stamp: ShardId) -> bool:
+        """True if the shards and receipts of all ranks are there."""
+        directory, ranks = _directory(stamp), range(stamp.world)
         there = {o.name for o in self.bucket.walk(directory)}
+        names = [name(rank, stamp.world) for name in (receipt_name, shard_name) for rank in ranks]
         return there.issuperset(f"{directory}/{name}" for name in names)
 
-    def _publish_again(self, directory: str, since: int = 0) -> None:
-        """Publishes the step whose shards lie in ``directory``, if all do, and their start's generation is ``since``
-        or later."""
-        names = (o.name for o in self.bucket.walk(directory) if o.name.endswith(".json"))
-        receipt = next((name for name in names if parse_shard_name(name.rpartition("/")[2])), None)
-        if receipt is None:
-            return
-        with suppress(FileNotFoundError, FileExistsError, FormatError):
-            stamp = Receipt.decode(self.bucket.get(receipt)[0], receipt).stamp
-            if stamp.incarnation.generation >= since:
-                self.publish(stamp)
+    def _kept(self, stamp: ShardId) -> bool:
+        """Withdraws the manifest just written if shards are gone: who cleaned up may have looked for it before."""
+        if self._whole(stamp):
+            return True
+        self._withdraw(_directory(stamp))
+        return False
 
     def _withdraw(self, directory: str) -> None:
         """Removes the manifest that names shards in ``directory``, if there is one: they are gone."""
@@ -251,7 +215,7 @@ class ObjectStore(Store):
             self.bucket.delete([found.object.name])
 
     @staticmethod
-    def _receipt(files: _Objects, name: str) -> Receipt | None:
+    def _receipt(files: StepObjects, name: str) -> Receipt | None:
         try:
             return Receipt.decode(files.read(name), files.named(name))
         except FileNotFoundError:
@@ -301,12 +265,9 @@ class ObjectStore(Store):
         starts = {stamp.incarnation.id for stamp in stamps}
         all_read = all(m.error is None for m in manifests)
         used = {_directory(stamp) for stamp in stamps}
-        # A pinned step without a manifest: who removed that was killed before it saw the pin.
-        listed, pins = {m.step for m in manifests}, [o.name for o in objects if o.name.endswith(f".{PINNED}")]
-        lost = {name.removesuffix(f".{PINNED}") for name in pins if _step(name) not in listed}
-        for directory in lost:
-            self._publish_again(directory)
-        used |= lost
+        listed = {m.step for m in manifests}
+        pins = [o.name for o in objects if o.size and o.name.endswith(f".{PINNED}") and _step(o.name) not in listed]
+        used |= {pin.removesuffix(f".{PINNED}") for pin in pins if self._list_pinned(pin)}
         spared = {m.step for m in manifests if m.stamp is None}
         spared |= {int(o.name[5:15]) for o in objects if o.name.startswith("step-") and o.name.endswith(".damaged")}
 
@@ -340,31 +301,71 @@ class ObjectStore(Store):
 
     def _remove(self, stamp: ShardId) -> bool:
         """Removes a checkpoint. Returns False if it is pinned or gone by now, or a later start published that step."""
-        if not self.durable(stamp) or self._pinned(stamp):
+        if self._pinned(stamp):
             return False
-        name = f"{step_dir(stamp.step)}.json"
         try:
-            document = self.bucket.get(name)[0]
-        except FileNotFoundError:  # another process has removed it since the look
+            document, manifest = self._document(stamp)
+        except FileNotFoundError:  # another process has removed it since the look, or a later start's is there
             return False
-        self.bucket.delete([name])
-        for directory in self.bucket.directories():  # a later start may have replaced it since the look
-            if _SHARDS.match(directory) and _step(directory) == stamp.step:
-                self._publish_again(directory, since=stamp.incarnation.generation + 1)
+        self.bucket.delete([manifest.name])
+        self._publish_later(stamp)
         if self._pinned(stamp):  # since the look before: who told it may have seen the manifest behind it
             with suppress(FileExistsError):
-                self.write_extra(name, document, exclusive=True)
+                self.write_extra(manifest.name, document, exclusive=True)
             return False
         reach("drain.prune", stamp.step)
         self._remove_shards(_directory(stamp))
         self._withdraw(_directory(stamp))
         return True
 
+    def _publish_later(self, removed: ShardId) -> None:
+        """Publishes the step of ``removed`` for a start after it, whose manifest may have come just before the delete.
+
+        Only for the one that has the newest claim: what one without it has been refused must not come to be listed.
+        """
+        for directory in self.bucket.directories():
+            if not _SHARDS.match(directory) or _step(directory) != removed.step or directory == _directory(removed):
+                continue
+            with suppress(FileNotFoundError, FileExistsError, FormatError):
+                later = self._stamp_in(directory)
+                if later is not None and later.incarnation.generation > removed.incarnation.generation:
+                    self.publish(later, partial(self._see_claim, later))
+
+    def _stamp_in(self, directory: str) -> ShardId | None:
+        """Returns the stamp of the first receipt there; None without one."""
+        names = (o.name for o in self.bucket.walk(directory) if o.name.endswith(".json"))
+        receipt = next((name for name in names if parse_shard_name(name.rpartition("/")[2])), None)
+        return None if receipt is None else Receipt.decode(self.bucket.get(receipt)[0], receipt).stamp
+
+    def _see_claim(self, stamp: ShardId) -> None:
+        """Raises FileExistsError where another start than that of ``stamp`` has the newest claim."""
+        claim = newest_claim(self)
+        if claim is not None and claim.start != stamp.incarnation.id:
+            raise FileExistsError(errno.EEXIST, "another start has claimed it", self.root)
+
     def pin(self, stamp: ShardId) -> None:
-        self.bucket.put(_pin_name(stamp), b"")
-        if not self.durable(stamp):  # else it was surplus, and removed meanwhile
+        """Keeps the manifest in the pin, too: see ``_list_pinned``."""
+        self.bucket.put(_pin_name(stamp), self._document(stamp)[0])
+        if not self.durable(stamp):  # it was surplus, and removed meanwhile
             self.bucket.delete([_pin_name(stamp)])
-            raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", self.root)
+            raise self._no_checkpoint(stamp)
+
+    def _list_pinned(self, pin: str) -> bool:
+        """Lists a pinned checkpoint again whose manifest is gone: who removed it was killed before it saw the pin.
+
+        Takes the manifest from the pin, so that only what was listed before is listed again. False without shards.
+        """
+        try:
+            document = self.bucket.get(pin)[0]
+            stamp = read_head(document, pin).stamp
+            if _pin_name(stamp) != pin or not self._whole(stamp):
+                return False
+            self.write_extra(f"{step_dir(stamp.step)}.json", document, exclusive=True)
+        except FileExistsError:  # who removed it lives, and has put it back
+            return True
+        except (FileNotFoundError, FormatError):
+            return False
+        return self._kept(stamp)
 
     def _pinned(self, stamp: ShardId) -> bool:
         try:
@@ -377,15 +378,24 @@ class ObjectStore(Store):
         self.bucket.delete([_pin_name(stamp)])
 
     def note_metric(self, stamp: ShardId, metric: Metric) -> None:
-        found = self._manifest_of(stamp.step)
-        if found is None or found.stamp is None or found.stamp.checkpoint != stamp.checkpoint:
-            raise FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", self.root)
-        name = found.object.name
-        document = with_metric(self.bucket.get(name)[0], metric, name)
+        document, manifest = self._document(stamp)
+        document = with_metric(document, metric, manifest.name)
         try:
-            self.bucket.replace(found.object, document)
+            self.bucket.replace(manifest, document)
         except NotImplementedError:  # capability_warning has told the job at its start
-            self.bucket.put(name, document)
+            self.bucket.put(manifest.name, document)
+
+    def _document(self, stamp: ShardId) -> tuple[bytes, Object]:
+        """Reads the manifest of a checkpoint. Raises FileNotFoundError where there is none, or another start's."""
+        name = f"{step_dir(stamp.step)}.json"
+        with suppress(FileNotFoundError, FormatError):
+            data, found = self.bucket.get(name)
+            if read_head(data, name).stamp.checkpoint == stamp.checkpoint:
+                return data, found
+        raise self._no_checkpoint(stamp)
+
+    def _no_checkpoint(self, stamp: ShardId) -> FileNotFoundError:
+        return FileNotFoundError(errno.ENOENT, f"there is no checkpoint of step {stamp.step}", self.root)
 
     def _remove_shards(self, directory: str) -> None:
         """Removes a step's shards and receipts. Foreign files are left alone."""
