@@ -148,6 +148,17 @@ class TestObjects(StoreContract):
         assert [(one.stamp.step, one.pinned) for one in self.open().published()] == [(1, True), (2, False)]
         self.assert_sound()
 
+    def test_foreign_objects_with_names_like_those_of_pins_and_damaged_manifests_are_left_alone(self) -> None:
+        store, foreign = (
+            self.open(),
+            ["my.pinned", "step-best.pinned", "step-of mine.damaged", "step-0000000001.pinned"],
+        )
+        save(store, 1, 2)
+        for name in foreign:
+            store.write_extra(name, b"x")
+        tidy(store)
+        assert steps(store) == [2] and self.everything() >= {f"/{name}" for name in foreign}
+
     def test_what_another_process_removes_while_retention_looks_is_no_error(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -48,6 +48,8 @@ _B = TypeVar("_B")
 
 _STEP = re.compile(r"step-(\d{10})\.json\Z")
 _SHARDS = re.compile(r"step-(\d{10})\.([0-9a-f]{16})\Z")
+_PIN = re.compile(rf"(step-\d{{10}}\.[0-9a-f]{{16}})\.{PINNED}\Z")
+_DAMAGED = re.compile(r"step-(\d{10})\.[0-9a-f]{16}\.damaged\Z")
 
 
 @dataclass(frozen=True)
@@ -265,11 +267,10 @@ class ObjectStore(Store):
         starts = {stamp.incarnation.id for stamp in stamps}
         all_read = all(m.error is None for m in manifests)
         used = {_directory(stamp) for stamp in stamps}
-        listed = {m.step for m in manifests}
-        pins = [o.name for o in objects if o.size and o.name.endswith(f".{PINNED}") and _step(o.name) not in listed]
-        used |= {pin.removesuffix(f".{PINNED}") for pin in pins if self._list_pinned(pin)}
-        spared = {m.step for m in manifests if m.stamp is None}
-        spared |= {int(o.name[5:15]) for o in objects if o.name.startswith("step-") and o.name.endswith(".damaged")}
+        listed, pins = {m.step for m in manifests}, [_PIN.match(o.name) for o in objects if o.size]
+        used |= {pin[1] for pin in pins if pin and _step(pin[0]) not in listed and self._list_pinned(pin[0])}
+        damaged = [_DAMAGED.match(o.name) for o in objects]
+        spared = {m.step for m in manifests if m.stamp is None} | {int(match[1]) for match in damaged if match}
 
         def superseded(directory: str) -> bool:
             # A start whose only manifest can't be read may still be writing its next step.
