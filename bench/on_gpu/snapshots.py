@@ -224,7 +224,7 @@ def local_state(report: Report, places: Places) -> None:
     import rekindle
     from on_gpu.cuda import spin
     from rekindle.memory.job_dir import JobDir, memory_base
-    from rekindle.memory.local_state import read_local_state_plan, read_local_states
+    from rekindle.memory.local_state import read_local_files
 
     model = torch.nn.Sequential(*(torch.nn.BatchNorm1d(64) for _ in range(400))).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -245,13 +245,12 @@ def local_state(report: Report, places: Places) -> None:
             ckpt.step(step)
             if step % 2:
                 continue
-            states = _newest(read_local_states, job, step)
-            late += states[0].stamp.step != step if states else 1
-            plan = read_local_state_plan(job, 0)
-            for found in states:
-                if plan is not None and plan.fits(found) and found.stamp.step in live:
+            files = _newest(lambda: read_local_files(job.paths, 0), step)
+            late += files is None or files.newest is None or files.newest[1] != step
+            for found in files.states if files is not None else []:
+                if found.stamp.step in live:
                     compared += 1
-                    torn += not _equal(plan, found, live[found.stamp.step])
+                    torn += not _equal(files.plan, found, live[found.stamp.step])
             live.clear()
             if report.left < 3:
                 break
@@ -260,13 +259,14 @@ def local_state(report: Report, places: Places) -> None:
     report.figure("not there within 2 s", late, "steps", high=0)
 
 
-def _newest(read: Callable[..., list[Any]], job: Any, step: int) -> list[Any]:
-    """Returns the local states, once that of ``step`` is there, or after 2 s."""
+def _newest(read: Callable[[], Any], step: int) -> Any:
+    """Returns the files of local states, once that of ``step`` is there, or after 2 s."""
     deadline = time.monotonic() + 2
     while True:
-        states = read(job, 0)
-        if (states and states[0].stamp.step >= step) or time.monotonic() > deadline:
-            return states
+        files = read()
+        newest = files.newest if files is not None else None
+        if (newest is not None and newest[1] >= step) or time.monotonic() > deadline:
+            return files
         time.sleep(0.005)
 
 
