@@ -265,9 +265,11 @@ class ShardReader:
                     end = refill(buffer, begin, base + receipt.layout.blocks[run[-1]][1])
                     if end <= at:
                         return bad + run[run.index(number) :]
-                size = min(stop, end, at + _PIECE_BYTES) - at
-                piece = buffer.data[at - begin : at - begin + size]
                 place = places[number]
+                # Without a place all that is there at once: each call takes the interpreter lock anew, for which the
+                # threads of a restore to a device wait (10 GB/s in place of 6 with eight of them, on an H100).
+                size = min(stop, end, at + _PIECE_BYTES if place is not None else stop) - at
+                piece = buffer.data[at - begin : at - begin + size]
                 if place is not None:
                     copy_from_address(place[at - start : at - start + size], buffer.address + at - begin)
                 state.update(piece)

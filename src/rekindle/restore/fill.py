@@ -102,6 +102,7 @@ class _Window:
         self.start, self.stop = start, stop
         self._tensor, self._at = tensor, at
         self._memory = _bytes_of(tensor) if on_host(tensor) else None
+        self._flat = tensor.view(-1).view(torch.uint8) if self._memory is None else None
 
     def place(self, start: int, stop: int) -> memoryview | None:
         if self._memory is None:
@@ -113,9 +114,9 @@ class _Window:
         if place is not None:
             place[:] = data
             return
-        flat = self._tensor.view(-1).view(torch.uint8)
+        assert self._flat is not None
         at = self._at + start - self.start
-        streams.copy(flat[at : at + len(data)], torch.frombuffer(data, dtype=torch.uint8))
+        streams.copy(self._flat[at : at + len(data)], torch.frombuffer(data, dtype=torch.uint8))
 
     def finish(self) -> None:
         if not self._tensor.is_inference():
