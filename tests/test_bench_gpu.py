@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -112,6 +113,17 @@ def test_every_experiment_can_be_called() -> None:
         inspect.signature(find_work(experiment.work)).bind(None, None, **experiment.options)
     for path in (BENCH / "on_gpu").glob("*.py"):
         importlib.import_module(f"on_gpu.{path.stem}")
+
+
+@pytest.mark.parametrize("folder", ["bench/on_gpu", "tests/gpu"])
+def test_names_of_rekindle_are_there_also_where_only_a_device_would_tell(folder: str) -> None:
+    missing = []
+    for path in (BENCH.parent / folder).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rekindle":
+                module = importlib.import_module(str(node.module))
+                missing += [f"{path.name}: {a.name}" for a in node.names if not hasattr(module, a.name)]
+    assert not missing
 
 
 def test_the_page_tells_what_is_expected_of_each() -> None:
