@@ -63,15 +63,15 @@ class KeptStep:
         self._told_bytes = sum(padded(unit.nbytes) for unit in told)
         self._copies: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         """Places and tensors by device."""
-        self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        """Places by address and length of the tensor."""
+        self._pieces: dict[int, torch.Tensor] = {}
+        """Places by ``id`` of the tensor: views of one memory may have the same address and length in another order."""
         at = 0
         for unit in told + untold:
             piece = self._body[at : at + unit.nbytes]
             places, sources = self._copies.setdefault(device_of(unit.source), ([], []))
             places.append(piece.view(unit.source.dtype).view(unit.source.shape))
             sources.append(unit.source)
-            self._pieces[unit.source.data_ptr(), unit.nbytes] = piece
+            self._pieces[id(unit.source)] = piece
             at += padded(unit.nbytes)
 
     def fits(self, plan: CopyPlan) -> bool:
@@ -143,7 +143,7 @@ class KeptStep:
     def _redirect(self, batches: list[Batch]) -> list[Batch]:
         found: dict[torch.device, Batch] = {}
         for unit in _units(batches):
-            piece = self._pieces.get((unit.source.data_ptr(), unit.nbytes))
+            piece = self._pieces.get(id(unit.source))
             if piece is not None:
                 unit = Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block, piece)
             device = device_of(unit.source)
