@@ -83,7 +83,7 @@ class KeptStep:
         self.stamp = None
         copied = {device: copy_now(device, *sides) for device, sides in self._copies.items()}
         self.events = {device: copied.get(device) or record(device) for device in self.devices}
-        self._versions = [unit.counter._version for unit in self._left]
+        self._versions = [_version(unit.counter) for unit in self._left]
         self._late = [tensor._version for tensor in self._plan.whole.watched.values()]
         self._changed = None
         self.values, self.stamp = values, stamp
@@ -98,13 +98,15 @@ class KeptStep:
         changed = self._changed_late() if self._changed is None else self._changed
         if changed:
             raise RekindleError(f"{changed[0]} has been changed since the end of step {self._step}")
-        left = [u for u, before in zip(self._left, self._versions, strict=True) if u.counter._version != before]
+        versions = zip(self._left, self._versions, strict=True)
+        left = [u for u, before in versions if before is None or u.counter._version != before]
         if self._changed is not None:
             left += self._offloaded
         if left:
             at = self._plan.whole.layout.tensor_of(left[0].block)
+            may = "may have" if left[0].counter.is_inference() else "has"
             raise RekindleError(
-                f"{at} has been changed since the end of step {self._step}, and is too large to be kept at each step"
+                f"{at} {may} been changed since the end of step {self._step}, and is too large to be kept at each step"
             )
 
     @property
@@ -153,6 +155,11 @@ class KeptStep:
 
 def _units(batches: Iterable[Batch]) -> Iterator[Unit]:
     return (unit for batch in batches for unit in batch.units)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Returns torch's counter of writes to a tensor; None for one of inference mode, of which torch counts none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _small(unit: Unit) -> bool:

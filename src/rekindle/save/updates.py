@@ -46,4 +46,5 @@ class Updates:
         if self._fence.hooked:
             return [self._fence.updates]
         modules = [entry for entry in self._state.values() if isinstance(entry, torch.nn.Module)]
-        return [self._fence.updates, *(p._version for m in modules for p in m.parameters() if p.requires_grad)]
+        trained = (p for m in modules for p in m.parameters() if p.requires_grad and not p.is_inference())
+        return [self._fence.updates, *(p._version for p in trained)]
