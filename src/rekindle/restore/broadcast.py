@@ -176,7 +176,7 @@ class _Broadcaster:
         try:
             return self._free.pop()
         except IndexError:
-            return torch.empty(max(BLOCK, _PARCEL), dtype=torch.uint8)
+            return torch.empty(max(BLOCK, _PARCEL), dtype=torch.uint8, device="cpu")
 
     def _read(self, parcel: _Parcel) -> torch.Tensor:
         """Reads a parcel from this rank's own file, and fills the blocks here, too."""

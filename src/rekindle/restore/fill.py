@@ -145,7 +145,7 @@ class _Staged(_Window):
     def place(self, start: int, stop: int) -> memoryview | None:
         with self._lock:
             if self._from is None:
-                self._from = torch.empty(self._shape, dtype=self._dtype)
+                self._from = torch.empty(self._shape, dtype=self._dtype, device="cpu")
         return _bytes_of(self._from)[start - self.start : stop - self.start]
 
     def finish(self) -> None:

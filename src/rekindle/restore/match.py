@@ -155,7 +155,7 @@ class Match:
         chunk = self.saved.chunk(name)
         if chunk is None:
             self.absent.append(name)
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         shape = chunk.global_shape
         leaf: Leaf
         try:

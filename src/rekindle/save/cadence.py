@@ -162,7 +162,7 @@ def agreement(world: int) -> Agreement:
     group = dist.new_group(backend="gloo", timeout=_AGREE_WITHIN)
 
     def ask(number: float) -> Callable[[], float]:
-        value = torch.tensor([number], dtype=torch.float64)
+        value = torch.tensor([number], dtype=torch.float64, device="cpu")
         try:
             work = dist.all_reduce(value, dist.ReduceOp.MAX, group=group, async_op=True)
         except RuntimeError:

@@ -59,7 +59,7 @@ class KeptStep:
         """Give each small tensor its place: first those that the file tells of."""
         size = sum(padded(unit.nbytes) for unit in told + untold)
         backend = backend_of(next(iter(self.devices))) if self.devices else None
-        self._body = backend.pinned(size) if backend is not None else torch.empty(size, dtype=torch.uint8)
+        self._body = backend.pinned(size) if backend is not None else torch.empty(size, dtype=torch.uint8, device="cpu")
         self._told_bytes = sum(padded(unit.nbytes) for unit in told)
         self._copies: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         """Places and tensors by device."""

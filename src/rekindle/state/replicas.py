@@ -44,7 +44,7 @@ class ReplicaGroup:
         """
         if len({len(part) for part in self.parts}) > 1:
             raise UsageError(f"no mesh can have parts of different sizes: {[list(part) for part in self.parts]}")
-        return DeviceMesh(device_type, torch.tensor(self.parts), mesh_dim_names=("replicate", "shard"))
+        return DeviceMesh(device_type, torch.tensor(self.parts, device="cpu"), mesh_dim_names=("replicate", "shard"))
 
 
 def replica_groups(

@@ -34,7 +34,7 @@ def is_negated(tensor: torch.Tensor) -> bool:
     return tensor.is_neg() and str(tensor.dtype).removeprefix("torch.") in NEGATABLE
 
 
-def empty_for(chunk: Chunk, order: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
+def empty_for(chunk: Chunk, order: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Returns a new tensor of the global shape of ``chunk``, its dimensions in memory in this ``order``."""
     shape, dtype = chunk.global_shape, getattr(torch, chunk.dtype)
     made = torch.empty_permuted(shape, tuple(order) or tuple(range(len(shape))), dtype=dtype, device=device)

@@ -132,7 +132,7 @@ class Sidecar:
         dtype, (code, size) = getattr(torch, entry.dtype), DTYPES[entry.dtype]
         # Types without a code in safetensors are stored as their bytes, in one more dimension.
         if code == "U8" and tensor.dtype == torch.uint8 and list(tensor.shape) == [*entry.shape, size]:
-            tensor = tensor.view(dtype).squeeze(-1) if tensor.numel() else torch.empty(entry.shape, dtype=dtype)
+            tensor = tensor.view(dtype).squeeze(-1) if tensor.numel() else tensor.new_empty(entry.shape, dtype=dtype)
         if tensor.dtype != dtype or list(tensor.shape) != entry.shape:
             raise CorruptError(f"{self.path}: {entry.key!r} has another dtype or shape. {self._advice}")
         return reorder(tensor.clone(), entry.order) if entry.order else tensor

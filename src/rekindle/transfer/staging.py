@@ -144,7 +144,7 @@ def tensor_view(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> t
     """Returns a tensor that shares these bytes and no others. Never write to a tensor of read-only bytes."""
     shape = tuple(shape)
     if not len(data):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if not data.readonly:
         return torch.frombuffer(data, dtype=dtype).view(shape)
     with warnings.catch_warnings():
