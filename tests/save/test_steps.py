@@ -171,3 +171,36 @@ def test_an_update_with_learning_rate_zero_is_no_step(
         ckpt.step(0)
     ckpt.step(1)
     ckpt.close()
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_values_that_change_between_two_saves_of_a_step_are_named_once(
+    in_memory: bool, root: Path, tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not in_memory:
+        memory = tmp_path / "file"
+        memory.write_text("no place for a memory store")
+    training = Training()
+    optimizer = training.optimizer
+    ckpt = rekindle.Checkpointer(root, training.state, memory=memory, persist_every=10**6)
+    ckpt.restore()
+    told = []
+    for step in (1, 2, 3):
+        training.update()
+        ckpt.save(step)
+        torch.rand(1)  # generators may go on
+        ckpt.save(step)
+        if step > 1:
+            optimizer.param_groups[0]["lr"] = 0.5 / step
+            training.progress.best = "new"
+        ckpt.save(step)
+        told.append([m for r in caplog.records if "stays as it was first saved" in (m := r.getMessage())])
+    assert (len(told[0]), len(told[1]), len(told[2])) == (0, 1, 1), told
+    assert told[1][0].startswith("step 2 stays") and "progress.best" in told[1][0]
+    assert "optimizer.param_groups[0].lr" in told[1][0] and "rng" not in told[1][0]
+    ckpt.close()
+    again = Training()
+    ckpt = rekindle.Checkpointer(root, again.state)
+    assert ckpt.restore() == 3
+    assert again.optimizer.param_groups[0]["lr"] == 0.25 and again.progress.best == "new"
+    ckpt.close()

@@ -123,6 +123,11 @@ class Capture:
         assert self._plan is not None
         return self._plan, self._encode(values)
 
+    @property
+    def paths(self) -> list[str]:
+        """Path of each value that ``prepare`` returned last."""
+        return self._paths
+
     def replan(self) -> None:
         """Make a new plan at the next save, after one that failed: the plan may be the reason."""
         self._watch = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -20,6 +22,7 @@ from rekindle.save.copy import ShardWriter
 from rekindle.save.local_state import KeptStep, LocalStateCapture
 from rekindle.save.plan import CopyPlan
 from rekindle.save.progress import DeviceClock
+from rekindle.state.rng import RNG
 
 __all__ = ["Live"]
 
@@ -44,6 +47,9 @@ class Live:
         """Streams by which devices are read after a fault; None before."""
         self._unsecured = False
         """True while local states can't be kept, which has been reported."""
+        self._saved: tuple[int, list[str], bytes] | None = None
+        """Step that was taken last, and its values with their paths."""
+        self._told_of_changes = False
 
     def begin_guard(self) -> None:
         """From now on put aside, step by step, what ``plan`` needs."""
@@ -110,7 +116,9 @@ class Live:
 
     def take(self, stamp: ShardId) -> tuple[CopyPlan, bytes]:
         """Note that the state is that of ``stamp`` now. Returns what to copy, and a receipt's values."""
-        return self._take(self._local, stamp)
+        plan, values = self._take(self._local, stamp)
+        self._saved = stamp.step, self.capture.paths, values
+        return plan, values
 
     def _take(self, local: LocalStateCapture | None, stamp: ShardId) -> tuple[CopyPlan, bytes]:
         plan, values = self.capture.prepare()
@@ -126,6 +134,30 @@ class Live:
             except (OSError, RekindleError) as error:  # a snapshot may still fit
                 self._complain(stamp.step, error)
         return plan, values
+
+    def warn_of_changes(self, step: int) -> None:
+        """Warn, for the first time that is so, of values that have changed since ``step`` was taken.
+
+        Generators don't count: they go on with whatever comes between two saves of a step.
+        """
+        if self._told_of_changes or self._saved is None or self._saved[0] != step:
+            return
+        _, paths, values = self._saved
+        with suppress(Exception):  # what can't be saved any more is for the next step to tell
+            _, now = self.capture.prepare()
+            if now == values:
+                return
+            before = dict(zip(paths, json.loads(values), strict=True))
+            after = dict(zip(self.capture.paths, json.loads(now), strict=True))
+            every = [path for path in before | after if not path.startswith(f"{RNG}.")]
+            changed = [p for p in every if p not in before or p not in after or before[p] != after[p]]
+            if changed:
+                self._told_of_changes = True
+                log.warning(
+                    "step %d stays as it was first saved, though values have changed since: %s. Change values before "
+                    "the first ckpt.step(%d) or ckpt.save(%d)",
+                    *(step, _list(changed), step, step),
+                )
 
     def begin_update(self, step: int) -> None:
         """Note, inside of ``guard()``, that the update begins which makes ``step``. Costs nothing without devices."""
@@ -179,3 +211,7 @@ class Live:
         self.clock.check(stamp.step)
         kept.check()
         return Receipt.encode(stamp, plan.static, checksums, kept.values)
+
+
+def _list(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

@@ -112,6 +112,7 @@ class Saver:
         While memory is being made, the step is left out, or with ``wait`` waits for it.
         """
         if self.newest is not None and self.newest.step == stamp.step:
+            self.live.warn_of_changes(stamp.step)
             if stamp.persist:
                 self.persist()
             return
