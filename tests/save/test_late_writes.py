@@ -104,6 +104,40 @@ def test_memory_that_is_freed_under_the_copy_costs_the_save_and_not_the_trainer(
     assert "freed or resized while it was being copied" in done.stderr
 
 
+RESIZES = """
+import os, sys, threading, time, torch, rekindle
+model = torch.nn.Linear(8, 8, bias=False)
+model.weight = torch.nn.Parameter(torch.ones(2048, 2048).t())
+optimizer = torch.optim.SGD(model.parameters())
+ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, memory=sys.argv[2], overlap=True)
+ckpt.restore()
+assert ckpt._saver.memory.slots.wait_made(60)
+storage, go = model.weight.untyped_storage(), threading.Event()
+ckpt._saver.live.writer._behind.submit(go.wait)  # the copy beside training can't begin before
+ckpt.step(1)
+storage.resize_(int(sys.argv[3]))
+if storage.nbytes() > 1 << 20:
+    storage.fill_(7)
+go.set()
+while not ckpt._saver.memory.pending._ended:
+    time.sleep(0.01)
+ckpt._saver.conclude()
+print(ckpt.metrics.failed, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("nbytes", [0, 16, 1 << 25])
+def test_memory_of_a_transposed_tensor_that_is_resized_before_the_copy_costs_the_save(
+    nbytes: int, root: Path, memory: Path
+) -> None:
+    """Whether it has gone, is too small, or lies elsewhere with other values."""
+    command = [sys.executable, "-c", RESIZES, str(root), str(memory), str(nbytes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["1"]), done.stderr
+    assert "freed or resized before it was copied" in done.stderr
+
+
 def test_a_late_write_that_outlasts_the_copy_is_noticed_too(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,14 +208,16 @@ class Copying:
                 self._sums[unit.block] = _move(unit, self.target)
             else:
                 to, source = self.target.sides[unit.start]
+                require_in_place([unit])  # torch would read on behind memory that has become smaller
                 with torch.no_grad():
                     to.copy_(source)
+                require_in_place([unit])
                 self._hash_unit(unit)
         self._reach_middle(batch)
 
     def _bounce(self, batch: Batch) -> None:
         """Copy what is on a device into memory that is not page-locked, and hash it."""
-        require_in_place(batch)
+        require_in_place(batch.units)
         copy = partial(self._writer.streams.copy_aside, batch.device)
         copy_by_bounce(batch.device, copy, *self.target.sides_of(batch), rescue=self._writer.rescue)
         self._hash_units(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from rekindle.common.flag import Flag
 from rekindle.devices.batches import AHEAD
 from rekindle.devices.events import Event
 from rekindle.errors import RekindleError
-from rekindle.save.plan import Batch
+from rekindle.save.plan import Batch, Unit
 
 __all__ = ["DeviceCopies", "require_in_place"]
 
@@ -47,7 +47,7 @@ class DeviceCopies:
             with self._queueing:
                 number = len(self._events)
                 if number < count:
-                    require_in_place(self._batches[number])
+                    require_in_place(self._batches[number].units)
                     self._events.append(self._copy(self._batches[number]))
 
     def queue_ahead(self, number: int = 0) -> None:
@@ -73,7 +73,7 @@ class DeviceCopies:
         return list(found.values())
 
 
-def require_in_place(batch: Batch) -> None:
+def require_in_place(units: Iterable[Unit]) -> None:
     """Raises RekindleError if a tensor's memory is not where it was: somebody else's bytes may be there by now."""
-    if any(unit.moved for unit in batch.units):
+    if any(unit.moved for unit in units):
         raise RekindleError("a tensor's memory was freed or resized before it was copied")
