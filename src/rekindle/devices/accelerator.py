@@ -77,9 +77,9 @@ class Accelerator(Backend):
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError:  # none left, or none of this kind
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def rng_states(self) -> list[torch.Tensor]:
         read = getattr(self._module, "get_rng_state_all", None)

@@ -113,7 +113,7 @@ class _Probe:
         self.device = device
         self._backend = require_backend(device)
         self._lines: list[_Line] = []
-        self._source = torch.empty(0)
+        self._source = torch.empty(0, device="cpu")
         """Memory of the device that is copied from."""
         self._strided: list[torch.Tensor] = []
         """Places of the rehearsal's copies: to free page-locked memory may wait for a device that is still copying."""
