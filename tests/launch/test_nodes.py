@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from rekindle.errors import UsageError
+from rekindle.faults.torchelastic import FRESH_STORE
 from rekindle.launch.rendezvous.handler import Rendezvous
 from rekindle.launch.rendezvous_settings import fit_settings, forget_defaults
 from tests.launch.launcher import WARM, parent
@@ -250,9 +251,12 @@ def test_the_ranks_of_a_spare_node_find_loaded_what_the_script_imports(job: Node
 
 
 @pytest.mark.campaign(seconds=17)
-def test_when_a_node_is_lost_just_after_all_have_met_the_others_meet_again(job: Nodes) -> None:
+def test_when_a_node_is_lost_just_after_all_have_met_the_others_meet_again(
+    job: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+    monkeypatch.setenv(FRESH_STORE, "")  # so that it is taken back: a handler sets it for the ranks
     first = job.start("--rdzv-id=job")
     lost = Rendezvous(RendezvousParameters("rekindle", f"127.0.0.1:{job.port}", "job", 2, 2))
     lost.next_rendezvous()
