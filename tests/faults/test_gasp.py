@@ -127,7 +127,7 @@ def test_a_hang_leaves_a_report_of_where_every_rank_stood(root: Path, memory: Pa
     assert 0 not in start(cell, 0, time.monotonic() + 60)
     report = root / "hang-1-step-8" / "report.txt"
     deadline = time.monotonic() + 60
-    while not report.exists():
+    while not report.exists() or not report.read_text():  # it is made, and then written
         assert time.monotonic() < deadline, job.paths.agent_log.read_text()
         time.sleep(0.05)
     head, first, second = report.read_text().split("== rank ")

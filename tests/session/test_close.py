@@ -221,7 +221,9 @@ def _rank(root: Path, memory: Path, rank: int, persist_every: int | None) -> Non
         how_it_went = "durable"
     except rekindle.NotDurableError as error:
         how_it_went = str(error)
-    (root.parent / f"ended-{rank}").write_text(how_it_went if time.monotonic() - began < LONG / 2 else "too late")
+    draft = root.parent / f"draft-{rank}"
+    draft.write_text(how_it_went if time.monotonic() - began < LONG / 2 else "too late")
+    os.replace(draft, root.parent / f"ended-{rank}")  # whole, for who looks if it is there
     os._exit(0)
 
 
