@@ -18,7 +18,8 @@ from rekindle.memory.kept import KeptFile, OpenFile, key_of
 from rekindle.storage import disk
 from rekindle.storage.carry import carry
 from rekindle.storage.open import open_place
-from rekindle.storage.path_place import PathPlace
+from rekindle.storage.path_place import PathPlace, PlaceholderGone
+from rekindle.storage.renaming import renamed_to
 from rekindle.storage.throttle import Budget
 
 __all__ = ["FileDrainProgress", "FileDrainer"]
@@ -172,8 +173,7 @@ class FileDrainer:
                 place.check_mounted(receipt.trace)
             if receipt.mode is not None:
                 place.mode = receipt.mode
-            if receipt.placeholder and isinstance(place, PathPlace) and place.was_removed():
-                self._store.give_up([file])  # such as a program's oldest checkpoint, which would come back
+            if isinstance(place, PathPlace) and not self._goes_there(file, receipt, place):
                 return False
             if receipt.terms.removes is not None:
                 _remove(Path(receipt.target).with_name(receipt.terms.removes))
@@ -182,6 +182,8 @@ class FileDrainer:
             with self._store.arranging():
                 if file.receipt.exists():
                     file.note_stored(identity)
+        except PlaceholderGone:  # the next round looks where it is
+            return False
         except CorruptError as error:
             self._failed(file, receipt.target, f"stays as it was on storage: {error}", for_good=True)
             return False
@@ -195,6 +197,29 @@ class FileDrainer:
         self._failures.pop(file, None)
         self._report()
         return True
+
+    def _goes_there(self, file: KeptFile, receipt: FileReceipt, place: PathPlace) -> bool:
+        """True if the file is to go to its path now.
+
+        One whose placeholder was renamed belongs where that is from now on, and one whose placeholder was removed is
+        given up. Where another file's placeholder was renamed to this path, the newer of both counts.
+        """
+        stands = place.standing()
+        place.mark = receipt.mark if stands == receipt.mark else ""
+        if renamed := renamed_to(place, receipt.mark):
+            self._store.retarget(file, str(renamed))
+            return False
+        if receipt.placeholder and (place.was_removed() or (receipt.mark and stands not in (None, receipt.mark))):
+            self._store.give_up([file])  # such as a program's oldest checkpoint, which would come back
+            return False
+        other = self._store.kept.marked(stands) if stands and stands != receipt.mark else None
+        if other is None:
+            return True
+        target = other.read_receipt().target
+        if PathPlace(Path(target)).standing() == stands:  # and this is a copy of it
+            return True
+        self._store.retarget(other, receipt.target)
+        return False
 
     def _waits(self, file: KeptFile, receipt: FileReceipt) -> bool:
         """True if storage has yet to get a file that comes before this one.

@@ -93,10 +93,13 @@ class Client:
         trace: list[int] | None,
         terms: Terms,
         *,
-        placeholder: bool = False,
+        placeholder: str | None = None,
         mode: int | None = None,
     ) -> None:
-        """Saves a file into memory. Raises MemoryStoreError where that can't be done: nothing is left of it then."""
+        """Saves a file into memory. Raises MemoryStoreError where that can't be done: nothing is left of it then.
+
+        ``placeholder``: mark of the placeholder at its path; None if none stands there.
+        """
         if "://" in target:
             self._give_access()
         self.keep(target, contents, trace, None, terms, placeholder=placeholder, mode=mode)
@@ -119,7 +122,7 @@ class Client:
         stored: Identity | None,
         terms: Terms = Terms(),  # noqa: B008  never changed
         *,
-        placeholder: bool = False,
+        placeholder: str | None = None,
         mode: int | None = None,
     ) -> None:
         """Puts a file into memory. ``stored`` is what storage shows of one that it has: it never supersedes a save.
@@ -133,7 +136,8 @@ class Client:
         try:
             sums = self._filler.fill(contents, slot)
             receipt = FileReceipt(
-                *(target, contents.kind, contents.nbytes, sums, time.time(), trace, terms, placeholder, mode)
+                *(target, contents.kind, contents.nbytes, sums, time.time(), trace, terms),
+                *(placeholder is not None, mode, placeholder or ""),
             )
             with self._memory_errors():
                 committed = pool.commit(slot, receipt, stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import with_timeout
@@ -11,8 +12,9 @@ from rekindle.errors import BusyError, CorruptError, FormatError
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import KeptFile, OpenFile, key_of
 from rekindle.storage.open import open_place
+from rekindle.storage.path_place import PathPlace
 
-__all__ = ["find_in_memory"]
+__all__ = ["find_in_memory", "renamed_here"]
 
 log = logging.getLogger("rekindle")
 
@@ -34,6 +36,8 @@ def find_in_memory(store: FilesDir, target: str) -> OpenFile | None:
     for _ in range(_LOOKS):
         file = store.kept.find(key_of(target))
         if file is None or not _is_current(file, target):
+            file = renamed_here(store, target)
+        if file is None:
             return None
         try:
             return store.kept.pin(file)
@@ -47,12 +51,28 @@ def find_in_memory(store: FilesDir, target: str) -> OpenFile | None:
     raise BusyError(f"{target}: is saved again and again, faster than it can be opened in memory")
 
 
+def renamed_here(store: FilesDir, target: str) -> KeptFile | None:
+    """Returns the file that storage is to get whose placeholder was renamed to this target, or copied there."""
+    with suppress(OSError):
+        mark = _standing(target)
+        return store.kept.marked(mark) if mark else None
+    return None
+
+
+def _standing(target: str) -> str | None:
+    place = open_place(target)
+    return with_timeout(_LOOK, target, place.standing) if isinstance(place, PathPlace) else None
+
+
 def _is_current(file: KeptFile, target: str) -> bool:
-    """True unless somebody has replaced or removed what storage got of it."""
-    if not file.is_stored():
-        return True
+    """True unless somebody has replaced or removed what storage got of it, or another one was renamed to the target."""
     try:
+        if not file.is_stored():
+            mark = file.read_receipt().mark
+            return not mark or _standing(target) in (None, mark)
         return with_timeout(_LOOK, target, open_place(target).identify) == file.identity()
+    except FileNotFoundError:  # given up meanwhile, as whoever opens it learns
+        return True
     except OSError as error:
         log.warning("memory is taken for %s, as storage can't show if it is still the same: %s", target, explain(error))
         return True

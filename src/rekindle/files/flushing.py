@@ -8,6 +8,7 @@ import time
 from rekindle.common.timeouts import check_timeout, with_timeout
 from rekindle.errors import NotDurableError, NotFoundError
 from rekindle.files import client as clients
+from rekindle.files.finding import renamed_here
 from rekindle.files.listing import failures
 from rekindle.files.saving import canonical_target_within
 from rekindle.files.settings import current_settings
@@ -55,7 +56,9 @@ def pending_files(store: FilesDir, target: str | None) -> list[KeptFile]:
     if target is None:
         return store.kept.newest(stored=False)
     file = store.kept.find(key_of(target))
-    return [] if file is None or file.is_stored() else [file]
+    if file is None or file.is_stored():
+        file = renamed_here(store, target)
+    return [] if file is None else [file]
 
 
 def check_there(target: str) -> None:

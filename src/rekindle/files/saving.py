@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from rekindle.common.os_errors import describe_error
+from rekindle.common.os_errors import describe_error, explain
 from rekindle.common.timeouts import with_timeout
-from rekindle.errors import FormatError, MemoryStoreError
+from rekindle.errors import FormatError, MemoryStoreError, RekindleError
 from rekindle.files.client import the_client, write_in_turn
 from rekindle.files.contents import Contents, of_bytes
 from rekindle.files.settings import current_settings
@@ -22,6 +22,7 @@ from rekindle.memory.kept import key_of
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
 from rekindle.storage.place import Place, canonical_target
+from rekindle.storage.renaming import renamed_to
 
 __all__ = ["canonical_target_within", "save", "save_target", "write_straight"]
 
@@ -115,7 +116,8 @@ def _save_first_to_memory(
         trace = with_timeout(_LOOK, target, lambda: _checked(place))
     except TimeoutError as error:
         log.warning("%s: is saved into memory unchecked: %s", target, error)
-    made = stands = False
+    made, stands = False, None
+    _let_older_go_on(client.store, place)
     if placeholder and isinstance(place, PathPlace):
         made, stands = _put_placeholder(place)
     try:
@@ -134,23 +136,39 @@ def _save_first_to_memory(
         raise
 
 
-def _put_placeholder(place: PathPlace) -> tuple[bool, bool]:
+def _let_older_go_on(store: FilesDir, place: Place) -> None:
+    """Lets the older file of a path go where its placeholder was renamed to: the newer one takes only the path."""
+    older = store.kept.find(key_of(place.target))
+    if not isinstance(place, PathPlace) or older is None or older.is_stored():
+        return
+    try:
+        mark = older.read_receipt().mark
+        renamed = with_timeout(_LOOK, place.target, lambda: renamed_to(place, mark)) if mark else None
+        if renamed is not None:
+            store.retarget(older, str(renamed))
+    except FileNotFoundError:  # given up meanwhile
+        return
+    except (OSError, RekindleError) as error:
+        log.warning("%s: an older file is given up, wherever it was renamed to: %s", place.target, explain(error))
+
+
+def _put_placeholder(place: PathPlace) -> tuple[bool, str | None]:
     """Lets a placeholder stand before the file is in memory: the agent, which may be quick, keeps its rights.
 
-    Returns (True if it was made, True if one stands now: that of a save before, too). Storage that refuses doesn't keep
-    the file from memory.
+    Returns (True if it was made, the mark of the one that stands now: that of a save before, too). Storage that refuses
+    doesn't keep the file from memory.
     """
-    text = f"the file is in the memory of node {os.uname().nodename}, on its way here"
+    text, mark = f"the file is in the memory of node {os.uname().nodename}, on its way here", secrets.token_hex(8)
 
-    def put() -> tuple[bool, bool]:
-        made = place.put_placeholder(text)
-        return made, made or place.holds_placeholder()
+    def put() -> tuple[bool, str | None]:
+        made = place.put_placeholder(text, mark)
+        return made, mark if made else place.standing()
 
     try:
         return with_timeout(_LOOK, place.target, put)
     except (OSError, FormatError) as error:
         log.warning("%s: has no placeholder until the file arrives: %s", place.target, describe_error(error))
-        return False, False
+        return False, None
 
 
 def _take_away(place: Place) -> None:
@@ -169,6 +187,7 @@ def write_straight(target: str, contents: Contents) -> None:
     place.mode = _mode_of_new_files()
     place.check()
     if store.kept_path.is_dir():
+        _let_older_go_on(store, place)
         write_in_turn(store, place, contents)
     else:
         place.write_stream(contents.chunks(), contents.nbytes)

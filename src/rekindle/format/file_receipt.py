@@ -68,6 +68,8 @@ class FileReceipt:
     """True if a placeholder stood at its path. Whoever removes that before the file arrives has removed the file."""
     mode: int | None = None
     """Rights of the file at a path where none is yet; None for those of whoever writes it."""
+    mark: str = ""
+    """Text that tells that placeholder from others, wherever it was renamed to; empty where it has none."""
 
     def block(self, number: int) -> tuple[int, int]:
         """Returns the first byte and the end of a block."""
@@ -86,6 +88,7 @@ class FileReceipt:
             **self.terms.encode(),
             "placeholder": self.placeholder,
             "mode": self.mode,
+            "mark": self.mark,
             "checksum": {"algorithm": CHECKSUM, "block": BLOCK},
             "checksums": self.checksums,
         }
@@ -109,6 +112,7 @@ class FileReceipt:
                 trace=None if fields["trace"] is None else list(check_integers(fields["trace"], 3, 1 << 64)),
                 terms=Terms.decode(fields),
                 mode=None if fields.get("mode") is None else check_integer(fields["mode"], 0, 0o7777),
+                mark=check_texts([fields.get("mark", "")])[0],
             )
             if kind not in (TORCH, BYTES, FOUND) or len(receipt.checksums) != -(-receipt.nbytes // BLOCK):
                 raise ValueError("its kind or the number of its checksums is none that was written")

@@ -128,6 +128,15 @@ class FilesDir(JobDir):
                 for file in files:
                     self.kept.remove(file)
 
+    def retarget(self, file: KeptFile, target: str) -> None:
+        """Lets a file belong at another path: see ``Kept.retarget``. One that was given up since stays so.
+
+        Raises OSError, BusyError, FormatError.
+        """
+        with self.arranging():
+            if file.receipt.exists():
+                self.kept.retarget(file, target)
+
     def new_slot(self, client: Lock, number: int) -> Path:
         """Names a slot of a client."""
         return self.paths.slots / f"{client.path.stem}-{number}.slot"

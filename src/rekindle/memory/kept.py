@@ -16,7 +16,7 @@ import os
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rekindle.common.failpoints import reach
@@ -141,8 +141,8 @@ class OpenFile:
 class Kept:
     """Finds and changes the files of one directory. Safe to use from any thread or process.
 
-    ``commit``, ``remove``, ``remove_superseded``, ``recycle`` and ``sweep`` are to be called under the lock of the
-    store.
+    ``commit``, ``retarget``, ``remove``, ``remove_superseded``, ``recycle`` and ``sweep`` are to be called under the
+    lock of the store.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -189,6 +189,14 @@ class Kept:
         """Returns the newest file of a key."""
         return next(reversed(self.files(key)), None)
 
+    def marked(self, mark: str) -> KeptFile | None:
+        """Returns the newest file that storage is to get in place of the placeholder with this mark."""
+        for file in reversed(self.newest(stored=False)):
+            with suppress(OSError, FormatError):  # given up meanwhile, or damaged
+                if file.read_receipt().mark == mark:
+                    return file
+        return None
+
     def changed(self) -> int:
         """Returns a number that grows when files come, go or are stored."""
         try:
@@ -226,8 +234,8 @@ class Kept:
 
         Raises OSError, and leaves nothing then.
         """
-        number = 1 + max((int(name[_NUMBER]) for name in self._names() if _NAME.match(name)), default=0)
-        file = KeptFile(self._directory, key_of(receipt.target), number)
+        file = self._next(receipt.target)
+        number = file.number
         reach("files.copied", number)
         os.rename(data, file.data)
         reach("files.renamed", number)
@@ -245,6 +253,27 @@ class Kept:
             raise
         reach("files.committed", number)
         return file
+
+    def _next(self, target: str) -> KeptFile:
+        number = 1 + max((int(name[_NUMBER]) for name in self._names() if _NAME.match(name)), default=0)
+        return KeptFile(self._directory, key_of(target), number)
+
+    def retarget(self, file: KeptFile, target: str) -> None:
+        """Lets a file belong at another path, to which its placeholder was renamed.
+
+        It is newer than what belongs there. It is given up if one was saved later in place of the same placeholder, or
+        there without any. Whoever is killed in here leaves the file under both paths. Raises OSError, FormatError.
+        """
+        receipt, there = replace(file.read_receipt(), target=target), self.find(key_of(target))
+        later = self.marked(receipt.mark)
+        if there is not None and not there.read_receipt().mark:
+            later = max(filter(None, (later, there)), key=lambda each: each.number)
+        if later is None or later.number <= file.number:
+            new = self._next(target)
+            os.link(file.data, new.data)
+            write_atomic(new.receipt, receipt.encode())
+        self.remove(file)
+        self.remove_superseded()
 
     def remove(self, file: KeptFile) -> None:
         """Gives a file up. Who has it open reads on: its memory goes after that."""
@@ -264,7 +293,7 @@ class Kept:
     def recycle(self, file: KeptFile, to: Path) -> int | None:
         """Gives a file up and makes its data the file ``to``, locked for writing. Returns its descriptor.
 
-        Returns None while somebody reads it, or where it is gone: then nothing has changed.
+        Returns None while somebody reads it, where it is gone, or has a second name: then nothing has changed.
         """
         try:
             fd = os.open(file.data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -272,6 +301,9 @@ class Kept:
             return None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink > 1:
+                os.close(fd)
+                return None
             file.receipt.unlink(missing_ok=True)
             file.stored.unlink(missing_ok=True)
             file.held.unlink(missing_ok=True)

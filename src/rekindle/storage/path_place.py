@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -21,10 +22,17 @@ from rekindle.storage.copy import PIECE, write_pieces
 from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.place import Pieces, Place
 
-__all__ = ["PLACEHOLDER", "PathPlace", "is_placeholder"]
+__all__ = ["LONGEST_PLACEHOLDER", "PLACEHOLDER", "PathPlace", "PlaceholderGone", "is_placeholder"]
 
 PLACEHOLDER = b"rekindle placeholder: "
 """First bytes of a file that stands at a path until the real one arrives."""
+LONGEST_PLACEHOLDER = 1024
+"""Bytes of such a file at most."""
+_MARK = re.compile(rb" \(([0-9a-f]{16})\)\n\Z")
+
+
+class PlaceholderGone(FileNotFoundError):
+    """The placeholder that a file was to replace was renamed or removed while it was written."""
 
 
 class PathPlace(Place):
@@ -33,6 +41,8 @@ class PathPlace(Place):
     def __init__(self, path: Path, owner: str = "") -> None:
         """``owner``: see ``rekindle.storage.open``; empty for a place that is only read."""
         self.path, self.target = path, str(path)
+        self.mark = ""
+        """Mark of the placeholder that stands there, which the file is to replace; empty where none does."""
         mark = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
         # Short and always the same: a name as long as the file's may be too long, and the next writer removes what a
         # killed one left.
@@ -110,7 +120,8 @@ class PathPlace(Place):
 
     def _replace(self, fill: Callable[[int], None]) -> Identity:
         """Lets a new file, which ``fill`` writes, take the path's name once it is synced."""
-        disk.make_path(self.path.parent)
+        if not self.mark:  # else the directory was there: a new one would say that the program removed the placeholder
+            disk.make_path(self.path.parent)
         with suppress(OSError):  # the file that is replaced keeps its rights, as torch.save would leave them
             self.mode = stat.S_IMODE(os.stat(self.path).st_mode)
         disk.unlink(self._temporary)  # whatever it is: the name is no secret, and may lead to another file
@@ -120,7 +131,7 @@ class PathPlace(Place):
             disk.fsync(fd)
             reach("upload.written", 0)
             identity = _identity(os.fstat(fd))
-            disk.rename(self._temporary, self.path)
+            self._take_name()
             disk.sync(self.path.parent)
             return identity
         except BaseException as error:
@@ -131,6 +142,21 @@ class PathPlace(Place):
             raise
         finally:
             os.close(fd)
+
+    def _take_name(self) -> None:
+        """Renames the written file to the path, and on to where its placeholder is renamed at that moment.
+
+        Raises PlaceholderGone if that has gone before.
+        """
+        stands, info = self._look() if self.mark else (None, None)
+        if self.mark and stands != self.mark and (stands is not None or self.was_removed()):
+            raise PlaceholderGone(errno.ENOENT, "the placeholder is gone", self.target)
+        disk.rename(self._temporary, self.path)
+        if stands == self.mark and info is not None and info.st_nlink == 1:
+            for entry in os.scandir(self.path.parent):  # what was replaced has no name any more
+                if entry.inode() == info.st_ino and PathPlace(Path(entry.path)).standing() == self.mark:
+                    disk.rename(self.path, Path(entry.path))
+                    return
 
     def _create(self, new: Path) -> int:
         """Makes an empty file with the rights of ``mode``, for writing. Returns its descriptor."""
@@ -155,14 +181,17 @@ class PathPlace(Place):
         except FormatError as error:
             raise FormatError(f"{self.path}: is not a regular file") from error
 
-    def put_placeholder(self, text: str) -> bool:
-        """Lets a small file stand at the path, if nothing is there yet. True if it was made."""
+    def put_placeholder(self, text: str, mark: str = "") -> bool:
+        """Lets a small file stand at the path, if nothing is there yet. True if it was made.
+
+        ``mark``: 16 hexadecimal digits that no other placeholder has.
+        """
         disk.make_path(self.path.parent)
         new = self._temporary.with_name(f"{self._temporary.name}.{os.getpid()}.{threading.get_ident()}")
         disk.unlink(new)
         fd = self._create(new)
         try:
-            disk.write(fd, PLACEHOLDER + os.fsencode(text) + b"\n")
+            disk.write(fd, PLACEHOLDER + os.fsencode(f"{text} ({mark})" if mark else text) + b"\n")
             os.link(new, self.path)  # unlike a rename, never over a file that is there
             return True
         except FileExistsError:
@@ -170,6 +199,22 @@ class PathPlace(Place):
         finally:
             os.close(fd)
             disk.unlink(new)
+
+    def standing(self) -> str | None:
+        """Returns the mark of the placeholder at the path, empty for one without; None for anything else, or nothing.
+
+        Raises OSError.
+        """
+        return self._look()[0]
+
+    def _look(self) -> tuple[str | None, os.stat_result | None]:
+        try:
+            with open(self.open(), "rb") as file:
+                head, info = file.read(LONGEST_PLACEHOLDER), os.fstat(file.fileno())
+        except (FileNotFoundError, NotADirectoryError, PermissionError, FormatError):
+            return None, None
+        found = _MARK.search(head)
+        return (found[1].decode() if found else "") if is_placeholder(head) else None, info
 
     def was_removed(self) -> bool:
         """True if nothing is at the path, in a directory that is there. Raises OSError."""

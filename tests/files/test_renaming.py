@@ -1,0 +1,233 @@
+"""A placeholder that the program renames before its file arrives: the file goes to the new name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle.agent.file_drain import FileDrainer
+from rekindle.format.file_receipt import BYTES, FileReceipt
+from rekindle.format.receipt import checksum, seal
+from rekindle.memory.files_dir import FilesDir
+from rekindle.memory.kept import KeptFile
+from rekindle.storage import disk
+
+
+def save(path: Path, data: bytes) -> None:
+    assert rekindle.save(data, path, placeholder=True) == "memory"
+
+
+def settle(drainer: FileDrainer, rounds: int = 5) -> None:
+    for _ in range(rounds):
+        drainer.tick()
+    assert drainer.pending() is None and drainer.progress.failed == {}
+
+
+def found(root: Path) -> dict[str, bytes]:
+    """All files below, by their names."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_real_agent_carries_files_to_the_names_that_they_were_given_at_once(store: FilesDir, root: Path) -> None:
+    """As programs do that save to a temporary name, which is the same each time."""
+    for step in range(20):
+        rekindle.save({"step": torch.full((50_000,), step)}, root / "model.tmp", placeholder=True)
+        os.rename(root / "model.tmp", root / f"model-{step}.pt")
+    rekindle.flush(root / "model-19.pt", timeout=60)
+    assert torch.load(root / "model-19.pt", weights_only=True)["step"][0] == 19
+    rekindle.flush(timeout=60)
+    assert sorted(os.listdir(root)) == sorted(f"model-{step}.pt" for step in range(20))
+    for step in range(20):
+        assert torch.load(root / f"model-{step}.pt", weights_only=True)["step"].eq(step).all()
+
+
+def test_a_real_agent_meets_renames_at_any_moment_of_its_work(store: FilesDir, root: Path) -> None:
+    for number in range(100):
+        save(root / "tmp", b"%d" % number)
+        disk.sync(root)  # takes about as long as the agent does for a file
+        os.rename(root / "tmp", root / "latest" if number % 2 else root / f"x{number}")
+    rekindle.flush(timeout=60)
+    expected = {f"x{number}": b"%d" % number for number in range(0, 100, 2)} | {"latest": b"99"}
+    assert found(root) == expected
+
+
+def test_it_is_found_in_memory_by_its_new_name_until_it_arrives(
+    drainer: FileDrainer, store: FilesDir, root: Path
+) -> None:
+    rekindle.save(b"old", root / "latest")
+    settle(drainer)
+    save(root / "tmp", b"new")
+    os.rename(root / "tmp", root / "latest")
+    assert rekindle.load(root / "latest") == b"new"
+    with pytest.raises(rekindle.NotDurableError, match="not on storage after"):
+        rekindle.flush(root / "latest", timeout=0)
+    drainer.tick()  # which lets the file belong there
+    save(root / "tmp", b"newer")
+    os.rename(root / "tmp", root / "latest")
+    assert rekindle.load(root / "latest") == b"newer"
+    settle(drainer)
+    rekindle.flush(root / "latest", timeout=0)
+    assert found(root) == {"latest": b"newer"} and rekindle.load(root / "latest") == b"newer"
+    assert [(file.path, file.state) for file in rekindle.files.status()] == [(str(root / "latest"), "both")]
+
+
+def test_a_name_that_is_saved_to_again_gives_up_none_that_was_renamed(drainer: FileDrainer, root: Path) -> None:
+    for number in range(3):
+        save(root / "tmp", b"%d" % number)
+        os.rename(root / "tmp", root / f"x{number}")
+    rekindle.save(b"3", root / "tmp")
+    settle(drainer, 8)
+    assert found(root) == {"x0": b"0", "x1": b"1", "x2": b"2", "tmp": b"3"}
+
+
+def test_the_newest_wins_whichever_name_it_had(drainer: FileDrainer, root: Path) -> None:
+    rekindle.save(b"1", root / "x")  # without a placeholder
+    save(root / "tmp", b"2")
+    os.rename(root / "tmp", root / "x")
+    settle(drainer)
+    assert found(root) == {"x": b"2"}
+    save(root / "tmp", b"3")
+    os.rename(root / "tmp", root / "x")
+    rekindle.save(b"4", root / "x")
+    settle(drainer)
+    assert found(root) == {"x": b"4"}
+    save(root / "tmp", b"5")
+    os.rename(root / "tmp", root / "x")
+    save(root / "x", b"6")  # on the placeholder of the one before
+    os.rename(root / "x", root / "y")
+    settle(drainer)
+    assert found(root) == {"y": b"6"}
+
+
+@pytest.mark.parametrize("to", ["run/final/a.pt", "final/a.pt", "a.pt"])
+def test_into_another_directory(drainer: FileDrainer, tmp_path: Path, to: str) -> None:
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run" / "a.pt", b"data")
+    (tmp_path / to).parent.mkdir(exist_ok=True)
+    os.rename(tmp_path / "run" / "a.pt", tmp_path / to)
+    settle(drainer)
+    assert found(tmp_path) == {to: b"data"}
+
+
+def test_with_its_directory(drainer: FileDrainer, root: Path) -> None:
+    """As transformers does: tmp-checkpoint-7 becomes checkpoint-7."""
+    for name in ("a.pt", "b.pt"):
+        save(root / "tmp-7" / name, name.encode())
+    os.rename(root / "tmp-7", root / "checkpoint-7")
+    settle(drainer)
+    assert found(root) == {"checkpoint-7/a.pt": b"a.pt", "checkpoint-7/b.pt": b"b.pt"}
+
+
+def test_one_that_was_removed_does_not_come_nor_does_its_copy_become_another(drainer: FileDrainer, root: Path) -> None:
+    save(root / "x", b"1")
+    save(root / "y", b"2")
+    shutil.copy(root / "y", root / "copy")
+    os.unlink(root / "x")
+    drainer.tick()
+    assert found(root).keys() == {"y", "copy"} and (root / "y").read_bytes() == b"2"
+    save(root / "x", b"3")
+    os.unlink(root / "x")
+    save(root / "x", b"4")
+    settle(drainer)
+    assert (root / "x").read_bytes() == b"4"
+
+
+def once(act: Callable[[], object], then: Callable[..., Any]) -> Callable[..., Any]:
+    left = [act]
+
+    def call(*args: Any) -> Any:
+        if left:
+            left.pop()()
+        return then(*args)
+
+    return call
+
+
+def test_while_it_is_written(drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(root / "x", b"data")
+    real = FileDrainer._count
+    monkeypatch.setattr(FileDrainer, "_count", once(lambda: os.rename(root / "x", root / "y"), real))
+    assert not drainer.tick()
+    settle(drainer)
+    assert found(root) == {"y": b"data"}
+
+
+def test_just_before_the_file_takes_its_name(drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(root / "x", b"data")
+    monkeypatch.setattr(disk, "rename", once(lambda: os.rename(root / "x", root / "y"), disk.rename))
+    settle(drainer)
+    assert found(root) == {"y": b"data"}
+
+
+def test_a_kill_between_two_names_in_memory_loses_nothing(
+    drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "x", b"data")
+    os.rename(root / "x", root / "y")
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(store.kept), "remove", fail)
+        drainer.tick()
+    assert len(store.kept.files()) == 2
+    old = next(file for file in store.kept.files() if file.read_receipt().target == str(root / "x"))
+    assert store.kept.recycle(old, store.path / "slot") is None, "its bytes have another name by now"
+    settle(drainer)
+    assert found(root) == {"y": b"data"} and len(store.kept.files()) == 1
+
+
+def test_receipts_without_marks_are_read(tmp_path: Path) -> None:
+    """As versions wrote them that followed no renames."""
+    receipt = FileReceipt("/x/y", BYTES, 1, [checksum(b"x")], 1.0, placeholder=True, mark="ab")
+    assert FileReceipt.decode(receipt.encode(), "here") == receipt
+    fields = json.loads(receipt.encode())
+    assert fields["placeholder"] is True, "which older agents look for"
+    del fields["mark"], fields["digest"]
+    older = FileReceipt.decode(seal(json.dumps(fields, separators=(",", ":")).encode()[1:]), "here")
+    assert older.placeholder is True and older.mark == ""
+
+
+def test_a_placeholder_without_a_mark_counts_as_it_did(drainer: FileDrainer, store: FilesDir, root: Path) -> None:
+    for name, gone in (("x", False), ("y", True)):
+        save(root / name, b"data")
+        (file,) = store.kept.newest(stored=False)
+        text = json.loads(file.receipt.read_bytes())
+        del text["mark"], text["digest"]
+        file.receipt.write_bytes(seal(json.dumps(text, separators=(",", ":")).encode()[1:]))
+        (root / name).write_bytes(b"rekindle placeholder: the file is in the memory of node a, on its way here\n")
+        if gone:
+            (root / name).unlink()
+        settle(drainer)
+    assert found(root) == {"x": b"data"} and isinstance(file, KeptFile)
+
+
+def test_a_directory_that_is_removed_while_its_file_is_written_says_nothing(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "x", b"data")
+    monkeypatch.setattr(disk, "rename", once(lambda: shutil.rmtree(root), disk.rename))
+    for _ in range(3):
+        drainer.tick()
+        drainer._failures.clear()  # instead of the pause until the next attempt
+    assert found(root) == {"x": b"data"}
+
+
+def test_a_directory_that_is_renamed_while_its_file_is_written(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "tmp" / "x", b"data")
+    monkeypatch.setattr(disk, "rename", once(lambda: os.rename(root / "tmp", root / "final"), disk.rename))
+    for _ in range(3):
+        drainer.tick()
+        drainer._failures.clear()
+    assert found(root) == {"final/x": b"data"}
