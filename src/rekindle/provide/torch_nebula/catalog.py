@@ -149,6 +149,8 @@ class Catalog:
             found.held = mark.held
             # What storage had, and shows no more, somebody has removed.
             found.complete = not (mark.stored and self.answered) and self._arrived(tag, mark.after)
+            # And not where a rank has begun to write it anew since.
+            found.complete &= newest_version(map(os.path.basename, mark.after)) == version
         return found
 
     def _arrived(self, tag: str, targets: Iterable[str]) -> bool:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +27,7 @@ from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import key_of
 from rekindle.provide.torch_nebula.catalog import COMPLETE, OK, VOUCHER, Catalog, Versions, voucher_name
 from rekindle.provide.torch_nebula.keeping import flush_persistence, keep_in_background
-from rekindle.provide.torch_nebula.ranks import agree, count, rank_and_world
+from rekindle.provide.torch_nebula.ranks import agree, newest, rank_and_world, was_asked
 from rekindle.provide.torch_nebula.settings import NebulaSettings, canonical_folder, current_nebula
 
 __all__ = [
@@ -57,14 +58,21 @@ class _Writing:
     folder: str
     version: int
     held: bool
+    next: str
+    """Key by which the ranks agree on the next time under this tag."""
     begun: bool = False
     """True once memory has the voucher for nobody."""
     names: list[str] = field(default_factory=list)
     """Partitions that this process has saved."""
+    unfinished: str = ""
+    """Partition that is being saved, or whose save failed."""
 
 
 class Checkpoint:
-    """A checkpoint: partitions under one tag. Any rank may save any of them, in any order."""
+    """A checkpoint: partitions under one tag. Any rank may save any of them, in any order.
+
+    It may be written again and again, each time anew: after ``commit``, or once the number of files is there.
+    """
 
     def __init__(
         self, tag: str = "", num_of_files: int = _AT_EACH_SAVE, *, settings: NebulaSettings | None = None
@@ -97,6 +105,8 @@ class Checkpoint:
     def save(self, name: str, obj: object) -> None:
         """Saves a partition. Returns when it is in this node's memory; storage is not waited for.
 
+        With a number of files the checkpoint begins anew by one that this rank has saved already, or beyond the number.
+
         Raises:
             UsageError: ``name`` can't name a file; or several ranks can't agree on the checkpoint.
             MemoryStoreError: memory is full, and there is no ``persistent_storage_path``.
@@ -108,18 +118,19 @@ class Checkpoint:
             raise UsageError(f"partition {name!r}: must be the name of a file, other than {COMPLETE!r}")
         contents = of_object(obj)
         with self._lock:
-            writing = self._begin()
+            writing = self._begin(name)
+            writing.unfinished, names = name, [*writing.names, name]
             self._put(writing, name, contents, Terms(removes=COMPLETE, held=writing.held))
-            writing.names.append(name)
             if self._num_of_files > 0:
                 self._vouch(writing, _hash(name), [name])
-                vouchers = self._counted(writing, _hash(name))
+                vouchers = self._counted(writing, names)
                 if len(vouchers) >= self._num_of_files:
                     self._publish(writing, vouchers)
             elif self._num_of_files != _ON_COMMIT:
                 whose = f"rank-{rank_and_world()[0]}"
-                self._vouch(writing, whose, writing.names)
+                self._vouch(writing, whose, names)
                 self._publish(writing, [whose])
+            writing.unfinished, writing.names = "", names
 
     def commit(self) -> bool:
         """Declares this rank's partitions whole. The checkpoint is complete once every rank has done so.
@@ -141,14 +152,16 @@ class Checkpoint:
             log.error("torch_nebula: checkpoint %r is not committed, and stays incomplete: %s", self.tag, why)
             return False
 
-    def _begin(self) -> _Writing:
-        """Returns what is written now; a new one after a commit. The older of that tag is complete no more.
+    def _begin(self, name: str = "") -> _Writing:
+        """Returns what is written now, for partition ``name``; a new one once that before is over, as by a commit.
+
+        The older of that tag is complete no more.
 
         What fails here may be done again: the ranks have agreed on this one by then.
         """
-        if self._writing is None:
-            self._writing = self._agree()
         writing = self._writing
+        while writing is None or self._is_over(writing, name):  # without this rank, perhaps
+            self._writing = writing = self._agree()
         if not writing.begun:
             self._vouch(writing, "begun", [])
             store = FilesDir.below(current_settings().base)
@@ -156,18 +169,29 @@ class Checkpoint:
             writing.begun = True
         return writing
 
+    def _is_over(self, writing: _Writing, name: str) -> bool:
+        """True if a partition of this name is of the next time: one is counted already, or all are."""
+        if self._num_of_files <= 0 or name in ("", writing.unfinished):
+            return False
+        if name in writing.names or len(set(writing.names)) >= self._num_of_files:
+            return True
+        return was_asked(self._place(writing, self._num_of_files - 1))
+
     def _agree(self) -> _Writing:
         """Returns what all ranks write next under this tag."""
-        key = f"{self._settings.root}/{self.tag}"
-        number = _begun[key] = _begun.get(key, 0) + 1
+        root = self._settings.root
+        key = f"{root}/{self.tag}"
+        number = _begun.get(key, 0) + 1
+        Versions.see(newest(root))
         version = Versions.draw()
         held = self._settings.in_memory_only or self._is_soon()
         tag = self.tag or f"checkpoint-{version}"
         agreed = json.loads(agree(f"{key}/{number}", json.dumps([version, held, tag])))
-        if agreed[0] == version:
-            count(self._settings.root, 1)
+        _begun[key] = number
         version, held, self.tag = agreed
-        return _Writing(f"{self._settings.root}/{self.tag}", Versions.see(version), held)
+        newest(root, version)  # whoever agrees does so: the rank that has drawn it may be slow
+        folder = f"{root}/{self.tag}"
+        return _Writing(folder, Versions.see(version), held, f"{folder}/{_begun.get(folder, 0) + 1}")
 
     def _is_soon(self) -> bool:
         last = _persisted.get(self._settings.root)
@@ -199,26 +223,45 @@ class Checkpoint:
         self._put(writing, voucher_name(writing.version, whose), of_bytes(told), terms)
 
     def _publish(self, writing: _Writing, vouchers: list[str]) -> None:
-        """Has the checkpoint declared complete once storage has all vouchers, of other ranks and nodes too."""
+        """Has the checkpoint declared complete once storage has all vouchers, of other ranks and nodes too.
+
+        Not if a rank has begun to write it anew, and perhaps replaced a partition.
+        """
+        if was_asked(writing.next):
+            return
         after = [f"{writing.folder}/{voucher_name(writing.version, whose)}" for whose in vouchers]
         try:
             self._put(writing, COMPLETE, of_bytes(OK), Terms(after, held=writing.held))
         except NotFoundError:  # memory is full, and a rank has yet to commit: it finds this one's voucher on storage
             if self._num_of_files != _ON_COMMIT:
                 raise
+        if was_asked(writing.next):  # by a rank that may have given up the mark before it came
+            self._take_back(writing, after)
+            return
         if not writing.held:
             _persisted[self._settings.root] = time.monotonic()
         keep_in_background(self._settings)
         note_save()
 
-    def _counted(self, writing: _Writing, whose: str) -> list[str]:
-        """Returns the vouchers of all ranks, up to the one of ``whose``: it takes the first free place in a list."""
+    def _take_back(self, writing: _Writing, after: list[str]) -> None:
+        store = FilesDir.below(current_settings().base)
+        for file in store.kept.files(key_of(f"{writing.folder}/{COMPLETE}")):
+            with suppress(FileNotFoundError):
+                if file.read_receipt().terms.after == after:
+                    store.give_up([file])
+
+    def _counted(self, writing: _Writing, names: list[str]) -> list[str]:
+        """Returns the vouchers of all ranks, up to that of the last of ``names``: it takes the first free place."""
         if rank_and_world()[1] == 1:
-            return [_hash(name) for name in dict.fromkeys(writing.names)]
-        vouchers: list[str] = []
+            return [_hash(name) for name in dict.fromkeys(names)]
+        whose, vouchers = _hash(names[-1]), list[str]()
         while len(vouchers) < self._num_of_files and whose not in vouchers:
-            vouchers.append(agree(f"{writing.folder}/{writing.version}/{len(vouchers)}", whose))
+            vouchers.append(agree(self._place(writing, len(vouchers)), whose))
         return vouchers
+
+    def _place(self, writing: _Writing, number: int) -> str:
+        """Returns the key of one of as many places as there are partitions."""
+        return f"{writing.folder}/{writing.version}/{number}"
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -264,8 +307,9 @@ def get_latest_checkpoint(persist_path: str | os.PathLike[str] | None = None) ->
     All ranks get the same one: that which the first of them finds, until one of them begins another.
     """
     settings = settings_of(persist_path)
-    newest = Catalog(settings.root).newest()
-    tag = agree(f"{settings.root}/latest/{count(settings.root)}", newest.tag if newest is not None else "")
+    begun = newest(settings.root)
+    found = Catalog(settings.root).newest()
+    tag = agree(f"{settings.root}/latest/{begun}", found.tag if found is not None else "")
     return Checkpoint(tag, _ON_COMMIT, settings=settings) if tag else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rekindle.common.environ import env_count
 from rekindle.errors import BusyError, UsageError
 
-__all__ = ["agree", "count", "rank_and_world"]
+__all__ = ["agree", "newest", "rank_and_world", "was_asked"]
 
 _PREFIX = "rekindle/torch_nebula"
 
@@ -39,16 +39,28 @@ def agree(key: str, value: str) -> str:
     if rank_and_world()[1] == 1:
         return value
     with _store() as store:
-        answer: bytes = store.compare_set(f"{_PREFIX}/{key}", "", value)
-        return answer.decode()
+        answer: bytes = store.compare_set(f"{_PREFIX}/{key}", "", f"={value}")  # an empty one would count as none
+        return answer.decode()[1:]
 
 
-def count(key: str, more: int = 0) -> int:
-    """Adds to a number that all ranks share, and returns it; 0 of a single rank. Raises as ``agree``."""
+def was_asked(key: str) -> bool:
+    """True if another rank, or this one, has asked for this key; False of a single rank. Raises as ``agree``."""
     if rank_and_world()[1] == 1:
-        return 0
+        return False
     with _store() as store:
-        return int(store.add(f"{_PREFIX}/count/{key}", more))
+        return bool(store.check([f"{_PREFIX}/{key}"]))
+
+
+def newest(key: str, version: int = 0) -> int:
+    """Raises a number that all ranks share to at least ``version``, and returns it. Raises as ``agree``."""
+    if rank_and_world()[1] == 1:
+        return version
+    with _store() as store:
+        name = f"{_PREFIX}/newest/{key}"
+        known = int(store.compare_set(name, "", str(version)))
+        while known < version:
+            known = int(store.compare_set(name, str(known), str(version)))
+        return known
 
 
 @contextmanager
