@@ -352,7 +352,7 @@ class Checkpointer:
             Wait for all ranks before each update, so that all begin it or none: for jobs that take no snapshots. Where
             optimizers have torch's step hooks these wait, else ``updating()`` does.
         gasp_deadline
-            Seconds after a fault at which the process ends, come what may. torchrun gives 30 s.
+            Seconds after the process is told of a fault at which it ends, come what may. torchrun gives 30 s.
         notices
             What tells this process to go: signals, files that appear, callables whose answer becomes true.
         on_stop, on_clean, on_gasp, on_exit

@@ -17,7 +17,7 @@ import pytest
 from rekindle.agent.monitor import RankMonitor
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.status import SECURED, StatusPage
+from rekindle.memory.status import SECURED, SECURING, StatusPage
 from tests.faults.harness import wait_for
 
 RANK = """
@@ -165,6 +165,41 @@ def test_a_rank_that_raises_because_of_a_death_that_nobody_watched_is_not_its_ca
 
     fault = first_cause(tmp_path, ranks, events)
     assert (fault.cause, fault.rank) == ("exit", 2)
+
+
+def test_a_rank_that_is_told_late_of_a_fault_elsewhere_has_all_its_time(
+    tmp_path: Path, ranks: Callable[[JobDir], list[Rank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is at it, as its page shows; the other has not begun yet."""
+    monkeypatch.setattr("rekindle.agent.monitor._STUCK_AFTER", 600.0)
+    job = JobDir(tmp_path)
+
+    async def monitored() -> None:
+        monitor = RankMonitor(job, lambda urgent: None)
+        serving = asyncio.ensure_future(monitor.serve())
+        while not job.paths.watch_socket.exists():
+            await asyncio.sleep(0.01)
+        both = await asyncio.to_thread(ranks, job)
+        both[0].page.stage = SECURING
+        both[0].page.write()
+        until = time.monotonic() + 100
+        while len(monitor.ranks) < 2:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
+        since = time.monotonic() - 1000.0
+        for rank in monitor.ranks.values():  # they have trained for long
+            rank.since, rank.deadline = since, 700.0
+        assert monitor.hear(Fault("signal", 7, 1, 7, "rank 7 was killed by SIGKILL", noticed=since))
+        await asyncio.sleep(1.0)  # many checks
+        assert [rank.process.poll() for rank in both] == [None, None]
+        for rank in monitor.ranks.values():
+            rank.deadline = 0.0
+        while any(rank.process.poll() is None for rank in both):
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
+        serving.cancel()
+
+    asyncio.run(monitored())
 
 
 @pytest.mark.parametrize(("ago", "pause"), [(1.0, 0.01), (100.0, 0.1)])

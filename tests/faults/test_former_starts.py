@@ -100,7 +100,7 @@ def test_what_was_restored_stays_in_memory_at_a_fault_before_the_first_step(
     guard = restarted.guard
     fault = restarted.fault(cause, guard._generation)
     hooks = HookCalls(Hooks(), fault, fault.noticed + 60.0, [])
-    gasping = Gasp(guard._gate, guard._securer, guard._peers, 0, True, 60.0, hooks)
+    gasping = Gasp(guard._gate, guard._securer, guard._peers, 0, True, time.monotonic() + 60.0, hooks)
     gasping._secure_newest(time.monotonic() + 60.0, cause)
     found = {stamp.incarnation.generation for stamp, _ in restarted.job.snapshots.shard_ids()}
     assert gasping.secured == {STEP: MEMORY} and found == {guard._generation - former}

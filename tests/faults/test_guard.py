@@ -191,6 +191,26 @@ def test_nor_one_that_no_snapshot_was_taken_of(play: Play) -> None:
     assert "model.weight has been changed since the end of step 5" in log
 
 
+def _told_late(trainer: Trainer) -> None:
+    ckpt = trainer.begin()
+
+    def save_more(step: int) -> None:
+        time.sleep(1.0)
+        trainer.note("saved more", step)
+
+    with ckpt.guard(gasp_deadline=60.0, on_gasp=save_more) as guard:
+        trainer.train(ckpt, 5)
+        long_ago = time.monotonic() - 1000.0
+        fault = rekindle.Fault("signal", 7, guard._generation, 5, "rank 7 was killed by SIGKILL", noticed=long_ago)
+        guard._hear({"fault": fault.to_json()})
+        threading.Event().wait()
+
+
+def test_a_rank_that_is_told_late_of_a_fault_elsewhere_has_all_its_time_to_secure_the_step(play: Play) -> None:
+    codes, notes, log = play(_told_late)
+    assert codes == [75] and "step 5 secured in memory" in log and notes[-1] == ["saved more", 5], log
+
+
 # -- what is no fault -----------------------------------------------------------------------------------------------
 
 

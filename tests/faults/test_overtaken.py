@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,5 +87,7 @@ def test_a_rank_that_has_gone_is_missed_unless_it_has_left_a_copy(host: HostJob,
         host.step()
     with peer(host.ckpt, host.guard, has[-1], has=has, lives=False):
         hooks = HookCalls(Hooks(), SimpleNamespace(cause="exception"), 0.0, [])  # type: ignore[arg-type]
-        gasping = Gasp(host.guard._gate, host.guard._securer, host.guard._peers, 0, False, 20.0, hooks)
+        gasping = Gasp(
+            host.guard._gate, host.guard._securer, host.guard._peers, 0, False, time.monotonic() + 20.0, hooks
+        )
         assert gasping._peers_differ(3) == (3 not in has)

@@ -45,7 +45,7 @@ live on: a notebook's, or that of a script which has caught the error."""
 _SLEPT = 0.5
 """Seconds by which a check may be late. If it is later, the whole node has stood still, not a rank."""
 _STUCK_AFTER = 1.0
-"""Seconds after a fault until a rank that has not begun to secure its state is taken for stuck."""
+"""Seconds until a rank that was told of a fault and has not begun to secure its state is taken for stuck."""
 _LINE = 1 << 20
 """Bytes of the longest line that a rank may send."""
 _MOST_UNREGISTERED, _REGISTERS_WITHIN = 64, 10.0
@@ -154,7 +154,7 @@ class RankMonitor:
         if self._from_elsewhere and self.fault is not None and rank.joined <= self.fault.noticed:
             rank.since = rank.joined  # the start was over before this rank came to be guarded
         if self.fault is not None and self._is_dying(rank):
-            rank.send({"fault": self.fault.to_json()})
+            rank.tell(self.fault)
         else:
             self._end_awaited = False
             self.urgent(False)
@@ -192,8 +192,8 @@ class RankMonitor:
             self._end_awaited = False
             note_gone(self.job, time.monotonic(), self.fault.noticed)
         dying = [rank for rank in self.ranks.values() if self._is_dying(rank)]
-        if dying and self.fault is not None:
-            self._end_dying_ranks(now, self.fault, dying)
+        if dying:
+            self._end_dying_ranks(now, dying)
         elif not self._announce_unwatched_death(now) and self._held is None:
             hang = self._hang.check(now, self.ranks, self.others) if self.ranks or self.current is None else None
             if hang is not None:
@@ -318,7 +318,7 @@ class RankMonitor:
         """Records a fault and sends it to all ranks."""
         self.fault, self._end_awaited, self._from_elsewhere = fault, True, False
         for rank in self.ranks.values():
-            rank.send({"fault": fault.to_json()})
+            rank.tell(fault)
         self.urgent(True)
         log.error("%s (%s, step %d)", fault.what, fault.cause, fault.step)
         self._record(fault)
@@ -336,12 +336,11 @@ class RankMonitor:
         for rank in self.ranks.values():
             rank.descendants = found[rank.process.pid]
 
-    def _end_dying_ranks(self, now: float, fault: Fault, dying: list[WatchedRank]) -> None:
+    def _end_dying_ranks(self, now: float, dying: list[WatchedRank]) -> None:
         """Kills the ranks that can't end themselves, once no other rank needs them any more."""
-        since = now - fault.noticed
         busy, idle = False, []
         for rank in dying:
-            page = rank.status()
+            page, since = rank.status(), now - rank.told_at
             if page.stage > SECURING and not rank.idle_since:
                 rank.idle_since = now
             stopped = rank.process.look().stopped

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from rekindle.agent.process import Child, Process, ProcessState, oom_kills
 from rekindle.errors import FormatError
 from rekindle.format.fields import check_integer, check_seconds
 from rekindle.format.names import MAX_RANKS
+from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import TRAINING, Status, StatusReader
 
@@ -35,7 +37,7 @@ class WatchedRank:
     floor: float | None
     """Seconds without progress that are never a hang; None without a watchdog."""
     deadline: float
-    """Seconds that it may take to secure its state after a fault."""
+    """Seconds that it may take to secure its state once it is told of a fault."""
     stacks: int
     """Signal at which faulthandler writes the stacks of its threads, when the rank itself is stuck; 0 for none."""
     process: Process
@@ -45,6 +47,8 @@ class WatchedRank:
     writer: asyncio.StreamWriter
     oom_kills_before: int
     """Processes that the kernel had killed because memory ran out, when the rank registered."""
+    told_at: float = 0.0
+    """Time at which it was first told of a fault: what it may take to secure its state counts from then."""
     idle_since: float = 0.0
     """Time at which it had nothing more to do after a fault."""
     stacks_asked_at: float = 0.0
@@ -91,6 +95,11 @@ class WatchedRank:
         """Sends it a message, if it is still connected."""
         with suppress(OSError, RuntimeError):
             self.writer.write(json.dumps(message).encode() + b"\n")
+
+    def tell(self, fault: Fault) -> None:
+        """Tells it of a fault that ends it."""
+        self.told_at = self.told_at or time.monotonic()
+        self.send({"fault": fault.to_json()})
 
     def close(self) -> None:
         """Gives up what is open of it, and ends what it has started and was found at a hang."""

@@ -52,15 +52,15 @@ class Gasp:
     rank: int
     alone: bool
     """True if the job has no other rank, so that what this one secures is the whole step."""
-    deadline: float
-    """Seconds after the fault at which the process ends, come what may."""
+    ends_at: float
+    """Time at which the process ends, come what may, by the monotonic clock."""
     hooks: HookCalls
     secured: dict[int, str] = field(default_factory=dict)
     """Steps that this rank has secured, oldest first, and the place of each: MEMORY or STORAGE."""
 
     def run(self, fault: Fault) -> None:
         """Secure what there is. Doesn't raise."""
-        end = fault.noticed + self.deadline
+        end = self.ends_at
         try:
             try:
                 self._secure_newest(end, fault.cause)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -83,11 +84,13 @@ class Guard(ContextDecorator):
         """The fault that the agent noticed first."""
         self._lock = threading.Lock()
         self._heard = threading.Event()
+        self.ends_at = math.inf
+        """Time at which the process ends, come what may, by the monotonic clock, once there is a fault."""
 
     # -- entering and leaving -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Guard:
-        self._fault = self._first = None
+        self._fault, self._first, self.ends_at = None, None, math.inf
         self._heard.clear()
         nccl.warn_of_settings(self._rank)
         self._hang_record: HangRecord | None = None
@@ -201,7 +204,7 @@ class Guard(ContextDecorator):
         if not self._take_up(first):
             self._wait_for_the_end()
         own = first.rank == self._rank
-        self._end_by(first, 1 if own else SURVIVOR_EXIT)
+        self._timer.set(self.ends_at, 1 if own else SURVIVOR_EXIT)
         if not own:
             traceback.print_exception(error)
         self._act(first)
@@ -234,11 +237,14 @@ class Guard(ContextDecorator):
         self._die_in_background(fault, 128 + number if number else SURVIVOR_EXIT)
 
     def _take_up(self, fault: Fault) -> bool:
-        """Returns True for the first fault only, which is acted on."""
+        """Returns True for the first fault only, which is acted on.
+
+        The time to do so counts from now: another node's fault may be old when this one is told of it.
+        """
         with self._lock:
             if self._fault is not None:
                 return False
-            self._fault = fault
+            self._fault, self.ends_at = fault, time.monotonic() + self._deadline
             return True
 
     # -- ending -------------------------------------------------------------------------------------------------
@@ -254,15 +260,11 @@ class Guard(ContextDecorator):
     def _die(self, fault: Fault, code: int) -> None:
         self._spares.give_up()
         self._gate.freeze(late=late_work_counts(fault))
-        self._end_by(fault, code)
+        self._timer.set(self.ends_at, code)
         self._gate.stage(SECURING)  # the agent sees that somebody is at it, whatever the hooks take
         log.error("fault: %s%s", fault.what, self._describe_hang(fault) if fault.cause == "hang" else "")
         self._act(fault)
         self._timer.end_now(code)
-
-    def _end_by(self, fault: Fault, code: int) -> None:
-        """See to it that the process ends at the deadline, whatever hangs."""
-        self._timer.set(max(time.monotonic() + 0.1, fault.noticed + self._deadline), code)
 
     def _act(self, fault: Fault) -> None:
         """Do all that a fault asks of a rank, except ending."""
@@ -270,10 +272,10 @@ class Guard(ContextDecorator):
         self._gate.stage(SECURING)
         tell_launcher(fault, self._rank)
         stop = self._hooks.on_stop or stop_hook(self._rescue.devices)
-        hooks = HookCalls(replace(self._hooks, on_stop=stop), fault, fault.noticed + self._deadline, self._devices)
+        hooks = HookCalls(replace(self._hooks, on_stop=stop), fault, self.ends_at, self._devices)
         self._free_what_is_stuck(hooks)
         alone = self._group.world == 1
-        gasp = Gasp(self._gate, self._securer, self._peers, self._rank, alone, self._deadline, hooks)
+        gasp = Gasp(self._gate, self._securer, self._peers, self._rank, alone, self.ends_at, hooks)
         gasp.run(fault)
         hooks.exit()
         if fault.cause == "hang" and self._hang_record is not None:

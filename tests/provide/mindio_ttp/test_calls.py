@@ -205,6 +205,37 @@ def test_a_dump_that_fails_gives_no_name(caplog: pytest.LogCaptureFixture) -> No
     assert "no checkpoint was dumped" in caplog.text and "no space left" in caplog.text
 
 
+_TOLD_LATE = """
+import sys, threading, time
+from pathlib import Path
+from rekindle.memory.fault import Fault
+from rekindle.provide.mindio_ttp import framework_ttp as ttp, processor
+
+def train():
+    ttp.tft_start_updating_os()
+    ttp.tft_end_updating_os(2)
+    guard = processor.current()._guard
+    long_ago = time.monotonic() - 1000.0
+    fault = Fault("signal", 7, guard._generation, 2, "rank 7 was killed by SIGKILL", noticed=long_ago)
+    guard._hear({"fault": fault.to_json()})
+    threading.Event().wait()
+
+ttp.tft_init_processor(0, 1, False, False)
+ttp.tft_start_processor("127.0.0.1", 8000)
+ttp.tft_set_optimizer_replica(0, [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}])
+ttp.tft_register_save_ckpt_handler(lambda step, *any: Path(sys.argv[1]).write_text(str(step)))
+ttp.tft_register_rename_handler(lambda step, *any: Path(sys.argv[1]).rename(sys.argv[1] + "-named"))
+ttp.tft_exception_handler(train)()
+"""
+
+
+def test_a_rank_that_is_told_late_of_a_fault_elsewhere_has_all_its_time_to_dump(tmp_path: Path) -> None:
+    place = tmp_path / "dump"
+    command = [sys.executable, "-c", _TOLD_LATE, str(place)]
+    ended = subprocess.run(command, timeout=300, capture_output=True, text=True, check=False)
+    assert ended.returncode == 75 and (tmp_path / "dump-named").read_text() == "2", ended.stderr
+
+
 def test_before_the_first_step_there_is_nothing_to_dump() -> None:
     start()
     ttp.tft_register_save_ckpt_handler(lambda *any: pytest.fail("called"))

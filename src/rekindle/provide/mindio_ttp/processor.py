@@ -33,7 +33,8 @@ _ROOT = "REKINDLE_TTP_ROOT"
 _LIMIT = "TTP_NORMAL_ACTION_TIME_LIMIT"
 """Environment variable of the original: seconds that an action may take."""
 _DEADLINE = 25.0
-"""Seconds from a fault to the end of the process. torchrun kills ranks 30 s after the first has ended."""
+"""Seconds from the moment a rank is told of a fault to the end of its process. torchrun kills ranks 30 s after the
+first has ended."""
 _SHARE = 0.85
 """Part of the time left that the dump may take; the hook in which it runs is left behind after 0.9."""
 _CLOSE = 60.0
@@ -53,7 +54,7 @@ def root() -> Path:
 
 
 def action_limit() -> float:
-    """Returns the seconds from a fault to the end of the process. Raises UsageError."""
+    """Returns the seconds from the moment a rank is told of a fault to the end of its process. Raises UsageError."""
     given = os.environ.get(_LIMIT)
     if not given:
         return _DEADLINE
@@ -74,6 +75,8 @@ class Processor:
         self._checkpointer: rekindle.Checkpointer | None = None
         self._board: Board | None = None
         self._guard: Any = None
+        self._watch: Any = None
+        """The guard, also while it is being left."""
         self._failed = False
         self._damaged = False
         """True once the memory of this rank's device has lost what it held: then it writes nothing."""
@@ -179,7 +182,7 @@ class Processor:
             )
             self.tell_replicas([{"rank_list": [self.rank], "replica_cnt": 1, "replica_shift": 0}])
         self._on_devices = _beside_training()
-        self._guard = self._checkpointer.guard(
+        self._guard = self._watch = self._checkpointer.guard(
             gasp_deadline=action_limit(),
             notices=(signal.SIGTERM, self._ordered.is_set),
             on_gasp=self._note_secured,
@@ -227,7 +230,7 @@ class Processor:
     def _dump(self, fault: Fault) -> None:
         """Takes part in the dump, in a thread of its own, as the last thing before the process ends."""
         assert self._board is not None
-        left = fault.noticed + action_limit() - time.monotonic()
+        left = self._watch.ends_at - time.monotonic()
         faults = {fault.rank: mindx.PROCESS_ERROR}
         mindx.report_fault(faults)
         dump = Dump(
