@@ -62,7 +62,14 @@ def test_a_fault_keeps_its_age_on_its_way_to_another_clock() -> None:
 
 def a_beat() -> dict[str, Any]:
     status = Status(5, 1, STABLE, TRAINING, 0, 17, 16, -1, 0.3, time.monotonic_ns() - 10**9, "of 20", 0.5)
-    beat = Beat([1, 2], {4: Page(status, 60.0, True)}, paused_at=time.monotonic() - 3, newest=16, durable=10)
+    beat = Beat(
+        [1, 2],
+        {4: Page(status, 60.0, True)},
+        paused_at=time.monotonic() - 3,
+        unsettled_at=time.monotonic() - 9,
+        newest=16,
+        durable=10,
+    )
     found: dict[str, Any] = json.loads(json.dumps(beat.to_json()))
     return found
 
@@ -73,6 +80,13 @@ def test_a_beat_arrives_as_it_was() -> None:
     assert (status.step, status.snapshot, status.note, floor, stopped) == (17, 16, "of 20", 60.0, True)
     assert status.age == pytest.approx(1.0, abs=0.5) and list(beat.hears) == [1, 2]
     assert beat.paused_at == pytest.approx(time.monotonic() - 3, abs=0.5) and (beat.newest, beat.durable) == (16, 10)
+    assert beat.unsettled_at == pytest.approx(time.monotonic() - 9, abs=0.5)
+
+
+def test_a_beat_of_an_agent_that_knows_of_no_doubts_is_taken() -> None:
+    beat = a_beat()
+    del beat["unsettled"]
+    assert Beat.from_json(beat).unsettled_at is None
 
 
 @pytest.mark.parametrize(
@@ -83,6 +97,7 @@ def test_a_beat_arrives_as_it_was() -> None:
         ("pages", {}),
         ("paused", math.inf),
         ("paused", "now"),
+        ("unsettled", "now"),
         ("cleared", 1),
         ("newest", 0.5),
     ],

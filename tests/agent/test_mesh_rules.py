@@ -201,6 +201,21 @@ def test_a_pause_is_told_to_nodes_that_do_not_hear_the_one_that_pauses(run: Call
     run(check, 20)
 
 
+def test_a_doubt_is_told_on_as_one(run: Callable[..., None]) -> None:
+    def check(node: Node0) -> None:
+        with node.telling(1) as (mesh, told):
+            at = time.monotonic()
+            hear(mesh, 19, Beat(unsettled_at=at))
+            hear(mesh, 1, Beat(unsettled_at=at + 0.1))  # an echo
+            mesh._changed = dict.fromkeys(mesh._changed, -math.inf)  # as long after the start
+            assert mesh.unsettled_at() == at
+            mesh.tick(node.now)
+            message = told.get(timeout=30.0)
+            assert message["paused"] is None and 0.0 < message["unsettled"] < 30.0
+
+    run(check, 20)
+
+
 def test_a_fault_is_told_to_nodes_that_do_not_hear_the_one_that_has_it(run: Callable[..., None]) -> None:
     """Nobody there would ask: a notice makes no rank fail."""
 
@@ -255,16 +270,16 @@ def test_ranks_are_excused_while_a_node_is_silent_and_as_long_again(run: Callabl
         mesh = node.join()
         hear(mesh, 1, Beat())
         node.let_pass(mesh, 0.5)
-        assert mesh.paused_at() == -math.inf
+        assert mesh.unsettled_at() == -math.inf
         node.let_pass(mesh, 4.0)
-        assert mesh.status()[1]["state"] == "silent" and mesh.paused_at() > 0
+        assert mesh.status()[1]["state"] == "silent" and mesh.unsettled_at() > 0
         hear(mesh, 1, Beat())
         node.let_pass(mesh, 0.2)
-        assert mesh.status()[1]["state"] == "there" and mesh.paused_at() > 0
+        assert mesh.status()[1]["state"] == "there" and mesh.unsettled_at() > 0
         for _ in range(45):
             hear(mesh, 1, Beat())
             node.let_pass(mesh, BEAT_EVERY)
-        assert mesh.paused_at() == -math.inf
+        assert mesh.paused_at() == mesh.unsettled_at() == -math.inf, "a doubt is told as none but that"
         mesh.close()
 
     run(check)

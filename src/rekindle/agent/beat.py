@@ -44,6 +44,8 @@ class Beat:
     paused_at: float | None = None
     """Time at which a rank of it, or of a node that it has heard of, was last seen to pause; None for never. To be held
     by a debugger is a pause, too."""
+    unsettled_at: float | None = None
+    """Time at which it, or a node that it has heard of, last did not hear a node that may be back; None for never."""
     cleared: bool = False
     """True if ranks are late, and its own have said that no debugger holds them."""
     newest: int = -1
@@ -60,6 +62,7 @@ class Beat:
             "hears": list(self.hears),
             "pages": [_page_to_json(rank, page, now) for rank, page in self.pages.items()],
             "paused": None if self.paused_at is None else now - self.paused_at,
+            "unsettled": None if self.unsettled_at is None else now - self.unsettled_at,
             "cleared": self.cleared,
             "newest": self.newest,
             "durable": self.durable,
@@ -76,6 +79,7 @@ class Beat:
             hears=check_integers(value["hears"], _MOST_NODES, _MOST_NODES),
             pages=dict(_page_from_json(page, now) for page in value["pages"]),
             paused_at=None if value["paused"] is None else now - _ago(value["paused"]),
+            unsettled_at=None if value.get("unsettled") is None else now - _ago(value["unsettled"]),
             cleared=_truth(value["cleared"]),
             newest=check_integer(value["newest"], -1),
             durable=check_integer(value["durable"], -1),

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from rekindle.agent.beat import Page
 from rekindle.agent.others import Others
@@ -30,8 +32,39 @@ _REPLY = 0.5
 """Seconds that a rank gets to say if a Python debugger holds it. A debugger that lets no thread run can't answer."""
 _OTHERS_REPLY = 1.0
 """Seconds that the other nodes get to say if a debugger holds one of their ranks."""
+_DOUBT = 1.0
+"""Seconds before a word that a node is not heard which are in doubt, too: it is silent only after so long."""
+_MOST = 1024
+"""Stretches of excused time that are kept."""
+_PATIENCES = 6
+"""Patiences with silent nodes that excuse one silence at most. A node that comes and goes would hide any hang."""
 
 Ranks = Mapping[int, WatchedRank]
+
+
+@dataclass
+class Excuses:
+    """Stretches of time that don't count as silence: this agent did not run, or a node was not heard."""
+
+    _stretches: deque[tuple[float, float, bool]] = field(default_factory=lambda: deque(maxlen=_MOST))
+    """Beginning and end of each, and if it is a doubt about a node. In order; they don't overlap."""
+
+    def add(self, begin: float, end: float, *, doubt: bool) -> None:
+        """Adds what of a stretch is later than those before."""
+        last_begin, last_end, last_doubt = self._stretches[-1] if self._stretches else (begin, begin, not doubt)
+        if end <= last_end:
+            return
+        if begin <= last_end and doubt == last_doubt:
+            self._stretches[-1] = last_begin, end, doubt
+        else:
+            self._stretches.append((max(begin, last_end), end, doubt))
+
+    def seconds(self, since: float, most_doubt: float) -> float:
+        """Returns the seconds after ``since`` that are excused, of which doubts are ``most_doubt`` at most."""
+        both = {True: 0.0, False: 0.0}
+        for begin, end, doubt in self._stretches:
+            both[doubt] += max(0.0, end - max(begin, since))
+        return both[False] + min(both[True], most_doubt)
 
 
 class HangWatch:
@@ -44,21 +77,24 @@ class HangWatch:
         self.cleared = False
         """True if ranks are late, and none of this node's is held by a debugger."""
         self._excused_at = 0.0
-        """Time of the newest excuse for the silence of all ranks, on any node."""
+        """Time at which a rank of any node was last known to pause, which excuses the silence of all."""
+        self._excuses = Excuses()
         self._told_at = 0.0
-        """Time at which the ranks were last told that a pause holds them up."""
+        """Time at which the ranks were last told that the step under way is no measure."""
         self._late_since = 0.0
         """Time at which the ranks were first late, of this silence; 0 while they aren't."""
         self._asked_at = 0.0
         """Time at which the ranks were asked for a debugger; 0 when no answer is awaited."""
         self._debugger_seen_at = 0.0
         """Time at which a debugger was last seen to hold a rank; 0 when none does."""
-        self._blind_until = 0.0
 
-    def slept(self, now: float, ranks: Ranks) -> None:
-        """Takes note that this process did not run for a while: a rank's silence in it proves nothing."""
-        limit = _limit({rank.rank: rank.shown() for rank in ranks.values()})
-        self._blind_until = now + (limit.seconds if limit is not None else 0.0)
+    def slept(self, since: float, now: float) -> None:
+        """Takes note that this process did not run for a while: a rank's silence in it proves nothing.
+
+        Answers that have come meanwhile are yet to be read.
+        """
+        self._excuses.add(since, now, doubt=False)
+        self._late_since, self._asked_at = (now if at else 0.0 for at in (self._late_since, self._asked_at))
 
     def check(self, now: float, ranks: Ranks, others: Others) -> Fault | None:
         """Returns the hang of a rank of the job, if this node's agent is the one to announce it; else None."""
@@ -69,14 +105,18 @@ class HangWatch:
         elsewhere = others.paused_at()
         if elsewhere > self._excused_at:
             self._excuse(elsewhere, now, ranks)
+        unsettled = others.unsettled_at()
+        self._excuses.add(unsettled - _DOUBT, unsettled, doubt=True)
+        if now - unsettled < _DOUBT:
+            self._tell_ranks(now, ranks)
         limit = _limit(pages)
+        statuses = [page.status for page in pages.values() if page.status.phase != DONE]
+        since = max(min((status.progress / 1e9 for status in statuses), default=now), self._excused_at)
         if limit is None:
             self._asked_at = self._debugger_seen_at = 0.0  # of an earlier start
-        if limit is None or now < self._blind_until:
             return None
-        statuses = [page.status for page in pages.values()]
-        ages = [min(status.age, now - self._excused_at) for status in statuses if status.phase != DONE]
-        if not any(age > limit.seconds for age in ages):
+        excused = self._excuses.seconds(since, _PATIENCES * others.patience) if now - since > limit.seconds else 0.0
+        if now - since - excused <= limit.seconds:
             self._late_since, self.cleared = 0.0, False
             if self._debugger_seen_at:
                 self._debugger_holds(now, ranks)
@@ -108,6 +148,9 @@ class HangWatch:
         Silence then counts from the pause's end only, and the ranks don't take such a step's time as a measure.
         """
         self._excused_at = at
+        self._tell_ranks(now, ranks)
+
+    def _tell_ranks(self, now: float, ranks: Ranks) -> None:
         if now - self._told_at > _AGAIN:
             self._told_at = now
             for rank in ranks.values():

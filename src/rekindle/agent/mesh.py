@@ -58,6 +58,7 @@ class Mesh(Others):
         ``info`` tells what the start was told. Raises RuntimeError if no thread can be had.
         """
         self.nodes, self.name, self.since = nodes, nodes.here.name, time.monotonic()
+        self.patience = info.patience
         self._monitor, self._durable = monitor, durable
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -72,6 +73,8 @@ class Mesh(Others):
         """Numbers of the nodes that have had guarded ranks."""
         self._paused_at = -math.inf
         """Newest time at which a rank of another node is known to have paused, as a neighbour has told."""
+        self._unsettled_at = -math.inf
+        """Newest time at which another node is known not to have heard all of its own, as a neighbour has told."""
         self._numbers = {node.name: number for number, node in enumerate(nodes.nodes)}
         self._changed = dict.fromkeys(self._membership.neighbours, self.since)
         """Time at which the state of each neighbour last changed."""
@@ -118,8 +121,8 @@ class Mesh(Others):
             self._beats[number] = beat
             if beat.pages:
                 self._guarded.add(number)
-            if beat.paused_at is not None and beat.paused_at > self._paused_at + _NEWER:
-                self._paused_at = beat.paused_at
+            self._paused_at = _newer(self._paused_at, beat.paused_at)
+            self._unsettled_at = _newer(self._unsettled_at, beat.unsettled_at)
             self._membership.heard(number, time.monotonic(), beat.hears)
 
     def _answer(self) -> dict[str, Any]:
@@ -169,12 +172,12 @@ class Mesh(Others):
                 self._membership.progressed(now)
             events = self._membership.tick(now)
             hears = self._membership.hears(now)
-        # A pause holds up all ranks, and not all nodes of a large job hear each other: it is told on.
-        paused = max(self.paused_at(), account.paused_at or -math.inf)
-        paused_at = None if paused == -math.inf else paused
+        # A pause holds up all ranks, and not all nodes of a large job hear each other: it is told on. So is a doubt.
+        paused_at = max(self.paused_at(), account.paused_at or -math.inf)
         self._keep_safe(now, account.newest)
         common = self._safety.told
-        account = replace(account, hears=hears, durable=self._durable(), paused_at=paused_at, common=common)
+        account = replace(account, hears=hears, durable=self._durable(), paused_at=_if_ever(paused_at), common=common)
+        account = replace(account, unsettled_at=_if_ever(self.unsettled_at()))
         beat = self._message("beat", account.to_json())
         for neighbour in self._neighbours.values():
             neighbour.beat(beat)
@@ -263,7 +266,10 @@ class Mesh(Others):
         return [number for number in self._beats if self._membership.state(number) == "there"]
 
     def paused_at(self) -> float:
-        """Returns now while a node is not heard that may be back, or just came back: nobody knows who holds up whom."""
+        return self._paused_at
+
+    def unsettled_at(self) -> float:
+        """Returns now while a neighbour is not heard that may be back, or just came back: who holds up whom?"""
         now, members = time.monotonic(), self._membership
         if members.settles():
             return now
@@ -271,7 +277,7 @@ class Mesh(Others):
             away = members.state(number) in ("silent", "agent gone", "unknown")
             if away and now - changed < members.patience:
                 return now
-        return self._paused_at
+        return self._unsettled_at
 
     def judges(self) -> bool:
         return all(number > self.nodes.own for number in self._neighbours if self._membership.state(number) == "there")
@@ -311,3 +317,12 @@ class Mesh(Others):
             "safe": None if beat.common.safe < 0 else beat.common.safe,
             "seconds": None if here else self._membership.silence(number, now),
         }
+
+
+def _newer(known: float, told: float | None) -> float:
+    """Returns the time that a node tells of if it is not just the known one that comes back, else that."""
+    return told if told is not None and told > known + _NEWER else known
+
+
+def _if_ever(at: float) -> float | None:
+    return None if at == -math.inf else at

@@ -183,7 +183,7 @@ class RankMonitor:
     def _check_ranks(self) -> None:
         now = time.monotonic()
         if now - self._checked_at > _SLEPT:  # the agent did not run either: a rank's silence proves nothing
-            self._hang.slept(now, self.ranks)
+            self._hang.slept(self._checked_at, now)
         self._checked_at = now
         states = [(rank, rank.process.look()) for rank in self.ranks.values()]
         for rank, state in sorted((end for end in states if end[1].over), key=likeliest_first):

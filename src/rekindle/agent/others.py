@@ -21,6 +21,8 @@ class Others:
 
     name = ""
     """Name of this node among them; empty while there are none."""
+    patience = 0.0
+    """Seconds without a sign after which a node that nobody hears is lost."""
     since = -math.inf
     """Time from which on they are known. Earlier faults are not of this start."""
 
@@ -39,7 +41,11 @@ class Others:
         return {}
 
     def paused_at(self) -> float:
-        """Returns when a rank of another node was last known to pause, or to be excused otherwise."""
+        """Returns when a rank of another node was last known to pause."""
+        return -math.inf
+
+    def unsettled_at(self) -> float:
+        """Returns when a node was last known not to hear another one that may be back, or just came back."""
         return -math.inf
 
     def judges(self) -> bool:
