@@ -10,16 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rekindle.agent.http import send_request
+from rekindle.common.process_start import clock_id
 from rekindle.errors import AgentError
 from rekindle.format.fields import loads
 from rekindle.format.lineage import Incarnation
 from rekindle.memory.fault import Fault
+from rekindle.memory.incidents import StartRecord, write_start
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
@@ -55,6 +58,8 @@ def listen():
 
 thread = threading.Thread(target=listen, daemon=True)
 thread.start()
+while not hasattr(thread, "link"):
+    time.sleep(0.01)
 for words in sys.stdin:
     leaves += "bye" in words
     thread.link.sendall(words.encode())
@@ -200,12 +205,16 @@ class Agents:
         wait_for(lambda: all(self._knows_all(host, count) for host in hosts), what="a mesh")
         return self.ranks
 
-    def meet(self, count: int) -> None:
-        """Has the agents of ``count`` nodes learn of a start, as its ranks do before they train."""
+    def meet(self, count: int, before: Callable[[], object] = lambda: None) -> None:
+        """Has the agents of ``count`` nodes learn of a start, as its ranks do before they train.
+
+        Calls ``before`` once they serve that start, and before they know each other.
+        """
         self.generation += 1
         start, hosts = Incarnation.begin(self.generation).id, self.hosts[:count]
         for host in hosts:
             host.job.paths.fault.unlink(missing_ok=True)
+            write_start(host.job, StartRecord(start, self.generation, clock_id(), time.monotonic()))
             host.job.write_job(
                 JobInfo(str(self.root), [host.number], count, 2, None, 600.0, start=start, host=host.address)
             )
@@ -213,6 +222,7 @@ class Agents:
             if host.agent is None or host.agent.poll() is not None:
                 host.run_agent()
         nodes = [Node(f"n{host.number}", host.address, host.port(), [host.number]) for host in hosts]
+        before()
         secret = os.urandom(32)
         self.nodes = [Nodes(start, self.generation, secret, host.number, nodes) for host in hosts]
         for host, known in zip(hosts, self.nodes, strict=True):

@@ -55,6 +55,21 @@ def test_a_death_is_known_on_all_nodes_at_once_and_by_one_name(agents: Agents) -
     wait_for(lambda: culprits(agents, 3) == [("signal", 1)] * 3)
 
 
+def test_a_fault_from_before_the_agents_knew_each_other_is_told_once_they_do(agents: Agents) -> None:
+    agents.end()
+
+    def before() -> None:
+        wait_for(lambda: not any(host.nodes() for host in agents.hosts[:2]), what="the end of the mesh before")
+        agents.ranks = [Rank(host.job, host.number, agents.generation, None) for host in agents.hosts[:2]]
+        agents.ranks[0].raises("ValueError: odd")
+        agents.ranks[0].fault()
+
+    agents.meet(2, before)
+    _, fault = agents.ranks[1].fault()
+    assert (fault.cause, fault.rank) == ("exception", 0)
+    wait_for(lambda: culprits(agents, 2) == [("exception", 0)] * 2)
+
+
 def test_all_nodes_tell_what_they_know_of_all(agents: Agents) -> None:
     ranks = agents.begin(2)
     step(ranks, 17)

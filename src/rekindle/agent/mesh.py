@@ -26,6 +26,7 @@ from rekindle.agent.others import Others
 from rekindle.errors import FormatError
 from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import LOST, Fault
+from rekindle.memory.incidents import read_start
 from rekindle.memory.job import JobInfo
 from rekindle.memory.nodes import Node, Nodes, describe_node
 from rekindle.memory.status import DONE, describe_status
@@ -57,14 +58,17 @@ class Mesh(Others):
 
         ``info`` tells what the start was told. Raises RuntimeError if no thread can be had.
         """
-        self.nodes, self.name, self.since = nodes, nodes.here.name, time.monotonic()
+        self.nodes, self.name, now = nodes, nodes.here.name, time.monotonic()
+        # A fault may be found before this: a rank that dies at once, an agent that follows a dead one.
+        start = read_start(monitor.job)
+        self.since = start.formed if start is not None and start.start == nodes.start else now
         self.patience = info.patience
         self._monitor, self._durable = monitor, durable
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         """Guards the membership and the beats."""
         absent = [number for number, node in enumerate(nodes.nodes) if not node.port]
-        self._membership = Membership(nodes.own, len(nodes.nodes), self.since, info.patience, absent=absent)
+        self._membership = Membership(nodes.own, len(nodes.nodes), now, info.patience, absent=absent)
         self._safety = NodeSafety(monitor.job, nodes, info)
         self._unsafe = False
         """True once that has failed."""
@@ -76,7 +80,7 @@ class Mesh(Others):
         self._unsettled_at = -math.inf
         """Newest time at which another node is known not to have heard all of its own, as a neighbour has told."""
         self._numbers = {node.name: number for number, node in enumerate(nodes.nodes)}
-        self._changed = dict.fromkeys(self._membership.neighbours, self.since)
+        self._changed = dict.fromkeys(self._membership.neighbours, now)
         """Time at which the state of each neighbour last changed."""
         self._step = -1
         credentials = Credentials(nodes.secret, nodes.start, self.name)

@@ -186,6 +186,8 @@ class MeshKeeper:
         self._monitor.others = self._mesh = Mesh(nodes, self._monitor, self._durable, self._info)
         self._sender = LocalStateSender(self._job, nodes)
         self._sender.start()
+        if self._monitor.current is not None:
+            self._mesh.tell(self._monitor.current)
         log.info("is node %s, one of %d", nodes.here.name, len(nodes.nodes))
 
     def _leave(self) -> None:

@@ -24,7 +24,7 @@ class Others:
     patience = 0.0
     """Seconds without a sign after which a node that nobody hears is lost."""
     since = -math.inf
-    """Time from which on they are known. Earlier faults are not of this start."""
+    """Time at which the start began, or from which on they are known. Earlier faults are not of this start."""
 
     def tell(self, fault: Fault) -> None:
         """Tells all of a fault."""
