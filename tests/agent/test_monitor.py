@@ -18,6 +18,8 @@ from rekindle.agent.monitor import RankMonitor
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import SECURED, SECURING, StatusPage
+from tests.agent.cgroups import cgroup as cgroup  # a fixture
+from tests.agent.cgroups import run_out_of_memory
 from tests.faults.harness import wait_for
 
 RANK = """
@@ -165,6 +167,17 @@ def test_a_rank_that_raises_because_of_a_death_that_nobody_watched_is_not_its_ca
 
     fault = first_cause(tmp_path, ranks, events)
     assert (fault.cause, fault.rank) == ("exit", 2)
+
+
+def test_a_kill_for_want_of_memory_in_another_group_is_no_cause(
+    tmp_path: Path, ranks: Callable[[JobDir], list[Rank]], cgroup: Path
+) -> None:
+    def events(victim: Rank, other: Rank) -> None:
+        run_out_of_memory(cgroup)
+        victim.kill()
+
+    fault = first_cause(tmp_path, ranks, events)
+    assert (fault.cause, fault.what) == ("signal", "rank 0 was killed by SIGKILL")
 
 
 def test_a_rank_that_is_told_late_of_a_fault_elsewhere_has_all_its_time(

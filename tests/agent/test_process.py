@@ -8,10 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from rekindle.agent.process import Process, describe_end
+from rekindle.agent.process import OomKills, Process, describe_end
+from tests.agent.cgroups import cgroup as cgroup  # a fixture
+from tests.agent.cgroups import run_out_of_memory
 
 _KERNEL = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 
@@ -40,3 +43,25 @@ def test_no_descriptor_stays_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     Process(os.getpid()).close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_the_kernel_has_killed_elsewhere_or_before_is_no_cause(cgroup: Path) -> None:
+    """Of two processes one is in the group whose memory runs out."""
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as here,
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as there,
+    ):
+        (cgroup / "cgroup.procs").write_text(str(there.pid))
+        elsewhere, group = OomKills(here.pid, 0.0), OomKills(there.pid, 0.0)
+        assert not elsewhere.any_new() and not group.any_new()
+        run_out_of_memory(cgroup)
+        assert group.any_new() and not elsewhere.any_new()
+        assert not OomKills(there.pid, 0.0).any_new(), "as of a rank that comes later"
+        group.look(3.0)
+        assert group.any_new(), "what was killed may take a while to end"
+        there.kill()
+        there.wait()
+        assert group.any_new()
+        group.look(6.0)
+        assert not group.any_new()
+        here.kill()

@@ -77,7 +77,7 @@ class Cell:
     pause: float = 0.02
     """Seconds of a forward, beside its work."""
     cgroup: Path | None = None
-    """Where the victim of an ``oom`` goes first: a control group with little memory."""
+    """Where the victim of an ``oom`` trains: a control group with little memory."""
     evaluate: float = 0.0
     """Seconds that the victim evaluates at the step of the fault, which it declares."""
     memory_goes: bool = False
@@ -273,8 +273,7 @@ class _Trainer:
             time.sleep(2.0)  # by then every rank has heard of it, and none could get past this step
         if fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if fault == "oom" and self.cell.cgroup is not None:
-            (self.cell.cgroup / "cgroup.procs").write_text(str(os.getpid()))
+        if fault == "oom":
             inject_fault("oom")
         if fault == "loop":
             while True:
@@ -395,6 +394,8 @@ def train(cell: Cell, rank: int, attempt: int, meeting: str = "") -> None:
     os.dup2(os.open(cell.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)  # what torch has to say, too
     logging.basicConfig(level=logging.INFO, force=True, format="%(asctime)s %(message)s")
     trainer = _Trainer(cell, rank, attempt, os.open(cell.trace(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    if cell.cgroup is not None and rank == cell.victim and attempt == 0:
+        (cell.cgroup / "cgroup.procs").write_text(str(os.getpid()))
     how = f"file://{meeting}" if meeting else "env://"
     dist.init_process_group("gloo", init_method=how, rank=rank, world_size=cell.world)
     dist.all_gather_object(trainer.pids, os.getpid())

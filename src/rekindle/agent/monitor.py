@@ -22,7 +22,7 @@ from rekindle.agent.beat import Beat
 from rekindle.agent.first_cause import first_of, follows, is_failed_collective, is_held
 from rekindle.agent.hang import HangWatch
 from rekindle.agent.others import Others
-from rekindle.agent.process import children, describe_end, oom_kills
+from rekindle.agent.process import children, describe_end
 from rekindle.agent.rank import WatchedRank, likeliest_first
 from rekindle.agent.report import write_report
 from rekindle.agent.unwatched import find_unwatched_deaths
@@ -186,6 +186,9 @@ class RankMonitor:
             self._hang.slept(self._checked_at, now)
         self._checked_at = now
         states = [(rank, rank.process.look()) for rank in self.ranks.values()]
+        for rank, state in states:
+            if not state.over:
+                rank.oom_kills.look(now)
         for rank, state in sorted((end for end in states if end[1].over), key=likeliest_first):
             self._handle_end(rank, state.status, now)
         if self.fault is not None and self._end_awaited and not self.job.trainers():
@@ -213,7 +216,7 @@ class RankMonitor:
         self._remove(rank)
         if not news:
             return
-        cause, what = describe_end(status, oom=oom_kills(rank.process.pid) > rank.oom_kills_before)
+        cause, what = describe_end(status, oom=rank.oom_kills.any_new())
         self._report(Fault(cause, rank.rank, page.generation, page.step, f"rank {rank.rank} {what}"), rank)
 
     def _announce_unwatched_death(self, now: float) -> bool:

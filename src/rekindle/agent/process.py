@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Child", "ProcessState", "Process", "children", "oom_kills"]
+__all__ = ["Child", "ProcessState", "Process", "OomKills", "children"]
 
 _EXITING = 0x4
 """PF_EXITING: the process is on its way out. That takes 60 ms for each GB to unmap (measured), during which a pidfd
@@ -22,6 +22,11 @@ _GET_INFO = 0xC040FF0B
 _INFO_EXIT = 1 << 3
 """PIDFD_INFO_EXIT: asks for the status of a process that its parent has collected. Returned if that is known."""
 _MASK, _STATUS = struct.Struct("=Q52x4x"), struct.Struct("=60xi")
+
+
+_HOST = Path("/proc/vmstat")
+_RECENT = 2.0
+"""Seconds between two looks at the counts. What is killed may take a moment to end: the last look but one counts."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ def children(pids: Iterable[int]) -> dict[int, list[Child]]:
 def describe_end(status: int | None, *, oom: bool) -> tuple[str, str]:
     """Returns the cause of an end, as of ``Fault.cause``, and one line about it.
 
-    ``oom`` is True if the kernel has been killing processes because memory ran out.
+    ``oom`` is True if the kernel has just been killing processes of its group because memory ran out.
     """
     if status is None:
         return "exit", "has ended with an exit code that is not known"
@@ -150,21 +155,49 @@ def describe_end(status: int | None, *, oom: bool) -> tuple[str, str]:
     return "signal", f"was killed by {name}"
 
 
-def oom_kills(pid: int) -> int:
-    """Counts the processes that the kernel killed because memory ran out: anywhere, and in the process's group."""
-    counts = [_count(Path("/proc/vmstat"))]
+class OomKills:
+    """Counts the processes that the kernel killed because memory ran out, in the control group of one process.
+
+    Where a group has no such count, all of the host are counted.
+    """
+
+    def __init__(self, pid: int, now: float) -> None:
+        self._pid, self._files, self._next = pid, [_HOST], now
+        self._before: dict[Path, int] = {}
+        self._newer: dict[Path, int] = {}
+        self.look(now)
+        self._before = self._newer
+
+    def look(self, now: float) -> None:
+        """Looks at the counts now and then, while the process lives: one that ends has left its group."""
+        if now >= self._next:
+            self._next = now + _RECENT
+            self._files = _counters(self._pid) or self._files
+            self._before, self._newer = self._newer, self._counts()
+
+    def any_new(self) -> bool:
+        """Returns True if the kernel has killed one since the look before the last, or the first."""
+        return any(count > self._before.get(path, 0) for path, count in self._counts().items())
+
+    def _counts(self) -> dict[Path, int]:
+        return {path: count for path in self._files if (count := _count(path)) is not None}
+
+
+def _counters(pid: int) -> list[Path]:
+    """Returns the files that count for the group of a process; none if it can't be told."""
+    found = []
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             number, controllers, group = line.split(":", 2)
             if number == "0":
-                counts.append(_count(Path(f"/sys/fs/cgroup{group}/memory.events")))
-            elif "memory" in controllers.split(","):
-                counts.append(_count(Path(f"/sys/fs/cgroup/memory{group}/memory.oom_control")))
-    return sum(counts)
+                found.append(Path(f"/sys/fs/cgroup{group}/memory.events"))
+            elif "memory" in controllers.split(",") and group != "/":  # where the kernel shows those that end
+                found.append(Path(f"/sys/fs/cgroup/memory{group}/memory.oom_control"))
+    return [path for path in found if _count(path) is not None]
 
 
-def _count(path: Path) -> int:
+def _count(path: Path) -> int | None:
     with suppress(OSError):
         match = re.search(r"^oom_kill (\d+)", path.read_text(), re.MULTILINE)
-        return int(match[1]) if match else 0
-    return 0
+        return int(match[1]) if match else None
+    return None

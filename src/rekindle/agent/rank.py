@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rekindle.agent.beat import Page
-from rekindle.agent.process import Child, Process, ProcessState, oom_kills
+from rekindle.agent.process import Child, OomKills, Process, ProcessState
 from rekindle.errors import FormatError
 from rekindle.format.fields import check_integer, check_seconds
 from rekindle.format.names import MAX_RANKS
@@ -45,8 +45,7 @@ class WatchedRank:
     seen: Status
     """The last sound content of its status page."""
     writer: asyncio.StreamWriter
-    oom_kills_before: int
-    """Processes that the kernel had killed because memory ran out, when the rank registered."""
+    oom_kills: OomKills
     told_at: float = 0.0
     """Time at which it was first told of a fault: what it may take to secure its state counts from then."""
     idle_since: float = 0.0
@@ -75,7 +74,7 @@ class WatchedRank:
         if _peer(writer) not in (None, pid):  # the agent may have to kill this process: no other may name it
             raise ValueError(f"it registers as process {pid}, but is process {_peer(writer)}")
         floor = None if floor is None else check_seconds(floor)
-        seen, ooms = page.read(), oom_kills(pid)
+        seen, ooms = page.read(), OomKills(pid, time.monotonic())
         process = Process(pid)  # last, as it opens a file that an error above would leak
         return WatchedRank(index, since, joined, floor, deadline, stacks, process, page, seen, writer, ooms)
 
