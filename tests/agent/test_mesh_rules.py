@@ -304,3 +304,52 @@ def test_a_rank_that_has_ended_its_training_is_not_the_one_that_hangs(tmp_path: 
     fault = HangWatch(JobDir(tmp_path)).check(time.monotonic(), {}, Told(pages))
     assert fault is not None and fault.what.startswith("rank 1 hangs")
     assert "rank 0: after step 7" in fault.detail
+
+
+@pytest.mark.parametrize("there", [page(6, 5.0), page(7, 0.0)._replace(floor=None)])
+def test_the_ranks_of_nodes_that_are_not_heard_are_asked_for_before_a_hang_is_named(
+    run: Callable[..., None], there: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 20 nodes node 0 hears 7. On another one is the rank that all wait for, or one that has no watchdog."""
+    monkeypatch.setattr("rekindle.agent.roll_call._REPLY", 60.0)
+    monkeypatch.setattr("rekindle.agent.mesh._ANSWER", 60.0)
+
+    async def check(node: Node0) -> None:
+        listeners = {number: listen("127.0.0.1", 0) for number in range(1, 20)}
+        mesh = node.join({number: listener.getsockname()[1] for number, listener in listeners.items()})
+        afar = RankMonitor(node.job, lambda on: None)
+        afar.others = asked = node.mesh(replace(node.nodes, own=5), afar)
+        answered: list[int] = []
+
+        def account() -> Beat:
+            answered.append(5)
+            return Beat(pages={5: there})
+
+        afar.account = account  # type: ignore[method-assign]
+        servers = [
+            node.serve(listener, number, asked.handle if number == 5 else lambda link, message: Beat().to_json())
+            for number, listener in listeners.items()
+        ]
+        watch, found = HangWatch(node.job), None
+        try:
+            for number in mesh._neighbours:
+                hear(mesh, number, Beat(pages={number: page(7, 4.0)}, cleared=True))
+            node.let_pass(mesh, BEAT_EVERY)
+            mesh._changed = dict.fromkeys(mesh._changed, -math.inf)  # as long after the start
+            assert 5 not in mesh.pages() and len(mesh.pages()) == len(mesh._neighbours)
+            until = time.monotonic() + 100.0
+            while found is None and time.monotonic() < until and len(answered) < 2:
+                found = watch.check(time.monotonic(), {}, mesh)
+                await asyncio.sleep(0.01)
+        finally:
+            mesh.close()
+            asked.close()
+            for server in servers:
+                await asyncio.to_thread(server.close)
+        if there.floor is None:
+            assert found is None and len(answered) == 2, "it is asked again"
+        else:
+            assert found is not None and found.what.startswith("rank 5 hangs after step 6")
+            assert "rank 1: after step 7" in found.detail
+
+    run(check, 20)

@@ -110,13 +110,10 @@ class HangWatch:
         if now - unsettled < _DOUBT:
             self._tell_ranks(now, ranks)
         limit = _limit(pages)
-        statuses = [page.status for page in pages.values() if page.status.phase != DONE]
-        since = max(min((status.progress / 1e9 for status in statuses), default=now), self._excused_at)
         if limit is None:
             self._asked_at = self._debugger_seen_at = 0.0  # of an earlier start
             return None
-        excused = self._excuses.seconds(since, _PATIENCES * others.patience) if now - since > limit.seconds else 0.0
-        if now - since - excused <= limit.seconds:
+        if not self._is_late(now, pages, limit, others):
             self._late_since, self.cleared = 0.0, False
             if self._debugger_seen_at:
                 self._debugger_holds(now, ranks)
@@ -126,9 +123,23 @@ class HangWatch:
         self._late_since = self._late_since or now
         self.cleared = self.cleared or self._debugger_holds(now, ranks) is False
         waited = now - self._late_since > _OTHERS_REPLY
-        if self.cleared and others.judges() and (waited or others.cleared()):
-            return self._describe(pages, limit, several=bool(others.name))
-        return None
+        if not (self.cleared and others.judges() and (waited or others.cleared())):
+            return None
+        called = others.call_roll()
+        if called is None:
+            return None
+        pages = {**called, **pages}
+        limit = _limit(pages)
+        if limit is None or not self._is_late(now, pages, limit, others):
+            return None
+        return self._describe(pages, limit, several=bool(others.name))
+
+    def _is_late(self, now: float, pages: dict[int, Page], limit: SilenceLimit, others: Others) -> bool:
+        progress = [page.status.progress / 1e9 for page in pages.values() if page.status.phase != DONE]
+        since = max(min(progress, default=now), self._excused_at)
+        if now - since <= limit.seconds:
+            return False
+        return now - since - self._excuses.seconds(since, _PATIENCES * others.patience) > limit.seconds
 
     def note_debugger(self, what: str, ranks: Ranks) -> None:
         """Takes note of a debugger that holds a rank of this node."""

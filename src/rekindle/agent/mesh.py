@@ -16,13 +16,14 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rekindle.agent.beat import Beat, Page, fault_from_json, fault_to_json
 from rekindle.agent.monitor import RankMonitor
 from rekindle.agent.neighbour import Neighbour
 from rekindle.agent.node_safety import NodeSafety
 from rekindle.agent.others import Others
+from rekindle.agent.roll_call import RollCall
 from rekindle.errors import FormatError
 from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import LOST, Fault
@@ -38,7 +39,9 @@ __all__ = ["VERBS", "Mesh"]
 
 log = logging.getLogger("rekindle.agent")
 
-VERBS = ("beat", "fault", "asked")
+T = TypeVar("T")
+
+VERBS = ("beat", "fault", "asked", "account")
 """Verbs of the messages that the agents of a start send each other."""
 _NEWER = 0.2
 """Seconds by which a pause must be later than the one that is known. What this node has told comes back to it, a little
@@ -83,6 +86,12 @@ class Mesh(Others):
         self._changed = dict.fromkeys(self._membership.neighbours, now)
         """Time at which the state of each neighbour last changed."""
         self._step = -1
+        unheard = [
+            node
+            for number, node in enumerate(nodes.nodes)
+            if node.port and number != nodes.own and number not in self._membership.neighbours
+        ]
+        self._roll_call = RollCall(nodes, unheard, self._message("account"), self._hear_pauses)
         credentials = Credentials(nodes.secret, nodes.start, self.name)
         self._neighbours: dict[int, Neighbour] = {}
         try:
@@ -113,8 +122,11 @@ class Mesh(Others):
                 self._hear_beat(number, Beat.from_json(message))
             elif message["verb"] == "fault":
                 self._loop.call_soon_threadsafe(self._hear_fault, fault_from_json(message))
+            elif message["verb"] == "account":
+                return self._in_loop(self._account).to_json()
             else:
-                return self._answer()
+                fault = self._in_loop(self._monitor.known_fault)
+                return {"known": None if fault is None else fault_to_json(fault)}
         except (FormatError, ValueError, KeyError, TypeError) as error:
             raise WireError(f"the message makes no sense: {error!r}") from error
         return {}
@@ -125,26 +137,29 @@ class Mesh(Others):
             self._beats[number] = beat
             if beat.pages:
                 self._guarded.add(number)
+            self._membership.heard(number, time.monotonic(), beat.hears)
+        self._hear_pauses(beat)
+
+    def _hear_pauses(self, beat: Beat) -> None:
+        with self._lock:
             self._paused_at = _newer(self._paused_at, beat.paused_at)
             self._unsettled_at = _newer(self._unsettled_at, beat.unsettled_at)
-            self._membership.heard(number, time.monotonic(), beat.hears)
 
-    def _answer(self) -> dict[str, Any]:
-        """Has the event loop look at the ranks, and returns the fault that it knows of then."""
-        known: Future[Fault | None] = Future()
+    def _in_loop(self, look: Callable[[], T]) -> T:
+        """Has the event loop look at the ranks, and returns what it sees."""
+        seen: Future[T] = Future()
 
-        def look() -> None:
+        def run() -> None:
             try:
-                known.set_result(self._monitor.known_fault())
+                seen.set_result(look())
             except Exception as error:
-                known.set_exception(error)
+                seen.set_exception(error)
 
-        self._loop.call_soon_threadsafe(look)
+        self._loop.call_soon_threadsafe(run)
         try:
-            fault = known.result(_ANSWER)
+            return seen.result(_ANSWER)
         except FutureTimeoutError:
             raise WireError("this node's agent has no time to look at its ranks") from None
-        return {"known": None if fault is None else fault_to_json(fault)}
 
     def _hear_fault(self, fault: Fault) -> None:
         former = fault.generation < self.nodes.generation
@@ -168,7 +183,7 @@ class Mesh(Others):
 
     def tick(self, now: float) -> None:
         """Sends a beat to each neighbour, and acts on what has changed. To be called each ``BEAT_EVERY`` seconds."""
-        account = self._monitor.account()
+        account = self._account()
         step = max((page.status.step for page in account.pages.values()), default=-1)
         with self._lock:
             if step > self._step:
@@ -176,18 +191,24 @@ class Mesh(Others):
                 self._membership.progressed(now)
             events = self._membership.tick(now)
             hears = self._membership.hears(now)
-        # A pause holds up all ranks, and not all nodes of a large job hear each other: it is told on. So is a doubt.
-        paused_at = max(self.paused_at(), account.paused_at or -math.inf)
         self._keep_safe(now, account.newest)
         common = self._safety.told
-        account = replace(account, hears=hears, durable=self._durable(), paused_at=_if_ever(paused_at), common=common)
-        account = replace(account, unsettled_at=_if_ever(self.unsettled_at()))
+        account = replace(account, hears=hears, durable=self._durable(), common=common)
         beat = self._message("beat", account.to_json())
         for neighbour in self._neighbours.values():
             neighbour.beat(beat)
         for event in events:
             self._changed[event.node] = now
             self._act_on(event)
+
+    def _account(self) -> Beat:
+        """Returns what this node knows of its ranks, and of pauses.
+
+        A pause holds up all ranks, and not all nodes of a large job hear each other: it is told on. So is a doubt.
+        """
+        account = self._monitor.account()
+        paused_at = max(self.paused_at(), account.paused_at or -math.inf)
+        return replace(account, paused_at=_if_ever(paused_at), unsettled_at=_if_ever(self.unsettled_at()))
 
     def _keep_safe(self, now: float, newest: int) -> None:
         """Does this node's part in keeping steps safe. The lowest-numbered node leads, of those that may be there."""
@@ -282,6 +303,9 @@ class Mesh(Others):
             if away and now - changed < members.patience:
                 return now
         return self._unsettled_at
+
+    def call_roll(self) -> dict[int, Page] | None:
+        return self._roll_call.pages()
 
     def judges(self) -> bool:
         return all(number > self.nodes.own for number in self._neighbours if self._membership.state(number) == "there")

@@ -48,6 +48,10 @@ class Others:
         """Returns when a node was last known not to hear another one that may be back, or just came back."""
         return -math.inf
 
+    def call_roll(self) -> dict[int, Page] | None:
+        """Returns the pages of ranks that ``pages`` lacks, once for each call; None while their nodes are asked."""
+        return {}
+
     def judges(self) -> bool:
         """True if this node is the one to say that ranks hang, and which one."""
         return True
