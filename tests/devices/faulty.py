@@ -89,6 +89,7 @@ class Job:
     ) -> threading.Thread:
         fault = Fault(cause, 0, guard._generation, self.done, what)
         self.device.faulty = True
+        assert guard._take_up(fault)
         thread = threading.Thread(target=guard._act, args=(fault,), name="gasp", daemon=True)
         thread.start()
         return thread

@@ -43,6 +43,7 @@ class HostJob:
 
     def fault(self, guard: Guard, cause: str) -> threading.Thread:
         fault = Fault(cause, 0, guard._generation, self.done, "rank 2 was killed by SIGKILL")
+        assert guard._take_up(fault)
         thread = threading.Thread(target=guard._act, args=(fault,), name="gasp", daemon=True)
         thread.start()
         return thread
