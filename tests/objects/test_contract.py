@@ -118,6 +118,18 @@ class TestObjects(StoreContract):
         store.clean_up()
         self.assert_sound()
 
+    def test_shards_of_a_later_start_that_contradict_each_other_are_passed_over_by_retention(self) -> None:
+        """Ranks 0 and 1 hold the same tensor with other shapes."""
+        store, later = self.open(), [ShardId(5, rank, 2, SECOND) for rank in range(2)]
+        save(store, 5, 6)
+        for stamp in later:
+            receipt, data = make_shard(stamp, {"x": b"x" * (1 + stamp.rank)})
+            store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+        assert store.prune(1, None) == [5]
+        store.clean_up()
+        assert steps(store) == [6]
+        self.assert_sound()
+
     @pytest.mark.parametrize("former", [True, False], ids=["removed for a former start", "without a manifest"])
     def test_what_a_start_that_has_lost_its_claim_was_refused_does_not_come_to_be_listed(self, former: bool) -> None:
         """Its shards are whole, and its pin is there: that is written before the last look for a claim."""

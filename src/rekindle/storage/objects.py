@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from rekindle.common.failpoints import reach
-from rekindle.errors import FormatError
+from rekindle.errors import CorruptError, FormatError
 from rekindle.format.lineage import ShardId, drop_superseded
 from rekindle.format.metric import Metric
 from rekindle.format.names import CLAIMS, PINNED, parse_shard_name, receipt_name, shard_name, step_dir
@@ -327,7 +327,7 @@ class ObjectStore(Store):
         for directory in self.bucket.directories():
             if not _SHARDS.match(directory) or _step(directory) != removed.step or directory == _directory(removed):
                 continue
-            with suppress(FileNotFoundError, FileExistsError, FormatError):
+            with suppress(FileNotFoundError, FileExistsError, CorruptError):  # the last: they make up no whole
                 later = self._stamp_in(directory)
                 if later is not None and later.incarnation.generation > removed.incarnation.generation:
                     self.publish(later, partial(self._see_claim, later))
