@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from rekindle.format.claim import Claim, Starts
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST, shard_name, step_dir
+from rekindle.storage import objects
 from rekindle.storage import open as stores
 from rekindle.storage.bucket import Bucket
 from rekindle.storage.commit import Committer
@@ -23,7 +26,7 @@ from tests.interleave import before_call
 from tests.objects.proxy import Proxy
 from tests.objects.servers import Server
 from tests.storage.saved import FIRST, SECOND, save, steps, tidy, write
-from tests.storage.starts import claimed
+from tests.storage.starts import WAIT, claimed
 from tests.unreadable import unreadable
 
 
@@ -157,7 +160,33 @@ class TestObjects(StoreContract):
                 store.prune(1, None)
         assert met() and steps(self.open()) == [2]
         self.open().clean_up()
+        assert steps(self.open()) == [2], "who removes it may live"
+        monkeypatch.setattr(objects, "_REMOVED_WITHIN", 0.0)
+        self.open().clean_up()
         assert [(one.stamp.step, one.pinned) for one in self.open().published()] == [(1, True), (2, False)]
+        self.assert_sound()
+
+    def test_a_pin_that_comes_too_late_for_a_removal_is_refused_though_others_tidy_meanwhile(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Who pins has seen the manifest. Who removes has looked for a pin the second time before it comes."""
+        store, seen, late, put = self.open(), Event(), Event(), Bucket.put
+        save(store, 1, 2)
+
+        def put_late(bucket: Bucket, name: str, data: bytes) -> None:
+            seen.set()
+            assert late.wait(WAIT)
+            put(bucket, name, data)
+            self.open().clean_up()
+
+        with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+            patch.setattr(Bucket, "put", put_late)
+            pinning = pool.submit(self.open().pin, ShardId(1, 0, 1, FIRST))
+            assert seen.wait(WAIT)
+            met = before_call(0, Bucket, ["walk"], lambda: (late.set(), wait([pinning], WAIT)), patch)
+            removed = store.prune(1, None)
+        assert met() and removed == [1] and steps(self.open()) == [2]
+        assert isinstance(pinning.exception(), FileNotFoundError)
         self.assert_sound()
 
     def test_foreign_objects_with_names_like_those_of_pins_and_damaged_manifests_are_left_alone(self) -> None:

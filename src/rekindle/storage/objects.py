@@ -42,13 +42,17 @@ _REQUESTS = 8
 """Small objects that are read at a time."""
 _RACES = 5
 """Attempts at writing a manifest while others write it, too."""
+_REMOVED_WITHIN = 300.0
+"""Seconds after a pin, by the service's clock, within which clean-up leaves a pinned step without a manifest alone. Who
+removes it may live, and have looked for a pin before it came: then that pin is just being refused. Its last requests
+take at most 20 s each."""
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 
 _STEP = re.compile(r"step-(\d{10})\.json\Z")
 _SHARDS = re.compile(r"step-(\d{10})\.([0-9a-f]{16})\Z")
-_PIN = re.compile(rf"(step-\d{{10}}\.[0-9a-f]{{16}})\.{PINNED}\Z")
+_PIN = re.compile(rf"step-\d{{10}}\.[0-9a-f]{{16}}\.{PINNED}\Z")
 _DAMAGED = re.compile(r"step-(\d{10})\.[0-9a-f]{16}\.damaged\Z")
 
 
@@ -267,8 +271,10 @@ class ObjectStore(Store):
         starts = {stamp.incarnation.id for stamp in stamps}
         all_read = all(m.error is None for m in manifests)
         used = {_directory(stamp) for stamp in stamps}
-        listed, pins = {m.step for m in manifests}, [_PIN.match(o.name) for o in objects if o.size]
-        used |= {pin[1] for pin in pins if pin and _step(pin[0]) not in listed and self._list_pinned(pin[0])}
+        listed, now = {m.step for m in manifests}, max((o.changed for o in objects), default=0.0)
+        for pin in (o for o in objects if o.size and _PIN.match(o.name) and _step(o.name) not in listed):
+            if now - pin.changed < _REMOVED_WITHIN or self._list_pinned(pin.name):
+                used.add(pin.name.removesuffix(f".{PINNED}"))
         damaged = [_DAMAGED.match(o.name) for o in objects]
         spared = {m.step for m in manifests if m.stamp is None} | {int(match[1]) for match in damaged if match}
 
