@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
-from itertools import count
+from itertools import combinations_with_replacement, count
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,83 @@ def test_what_is_pinned_when_retention_has_just_chosen_it_stays(store, monkeypat
         assert store.prune(1, None) == [1]
     assert met() and steps(store) == [2, 3]
     assert_sound(store)
+
+
+def test_a_pin_is_of_the_start_that_was_asked_for_though_a_later_one_takes_the_place(store, monkeypatch):
+    save(store, 1, 2)
+    with monkeypatch.context() as patch:
+        met = before_call(0, disk, ["create"], lambda: save(store, 1, incarnation=ANEW), patch)
+        store.pin(ShardId(1, 0, 1, FIRST))
+    assert met() and (1, FIRST, True) in [(p.stamp.step, p.stamp.incarnation, p.pinned) for p in store.published()]
+
+
+@pytest.mark.parametrize("prunes_first", [False, True])
+def test_a_pin_and_a_removal_at_the_same_time_tell_the_truth(tmp_path, monkeypatch, prunes_first):
+    """At each moment between two changes that one of the two makes, the other does all of its work."""
+    for number in count():
+        store = PosixStore(tmp_path / f"run-{number}")
+        save(store, 1, 2)
+        told: list[bool] = []
+        gone: list[int] = []
+        works = [partial(pin, store, told), lambda store=store, gone=gone: gone.extend(store.prune(1, None))]
+        first, second = reversed(works) if prunes_first else works
+        with monkeypatch.context() as patch:
+            met = before_call(number, disk, disk.__all__, second, patch)
+            first()
+        if met():
+            assert pinned(store) == [1] * told[0] and gone == [1] * (not told[0]), number
+            assert_sound(store)
+            tidy(store)
+            assert pinned(store) == [1] * told[0] and steps(store) == [1] * told[0] + [2], number
+            assert_sound(store)
+        else:
+            break
+    assert number > 2
+
+
+def test_a_pin_that_was_reported_holds_though_who_removes_the_step_is_killed(tmp_path, monkeypatch):
+    """The pin comes before one of the changes that the removal makes, and the kill before the same or a later one."""
+    held = 0
+    for came, died in combinations_with_replacement(range(9), 2):
+        store = PosixStore(tmp_path / f"run-{came}-{died}")
+        save(store, 1, 2)
+        told: list[bool] = []
+        calls, others = count(), []
+
+        def replaced(real, came=came, died=died, store=store, told=told, calls=calls, others=others):
+            def call(*args):
+                number = -1 if others else next(calls)
+                if number == came:
+                    others.append(number)
+                    pin(store, told)
+                    others.clear()
+                if number >= died:
+                    raise KeyboardInterrupt
+                return real(*args)
+
+            return call
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            for name in disk.__all__:
+                patch.setattr(disk, name, replaced(getattr(disk, name)))
+            store.prune(1, None)
+        store.clean_up()
+        if told == [True]:
+            assert pinned(store) == [1], (came, died)
+            held += 1
+        assert_sound(store)
+        assert steps(store) in ([1, 2], [2])
+    assert held > 5
+
+
+def pin(store: PosixStore, told: list[bool]) -> None:
+    """Pins step 1, or gives it up at once where it is just being removed."""
+    told.append(False)
+    with suppress(FileNotFoundError), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PosixStore, "poll", 0.0)
+        store.pin(ShardId(1, 0, 1, FIRST))
+        told[0] = True
+
+
+def pinned(store: PosixStore) -> list[int]:
+    return [entry.stamp.step for entry in store.published() if entry.pinned]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,9 @@ from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
 
 __all__ = ["PosixStore", "synced_file", "write_all"]
+
+_TRIES = 10
+"""Looks for a checkpoint that other processes move meanwhile."""
 
 
 class _Durable(NamedTuple):
@@ -292,7 +296,8 @@ class PosixStore(Store):
     def pin(self, stamp: ShardId) -> None:
         def write(path: Path) -> bool:
             write_pin(path)
-            return read_head_in(path) is not None  # else it was surplus, and removed meanwhile
+            found = read_stamp_in(path)  # None if it was surplus, and is being removed
+            return found is not None and found.checkpoint == stamp.checkpoint
 
         self._change(stamp, write)
 
@@ -314,7 +319,8 @@ class PosixStore(Store):
 
     def _change(self, stamp: ShardId, write: Callable[[Path], bool]) -> None:
         """Writes beside a durable checkpoint's shards, in its directory. Raises FileNotFoundError without one."""
-        for _ in range(2):  # the first try may meet the rename to the final name
+        for number in range(_TRIES):  # it may be getting its final name, or be moved aside, removed and given back
+            time.sleep(self.poll if number else 0)
             entry = self._find_durable(stamp)
             with suppress(FileNotFoundError):
                 if entry is not None and write(entry.path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from rekindle.common.failpoints import reach
@@ -20,6 +22,9 @@ from rekindle.storage.pin_file import has_pin
 __all__ = ["move_aside", "read_head_in", "read_stamp_in", "remove_step"]
 
 log = logging.getLogger("rekindle")
+
+_HIDDEN = re.compile(rf"\.{re.escape(MANIFEST)}\.[0-9a-f]{{16}}\.tmp\Z")
+"""Matches the name of the manifest of a checkpoint that is being removed."""
 
 
 def read_head_in(path: Path) -> Head | None:
@@ -81,9 +86,7 @@ def remove_step(root: Path, path: Path, step: int, seen: ShardId | None) -> bool
         disk.rename(path, aside)
         try:
             changed = has_pin(aside) if seen is not None else (aside / MANIFEST).exists()
-            goes = not changed and read_stamp_in(aside) == seen
-            if goes:
-                _remove_checkpoint(aside, step)
+            goes = not changed and read_stamp_in(aside) == seen and _remove_checkpoint(aside, step)
         finally:
             if aside.exists():  # it stays, or has files that are not ours
                 disk.rename(aside, path)
@@ -111,24 +114,46 @@ def _holds_ours(path: Path) -> bool:
     return not names or any(name == MANIFEST or _is_ours(name) for name in names)
 
 
-def _remove_checkpoint(directory: Path, step: int) -> None:
-    """Removes a checkpoint, manifest first, so that no moment shows a damaged one. Foreign files are left alone.
+def _remove_checkpoint(directory: Path, step: int) -> bool:
+    """Removes a checkpoint, manifest first. Foreign files are left alone. Returns False if it stays: see below.
 
     A file that has a directory's name is such a one.
     """
     if directory.is_symlink():
         disk.unlink(directory)  # its target is not ours to empty
-        return
+        return True
+    if not _remove_manifest(directory):
+        return False
     try:
-        disk.unlink(directory / MANIFEST)
-        disk.sync(directory)
         reach("drain.prune", step)
         for path in directory.iterdir():
             if _is_ours(path.name) and not path.is_dir():
                 disk.unlink(path)
         disk.rmdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    except FileNotFoundError:
+        pass
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+    return True
+
+
+def _remove_manifest(directory: Path) -> bool:
+    """Removes the manifest, so that no moment shows a damaged checkpoint. Returns False if it stays, as there is a pin.
+
+    Also False if another process has the directory now, or it is none. The manifest is hidden before the last look for
+    a pin: who pins looks for the manifest afterwards, so one of the two sees the other. One that a killed process has
+    hidden is shown again where there is a pin. Of who shows it and who removes it, one finds it.
+    """
+    try:
+        with suppress(FileNotFoundError):
+            disk.rename(directory / MANIFEST, directory / f".{MANIFEST}.{secrets.token_hex(8)}.tmp")
+        names = os.listdir(directory)
+        stays = False
+        for name in filter(_HIDDEN.match, names):
+            stays = PINNED in names
+            disk.rename(directory / name, directory / (MANIFEST if stays else f".{MANIFEST}.tmp"))
+        disk.sync(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return not stays
