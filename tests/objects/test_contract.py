@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from click.testing import CliRunner
 
+from rekindle.cli.main import main
 from rekindle.format.claim import Claim, Starts
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import MANIFEST, shard_name, step_dir
@@ -21,6 +24,7 @@ from rekindle.storage import objects
 from rekindle.storage import open as stores
 from rekindle.storage.bucket import Bucket
 from rekindle.storage.commit import Committer
+from rekindle.storage.object_files import StepObjects
 from rekindle.testing import StoreContract, make_shard
 from tests.interleave import before_call
 from tests.objects.proxy import Proxy
@@ -188,6 +192,22 @@ class TestObjects(StoreContract):
         assert met() and removed == [1] and steps(self.open()) == [2]
         assert isinstance(pinning.exception(), FileNotFoundError)
         self.assert_sound()
+
+    def test_what_a_later_start_saves_anew_while_it_is_verified_is_not_damaged(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = self.open()
+        save(store, 4, 5)
+
+        def save_again() -> None:
+            save(self.open(), 5, incarnation=SECOND)
+            self.open().clean_up()
+
+        met = before_call(0, StepObjects, ["shard"], save_again, monkeypatch)
+        result = CliRunner().invoke(main, ["verify", self.root, "5", "--json"])
+        assert met() and result.exit_code == 0, result.output
+        verdicts = [(entry["generation"], entry["verdict"].partition(":")[0]) for entry in json.loads(result.stdout)]
+        assert verdicts == [(1, "gone"), (2, "sound")]
 
     def test_foreign_objects_with_names_like_those_of_pins_and_damaged_manifests_are_left_alone(self) -> None:
         store, foreign = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 import rekindle
 from rekindle.cli.main import main
+from rekindle.format.files import Directory
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import MANIFEST, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
@@ -23,6 +25,7 @@ from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.storage.verify import verify
 from tests.conftest import commit, make_shard
+from tests.interleave import before_call
 
 FIRST = Incarnation(1, "a" * 16)
 DATA = {"weight": b"w" * 1000, "bias": b"b" * 10, "empty": b""}
@@ -149,6 +152,25 @@ def test_several_problems_are_all_reported(store):
     flip(store.root / step_dir(2) / shard_name(1, 2), place(store, "v.weight"))
     flip(store.root / step_dir(2) / shard_name(1, 2), place(store, "v.bias"))
     assert len(problems(store)) == 3
+
+
+@pytest.mark.parametrize("read", range(2))
+def test_what_a_later_start_saves_anew_while_it_is_read_is_not_damaged_and_is_verified(
+    store, memory, monkeypatch, read
+):
+    later = Incarnation(2, "b" * 16, FIRST.id, 1)
+
+    def save_again() -> None:
+        for rank in (0, 1):
+            receipt, data = make_shard(ShardId(2, rank, 2, later), DATA)
+            store.write_shard(receipt, memoryview(data), lambda nbytes: None)
+        assert store.publish(receipt.stamp)
+
+    met = before_call(read, Directory, ["shard"], save_again, monkeypatch)
+    result = CliRunner().invoke(main, ["verify", str(store.root), "2", "--json"])
+    assert met() and result.exit_code == 0, result.output
+    verdicts = {entry["generation"]: entry["verdict"] for entry in json.loads(result.stdout)}
+    assert verdicts[2] == "sound" and verdicts[1] in ("sound", "gone: a newer step has taken its place")
 
 
 # -- what damage must not do to the rest -----------------------------------------------------------------------------

@@ -76,6 +76,8 @@ __all__ = ["main"]
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 and the signal's number, as in a shell."""
+_GONE = "gone: a newer step has taken its place"
+"""Verdict on a copy that was removed or replaced while it was read."""
 
 
 class _Group(click.Group):
@@ -202,10 +204,10 @@ def _with_kept(entry: ListedCopy, listed: list[ListedCopy]) -> list[ListedCopy]:
 @MEMORY_OPTION
 def verify_command(root: Root, step: int | None, as_json: bool, memory: Path | None) -> None:
     """Read every byte of the checkpoints of ROOT, or of one STEP, and compare it with its checksum."""
-    listed = _copies_of(root, memory, step)
     with progress_bar(hidden=as_json) as bar:
-        results = [_verify_one(entry, bar) for entry in listed]
-    _note_verdicts(root, listed, results)
+        verified = _verify_all(root, memory, step, bar)
+    _note_verdicts(root, verified)
+    results = [result for _, result in verified]
     if as_json:
         print_json(results)
     else:
@@ -220,21 +222,39 @@ def verify_command(root: Root, step: int | None, as_json: bool, memory: Path | N
         raise CorruptError(f"{len(damaged)} of {len(results)} copies are damaged")
 
 
+def _verify_all(
+    root: Root, memory: Path | None, step: int | None, bar: Progress
+) -> list[tuple[ListedCopy, dict[str, Any]]]:
+    """Verifies all copies, and what has come meanwhile in the place of one on storage."""
+    verified: list[tuple[ListedCopy, dict[str, Any]]] = []
+    todo = _copies_of(root, memory, step)
+    while todo:
+        now = [(entry, _verify_one(entry, bar)) for entry in todo]
+        verified += now
+        gone = {one.copy.step for one, result in now if result["verdict"] == _GONE and one.copy.place == STORAGE}
+        seen = {(one.copy.checkpoint, str(one.copy.files)) for one, _ in verified}
+        todo = []
+        with suppress(NotFoundError):
+            again = [one for one in _copies_of(root, memory, step) if one.copy.step in gone] if gone else []
+            todo = [one for one in again if (one.copy.checkpoint, str(one.copy.files)) not in seen]
+    return verified
+
+
 def _verify_one(entry: ListedCopy, bar: Progress) -> dict[str, Any]:
     task = bar.add_task(f"step {entry.copy.step} in {entry.copy.place}", total=entry.nbytes)
     try:
         problems = verify(entry.copy, lambda nbytes: bar.advance(task, nbytes))
         verdict = "damaged" if problems else "sound"
     except FileNotFoundError:
-        problems, verdict = [], "gone: a newer step has taken its place"
+        problems, verdict = [], _GONE
     return {**entry.to_json(), "verdict": verdict, "problems": [str(problem) for problem in problems]}
 
 
-def _note_verdicts(root: Root, listed: list[ListedCopy], results: list[dict[str, Any]]) -> None:
+def _note_verdicts(root: Root, verified: list[tuple[ListedCopy, dict[str, Any]]]) -> None:
     """Keeps beside the checkpoints what was found on storage, where this may write there: ``rekindle ui`` shows it."""
     news = {
         Verdict.name_of(entry.copy.checkpoint): Verdict(time.time(), not result["problems"])
-        for entry, result in zip(listed, results, strict=True)
+        for entry, result in verified
         if entry.copy.place == STORAGE and entry.copy.world and result["verdict"] in ("sound", "damaged")
     }
     if news:

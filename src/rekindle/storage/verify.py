@@ -16,6 +16,7 @@ from rekindle.format.reader import NullSink, ShardReader, read_blocks
 from rekindle.format.receipt import checksum, parse_document
 from rekindle.format.shard import OpenShard
 from rekindle.storage.catalog import STORAGE, StoredCopy
+from rekindle.storage.manifest import read_head
 
 __all__ = ["check_manifest", "read_manifest", "verify", "verify_shard"]
 
@@ -66,7 +67,8 @@ def check_manifest(files: Files) -> list[CorruptError]:
 def verify(copy: StoredCopy, progress: Callable[[int], object] | None = None) -> list[CorruptError]:
     """Returns an error for each defect of one copy of a checkpoint; an empty list when it is sound.
 
-    ``progress`` is given byte counts. Raises FileNotFoundError when the copy is recycled or removed meanwhile.
+    ``progress`` is given byte counts. Raises FileNotFoundError when the copy is recycled, removed or replaced
+    meanwhile.
     """
     problems = check_manifest(copy.files) if copy.place == STORAGE else []
     receipts = []
@@ -86,15 +88,18 @@ def verify(copy: StoredCopy, progress: Callable[[int], object] | None = None) ->
     missing = find_defect(receipts) if len(receipts) == copy.world else None
     if missing:
         problems.append(CorruptError(f"{copy.files}: {missing}"))
-    if problems and copy.place == STORAGE and _gone(copy.files):
-        raise FileNotFoundError(errno.ENOENT, "was removed meanwhile", str(copy.files))
+    if problems and copy.place == STORAGE and _gone(copy):
+        raise FileNotFoundError(errno.ENOENT, "was removed or replaced meanwhile", str(copy.files))
     return problems
 
 
-def _gone(files: Files) -> bool:
+def _gone(copy: StoredCopy) -> bool:
+    """True if the manifest is gone, or is that of another start, which has saved the step anew."""
     try:
-        return not files.exists(MANIFEST)
-    except OSError:  # unknown; the problem is reported as it was found
+        return read_head(copy.files.read(MANIFEST), copy.files.named(MANIFEST)).stamp.checkpoint != copy.checkpoint
+    except FileNotFoundError:
+        return True
+    except (OSError, FormatError):  # unknown, or damaged: the problem is reported as it was found
         return False
 
 
