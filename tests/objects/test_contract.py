@@ -209,6 +209,29 @@ class TestObjects(StoreContract):
         verdicts = [(entry["generation"], entry["verdict"].partition(":")[0]) for entry in json.loads(result.stdout)]
         assert verdicts == [(1, "gone"), (2, "sound")]
 
+    def test_a_listing_asks_for_no_shard(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """A job may have many ranks. Who reads a shard asks for its size."""
+        store, ranks = self.open(), range(5)
+        for stamp in [write(store, step, rank, len(ranks)) for step in (1, 2) for rank in ranks]:
+            store.publish(stamp)
+        shards = [name for name in self.everything() if name.endswith(".safetensors")]
+        size = sum(self.client.head_object(Bucket=self.bucket, Key=self.prefix + n)["ContentLength"] for n in shards)
+        asked: list[str] = []
+        head = Bucket.head
+        monkeypatch.setattr(Bucket, "head", lambda bucket, name: asked.append(name) or head(bucket, name))
+
+        def run(*arguments: str) -> str:
+            result = CliRunner().invoke(main, [arguments[0], self.root, *arguments[1:]])
+            assert result.exit_code == 0, result.output
+            return result.stdout
+
+        assert sum(entry["bytes"] for entry in json.loads(run("ls", "--json"))) == size
+        run("inspect", "2")
+        assert not asked
+        run("verify", "2")
+        run("export", str(tmp_path / "out"), "--format", "safetensors")
+        assert len([name for name in asked if name.endswith(".safetensors")]) <= 3 * len(ranks)
+
     def test_foreign_objects_with_names_like_those_of_pins_and_damaged_manifests_are_left_alone(self) -> None:
         store, foreign = (
             self.open(),

@@ -121,7 +121,7 @@ def list_copies(root: Root, base: Path, step: int | None = None, *, stored: bool
         raise NotFoundError(f"{root}: no checkpoint{root_hint(root, base)}") from error
     copies = copies_from(job, contents, own=True)
     seen = {copy.incarnation for copy in copies}
-    when = {entry.stamp.checkpoint: entry.saved_at for entry in contents.published} if contents is not None else {}
+    stands = {entry.stamp.checkpoint: entry for entry in contents.published} if contents is not None else {}
     listed = []
     for copy in copies:
         if step is not None and copy.step != step:
@@ -130,8 +130,10 @@ def list_copies(root: Root, base: Path, step: int | None = None, *, stored: bool
         condition = "complete" if copy.place != MEMORY or copy.ranks.issuperset(local) else "incomplete"
         if superseded_by(copy.step, copy.incarnation, seen):
             condition = "abandoned"
-        saved_at = when.get(copy.checkpoint) if copy.place == STORAGE else committed_at(copy)
-        listed.append(ListedCopy(copy, _bytes(copy), condition, saved_at))
+        entry = stands[copy.checkpoint] if copy.place == STORAGE else None
+        saved_at = committed_at(copy) if entry is None else entry.saved_at
+        nbytes = None if entry is None else entry.nbytes  # else an object store takes a request for each rank
+        listed.append(ListedCopy(copy, _bytes(copy) if nbytes is None else nbytes, condition, saved_at))
     for number, files in contents.damaged if contents is not None else ():
         if step is None or number == step:
             listed.append(

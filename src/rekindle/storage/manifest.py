@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rekindle.errors import CorruptError, FormatError
 from rekindle.format.completeness import find_defect
+from rekindle.format.fields import check_integer
 from rekindle.format.lineage import ShardId
 from rekindle.format.metric import Metric
 from rekindle.format.names import MANIFEST_KIND, receipt_name, shard_name
@@ -31,6 +32,8 @@ class Head(NamedTuple):
     stamp: ShardId
     saved_at: float | None
     """Time of writing, in seconds since 1970 by the writer's clock; None where the manifest doesn't say."""
+    nbytes: int | None
+    """Bytes of all shards; None where the manifest doesn't say."""
 
 
 def build_manifest(receipts: Sequence[Receipt], stamp: ShardId) -> bytes:
@@ -67,7 +70,7 @@ def read_head(data: bytes, where: str | os.PathLike[str]) -> Head:
         stamp = ShardId.from_json(fields["stamp"])
         # A damaged number of ranks must not make a reader loop over billions of them.
         if len(fields["shards"]) == stamp.world:
-            return Head(stamp, _seconds(fields.get("saved_at")))
+            return Head(stamp, _seconds(fields.get("saved_at")), _size(fields["shards"]))
     except (KeyError, TypeError):
         pass
     raise FormatError(f"{os.fspath(where)}: is not the manifest of a checkpoint")
@@ -80,6 +83,14 @@ def _seconds(text: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return seconds if 0 <= seconds < _LAST_SECOND else None
+
+
+def _size(shards: Sequence[Any]) -> int | None:
+    """Returns the sum of the shards' sizes; None for a malformed one, as no part of a checkpoint depends on it."""
+    try:
+        return sum(check_integer(entry["bytes"]) for entry in shards)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _entry(receipt: Receipt) -> dict[str, Any]:

@@ -86,11 +86,11 @@ class ObjectStore(Store):
     def contents(self) -> Contents:
         objects = self.bucket.list()
         manifests, names = self._list_manifests(objects), {o.name for o in objects}
+        heads = [m.head for m in manifests if m.head is not None]
         return Contents(
             [
-                Published(m.head.stamp, self._files(m.head.stamp), m.head.saved_at, _pin_name(m.head.stamp) in names)
-                for m in manifests
-                if m.head is not None
+                Published(h.stamp, self._files(h.stamp), h.saved_at, _pin_name(h.stamp) in names, h.nbytes)
+                for h in heads
             ],
             [(m.step, StepObjects(self.bucket, m.step, m.object.name)) for m in manifests if m.stamp is None],
             [unread_entry(m.step, f"{self.root}/{m.object.name}", m.error) for m in manifests if m.error is not None],

@@ -86,7 +86,7 @@ class PosixStore(Store):
     def contents(self) -> Contents:
         durable, damaged, refused = self._scan()
         return Contents(
-            [Published(e.stamp, Directory(e.path), e.head.saved_at, e.pinned) for e in durable],
+            [Published(e.stamp, Directory(e.path), e.head.saved_at, e.pinned, e.head.nbytes) for e in durable],
             [(step, Directory(path)) for step, path in damaged + [(step, path) for step, path, _ in refused]],
             [unread_entry(step, str(path / MANIFEST), error) for step, path, error in refused],
         )

@@ -36,6 +36,8 @@ class Published:
     """Time at which it became durable, in seconds since 1970; None where its manifest doesn't say."""
     pinned: bool = False
     """True while retention must not remove it."""
+    nbytes: int | None = None
+    """Bytes of all shards; None where its manifest doesn't say."""
 
 
 @dataclass(frozen=True)
