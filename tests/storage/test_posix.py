@@ -9,8 +9,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from safetensors import safe_open
 
+from rekindle.cli.main import main
 from rekindle.common import failpoints
 from rekindle.common.failpoints import POINTS
 from rekindle.errors import CorruptError
@@ -20,6 +22,7 @@ from rekindle.format.receipt import parse_document
 from rekindle.storage import disk
 from rekindle.storage.catalog import STORAGE, find_copies
 from rekindle.storage.posix import PosixStore
+from rekindle.storage.verdicts import VERDICTS
 from tests.conftest import make_shard
 from tests.fork_server import context
 from tests.storage.saved import FIRST, SECOND, assert_sound, content, files, save, steps, write
@@ -148,6 +151,22 @@ def test_what_has_a_steps_name_makes_room_for_the_step_and_is_named(store, root,
         f"{place} is no checkpoint, and step 2 takes its name: it is {aside} now" for aside in moved
     ]
     assert all("mine" in (a.read_text() if a.is_file() else (a / "mine.txt").read_text()) for a in moved)
+
+
+@pytest.mark.parametrize("name", [VERDICTS, f"{step_dir(2)}.{FIRST.id}.partial/.{shard_name(0, 1)}.tmp"])
+def test_nothing_is_written_to_where_a_link_leads(store, root, memory, name):
+    save(store, 1)
+    mine = root.with_name("mine.txt")
+    mine.write_text("mine")
+    link = root / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(mine)
+    if name == VERDICTS:
+        assert CliRunner().invoke(main, ["verify", str(root)]).exit_code == 0
+    else:
+        with pytest.raises(OSError, match="symbolic link"):
+            save(store, 2)
+    assert mine.read_text() == "mine" and link.is_symlink() and steps(store) == [1]
 
 
 def test_a_file_with_the_name_of_another_step_is_in_nobodys_way(store, root):

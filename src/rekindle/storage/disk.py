@@ -37,8 +37,8 @@ _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # Li
 
 
 def create(path: Path) -> int:
-    """Opens a new or emptied file, for writing and for mapping. Returns its descriptor."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    """Opens a new or emptied file, for writing and for mapping. Returns its descriptor. A link is refused."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def create_new(path: Path, mode: int) -> int:
