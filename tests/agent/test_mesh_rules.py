@@ -306,11 +306,16 @@ def test_a_rank_that_has_ended_its_training_is_not_the_one_that_hangs(tmp_path: 
     assert "rank 0: after step 7" in fault.detail
 
 
-@pytest.mark.parametrize("there", [page(6, 5.0), page(7, 0.0)._replace(floor=None)])
+@pytest.mark.parametrize(
+    ("there", "cleared", "named"),
+    [(page(6, 5.0), True, True), (page(6, 5.0), False, False), (page(7, 0.0)._replace(floor=None), True, False)],
+    ids=["hangs", "may be held by a debugger", "no watchdog"],
+)
 def test_the_ranks_of_nodes_that_are_not_heard_are_asked_for_before_a_hang_is_named(
-    run: Callable[..., None], there: Page, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., None], there: Page, cleared: bool, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 20 nodes node 0 hears 7. On another one is the rank that all wait for, or one that has no watchdog."""
+    monkeypatch.setattr("rekindle.agent.hang._ALL_REPLY", math.inf)
     monkeypatch.setattr("rekindle.agent.roll_call._REPLY", 60.0)
     monkeypatch.setattr("rekindle.agent.mesh._ANSWER", 60.0)
 
@@ -323,7 +328,7 @@ def test_the_ranks_of_nodes_that_are_not_heard_are_asked_for_before_a_hang_is_na
 
         def account() -> Beat:
             answered.append(5)
-            return Beat(pages={5: there})
+            return Beat(pages={5: there}, cleared=cleared)
 
         afar.account = account  # type: ignore[method-assign]
         servers = [
@@ -346,7 +351,7 @@ def test_the_ranks_of_nodes_that_are_not_heard_are_asked_for_before_a_hang_is_na
             asked.close()
             for server in servers:
                 await asyncio.to_thread(server.close)
-        if there.floor is None:
+        if not named:
             assert found is None and len(answered) == 2, "it is asked again"
         else:
             assert found is not None and found.what.startswith("rank 5 hangs after step 6")

@@ -32,6 +32,8 @@ _REPLY = 0.5
 """Seconds that a rank gets to say if a Python debugger holds it. A debugger that lets no thread run can't answer."""
 _OTHERS_REPLY = 1.0
 """Seconds that the other nodes get to say if a debugger holds one of their ranks."""
+_ALL_REPLY = 4.0
+"""The same for those that send no beats, which are asked every other second."""
 _DOUBT = 1.0
 """Seconds before a word that a node is not heard which are in doubt, too: it is silent only after so long."""
 _MOST = 1024
@@ -125,10 +127,10 @@ class HangWatch:
         waited = now - self._late_since > _OTHERS_REPLY
         if not (self.cleared and others.judges() and (waited or others.cleared())):
             return None
-        called = others.call_roll()
-        if called is None:
+        roll = others.call_roll()
+        if roll is None or not (roll.cleared or now - self._late_since > _ALL_REPLY):
             return None
-        pages = {**called, **pages}
+        pages = {**roll.pages, **pages}
         limit = _limit(pages)
         if limit is None or not self._is_late(now, pages, limit, others):
             return None

@@ -22,7 +22,7 @@ from rekindle.agent.beat import Beat, Page, fault_from_json, fault_to_json
 from rekindle.agent.monitor import RankMonitor
 from rekindle.agent.neighbour import Neighbour
 from rekindle.agent.node_safety import NodeSafety
-from rekindle.agent.others import Others
+from rekindle.agent.others import Others, Roll
 from rekindle.agent.roll_call import RollCall
 from rekindle.errors import FormatError
 from rekindle.memory.elsewhere import Elsewhere
@@ -304,8 +304,8 @@ class Mesh(Others):
                 return now
         return self._unsettled_at
 
-    def call_roll(self) -> dict[int, Page] | None:
-        return self._roll_call.pages()
+    def call_roll(self) -> Roll | None:
+        return self._roll_call.answer()
 
     def judges(self) -> bool:
         return all(number > self.nodes.own for number in self._neighbours if self._membership.state(number) == "there")

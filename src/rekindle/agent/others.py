@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from rekindle.agent.beat import Page
 from rekindle.memory.elsewhere import Elsewhere
 from rekindle.memory.fault import Fault
 
-__all__ = ["Others"]
+__all__ = ["Others", "Roll"]
+
+
+class Roll(NamedTuple):
+    """What the nodes have answered that send this one no beats."""
+
+    pages: dict[int, Page]
+    """Pages of their ranks."""
+    cleared: bool
+    """True if none of them has late ranks of which it does not know yet if a debugger holds one."""
 
 
 class Others:
@@ -48,9 +57,9 @@ class Others:
         """Returns when a node was last known not to hear another one that may be back, or just came back."""
         return -math.inf
 
-    def call_roll(self) -> dict[int, Page] | None:
-        """Returns the pages of ranks that ``pages`` lacks, once for each call; None while their nodes are asked."""
-        return {}
+    def call_roll(self) -> Roll | None:
+        """Asks for the pages of ranks that ``pages`` lacks. Returns each call's answer once; None until it is there."""
+        return Roll({}, True)
 
     def judges(self) -> bool:
         """True if this node is the one to say that ranks hang, and which one."""

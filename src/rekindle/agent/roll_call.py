@@ -10,12 +10,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
-from rekindle.agent.beat import Beat, Page
+from rekindle.agent.beat import Beat
+from rekindle.agent.others import Roll
 from rekindle.memory.nodes import Node, Nodes
-from rekindle.peers.asking import ask_nodes
+from rekindle.peers.asking import ask_and_read
 
 __all__ = ["RollCall"]
 
@@ -36,13 +36,13 @@ class RollCall:
     ) -> None:
         """``hear`` is called with each answer, in the event loop."""
         self._nodes, self._asked, self._message, self._hear = nodes, asked, message, hear
-        self._call: asyncio.Task[dict[int, Page]] | None = None
+        self._call: asyncio.Task[Roll] | None = None
         self._called_at = self._answered_at = -math.inf
 
-    def pages(self) -> dict[int, Page] | None:
-        """Returns the pages of the ranks on the nodes that have answered, once for each call; None until then."""
+    def answer(self) -> Roll | None:
+        """Returns what the nodes have answered, once for each call; None until then."""
         if not self._asked:
-            return {}
+            return Roll({}, True)
         now, call = time.monotonic(), self._call
         if call is not None and not call.done():
             return None
@@ -54,29 +54,33 @@ class RollCall:
             self._call = asyncio.get_running_loop().create_task(self._ask())
         return None
 
-    async def _ask(self) -> dict[int, Page]:
+    async def _ask(self) -> Roll:
         try:
-            answers = await asyncio.to_thread(ask_nodes, self._nodes, self._asked, self._message, _REPLY)
+            answers = await asyncio.to_thread(ask_and_read, self._nodes, self._asked, self._message, _REPLY, _read)
         except RuntimeError as error:  # no thread is to be had
             log.warning("the other nodes can't be asked which rank hangs: %s", error)
-            return {}
+            return Roll({}, True)
         finally:
             self._answered_at = time.monotonic()
-        pages: dict[int, Page] = {}
-        silent = []
-        for node, answer in zip(self._asked, answers, strict=True):
-            beat = None
-            if isinstance(answer, dict):
-                with suppress(ValueError, KeyError, TypeError):
-                    beat = Beat.from_json(answer)
-            if beat is None:  # as of an older agent, which knows no such question
-                silent.append(node.name)
-                continue
-            pages |= beat.pages
+        beats = [answer for answer in answers if isinstance(answer, Beat)]
+        silent = [node for node, answer in zip(self._asked, answers, strict=True) if not isinstance(answer, Beat)]
+        for beat in beats:
             self._hear(beat)
         if silent:
             log.warning(
                 "of the nodes asked which rank hangs %d of %d do not answer, such as %s",
-                *(len(silent), len(answers), silent[0]),
+                *(len(silent), len(answers), silent[0].name),
             )
-        return pages
+        pages = {rank: page for beat in beats for rank, page in beat.pages.items()}
+        return Roll(pages, all(beat.cleared for beat in beats if beat.pages))
+
+
+def _read(answer: dict[str, Any]) -> Beat | None:
+    """Returns the account in an answer; None for another one, as an older agent's, which knows no such question.
+
+    Its times are given by how long ago they were, so it is to be read when it comes.
+    """
+    try:
+        return Beat.from_json(answer)
+    except (ValueError, KeyError, TypeError):
+        return None
