@@ -18,7 +18,8 @@ from rekindle.format.file_receipt import BYTES, FileReceipt
 from rekindle.format.receipt import checksum, seal
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import KeptFile
-from rekindle.storage import disk
+from rekindle.storage import disk, renaming
+from rekindle.storage.path_place import PathPlace
 
 
 def save(path: Path, data: bytes) -> None:
@@ -231,3 +232,21 @@ def test_a_directory_that_is_renamed_while_its_file_is_written(
         drainer.tick()
         drainer._failures.clear()
     assert found(root) == {"final/x": b"data"}
+
+
+def test_between_two_looks_of_the_agent(drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its path when the agent looks where it is, and gone when it looks if it was removed."""
+    save(root / "x", b"data")
+    real = PathPlace.was_removed
+    monkeypatch.setattr(PathPlace, "was_removed", once(lambda: os.rename(root / "x", root / "y"), real))
+    settle(drainer)
+    assert found(root) == {"y": b"data"}
+
+
+def test_again_while_the_agent_looks_for_it(drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(root / "x", b"data")
+    os.rename(root / "x", root / "y")
+    real = renaming._holds
+    monkeypatch.setattr(renaming, "_holds", once(lambda: os.rename(root / "y", root / "a"), real))
+    settle(drainer)
+    assert found(root) == {"a": b"data"}

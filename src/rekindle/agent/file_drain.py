@@ -204,12 +204,17 @@ class FileDrainer:
         One whose placeholder was renamed belongs where that is from now on, and one whose placeholder was removed is
         given up. Where another file's placeholder was renamed to this path, the newer of both counts.
         """
-        stands = place.standing()
-        place.mark = receipt.mark if stands == receipt.mark else ""
-        if renamed := renamed_to(place, receipt.mark):
-            self._store.retarget(file, str(renamed))
-            return False
-        if receipt.placeholder and (place.was_removed() or (receipt.mark and stands not in (None, receipt.mark))):
+        for _ in range(2):  # one that is renamed again during the first look is found by the second
+            stands = place.standing()
+            place.mark = receipt.mark if stands == receipt.mark else ""
+            # Looked at first: one that is renamed after this look is found by the next line.
+            gone = place.was_removed() or (receipt.mark and stands not in (None, receipt.mark))
+            if renamed := renamed_to(place, receipt.mark):
+                self._store.retarget(file, str(renamed))
+                return False
+            if not (receipt.placeholder and gone):
+                break
+        else:
             self._store.give_up([file])  # such as a program's oldest checkpoint, which would come back
             return False
         other = self._store.kept.marked(stands) if stands and stands != receipt.mark else None
