@@ -250,3 +250,28 @@ def test_again_while_the_agent_looks_for_it(drainer: FileDrainer, root: Path, mo
     monkeypatch.setattr(renaming, "_holds", once(lambda: os.rename(root / "y", root / "a"), real))
     settle(drainer)
     assert found(root) == {"a": b"data"}
+
+
+def test_it_never_takes_a_name_that_nfs_gave(drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps what is replaced while it is open beside its path, until nobody has it open."""
+    save(root / "x", b"data")
+    monkeypatch.setattr(disk, "rename", once(lambda: os.rename(root / "x", root / ".nfs0001"), disk.rename))
+    settle(drainer)
+    (root / ".nfs0001").unlink()
+    assert found(root) == {"x": b"data"}
+    save(root / "y", b"data")
+    os.rename(root / "y", root / ".nfs0002")  # as it is when the program removes it
+    settle(drainer)
+    assert found(root).keys() == {"x", ".nfs0002"} and (root / ".nfs0002").read_bytes() != b"data"
+
+
+def test_into_another_directory_just_before_the_file_takes_its_name(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "tmp" / "a.pt", b"data")
+    (root / "final").mkdir()
+    shutil.copytree(root / "tmp", root / "copy")  # which stays a copy of the placeholder
+    moves = once(lambda: os.rename(root / "tmp" / "a.pt", root / "final" / "a.pt"), disk.rename)
+    monkeypatch.setattr(disk, "rename", moves)
+    settle(drainer)
+    assert found(root).keys() == {"final/a.pt", "copy/a.pt"} and (root / "final" / "a.pt").read_bytes() == b"data"

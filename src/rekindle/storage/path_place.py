@@ -22,12 +22,24 @@ from rekindle.storage.copy import PIECE, write_pieces
 from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.place import Pieces, Place
 
-__all__ = ["LONGEST_PLACEHOLDER", "PLACEHOLDER", "PathPlace", "PlaceholderGone", "is_placeholder"]
+__all__ = [
+    "LONGEST_PLACEHOLDER",
+    "NOT_THERE",
+    "PLACEHOLDER",
+    "PathPlace",
+    "PlaceholderGone",
+    "around",
+    "is_placeholder",
+]
 
 PLACEHOLDER = b"rekindle placeholder: "
 """First bytes of a file that stands at a path until the real one arrives."""
 LONGEST_PLACEHOLDER = 1024
 """Bytes of such a file at most."""
+NOT_THERE = (FileNotFoundError, NotADirectoryError, PermissionError)
+"""Errors of what can't be looked at, now and later. Any other is one of storage, and says nothing."""
+_NO_NAMES = (".rekindle-", ".nfs")
+"""First letters of names that no program gives: files on their way, and those that NFS keeps for who has them open."""
 _MARK = re.compile(rb" \(([0-9a-f]{16})\)\n\Z")
 
 
@@ -153,9 +165,10 @@ class PathPlace(Place):
             raise PlaceholderGone(errno.ENOENT, "the placeholder is gone", self.target)
         disk.rename(self._temporary, self.path)
         if stands == self.mark and info is not None and info.st_nlink == 1:
-            for entry in os.scandir(self.path.parent):  # what was replaced has no name any more
-                if entry.inode() == info.st_ino and PathPlace(Path(entry.path)).standing() == self.mark:
-                    disk.rename(self.path, Path(entry.path))
+            for path in around(self.path, info.st_ino):  # what was replaced has no name any more
+                if _is_same(path, info) and PathPlace(path).standing() == self.mark:
+                    disk.rename(self.path, path)
+                    disk.sync(path.parent)
                     return
 
     def _create(self, new: Path) -> int:
@@ -232,6 +245,34 @@ class PathPlace(Place):
         """Removes what stands at the path, if it is a placeholder."""
         if self.holds_placeholder():
             disk.unlink(self.path)
+
+
+def around(path: Path, inode: int | None = None) -> Iterator[Path]:
+    """Yields the paths to which programs rename a file: any in its directory, its own name in those around it.
+
+    ``inode``: of the first kind only those with this number. Raises OSError.
+    """
+    above = path.parent
+    beside, further = _entries(above), _entries(above.parent)
+    for entry in beside:
+        if inode in (None, entry.inode()) and entry.is_file(follow_symlinks=False):
+            yield Path(entry.path)
+    yield above.parent / path.name
+    for entry in (*further, *beside):
+        if entry.is_dir(follow_symlinks=False):
+            yield Path(entry.path, path.name)
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    with suppress(*NOT_THERE), os.scandir(directory) as entries:
+        return [entry for entry in entries if not entry.name.startswith(_NO_NAMES)]
+    return []
+
+
+def _is_same(path: Path, info: os.stat_result) -> bool:
+    with suppress(*NOT_THERE):
+        return os.path.samestat(os.lstat(path), info)
+    return False
 
 
 def _identity(info: os.stat_result) -> Identity:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from rekindle.storage.path_place import LONGEST_PLACEHOLDER, PathPlace
+from rekindle.storage.path_place import LONGEST_PLACEHOLDER, NOT_THERE, PathPlace, around
 
 __all__ = ["renamed_to"]
-
-_NOT_THERE = (FileNotFoundError, NotADirectoryError, PermissionError)
-"""Errors of what can't be looked at, now and later. Any other is one of storage, and says nothing."""
 
 
 def renamed_to(place: PathPlace, mark: str) -> Path | None:
@@ -25,27 +21,11 @@ def renamed_to(place: PathPlace, mark: str) -> Path | None:
     stands = place.standing()
     if not mark or stands == mark or (stands is None and place.identify() is not None):
         return None
-    return next((path for path in _candidates(place.path) if _holds(path, mark)), None)
-
-
-def _candidates(path: Path) -> Iterator[Path]:
-    above = path.parent
-    beside, further = _entries(above), _entries(above.parent)
-    yield from (Path(entry.path) for entry in beside if entry.is_file(follow_symlinks=False))
-    yield above.parent / path.name
-    for entry in (*further, *beside):
-        if entry.is_dir(follow_symlinks=False):
-            yield Path(entry.path, path.name)
-
-
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    with suppress(*_NOT_THERE), os.scandir(directory) as entries:
-        return [entry for entry in entries if not entry.name.startswith(".rekindle-")]
-    return []
+    return next((path for path in around(place.path) if _holds(path, mark)), None)
 
 
 def _holds(path: Path, mark: str) -> bool:
-    with suppress(*_NOT_THERE):
+    with suppress(*NOT_THERE):
         info = os.lstat(path)
         small = stat.S_ISREG(info.st_mode) and info.st_size <= LONGEST_PLACEHOLDER
         return small and PathPlace(path).standing() == mark
