@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rekindle.common.failpoints import reach
@@ -19,7 +20,7 @@ from rekindle.storage import disk
 from rekindle.storage.carry import carry
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace, PlaceholderGone
-from rekindle.storage.renaming import renamed_to
+from rekindle.storage.renaming import note_placing, renamed_to, was_replaced
 from rekindle.storage.throttle import Budget
 
 __all__ = ["FileDrainProgress", "FileDrainer"]
@@ -201,8 +202,9 @@ class FileDrainer:
     def _goes_there(self, file: KeptFile, receipt: FileReceipt, place: PathPlace) -> bool:
         """True if the file is to go to its path now.
 
-        One whose placeholder was renamed belongs where that is from now on, and one whose placeholder was removed is
-        given up. Where another file's placeholder was renamed to this path, the newer of both counts.
+        One whose placeholder was renamed belongs where that is from now on. One whose placeholder was removed is given
+        up, and so is one whose placeholder another program's file has replaced. Where another file's placeholder was
+        renamed to this path, the newer of both counts.
         """
         for _ in range(2):  # one that is renamed again during the first look is found by the second
             stands = place.standing()
@@ -217,6 +219,11 @@ class FileDrainer:
         else:
             self._store.give_up([file])  # such as a program's oldest checkpoint, which would come back
             return False
+        if receipt.mark and was_replaced(self._store.kept, place):
+            log.warning("%s: memory gives its file up: another one has taken its place there", receipt.target)
+            self._store.give_up([file])
+            return False
+        place.placing = partial(note_placing, self._store.kept, place)
         other = self._store.kept.marked(stands) if stands and stands != receipt.mark else None
         if other is None:
             return True

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.common.os_errors import describe_error
@@ -17,6 +18,7 @@ from rekindle.files.access import lacks_access
 from rekindle.files.contents import Contents
 from rekindle.files.exclusive import Exclusive
 from rekindle.files.filling import Filler
+from rekindle.files.finding import bring_here
 from rekindle.files.pool import Pool
 from rekindle.files.quota import Quota
 from rekindle.files.settings import FileSettings, current_settings
@@ -26,7 +28,9 @@ from rekindle.memory.job import JobInfo
 from rekindle.memory.kept import Identity, key_of
 from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.storage.open import open_place
+from rekindle.storage.path_place import PathPlace
 from rekindle.storage.place import Place
+from rekindle.storage.renaming import note_placing
 
 __all__ = ["Client", "current_client", "forked", "the_client", "write_in_turn"]
 
@@ -206,6 +210,9 @@ def write_in_turn(store: FilesDir, place: Place, contents: Contents) -> None:
     ours = threading.get_ident(), key
     if ours in _writing:
         raise BusyError(f"{place.target}: this thread is just writing it, which its signal handler has interrupted")
+    if isinstance(place, PathPlace):
+        bring_here(store, place)
+        place.placing = partial(_note_placing, store, place)
     older, turn = store.kept.files(key), store.writing(key)
     _writing.add(ours)
     try:
@@ -217,6 +224,11 @@ def write_in_turn(store: FilesDir, place: Place, contents: Contents) -> None:
     finally:
         turn.release()
         _writing.discard(ours)
+
+
+def _note_placing(store: FilesDir, place: PathPlace, identity: Identity) -> None:
+    with suppress(OSError):  # memory is full: what is saved at this moment in place of a placeholder may be given up
+        note_placing(store.kept, place, identity)
 
 
 _writing: set[tuple[int, str]] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from rekindle.common.os_errors import explain
 from rekindle.common.timeouts import with_timeout
@@ -13,8 +14,9 @@ from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import KeptFile, OpenFile, key_of
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
+from rekindle.storage.renaming import was_replaced
 
-__all__ = ["find_in_memory", "renamed_here"]
+__all__ = ["bring_here", "find_in_memory", "renamed_here"]
 
 log = logging.getLogger("rekindle")
 
@@ -35,7 +37,7 @@ def find_in_memory(store: FilesDir, target: str) -> OpenFile | None:
     store.check()
     for _ in range(_LOOKS):
         file = store.kept.find(key_of(target))
-        if file is None or not _is_current(file, target):
+        if file is None or not _is_current(store, file, target):
             file = renamed_here(store, target)
         if file is None:
             return None
@@ -59,17 +61,36 @@ def renamed_here(store: FilesDir, target: str) -> KeptFile | None:
     return None
 
 
+def bring_here(store: FilesDir, place: PathPlace) -> None:
+    """Lets an older file belong at a path to which its placeholder was renamed, before a newer one is written there.
+
+    Else whoever notices the rename later would take it for the newer one. Where storage does not answer, nothing is
+    done. Raises BusyError.
+    """
+    with suppress(OSError, FormatError):
+        older = renamed_here(store, place.target)
+        if older is None or older.key == key_of(place.target):
+            return
+        receipt = older.read_receipt()
+        if _standing(receipt.target) != receipt.mark:  # else the placeholder here is a copy
+            store.retarget(older, place.target)
+
+
 def _standing(target: str) -> str | None:
     place = open_place(target)
     return with_timeout(_LOOK, target, place.standing) if isinstance(place, PathPlace) else None
 
 
-def _is_current(file: KeptFile, target: str) -> bool:
+def _is_its_place(store: FilesDir, place: PathPlace, mark: str) -> bool:
+    return place.standing() in (None, mark) and not was_replaced(store.kept, place)
+
+
+def _is_current(store: FilesDir, file: KeptFile, target: str) -> bool:
     """True unless somebody has replaced or removed what storage got of it, or another one was renamed to the target."""
     try:
         if not file.is_stored():
             mark = file.read_receipt().mark
-            return not mark or _standing(target) in (None, mark)
+            return not mark or with_timeout(_LOOK, target, lambda: _is_its_place(store, PathPlace(Path(target)), mark))
         return with_timeout(_LOOK, target, open_place(target).identify) == file.identity()
     except FileNotFoundError:  # given up meanwhile, as whoever opens it learns
         return True

@@ -2,7 +2,8 @@
 
 A file is ``<key>.<number>.data`` with its receipt ``.json`` and, once storage has it, ``.stored``. The key stands for
 its path, and of one key the highest number counts. The receipt is the commit: without it the file does not exist.
-With ``.held`` it stays in memory until it is let go.
+With ``.held`` it stays in memory until it is let go. ``<key>.placed`` tells what this node put last at a
+path where a placeholder was.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _NUMBER = slice(33, 45)
 """Place of the number in a name."""
 _ABANDONED = 60.0
 """Seconds after which a temporary file, which is written in microseconds, has no writer any more."""
+_LONGEST_SAVE = 3600.0
+"""Seconds that a save takes at most: for that long it has to be known what was put in place of its placeholder."""
 
 
 def _number(name: str) -> str:
@@ -91,11 +94,7 @@ class KeptFile:
 
     def identity(self) -> Identity | None:
         """Returns what storage showed of it; None while storage lacks it."""
-        try:
-            found = loads(read_file(self.stored))
-        except (OSError, ValueError):
-            return None
-        return found if type(found) is list else None
+        return _read_identity(self.stored)
 
     def is_stored(self) -> bool:
         """True once storage has it."""
@@ -104,6 +103,14 @@ class KeptFile:
     def note_stored(self, identity: Identity) -> None:
         """Notes that storage has it."""
         write_atomic(self.stored, json.dumps(identity).encode())
+
+
+def _read_identity(path: Path) -> Identity | None:
+    try:
+        found = loads(read_file(path))
+    except (OSError, ValueError):
+        return None
+    return found if type(found) is list else None
 
 
 class OpenFile:
@@ -196,6 +203,14 @@ class Kept:
                 if file.read_receipt().mark == mark:
                     return file
         return None
+
+    def placed(self, key: str) -> Identity | None:
+        """Returns what storage shows of the file that this node put last at a path in place of a placeholder."""
+        return _read_identity(self._directory / f"{key}.placed")
+
+    def note_placed(self, key: str, identity: Identity) -> None:
+        """Notes what is about to be put at a path in place of a placeholder. Raises OSError."""
+        write_atomic(self._directory / f"{key}.placed", json.dumps(identity).encode())
 
     def changed(self) -> int:
         """Returns a number that grows when files come, go or are stored."""
@@ -325,7 +340,9 @@ class Kept:
         for file, has in self._scan().items():
             if "json" not in has or ("stored" in has and "data" not in has):
                 self.remove(file)
-        for path in self._directory.glob(".*"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED:
-                    path.unlink()
+        keys = {file.key for file in self._scan()}
+        for pattern, seconds in ((".*", _ABANDONED), ("*.placed", _LONGEST_SAVE)):
+            for path in self._directory.glob(pattern):
+                with suppress(OSError):
+                    if path.stem not in keys and time.time() - path.stat().st_mtime > seconds:
+                        path.unlink()

@@ -55,6 +55,8 @@ class PathPlace(Place):
         self.path, self.target = path, str(path)
         self.mark = ""
         """Mark of the placeholder that stands there, which the file is to replace; empty where none does."""
+        self.placing: Callable[[Identity], object] = lambda _: None
+        """Is told what the path is about to show, just before it does."""
         mark = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
         # Short and always the same: a name as long as the file's may be too long, and the next writer removes what a
         # killed one left.
@@ -143,6 +145,7 @@ class PathPlace(Place):
             disk.fsync(fd)
             reach("upload.written", 0)
             identity = _identity(os.fstat(fd))
+            self.placing(identity)
             self._take_name()
             disk.sync(self.path.parent)
             return identity
@@ -228,6 +231,11 @@ class PathPlace(Place):
             return None, None
         found = _MARK.search(head)
         return (found[1].decode() if found else "") if is_placeholder(head) else None, info
+
+    def shows(self) -> Identity | None:
+        """Returns the identity of the file at the path; None where nothing is, or a placeholder. Raises OSError."""
+        stands, info = self._look()
+        return _identity(info) if stands is None and info is not None else None
 
     def was_removed(self) -> bool:
         """True if nothing is at the path, in a directory that is there. Raises OSError."""

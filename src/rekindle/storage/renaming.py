@@ -7,9 +7,10 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from rekindle.memory.kept import Identity, Kept, key_of
 from rekindle.storage.path_place import LONGEST_PLACEHOLDER, NOT_THERE, PathPlace, around
 
-__all__ = ["renamed_to"]
+__all__ = ["note_placing", "renamed_to", "was_replaced"]
 
 
 def renamed_to(place: PathPlace, mark: str) -> Path | None:
@@ -22,6 +23,28 @@ def renamed_to(place: PathPlace, mark: str) -> Path | None:
     if not mark or stands == mark or (stands is None and place.identify() is not None):
         return None
     return next((path for path in around(place.path) if _holds(path, mark)), None)
+
+
+def note_placing(kept: Kept, place: PathPlace, identity: Identity) -> None:
+    """Notes what is about to be put at a path, if a placeholder was there that a save may just count on.
+
+    Raises OSError.
+    """
+    key = key_of(place.target)
+    if place.standing() or kept.placed(key) is not None:
+        kept.note_placed(key, identity)
+
+
+def was_replaced(kept: Kept, place: PathPlace) -> bool:
+    """True if a file is at the path, where a placeholder was, that this node has not put there. Raises OSError.
+
+    It is told by its size and time: some file systems change the inode by a rename.
+    """
+    key = key_of(place.target)
+    placed = [kept.placed(key)]
+    found = place.shows()
+    placed.append(kept.placed(key))  # it may just arrive
+    return found is not None and all(identity is None or identity[1:] != found[1:] for identity in placed)
 
 
 def _holds(path: Path, mark: str) -> bool:

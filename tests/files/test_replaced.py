@@ -1,0 +1,125 @@
+"""A file that takes the place of a placeholder: it is newer than the one that was on its way there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+import rekindle
+from rekindle.agent.file_drain import FileDrainer
+from rekindle.files import client as clients
+from rekindle.memory import kept
+from rekindle.memory.files_dir import FilesDir
+from rekindle.memory.kept import key_of
+from rekindle.storage.path_place import PathPlace
+from tests.files.test_interrupted import once
+from tests.files.test_renaming import found, save, settle
+
+
+def straight(path: Path, data: bytes) -> None:
+    pool = clients.the_client()._pool
+    pool._limit = 1
+    assert rekindle.save(data, path, placeholder=True) == "storage"
+    pool._limit = None
+
+
+def test_by_a_rename_of_one_that_was_written_straight_to_storage(drainer: FileDrainer, root: Path) -> None:
+    save(root / "tmp", b"older")
+    os.rename(root / "tmp", root / "latest")
+    straight(root / "tmp", b"newer")  # which lets the older one belong at its new name
+    os.rename(root / "tmp", root / "latest")
+    assert rekindle.load(root / "latest", raw=True) == b"newer"
+    settle(drainer)
+    assert found(root) == {"latest": b"newer"} and rekindle.load(root / "latest", raw=True) == b"newer"
+
+
+def test_by_any_other_program(drainer: FileDrainer, root: Path) -> None:
+    save(root / "x", b"older")
+    (root / "new").write_bytes(b"newer")
+    os.rename(root / "new", root / "x")
+    settle(drainer)
+    assert found(root) == {"x": b"newer"}
+
+
+def test_not_by_the_file_of_the_save_before(
+    drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which arrives while the newer one, that was promised the same placeholder, is copied into memory."""
+    save(root / "x", b"older")
+    done: list[bool] = []
+
+    def arrive() -> None:
+        done.append(drainer.tick())
+        for file in store.kept.newest(stored=True):  # as memory is full
+            store.kept.remove(file)
+        store.kept.sweep()
+
+    once(monkeypatch, clients.Client, "keep", arrive)
+    save(root / "x", b"newer")
+    assert done == [True] and (root / "x").read_bytes() == b"older" and rekindle.load(root / "x") == b"newer"
+    drainer = FileDrainer(store)  # of the next agent
+    settle(drainer)
+    assert found(root) == {"x": b"newer"}
+
+
+def test_not_by_one_that_another_thread_writes_straight_to_storage_meanwhile(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "x", b"oldest")
+    store = clients.the_client().store
+
+    def write() -> None:
+        place = PathPlace(root / "x", store.id())
+        clients.write_in_turn(store, place, clients.Contents("bytes", 0, []))
+
+    once(monkeypatch, clients.Client, "keep", write)
+    save(root / "x", b"newest")
+    settle(drainer)
+    assert found(root) == {"x": b"newest"}
+
+
+def test_an_older_one_that_was_renamed_to_a_path_never_follows_what_is_written_straight_there(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "tmp", b"older")
+    os.rename(root / "tmp", root / "latest")
+    shutil.copy(root / "latest", root / "copy")
+    ticks: list[threading.Thread] = []
+
+    def tick() -> None:
+        ticks.append(threading.Thread(target=drainer.tick))  # another thread, as its turn is another lock
+        ticks[0].start()
+        ticks[0].join()
+
+    once(monkeypatch, PathPlace, "write_stream", tick)
+    straight(root / "latest", b"newer")
+    settle(drainer)
+    assert (root / "latest").read_bytes() == b"newer"
+
+
+def test_what_is_written_straight_over_a_copy_of_a_placeholder_gives_up_nothing(
+    drainer: FileDrainer, root: Path
+) -> None:
+    save(root / "x", b"data")
+    shutil.copy(root / "x", root / "copy")
+    straight(root / "copy", b"other")
+    settle(drainer)
+    assert found(root) == {"x": b"data", "copy": b"other"}
+
+
+def test_what_is_known_of_paths_goes_after_an_hour(
+    drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "x", b"data")
+    settle(drainer)
+    key = key_of(str(root / "x"))
+    monkeypatch.setattr(kept, "_LONGEST_SAVE", -1.0)
+    store.kept.sweep()
+    assert store.kept.placed(key) is not None, "its file is in memory"
+    store.kept.remove(store.kept.files()[0])
+    store.kept.sweep()
+    assert store.kept.placed(key) is None
