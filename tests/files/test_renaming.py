@@ -275,3 +275,39 @@ def test_into_another_directory_just_before_the_file_takes_its_name(
     monkeypatch.setattr(disk, "rename", moves)
     settle(drainer)
     assert found(root).keys() == {"final/a.pt", "copy/a.pt"} and (root / "final" / "a.pt").read_bytes() == b"data"
+
+
+@pytest.mark.parametrize("act", ["flush", "load"])
+def test_it_is_found_while_the_agent_lets_it_belong_at_its_new_name(
+    act: str, drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listed under its old name, and read when it has its new one."""
+    save(root / "x", b"data")
+    os.rename(root / "x", root / "y")
+    real = KeptFile.read_receipt
+    monkeypatch.setattr(KeptFile, "read_receipt", once(drainer.tick, real))
+    if act == "load":
+        assert rekindle.load(root / "y") == b"data"
+    else:
+        with pytest.raises(rekindle.NotDurableError, match="not on storage after"):
+            rekindle.flush(root / "y", timeout=0)
+    assert (root / "y").read_bytes() != b"data"
+
+
+def test_storage_that_does_not_show_what_is_at_a_path_is_asked_again_by_flush(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "latest", b"old")
+    settle(drainer)
+    save(root / "tmp", b"new")
+    os.rename(root / "tmp", root / "latest")
+
+    def fail(_: PathPlace) -> None:
+        raise TimeoutError("storage hangs")
+
+    with monkeypatch.context() as patch, pytest.raises(rekindle.NotDurableError, match="not on storage after"):
+        patch.setattr(PathPlace, "standing", fail)
+        rekindle.flush(root / "latest", timeout=0.1)
+    settle(drainer)
+    rekindle.flush(root / "latest", timeout=0)
+    assert found(root) == {"latest": b"new"}

@@ -38,7 +38,9 @@ def find_in_memory(store: FilesDir, target: str) -> OpenFile | None:
     for _ in range(_LOOKS):
         file = store.kept.find(key_of(target))
         if file is None or not _is_current(store, file, target):
-            file = renamed_here(store, target)
+            file = None
+            with suppress(OSError):  # as whoever reads the path learns
+                file = renamed_here(store, target)
         if file is None:
             return None
         try:
@@ -54,11 +56,12 @@ def find_in_memory(store: FilesDir, target: str) -> OpenFile | None:
 
 
 def renamed_here(store: FilesDir, target: str) -> KeptFile | None:
-    """Returns the file that storage is to get whose placeholder was renamed to this target, or copied there."""
-    with suppress(OSError):
-        mark = _standing(target)
-        return store.kept.marked(mark) if mark else None
-    return None
+    """Returns the file that storage is to get whose placeholder was renamed to this target, or copied there.
+
+    Raises OSError where storage doesn't show what is at a path.
+    """
+    mark = _standing(target)
+    return store.kept.marked(mark) if mark else None
 
 
 def bring_here(store: FilesDir, place: PathPlace) -> None:

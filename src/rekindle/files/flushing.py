@@ -6,7 +6,7 @@ import os
 import time
 
 from rekindle.common.timeouts import check_timeout, with_timeout
-from rekindle.errors import NotDurableError, NotFoundError
+from rekindle.errors import FormatError, NotDurableError, NotFoundError
 from rekindle.files import client as clients
 from rekindle.files.finding import renamed_here
 from rekindle.files.listing import failures
@@ -52,13 +52,26 @@ def flush(path: str | os.PathLike[str] | None = None, *, timeout: float = 600.0)
 
 
 def pending_files(store: FilesDir, target: str | None) -> list[KeptFile]:
-    """Lists the files that storage lacks and is to get, or that of ``target`` if storage lacks it."""
+    """Lists the files that storage lacks and is to get, or that of ``target`` if storage lacks it.
+
+    Where storage doesn't show what is at the target, any file may be that one whose placeholder can be renamed.
+    """
     if target is None:
         return store.kept.newest(stored=False)
     file = store.kept.find(key_of(target))
     if file is None or file.is_stored():
-        file = renamed_here(store, target)
-    return [] if file is None else [file]
+        try:
+            file = renamed_here(store, target) or store.kept.find(key_of(target))  # where it may belong by now
+        except OSError:
+            return [other for other in store.kept.newest(stored=False) if _has_mark(other)]
+    return [] if file is None or file.is_stored() else [file]
+
+
+def _has_mark(file: KeptFile) -> bool:
+    try:
+        return bool(file.read_receipt().mark)
+    except (OSError, FormatError):
+        return False
 
 
 def check_there(target: str) -> None:

@@ -36,6 +36,8 @@ _NUMBER = slice(33, 45)
 """Place of the number in a name."""
 _ABANDONED = 60.0
 """Seconds after which a temporary file, which is written in microseconds, has no writer any more."""
+_LOOKS = 100
+"""Most looks for a file while files go."""
 _LONGEST_SAVE = 3600.0
 """Seconds that a save takes at most: for that long it has to be known what was put in place of its placeholder."""
 
@@ -198,10 +200,18 @@ class Kept:
 
     def marked(self, mark: str) -> KeptFile | None:
         """Returns the newest file that storage is to get in place of the placeholder with this mark."""
-        for file in reversed(self.newest(stored=False)):
-            with suppress(OSError, FormatError):  # given up meanwhile, or damaged
-                if file.read_receipt().mark == mark:
-                    return file
+        for _ in range(_LOOKS):
+            gone = False
+            for file in reversed(self.newest(stored=False)):
+                try:
+                    if file.read_receipt().mark == mark:
+                        return file
+                except FileNotFoundError:  # given up meanwhile, or it belongs at another path now
+                    gone = True
+                except (OSError, FormatError):  # damaged
+                    pass
+            if not gone:
+                break
         return None
 
     def placed(self, key: str) -> Identity | None:
