@@ -14,6 +14,9 @@ import torch
 
 import rekindle
 from rekindle.agent.file_drain import FileDrainer
+from rekindle.files import client as clients
+from rekindle.files import saving
+from rekindle.files.settings import FileSettings
 from rekindle.format.file_receipt import BYTES, FileReceipt
 from rekindle.format.receipt import checksum, seal
 from rekindle.memory.files_dir import FilesDir
@@ -311,3 +314,38 @@ def test_storage_that_does_not_show_what_is_at_a_path_is_asked_again_by_flush(
     settle(drainer)
     rekindle.flush(root / "latest", timeout=0)
     assert found(root) == {"latest": b"new"}
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+@pytest.mark.parametrize("how", ["placeholder", "memory", "storage", "error"])
+def test_a_slow_answer_of_storage_during_a_save_loses_no_older_file(
+    renamed: bool, how: str, drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "x", b"older")
+    if renamed:
+        os.rename(root / "x", root / "y")
+
+    def fail(*_: object, **__: object) -> None:
+        raise TimeoutError("storage hangs")
+
+    pool = clients.the_client()._pool
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "renamed_to", fail)
+        if how in ("storage", "error"):
+            patch.setattr(pool, "_limit", 1)
+        if how == "error":
+            patch.setattr(FileSettings, "raises_when_full", lambda *_: True)
+            with pytest.raises(rekindle.MemoryStoreError):
+                rekindle.save(b"newer", root / "x")
+        else:
+            where = rekindle.save(b"newer", root / "x", placeholder=how == "placeholder")
+            assert where == ("storage" if how == "storage" else "memory")
+    names = {"y": b"older"} if renamed else {}
+    names |= {} if how == "error" else {"x": b"newer"}
+    names = names or {"x": b"older"}
+    for name, data in names.items():
+        assert rekindle.load(root / name, raw=True) == data
+    settle(drainer)
+    assert found(root) == names
+    for name, data in names.items():
+        assert rekindle.load(root / name, raw=True) == data

@@ -123,3 +123,12 @@ def test_what_is_known_of_paths_goes_after_an_hour(
     store.kept.remove(store.kept.files()[0])
     store.kept.sweep()
     assert store.kept.placed(key) is None
+
+
+def test_by_one_that_is_saved_there_after_a_rename(drainer: FileDrainer, root: Path) -> None:
+    """Which is no reason to look for the placeholder no more."""
+    save(root / "x", b"older")
+    os.rename(root / "x", root / "y")
+    (root / "x").write_bytes(b"newer")
+    settle(drainer)
+    assert found(root) == {"x": b"newer", "y": b"older"}

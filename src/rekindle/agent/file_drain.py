@@ -206,22 +206,25 @@ class FileDrainer:
         up, and so is one whose placeholder another program's file has replaced. Where another file's placeholder was
         renamed to this path, the newer of both counts.
         """
+        aside = file.key != key_of(receipt.target)
         for _ in range(2):  # one that is renamed again during the first look is found by the second
             stands = place.standing()
             place.mark = receipt.mark if stands == receipt.mark else ""
-            # Looked at first: one that is renamed after this look is found by the next line.
-            gone = place.was_removed() or (receipt.mark and stands not in (None, receipt.mark))
-            if renamed := renamed_to(place, receipt.mark):
+            # Looked at first: one that is renamed after this look is found by the next one.
+            replaced = bool(receipt.mark) and (aside or was_replaced(self._store.kept, place))
+            gone = replaced or place.was_removed() or (receipt.mark and stands not in (None, receipt.mark))
+            renamed = renamed_to(place, receipt.mark, replaced=replaced)
+            if renamed is None and aside and (stands == receipt.mark or not place.path.parent.is_dir()):
+                renamed = place.path  # where the newer one, if it came, supersedes it
+            if renamed is not None:
                 self._store.retarget(file, str(renamed))
                 return False
             if not (receipt.placeholder and gone):
                 break
         else:
+            if replaced and not aside:
+                log.warning("%s: memory gives its file up: another one has taken its place there", receipt.target)
             self._store.give_up([file])  # such as a program's oldest checkpoint, which would come back
-            return False
-        if receipt.mark and was_replaced(self._store.kept, place):
-            log.warning("%s: memory gives its file up: another one has taken its place there", receipt.target)
-            self._store.give_up([file])
             return False
         place.placing = partial(note_placing, self._store.kept, place)
         other = self._store.kept.marked(stands) if stands and stands != receipt.mark else None

@@ -11,7 +11,7 @@ from typing import Literal
 
 from rekindle.common.os_errors import describe_error, explain
 from rekindle.common.timeouts import with_timeout
-from rekindle.errors import FormatError, MemoryStoreError, RekindleError
+from rekindle.errors import FormatError, MemoryStoreError
 from rekindle.files.client import the_client, write_in_turn
 from rekindle.files.contents import Contents, of_bytes
 from rekindle.files.settings import current_settings
@@ -22,7 +22,7 @@ from rekindle.memory.kept import key_of
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
 from rekindle.storage.place import Place, canonical_target
-from rekindle.storage.renaming import renamed_to
+from rekindle.storage.renaming import renamed_to, was_replaced
 
 __all__ = ["canonical_target_within", "save", "save_target", "write_straight"]
 
@@ -137,19 +137,30 @@ def _save_first_to_memory(
 
 
 def _let_older_go_on(store: FilesDir, place: Place) -> None:
-    """Lets the older file of a path go where its placeholder was renamed to: the newer one takes only the path."""
+    """Lets the older file of a path go where its placeholder was renamed to: the newer one takes only the path.
+
+    Raises OSError, BusyError where memory can't be changed: the newer one would give the older one up.
+    """
     older = store.kept.find(key_of(place.target))
     if not isinstance(place, PathPlace) or older is None or older.is_stored():
         return
-    try:
+    with suppress(FileNotFoundError, FormatError):  # given up meanwhile, or damaged
         mark = older.read_receipt().mark
-        renamed = with_timeout(_LOOK, place.target, lambda: renamed_to(place, mark)) if mark else None
-        if renamed is not None:
-            store.retarget(older, str(renamed))
-    except FileNotFoundError:  # given up meanwhile
-        return
-    except (OSError, RekindleError) as error:
-        log.warning("%s: an older file is given up, wherever it was renamed to: %s", place.target, explain(error))
+        if not mark:
+            return
+
+        def look() -> Path | None:
+            return renamed_to(place, mark, replaced=was_replaced(store.kept, place))
+
+        try:
+            renamed = with_timeout(_LOOK, place.target, look)
+        except OSError as error:
+            why = explain(error)
+            log.warning("%s: memory keeps an older file until storage shows if it was renamed: %s", place.target, why)
+            store.set_aside(older)
+        else:
+            if renamed is not None:
+                store.retarget(older, str(renamed))
 
 
 def _put_placeholder(place: PathPlace) -> tuple[bool, str | None]:

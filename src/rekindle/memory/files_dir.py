@@ -137,6 +137,15 @@ class FilesDir(JobDir):
             if file.receipt.exists():
                 self.kept.retarget(file, target)
 
+    def set_aside(self, file: KeptFile) -> None:
+        """Keeps a file from being superseded: see ``Kept.set_aside``. One that was given up since stays so.
+
+        Raises OSError, BusyError, FormatError.
+        """
+        with self.arranging():
+            if file.receipt.exists():
+                self.kept.set_aside(file)
+
     def new_slot(self, client: Lock, number: int) -> Path:
         """Names a slot of a client."""
         return self.paths.slots / f"{client.path.stem}-{number}.slot"

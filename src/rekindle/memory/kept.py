@@ -150,8 +150,8 @@ class OpenFile:
 class Kept:
     """Finds and changes the files of one directory. Safe to use from any thread or process.
 
-    ``commit``, ``retarget``, ``remove``, ``remove_superseded``, ``recycle`` and ``sweep`` are to be called under the
-    lock of the store.
+    ``commit``, ``retarget``, ``set_aside``, ``remove``, ``remove_superseded``, ``recycle`` and ``sweep`` are to be
+    called under the lock of the store.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -297,6 +297,18 @@ class Kept:
             new = self._next(target)
             os.link(file.data, new.data)
             write_atomic(new.receipt, receipt.encode())
+        self.remove(file)
+        self.remove_superseded()
+
+    def set_aside(self, file: KeptFile) -> None:
+        """Lets a newer file of the path supersede none, until it is known where this one's placeholder is.
+
+        The file gets a key of no path. ``retarget`` ends that. Raises OSError, FormatError.
+        """
+        receipt = file.read_receipt()
+        new = self._next(f"{receipt.target}\0{receipt.mark}")
+        os.link(file.data, new.data)
+        write_atomic(new.receipt, receipt.encode())
         self.remove(file)
         self.remove_superseded()
 

@@ -13,14 +13,14 @@ from rekindle.storage.path_place import LONGEST_PLACEHOLDER, NOT_THERE, PathPlac
 __all__ = ["note_placing", "renamed_to", "was_replaced"]
 
 
-def renamed_to(place: PathPlace, mark: str) -> Path | None:
+def renamed_to(place: PathPlace, mark: str, *, replaced: bool) -> Path | None:
     """Returns the path of the placeholder with this mark; None while it is in its place, or if it is found nowhere.
 
-    Any name in its directory is looked at, and its own name in directories beside that one, above, and below. A file
-    that has taken its place has replaced it. Raises OSError.
+    Any name in its directory is looked at, and its own name in directories beside that one, above, and below.
+    ``replaced``: True if a file at the path is none that arrived in place of the placeholder. Raises OSError.
     """
     stands = place.standing()
-    if not mark or stands == mark or (stands is None and place.identify() is not None):
+    if not mark or stands == mark or (stands is None and place.identify() is not None and not replaced):
         return None
     return next((path for path in around(place.path) if _holds(path, mark)), None)
 
