@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -156,3 +159,36 @@ def test_no_rank_sees_a_checkpoint_begun_before_it_asks_for_the_newest_anew(
     assert run_ranks(latest_is_the_same, tmp_path, [memory] * 2, str(root)) == [0, 0]
     first, second = (json.loads(Path(f"{root}-{rank}").read_text()) for rank in range(2))
     assert first == second
+
+
+def one_fails_once(rank: int, root: str, at: str) -> None:
+    tn.init(root, 0)
+    checkpoint, real = tn.Checkpoint("a", 2), tn.Checkpoint._put
+
+    def fail(writing: Any, name: str, *rest: Any) -> None:
+        if name == at or not at:
+            raise OSError("storage refuses")
+        real(checkpoint, writing, name, *rest)
+
+    for seed, first in ((1, 0), (2, 0), (3, 1), (4, 0)):
+        for number in (first, 1 - first):
+            if (rank, number, seed) == (1, 1, 1):
+                checkpoint._put = fail  # type: ignore[method-assign]
+                with pytest.raises(OSError, match="refuses"):
+                    checkpoint.save("x1", state(seed))  # and the program goes on
+                checkpoint._put = functools.partial(real, checkpoint)  # type: ignore[method-assign]
+            elif rank == number:
+                checkpoint.save(f"x{rank}", state(seed))
+            dist.barrier()
+            assert is_complete() == (seed > 1 and number != first)
+            dist.barrier()
+        if seed > 1:
+            assert all(same(checkpoint.load(f"x{number}"), seed) for number in range(2))
+        dist.barrier()
+
+
+@pytest.mark.parametrize("at", ["x1", ""])
+def test_a_rank_whose_save_failed_takes_part_in_the_round_that_the_others_are_in(
+    at: str, store: FilesDir, root: Path, tmp_path: Path, memory: Path
+) -> None:
+    assert run_ranks(one_fails_once, tmp_path, [memory] * 2, str(root), at) == [0, 0]

@@ -106,6 +106,7 @@ class Checkpoint:
         """Saves a partition. Returns when it is in this node's memory; storage is not waited for.
 
         With a number of files the checkpoint begins anew by one that this rank has saved already, or beyond the number.
+        A save that failed has to be done again before any rank begins it anew: else it counts for the next time.
 
         Raises:
             UsageError: ``name`` can't name a file; or several ranks can't agree on the checkpoint.
@@ -163,6 +164,7 @@ class Checkpoint:
         while writing is None or self._is_over(writing, name):  # without this rank, perhaps
             self._writing = writing = self._agree()
         if not writing.begun:
+            writing.unfinished = name
             self._vouch(writing, "begun", [])
             store = FilesDir.below(current_settings().base)
             store.give_up(store.kept.files(key_of(f"{writing.folder}/{COMPLETE}")))
@@ -170,9 +172,14 @@ class Checkpoint:
         return writing
 
     def _is_over(self, writing: _Writing, name: str) -> bool:
-        """True if a partition of this name is of the next time: one is counted already, or all are."""
-        if self._num_of_files <= 0 or name in ("", writing.unfinished):
+        """True if a partition of this name is of the next time: one is counted already, or all are.
+
+        One whose save failed is done again until another rank has begun the next time.
+        """
+        if self._num_of_files <= 0 or not name:
             return False
+        if name == writing.unfinished:
+            return was_asked(writing.next)
         if name in writing.names or len(set(writing.names)) >= self._num_of_files:
             return True
         return was_asked(self._place(writing, self._num_of_files - 1))
