@@ -349,3 +349,30 @@ def test_a_slow_answer_of_storage_during_a_save_loses_no_older_file(
     assert found(root) == names
     for name, data in names.items():
         assert rekindle.load(root / name, raw=True) == data
+
+
+def test_the_search_in_memory_reads_a_receipt_once(
+    drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on under the lock of memory, for each of as many files as storage lacks."""
+    for number in range(20):
+        save(root / f"{number}", b"data")
+    read: list[KeptFile] = []
+    real = KeptFile.read_receipt
+
+    def count(file: KeptFile) -> FileReceipt:
+        read.append(file)
+        return real(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptFile, "read_receipt", count)
+        for _ in range(3):
+            assert store.kept.marked("0" * 16) is None
+        assert len(read) == 20
+    (last,) = [file for file in store.kept.files() if file.number == 20]
+    store.kept.remove(last)
+    (root / "19").unlink()
+    save(root / "19", b"other")
+    (again,) = [file for file in store.kept.files() if file.number == 20]
+    assert again == last, "whose number comes again"
+    assert store.kept.marked(again.read_receipt().mark) == again

@@ -36,6 +36,8 @@ _NUMBER = slice(33, 45)
 """Place of the number in a name."""
 _ABANDONED = 60.0
 """Seconds after which a temporary file, which is written in microseconds, has no writer any more."""
+_MOST_MARKS = 100_000
+"""Marks that are remembered at most."""
 _LOOKS = 100
 """Most looks for a file while files go."""
 _LONGEST_SAVE = 3600.0
@@ -156,6 +158,8 @@ class Kept:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._marks: dict[tuple[int, int], str] = {}
+        """Marks by inode and time of the receipts that have been read. A number may come again."""
 
     # -- finding ------------------------------------------------------------------------------------------------
 
@@ -204,7 +208,7 @@ class Kept:
             gone = False
             for file in reversed(self.newest(stored=False)):
                 try:
-                    if file.read_receipt().mark == mark:
+                    if self._mark(file) == mark:
                         return file
                 except FileNotFoundError:  # given up meanwhile, or it belongs at another path now
                     gone = True
@@ -213,6 +217,17 @@ class Kept:
             if not gone:
                 break
         return None
+
+    def _mark(self, file: KeptFile) -> str:
+        """Returns the mark in a receipt, which is read once: there may be thousands. Raises as ``read_receipt``."""
+        info = os.stat(file.receipt)
+        which = info.st_ino, info.st_mtime_ns
+        mark = self._marks.get(which)
+        if mark is None:
+            if len(self._marks) >= _MOST_MARKS:
+                self._marks.clear()
+            mark = self._marks[which] = file.read_receipt().mark
+        return mark
 
     def placed(self, key: str) -> Identity | None:
         """Returns what storage shows of the file that this node put last at a path in place of a placeholder."""
