@@ -45,6 +45,14 @@ def test_by_any_other_program(drainer: FileDrainer, root: Path) -> None:
     assert found(root) == {"x": b"newer"}
 
 
+def test_while_the_older_one_is_written(drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(root / "x", b"older")
+    (root / "new").write_bytes(b"newer")
+    once(monkeypatch, FileDrainer, "_count", lambda: os.rename(root / "new", root / "x"))
+    settle(drainer)
+    assert found(root) == {"x": b"newer"}
+
+
 def test_not_by_the_file_of_the_save_before(
     drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

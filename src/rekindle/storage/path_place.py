@@ -161,10 +161,10 @@ class PathPlace(Place):
     def _take_name(self) -> None:
         """Renames the written file to the path, and on to where its placeholder is renamed at that moment.
 
-        Raises PlaceholderGone if that has gone before.
+        Raises PlaceholderGone if that has gone before, or if a file has taken its place.
         """
         stands, info = self._look() if self.mark else (None, None)
-        if self.mark and stands != self.mark and (stands is not None or self.was_removed()):
+        if self.mark and stands != self.mark and (info is not None or self.was_removed()):
             raise PlaceholderGone(errno.ENOENT, "the placeholder is gone", self.target)
         disk.rename(self._temporary, self.path)
         if stands == self.mark and info is not None and info.st_nlink == 1:
