@@ -53,16 +53,6 @@ def test_a_real_agent_carries_files_to_the_names_that_they_were_given_at_once(st
         assert torch.load(root / f"model-{step}.pt", weights_only=True)["step"].eq(step).all()
 
 
-def test_a_real_agent_meets_renames_at_any_moment_of_its_work(store: FilesDir, root: Path) -> None:
-    for number in range(100):
-        save(root / "tmp", b"%d" % number)
-        disk.sync(root)  # takes about as long as the agent does for a file
-        os.rename(root / "tmp", root / "latest" if number % 2 else root / f"x{number}")
-    rekindle.flush(timeout=60)
-    expected = {f"x{number}": b"%d" % number for number in range(0, 100, 2)} | {"latest": b"99"}
-    assert found(root) == expected
-
-
 def test_it_is_found_in_memory_by_its_new_name_until_it_arrives(
     drainer: FileDrainer, store: FilesDir, root: Path
 ) -> None:
@@ -90,6 +80,27 @@ def test_a_name_that_is_saved_to_again_gives_up_none_that_was_renamed(drainer: F
     rekindle.save(b"3", root / "tmp")
     settle(drainer, 8)
     assert found(root) == {"x0": b"0", "x1": b"1", "x2": b"2", "tmp": b"3"}
+
+
+def test_files_that_move_up_make_room_for_each_other(drainer: FileDrainer, root: Path) -> None:
+    """As programs rotate their newest three, all of them still on their way."""
+    for number in range(5):
+        for place in (2, 1, 0):
+            if (root / f"c.{place}").exists():
+                os.rename(root / f"c.{place}", root / f"c.{place + 1}")
+        save(root / "c.0", b"%d" % number)
+    settle(drainer, 20)
+    assert found(root) == {"c.0": b"4", "c.1": b"3", "c.2": b"2", "c.3": b"1"}
+
+
+def test_two_that_change_places_both_arrive(drainer: FileDrainer, root: Path) -> None:
+    save(root / "x", b"1")
+    save(root / "y", b"2")
+    for old, new in (("x", "z"), ("y", "x"), ("z", "y")):
+        os.rename(root / old, root / new)
+    assert rekindle.load(root / "x") == b"2" and rekindle.load(root / "y") == b"1"
+    settle(drainer, 10)
+    assert found(root) == {"x": b"2", "y": b"1"}
 
 
 def test_the_newest_wins_whichever_name_it_had(drainer: FileDrainer, root: Path) -> None:

@@ -301,13 +301,16 @@ class Kept:
     def retarget(self, file: KeptFile, target: str) -> None:
         """Lets a file belong at another path, to which its placeholder was renamed.
 
-        It is newer than what belongs there. It is given up if one was saved later in place of the same placeholder, or
-        there without any. Whoever is killed in here leaves the file under both paths. Raises OSError, FormatError.
+        It is newer than what belongs there, which is set aside if it has a placeholder of its own. It is given up if
+        one was saved later in place of the same placeholder, or there without any. Whoever is killed in here leaves the
+        file under both paths. Raises OSError, FormatError.
         """
         receipt, there = replace(file.read_receipt(), target=target), self.find(key_of(target))
         later = self.marked(receipt.mark)
-        if there is not None and not there.read_receipt().mark:
+        if there is not None and not (mark := there.read_receipt().mark):
             later = max(filter(None, (later, there)), key=lambda each: each.number)
+        elif there is not None and mark != receipt.mark and not there.is_stored():
+            self.set_aside(there)  # its placeholder may have been renamed before this one came there
         if later is None or later.number <= file.number:
             new = self._next(target)
             os.link(file.data, new.data)
