@@ -181,7 +181,7 @@ class FileDrainer:
             identity = carry(opened, place, self._count, self._budget)
             reach("upload.placed", file.number)
             with self._store.arranging():
-                if file.receipt.exists():
+                if file.receipt.exists() and opened.is_current():
                     file.note_stored(identity)
         except PlaceholderGone:  # the next round looks where it is
             return False
@@ -214,8 +214,9 @@ class FileDrainer:
             replaced = bool(receipt.mark) and (aside or was_replaced(self._store.kept, place))
             gone = replaced or place.was_removed() or (receipt.mark and stands not in (None, receipt.mark))
             renamed = renamed_to(place, receipt.mark, replaced=replaced)
-            if renamed is None and aside and (stands == receipt.mark or not place.path.parent.is_dir()):
-                renamed = place.path  # where the newer one, if it came, supersedes it
+            alone = aside and self._store.kept.find(key_of(receipt.target)) is None
+            if renamed is None and aside and (stands == receipt.mark or (alone and not place.path.parent.is_dir())):
+                renamed = place.path
             if renamed is not None:
                 self._store.retarget(file, str(renamed))
                 return False
@@ -226,7 +227,7 @@ class FileDrainer:
                 log.warning("%s: memory gives its file up: another one has taken its place there", receipt.target)
             self._store.give_up([file])  # such as a program's oldest checkpoint, which would come back
             return False
-        place.placing = partial(note_placing, self._store.kept, place)
+        place.placing, place.stood = partial(note_placing, self._store.kept, place), stands or ""
         other = self._store.kept.marked(stands) if stands and stands != receipt.mark else None
         if other is None:
             return True

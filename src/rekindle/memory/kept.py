@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,6 +125,13 @@ class OpenFile:
         """Takes over ``fd``, on which the pin lies."""
         self.file, self.receipt, self.fd = file, receipt, fd
 
+    def is_current(self) -> bool:
+        """False once it is given up, also if a later save has the same name in memory by now."""
+        try:
+            return os.stat(self.file.data).st_ino == os.fstat(self.fd).st_ino
+        except FileNotFoundError:
+            return False
+
     def map(self) -> memoryview:
         """Maps it whole. Writes into the view stay private."""
         if not self.receipt.nbytes:  # the kernel maps no empty file
@@ -229,13 +237,20 @@ class Kept:
             mark = self._marks[which] = file.read_receipt().mark
         return mark
 
-    def placed(self, key: str) -> Identity | None:
-        """Returns what storage shows of the file that this node put last at a path in place of a placeholder."""
-        return _read_identity(self._directory / f"{key}.placed")
+    def placed(self, key: str) -> list[Identity]:
+        """Returns what storage shows of files that this node has put at a path in place of a placeholder, newest first.
 
-    def note_placed(self, key: str, identity: Identity) -> None:
-        """Notes what is about to be put at a path in place of a placeholder. Raises OSError."""
-        write_atomic(self._directory / f"{key}.placed", json.dumps(identity).encode())
+        The newest may not have come there: a kill or an error may have been faster.
+        """
+        try:
+            found = loads(read_file(self._directory / f"{key}.placed"))
+        except (OSError, ValueError):
+            return []
+        return found if type(found) is list else []
+
+    def note_placed(self, key: str, identities: Sequence[Identity]) -> None:
+        """Notes what is about to be put at a path, and what this node has put there before. Raises OSError."""
+        write_atomic(self._directory / f"{key}.placed", json.dumps(identities).encode())
 
     def changed(self) -> int:
         """Returns a number that grows when files come, go or are stored."""
@@ -307,10 +322,11 @@ class Kept:
         """
         receipt, there = replace(file.read_receipt(), target=target), self.find(key_of(target))
         later = self.marked(receipt.mark)
-        if there is not None and not (mark := there.read_receipt().mark):
-            later = max(filter(None, (later, there)), key=lambda each: each.number)
-        elif there is not None and mark != receipt.mark and not there.is_stored():
-            self.set_aside(there)  # its placeholder may have been renamed before this one came there
+        if there is not None and not there.is_stored():  # else the placeholder came there after it
+            if not (mark := there.read_receipt().mark):
+                later = max(filter(None, (later, there)), key=lambda each: each.number)
+            elif mark != receipt.mark:
+                self.set_aside(there)  # its placeholder may have been renamed before this one came there
         if later is None or later.number <= file.number:
             new = self._next(target)
             os.link(file.data, new.data)
@@ -321,11 +337,12 @@ class Kept:
     def set_aside(self, file: KeptFile) -> None:
         """Lets a newer file of the path supersede none, until it is known where this one's placeholder is.
 
-        The file gets a key of no path. ``retarget`` ends that. Raises OSError, FormatError.
+        The file gets a key of no path, and keeps its number. ``retarget`` ends that. Raises OSError, FormatError.
         """
         receipt = file.read_receipt()
-        new = self._next(f"{receipt.target}\0{receipt.mark}")
-        os.link(file.data, new.data)
+        new = KeptFile(self._directory, key_of(f"{receipt.target}\0{receipt.mark}"), file.number)
+        with suppress(FileExistsError):  # of one that was killed in here
+            os.link(file.data, new.data)
         write_atomic(new.receipt, receipt.encode())
         self.remove(file)
         self.remove_superseded()

@@ -55,6 +55,8 @@ class PathPlace(Place):
         self.path, self.target = path, str(path)
         self.mark = ""
         """Mark of the placeholder that stands there, which the file is to replace; empty where none does."""
+        self.stood: str | None = None
+        """Mark of any that stood there before: a file gives way to another that comes; None for one that does not."""
         self.placing: Callable[[Identity], object] = lambda _: None
         """Is told what the path is about to show, just before it does."""
         mark = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
@@ -161,11 +163,13 @@ class PathPlace(Place):
     def _take_name(self) -> None:
         """Renames the written file to the path, and on to where its placeholder is renamed at that moment.
 
-        Raises PlaceholderGone if that has gone before, or if a file has taken its place.
+        Raises PlaceholderGone if that has gone before, if a file has taken its place, or if one has come that did not
+        stand there when this was begun.
         """
-        stands, info = self._look() if self.mark else (None, None)
-        if self.mark and stands != self.mark and (info is not None or self.was_removed()):
-            raise PlaceholderGone(errno.ENOENT, "the placeholder is gone", self.target)
+        stands, info = self._look() if self.mark or self.stood is not None else (None, None)
+        gone = self.mark and stands != self.mark and (info is not None or self.was_removed())
+        if gone or (not self.mark and stands and stands != self.stood):
+            raise PlaceholderGone(errno.ENOENT, "another placeholder stands there, or none any more", self.target)
         disk.rename(self._temporary, self.path)
         if stands == self.mark and info is not None and info.st_nlink == 1:
             for path in around(self.path, info.st_ino):  # what was replaced has no name any more

@@ -31,8 +31,9 @@ def note_placing(kept: Kept, place: PathPlace, identity: Identity) -> None:
     Raises OSError.
     """
     key = key_of(place.target)
-    if place.standing() or kept.placed(key) is not None:
-        kept.note_placed(key, identity)
+    before = kept.placed(key)
+    if before or place.standing():
+        kept.note_placed(key, [identity, *_shown(place.shows(), before)])
 
 
 def was_replaced(kept: Kept, place: PathPlace) -> bool:
@@ -41,10 +42,15 @@ def was_replaced(kept: Kept, place: PathPlace) -> bool:
     It is told by its size and time: some file systems change the inode by a rename.
     """
     key = key_of(place.target)
-    placed = [kept.placed(key)]
+    placed = kept.placed(key)
     found = place.shows()
-    placed.append(kept.placed(key))  # it may just arrive
-    return found is not None and all(identity is None or identity[1:] != found[1:] for identity in placed)
+    placed += kept.placed(key)  # it may just arrive
+    return found is not None and not _shown(found, placed)
+
+
+def _shown(found: Identity | None, placed: list[Identity]) -> list[Identity]:
+    """Returns one of the identities that is that of the file found; none where there is no such."""
+    return [identity for identity in placed if found is not None and identity[1:] == found[1:]][:1]
 
 
 def _holds(path: Path, mark: str) -> bool:
