@@ -98,6 +98,8 @@ def test_a_rank_that_is_told_to_go_learns_that_its_node_has_brought_its_part(nod
     one.job.notes.write_agent_status(asdict(one.drainer.progress))
     assert one.job.notes.is_brought(7, START.id) and one.job.notes.is_brought(6, START.id)
     assert not one.job.notes.is_brought(8, START.id) and not one.job.notes.is_brought(7, "b" * 16)
+    one.drain(6)
+    assert one.drainer.progress.brought == (7, START.id), "an older one that comes last takes nothing back"
 
 
 def test_what_lacks_is_told_after_a_while_and_forgotten_when_it_comes(

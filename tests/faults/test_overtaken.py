@@ -17,6 +17,7 @@ from rekindle.faults.gasp import Gasp
 from rekindle.faults.guard import Guard
 from rekindle.faults.hooks import HookCalls, Hooks
 from rekindle.memory.fault import Fault
+from rekindle.storage.posix import PosixStore
 from tests.faults.peer import be_overtaken, peer, steps_of
 
 _LONG = 30.0
@@ -25,11 +26,11 @@ _LONG = 30.0
 class HostJob:
     """One rank whose state is in the host's memory."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, snapshot_every: int = 10**9) -> None:
         self.model = torch.nn.Linear(10, 10)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         state = {"model": self.model, "optimizer": self.optimizer}
-        self.ckpt = rekindle.Checkpointer(root, state, snapshot_every=10**9, persist_every=10**9)
+        self.ckpt = rekindle.Checkpointer(root, state, snapshot_every=snapshot_every, persist_every=10**9)
         self.ckpt.restore()
         self.guard = self.ckpt.guard(watchdog=False, notices=())
         self.guard.__enter__()
@@ -92,3 +93,19 @@ def test_a_rank_that_has_gone_is_missed_unless_it_has_left_a_copy(host: HostJob,
             host.guard._gate, host.guard._securer, host.guard._peers, 0, False, time.monotonic() + 20.0, hooks
         )
         assert gasping._peers_differ(3) == (3 not in has)
+
+
+def test_a_rank_that_is_told_to_go_inside_of_an_update_has_its_snapshot_brought_to_storage(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can't be in its state any more, and the snapshot was not meant for storage when it was made."""
+    monkeypatch.setattr(gasp, "_UPDATE", 0.2)
+    host = HostJob(root, snapshot_every=1)
+    for _ in range(3):
+        host.step()
+    host.guard._gate.updating(3)  # and no more
+    gasping = host.fault(host.guard, "notice")
+    gasping.join(_LONG)
+    assert not gasping.is_alive()
+    assert [entry.stamp.step for entry in PosixStore(root).published()] == [3]
+    host.close()

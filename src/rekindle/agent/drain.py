@@ -300,7 +300,9 @@ class Drainer:
         committer.hold_claim()
         self._write(info, committer, copy, shards)
         published = committer.commit(shards[0], shards)
-        self.progress.brought = copy.step, copy.incarnation.id
+        brought = self.progress.brought
+        if brought is None or brought[1] != copy.incarnation.id or brought[0] < copy.step:  # an older one comes last
+            self.progress.brought = copy.step, copy.incarnation.id
         self.progress.seconds = time.monotonic() - began
         with contextlib.suppress(OSError):  # memory is gone, and with it what else could be drained
             self.job.notes.write_last_drain(began, self.progress.seconds)

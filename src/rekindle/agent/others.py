@@ -14,7 +14,7 @@ __all__ = ["Others", "Roll"]
 
 
 class Roll(NamedTuple):
-    """What the nodes have answered that send this one no beats."""
+    """Holds what the nodes have answered that send this one no beats."""
 
     pages: dict[int, Page]
     """Pages of their ranks."""

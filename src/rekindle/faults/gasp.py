@@ -214,7 +214,9 @@ class Gasp:
         The other nodes' parts are theirs to bring: nobody here could do more for them. Of a part that went straight to
         storage nobody tells whether others follow: they get a moment, and the last one publishes the step.
         """
-        if self.secured[step] != MEMORY:
+        if self.secured[step] == MEMORY:
+            self.securer.ask_storage(step)  # a snapshot from before the fault need not be meant for it
+        else:
             end = min(end, time.monotonic() + _TOGETHER)
         while time.monotonic() < end and not (self.securer.is_brought(step) or self.securer.is_durable(step)):
             live = self.peers.live()

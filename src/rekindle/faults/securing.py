@@ -49,6 +49,11 @@ class StateSecurer:
         memory = self._saver.memory
         return memory.wait_for_newest(timeout) if memory is not None else None
 
+    def ask_storage(self, step: int) -> None:
+        """Have the agent carry ``step``, which is in memory, to storage. Raises OSError, MemoryStoreError."""
+        if self._saver.memory is not None:
+            self._saver.memory.ask_storage(self._session.shard_id(step))
+
     def secure_last(self, step: int) -> None:
         """Save the step at which guarded training has ended well, all of it where other ranks don't save their parts.
 

@@ -145,9 +145,7 @@ class MemorySaver:
 
         If the block fails, its threads may still write to the slot; not if all was read, but the state has moved.
         """
-        if not self._choosing.acquire(timeout=_CHOICE):
-            raise MemoryStoreError("the thread that trains is stuck while it chooses a place for a snapshot")
-        try:
+        with self._choosing_aside():
             self._repair_slots()
             busy = pending.slot if pending is not None and not pending.committed else None
             slot = self.slots.acquire(stamp.step, stamp.incarnation, nbytes, gasp=True, busy=busy)
@@ -159,8 +157,21 @@ class MemorySaver:
             except BaseException:
                 slot.lost = True
                 raise
+
+    @contextmanager
+    def _choosing_aside(self) -> Iterator[None]:
+        """Lets no other thread choose a slot meanwhile, after a fault."""
+        if not self._choosing.acquire(timeout=_CHOICE):
+            raise MemoryStoreError("the thread that trains is stuck while it chooses a place for a snapshot")
+        try:
+            yield
         finally:
             self._choosing.release()
+
+    def ask_storage(self, newest: ShardId) -> None:
+        """Ask the agent to carry snapshots as ``persist`` does, in any thread after a fault. Raises as ``gasp``."""
+        with self._choosing_aside():
+            self.persist(newest)
 
     def _has(self, stamp: ShardId) -> bool:
         """True if this rank has committed a part of the step, or all of it."""
