@@ -108,6 +108,7 @@ def one_is_ahead(rank: int, root: str, files: int) -> None:
     dist.barrier()
     # Of the first round there is one partition, and of the second the other.
     assert not is_complete() and tn.get_checkpoint("a") is None
+    dist.barrier()
     if rank == 1:
         save(2)
     dist.barrier()
