@@ -220,7 +220,8 @@ def test_told_to_go(ranks: int, memory: Path, tmp_path: Path, unbroken: Callable
     assert train(tmp_path / "broken", ranks, *die, root=root) == 128 + signal.SIGTERM
     lose_node(memory)
     assert train(tmp_path / "resumed", ranks, root=root) == 0
-    assert lines(tmp_path / "resumed", PROGRAM)["start:0"] in (f"{broken - 1} storage", f"{broken} storage")
+    step, place = lines(tmp_path / "resumed", PROGRAM)["start:0"].split()
+    assert place == "storage" and int(step) >= broken - 1, "steps take milliseconds: some more may be made by then"
     assert end_of(tmp_path / "broken", tmp_path / "resumed") == unbroken(ranks), broken
 
 
