@@ -267,7 +267,7 @@ class ShardReader:
                         return bad + run[run.index(number) :]
                 place = places[number]
                 # Without a place all that is there at once: each call takes the interpreter lock anew, for which the
-                # threads of a restore to a device wait (10 GB/s in place of 6 with eight of them, on an H100).
+                # threads of a restore to a device wait.
                 size = min(stop, end, at + _PIECE_BYTES if place is not None else stop) - at
                 piece = buffer.data[at - begin : at - begin + size]
                 if place is not None:
