@@ -84,7 +84,9 @@ def test_a_killed_rank_loses_no_step_though_only_another_node_has_replicas(
     assert codes[1] == -signal.SIGKILL
     again = ranks(2, _train, root, memories, optimizer)
     unbroken = ranks(2, _train, tmp_path / "unbroken", memories, optimizer)
-    assert [begun for begun, _, _ in again] == [STRUCK, STRUCK] and again[1][1] == "peer"
+    assert [begun for begun, _, _ in again] == [STRUCK, STRUCK]
+    # An agent that lives may have rebuilt the part before the restart asks for it.
+    assert again[1][1] == "peer" or (again[1][1] == "memory" and moment == "step")
     assert [digest for *_, digest in again] == [digest for *_, digest in unbroken]
 
 
