@@ -52,6 +52,9 @@ class Beat:
     """Newest step that all of its ranks have in its memory; -1 if unknown."""
     durable: int = -1
     """Newest step that it has seen on storage; -1 if unknown."""
+    reached: int = -1
+    """Newest step that its ranks have come to, an update that has begun included, once all of them have been told to
+    go; -1 before. Ranks that have ended since count."""
     common: Told = NOTHING_TOLD
     """Its word on the step that all nodes keep."""
 
@@ -66,6 +69,7 @@ class Beat:
             "cleared": self.cleared,
             "newest": self.newest,
             "durable": self.durable,
+            "reached": self.reached,
             "common": self.common.to_json(),
         }
 
@@ -83,6 +87,7 @@ class Beat:
             cleared=_truth(value["cleared"]),
             newest=check_integer(value["newest"], -1),
             durable=check_integer(value["durable"], -1),
+            reached=check_integer(value.get("reached", -1), -1),
             common=Told.from_json(value["common"]),
         )
 

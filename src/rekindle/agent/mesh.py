@@ -290,6 +290,9 @@ class Mesh(Others):
         """Returns the nodes that are heard. Pages of a silent one are old: its ranks would seem to stand still."""
         return [number for number in self._beats if self._membership.state(number) == "there"]
 
+    def reached(self) -> list[int]:
+        return [self._beats[number].reached for number in self._speaking() if number in self._guarded]
+
     def paused_at(self) -> float:
         return self._paused_at
 

@@ -31,7 +31,7 @@ from rekindle.format.receipt import write_atomic
 from rekindle.memory.fault import Fault
 from rekindle.memory.incidents import note_gone
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.status import DONE, SECURING, TRAINING
+from rekindle.memory.status import DONE, SECURING, STABLE, TRAINING
 
 __all__ = ["RankMonitor"]
 
@@ -88,6 +88,10 @@ class RankMonitor:
     _held: Fault | None = None
     """A fault on this node that is not announced before the other nodes have been asked."""
     _asking: asyncio.Task[None] | None = None
+    _reached: int = -1
+    """See ``Beat.reached``."""
+    _afar: list[int] = field(default_factory=list)
+    """The same of other nodes, as this node's ranks were last told."""
     _from_elsewhere: bool = False
     """True if another node has told of the newest fault."""
 
@@ -196,6 +200,7 @@ class RankMonitor:
             note_gone(self.job, time.monotonic(), self.fault.noticed)
         dying = [rank for rank in self.ranks.values() if self._is_dying(rank)]
         if dying:
+            self._compare_steps(dying)
             self._end_dying_ranks(now, dying)
         elif not self._announce_unwatched_death(now) and self._held is None:
             hang = self._hang.check(now, self.ranks, self.others) if self.ranks or self.current is None else None
@@ -278,7 +283,8 @@ class RankMonitor:
         """Returns what other nodes are told of this node's ranks."""
         pages = {rank.rank: rank.shown() for rank in self.ranks.values()}
         newest = min((page.status.snapshot for page in pages.values()), default=-1)
-        return Beat(pages=pages, paused_at=self._hang.paused_at, cleared=self._hang.cleared, newest=newest)
+        paused_at, cleared = self._hang.paused_at, self._hang.cleared
+        return Beat(pages=pages, paused_at=paused_at, cleared=cleared, newest=newest, reached=self._reached)
 
     def known_fault(self) -> Fault | None:
         """Returns the fault of this node's ranks that other nodes should know of, after a look at all of them."""
@@ -320,6 +326,7 @@ class RankMonitor:
     def _strike(self, fault: Fault) -> None:
         """Records a fault and sends it to all ranks."""
         self.fault, self._end_awaited, self._from_elsewhere = fault, True, False
+        self._reached, self._afar = -1, []
         for rank in self.ranks.values():
             rank.tell(fault)
         self.urgent(True)
@@ -332,6 +339,19 @@ class RankMonitor:
     def _record(self, fault: Fault) -> None:
         with suppress(OSError):
             write_atomic(self.job.paths.fault, json.dumps(fault.to_json()).encode())
+
+    def _compare_steps(self, dying: list[WatchedRank]) -> None:
+        """Notes how far ranks are that go by a notice, and tells them how far those of other nodes are."""
+        if self.current is None or self.current.cause != "notice":
+            return
+        pages = [rank.status() for rank in dying]
+        if all(page.stage > TRAINING for page in pages):
+            self._reached = max(self._reached, *(page.step + (page.phase != STABLE) for page in pages))
+        afar = self.others.reached()
+        if afar and afar != self._afar:
+            self._afar = afar
+            for rank in dying:
+                rank.send({"afar": {"reached": max(afar), "told": min(afar) >= 0}})
 
     def _find_descendants(self) -> None:
         """Finds data loaders' workers and the like: a killed rank can't end them, and they may hang, too."""

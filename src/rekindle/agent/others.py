@@ -49,6 +49,10 @@ class Others:
         """Returns the newest pages of their ranks."""
         return {}
 
+    def reached(self) -> list[int]:
+        """Returns how far the ranks of each node are that is heard, see ``Beat.reached``."""
+        return []
+
     def paused_at(self) -> float:
         """Returns when a rank of another node was last known to pause."""
         return -math.inf

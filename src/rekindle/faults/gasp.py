@@ -2,8 +2,8 @@
 
 Where devices hold the state, the newest step is the one that they have come to, not the one that the host has.
 
-Nobody votes. Each rank secures what it has, at once, and looks at the others' status pages for one thing only: is one
-of them already past that step, so that it could no longer offer it? Then it lets its own training finish that update
+Nobody votes. Each rank secures what it has, at once, and looks at the others for one thing only: is one of them already
+past that step, so that it could no longer offer it? Then it lets its own training finish that update
 too, if it can, and secures that step as well. Which step counts is decided at the restart.
 """
 
@@ -20,7 +20,7 @@ from rekindle.faults.late_work import SURVIVED
 from rekindle.faults.peers import Peers
 from rekindle.faults.securing import StateSecurer
 from rekindle.memory.fault import Fault
-from rekindle.memory.status import DONE, FAILED, SECURED, SECURING, STABLE, STEPPING, TRAINING, Status
+from rekindle.memory.status import DONE, FAILED, SECURED, SECURING, STABLE, STEPPING, Status
 from rekindle.save.gate import Gate
 from rekindle.save.progress import StateMoved
 from rekindle.storage.catalog import MEMORY
@@ -35,8 +35,6 @@ _CATCH_UP = 1.0
 """Seconds that a rank gets to finish a step that others have finished. It may be waiting for a dead one in vain."""
 _STEPS = 3
 """Recent steps, each as long as the longest, in which devices should have done what was queued."""
-_NOTICE = 0.2
-"""Seconds in which the other live ranks should have learned of the fault too."""
 _TOGETHER = 2.0
 """Seconds that the parts of a step which ranks share out may take, when all of them live; then each secures all."""
 _POLL = 0.005
@@ -200,13 +198,12 @@ class Gasp:
     def _is_overtaken(self, step: int, planned: bool) -> bool:
         """True if a live rank is past ``step`` and has no copy of it; if nobody has died, a copy is no reason to stay.
 
-        First they all must have learned of the fault.
+        First they all must have learned of the fault. Ranks of other nodes count if nobody has died: a node may go, and
+        take its copy along.
         """
-        until = time.monotonic() + _NOTICE
-        while time.monotonic() < until and any(page.stage == TRAINING for page in self.peers.live().values()):
-            time.sleep(_POLL)
+        self.peers.wait_until_told(afar=planned)
         past = {rank for rank, page in self.peers.live().items() if _is_past(page, step)}
-        return bool(past if planned else past - self.peers.holding(step))
+        return bool(past) or self.peers.are_past_afar(step) if planned else bool(past - self.peers.holding(step))
 
     def _wait_for_storage(self, step: int, end: float) -> None:
         """Return when storage has this node's part of the step, or never will, because a rank ended without it.

@@ -96,7 +96,9 @@ class Guard(ContextDecorator):
         self._hang_record: HangRecord | None = None
         self._link: AgentLink | None = None
         self._pid, self._thread = os.getpid(), threading.get_ident()
-        self._peers = Peers(self._job, self._rank, self._session.local_ranks, self._generation)
+        local = self._session.local_ranks
+        afar = len(local) < self._group.world
+        self._peers = Peers(self._job, self._rank, local, self._generation, afar=afar)
         with ExitStack() as undo:
             self._timer = Deadline()
             undo.callback(self._timer.close)
@@ -226,6 +228,8 @@ class Guard(ContextDecorator):
             self._gate.learn_nothing()
         elif "debugger" in message and self._link is not None:
             self._link.say({"debugger": debugger_of(self._thread)})
+        elif "afar" in message:
+            self._peers.hear(message["afar"])
         elif "drill" in message:
             self._gate.order = message["drill"]
 

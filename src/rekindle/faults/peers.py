@@ -1,22 +1,36 @@
-"""Reads the status pages of the other ranks on this node, and what they have in its memory."""
+"""Knows the other ranks: those of this node by their status pages, those of other nodes by the agent's word."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from rekindle.errors import FormatError
+from rekindle.format.fields import check_integer
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.status import Status, StatusReader
+from rekindle.memory.status import TRAINING, Status, StatusReader
 
 __all__ = ["Peers"]
 
+_NOTICE, _NOTICE_AFAR = 0.2, 2.0
+"""Seconds in which the live ranks of this node should have learned of a fault too, and this one of those of other nodes
+that they have: agents tell it each other ten times a second, on busy nodes later."""
+_POLL = 0.005
+
 
 class Peers:
-    """The other ranks of this start on this node, as the memory store shows them. None where there is no memory."""
+    """The other ranks of this start. None of this node where there is no memory."""
 
-    def __init__(self, job: JobDir | None, rank: int, local_ranks: Sequence[int], generation: int) -> None:
+    def __init__(
+        self, job: JobDir | None, rank: int, local_ranks: Sequence[int], generation: int, *, afar: bool = False
+    ) -> None:
+        """``afar``: True if there are ranks on other nodes."""
         self._job, self._generation = job, generation
+        self._reached, self._all_told = -1, not afar
+        """What the agent has said since a fault of the ranks of other nodes that it hears: the newest step that one of
+        them has come to, an update that has begun included, and if all know of the fault."""
         self._ranks = [other for other in local_ranks if other != rank]
         self._pages: dict[int, StatusReader] = {}
 
@@ -28,6 +42,24 @@ class Peers:
     def all(self) -> dict[int, Status]:
         """Returns the pages of those that have ended, too, by rank."""
         return self._read(self._ranks)
+
+    def hear(self, word: dict[str, Any]) -> None:
+        """Take the agent's word on the ranks of other nodes. Raises ValueError if it makes no sense."""
+        self._reached = max(self._reached, check_integer(word["reached"], -1))
+        self._all_told = word["told"] is True
+
+    def are_past_afar(self, step: int) -> bool:
+        """True if a rank of another node is past ``step``."""
+        return self._reached > step
+
+    def wait_until_told(self, *, afar: bool) -> None:
+        """Wait until the live ranks of this node know of the fault, with ``afar`` all; for a moment at most."""
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < _NOTICE_AFAR:
+            here = waited > _NOTICE or all(page.stage != TRAINING for page in self.live().values())
+            if here and (self._all_told or not afar):
+                return
+            time.sleep(_POLL)
 
     def holding(self, step: int) -> set[int]:
         """Returns the ranks of this node that have a snapshot of ``step`` in memory.
