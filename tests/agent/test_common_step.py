@@ -304,7 +304,7 @@ def test_a_safe_step_is_held_by_all_nodes_and_newer_ones_follow(seeds: range, mo
     assert harms == set(KINDS), "the trials left something out"
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 20])
+@pytest.mark.parametrize("count", [2, 3, 5, 20, pytest.param(256, marks=pytest.mark.campaign(60))])
 @pytest.mark.parametrize("step_seconds", [0.02, 0.2, 2.0])
 def test_a_healthy_job_loses_half_a_second_of_steps_and_the_time_of_a_copy(count: int, step_seconds: float) -> None:
     job = SimulatedSteps(count, random.Random(count), step_seconds, 0.1)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rekindle.agent.beat import Page
+from rekindle.agent.beat import Page, fault_to_json
 from rekindle.agent.hang import Excuses, HangWatch
 from rekindle.agent.others import Others
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import STABLE, TRAINING, Status
+from rekindle.peers.wire import MAX_MESSAGE
 
 _TICK = 0.25
 _BEGIN = 1000.0
@@ -22,6 +24,7 @@ class Clock(Others):
     """Two nodes, whose ranks made their last progress at a time; what else happens the test says for each moment."""
 
     name, patience = "n0", 10.0
+    ranks = 2
 
     def __init__(self, place: Path, floor: float) -> None:
         self.watch = HangWatch(JobDir(place))
@@ -31,7 +34,7 @@ class Clock(Others):
         at = int(self.progress * 1e9)
         return {
             rank: Page(Status(1, 1, STABLE, TRAINING, 0, 7, 7, -1, 0.02, at, "", 0.0), self.floor, False)
-            for rank in range(2)
+            for rank in range(self.ranks)
         }
 
     def unsettled_at(self) -> float:
@@ -57,6 +60,19 @@ class Clock(Others):
 @pytest.fixture
 def clock(tmp_path: Path) -> Clock:
     return Clock(tmp_path, 60.0)
+
+
+def test_the_account_of_a_hang_of_many_ranks_can_be_told_to_other_nodes(clock: Clock) -> None:
+    clock.ranks = 16_384
+    fault = clock.watch.check(clock.now + 61.0, {}, clock)
+    while fault is None:
+        clock.now += _TICK
+        fault = clock.watch.check(clock.now + 61.0, {}, clock)
+    assert len(json.dumps(fault_to_json(fault))) < MAX_MESSAGE / 4
+    assert fault.what.startswith("ranks 0, 1, 2, ") and fault.what.endswith(
+        "98, 99 and 16284 more hang after step 7, before its next update"
+    )
+    assert fault.detail.count("rank 5: after") == 1 and "and 16284 more that are further on" in fault.detail
 
 
 def test_a_hang_is_noticed_after_a_minute(clock: Clock) -> None:

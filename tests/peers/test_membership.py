@@ -118,9 +118,25 @@ def test_a_host_that_refuses_has_lost_its_agent_and_no_more():
     seen = []
     for _ in range(60):
         node.members.refused(2, node.now)
+        node.members.progressed(node.now)
         seen += node.tick(1.0, but=(2,))
     assert seen == [("agent gone", 2)]
     assert node.tick(0.2) == [("back", 2)]
+
+
+def test_a_host_that_refuses_for_long_while_training_stands_still_is_lost():
+    """A container whose processes were all killed, and a backend whose collectives wait for them for ever."""
+    node = Node()
+    node.tick()
+    node.members.closed(2, node.now)
+    seen = []
+    for _ in range(29):
+        node.members.refused(2, node.now)
+        seen += node.tick(1.0, but=(2,))
+    assert seen == [("agent gone", 2)]
+    node.members.refused(2, node.now)
+    assert node.tick(1.5, but=(2,)) == [("lost", 2)]
+    assert "its host is up, and nothing runs there any more" in node.told[-1].why
 
 
 def test_a_host_that_no_longer_refuses_is_silent_and_then_lost():
@@ -213,10 +229,20 @@ def test_neighbours_are_mutual_and_have_a_third_one_in_common(count: int):
         assert (
             len(others) == count - 1 if count <= 16 else {(own + way) % count for way in (1, 2, count // 2)} <= others
         )
-        assert len(others) <= 15
+        assert len(others) <= max(15, 2 * count.bit_length() + 3)
         for other in others:
             assert own in near[other]
             assert count < 3 or near[own] & near[other] - {own, other}, "nobody could tell a broken link from a loss"
+
+
+@pytest.mark.parametrize("count", [17, 128, 1000])
+def test_words_that_are_told_on_reach_all_nodes_within_five_beats(count: int):
+    near = [Membership(own, count, 0.0).neighbours for own in range(count)]
+    reached, last = {0}, {0}
+    for _ in range(5):
+        last = {other for own in last for other in near[own]} - reached
+        reached |= last
+    assert len(reached) == count
 
 
 class Trial:

@@ -38,6 +38,8 @@ _DOUBT = 1.0
 """Seconds before a word that a node is not heard which are in doubt, too: it is silent only after so long."""
 _MOST = 1024
 """Stretches of excused time that are kept."""
+_NAMED = 100
+"""Ranks that an account names at most. All nodes are told of it, and the longest message is 1 MiB."""
 _PATIENCES = 6
 """Patiences with silent nodes that excuse one silence at most. A node that comes and goes would hide any hang."""
 
@@ -195,16 +197,17 @@ class HangWatch:
         Nobody waits for one that has ended its training.
         """
         training = [rank for rank, page in pages.items() if page.status.phase != DONE]
-        behind = min(
-            training, key=lambda rank: (not pages[rank].stopped, pages[rank].status.step, pages[rank].status.progress)
-        )
+        behind = min(training, key=lambda rank: _how_far(pages[rank]))
         status = pages[behind].status
         lines = [f"rank {behind} made no progress for {limit.seconds:.2f} s, the limit: {limit.why}"]
         lines.append(
             'if this was no hang: run what takes longer inside of `with ckpt.pause_watchdog("evaluation"):`, or allow '
             "more with ckpt.guard(watchdog=SECONDS); watchdog=False switches it off"
         )
-        lines += [_describe_page(rank, page) for rank, page in sorted(pages.items())]
+        worst = sorted(pages, key=lambda rank: _how_far(pages[rank]))[:_NAMED]
+        lines += [_describe_page(rank, pages[rank]) for rank in sorted(worst)] + _more(
+            len(pages), "that are further on"
+        )
         found = sorted(
             rank
             for rank in training
@@ -213,7 +216,8 @@ class HangWatch:
         where = f"after step {status.step}, {PHASE_TEXTS[status.phase]}"
         what = f"rank {behind} hangs {where}"
         if len(found) > 1:  # only their stacks can tell which one the others wait for
-            what = f"ranks {', '.join(map(str, found))} hang {where}"
+            named = ", ".join(map(str, found[:_NAMED]))
+            what = f"ranks {' '.join([named, *_more(len(found))])} hang {where}"
         info = None
         with suppress(FormatError):
             info = self._job.read_job()
@@ -226,6 +230,16 @@ class HangWatch:
 
 def _limit(pages: Mapping[int, Page]) -> SilenceLimit | None:
     return silence_limit((page.floor for page in pages.values()), [page.status for page in pages.values()])
+
+
+def _how_far(page: Page) -> tuple[bool, int, int]:
+    """Orders pages: first that of the rank that the others wait for."""
+    return not page.stopped, page.status.step, page.status.progress
+
+
+def _more(count: int, who: str = "") -> list[str]:
+    """Returns words on the ranks beyond those that are named, as one item; none if there are no more."""
+    return [f"and {count - _NAMED} more {who}".rstrip()] if count > _NAMED else []
 
 
 def _describe_page(rank: int, page: Page) -> str:

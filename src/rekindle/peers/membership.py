@@ -31,8 +31,11 @@ _CUT = 0.55
 sends what is lost again after 0.2 and 0.6 s, and 0.8 s later for the next time."""
 _REFUSED = 3.0
 """Seconds for which a refused connection shows that the host is up. A node that isn't heard is tried each second."""
+_REFUSES_FOR = 3
+"""Patiences after which a node is lost though its host is up, if no step was completed since its last beat. Its agent
+alone would have been followed by another one within seconds: all that ran there has ended, as in a container."""
 _ALL_HEAR_ALL = 16
-"""Nodes up to which each one sends beats to all others; above it, to those near to it and to its partner."""
+"""Nodes up to which each one sends beats to all others; above it, to about two for each doubling of their number."""
 
 State = Literal["there", "silent", "agent gone", "lost", "unknown"]
 
@@ -86,7 +89,8 @@ class Membership:
     """The nodes of one start, as one of them sees them.
 
     A node is never lost while a node that is heard hears it, while its host refuses connections (the agent alone has
-    ended), while ranks of this node complete steps, or if it was never heard. All times are seconds of one clock.
+    ended, unless that lasts), while ranks of this node complete steps, or if it was never heard. All times are seconds
+    of one clock.
     """
 
     def __init__(
@@ -184,6 +188,7 @@ class Membership:
         if silence < _CLOSED or not peer.known:
             return False
         over = not self._refuses(peer) and self._clock - peer.last_sign(self._stepped) >= self.patience
+        over = over or self._clock - max(peer.heard, self._stepped) >= _REFUSES_FOR * self.patience
         return (over or self._has_failed(peer)) and not self._is_heard_by_others(node)
 
     def _has_failed(self, peer: _Peer) -> bool:
@@ -208,6 +213,8 @@ class Membership:
             return f"{silence}: it is lost if that lasts for {self.patience:g} s"
         if self._has_failed(peer):
             silence = "its connections are closed, and a rank's exchange with others has failed"
+        elif self._refuses(peer):
+            silence += ", and no step is completed meanwhile: its host is up, and nothing runs there any more"
         others = len(self._peers)
         heard = sum(peer.speaks(self._clock) for peer in self._peers.values())
         if 2 * (1 + heard) < 1 + others:
@@ -218,13 +225,15 @@ class Membership:
 def _neighbours(own: int, present: list[int]) -> list[int]:
     """Returns the nodes that this one exchanges beats with.
 
-    In a large job these are the two next ones on both sides, and those around the opposite node, which is the partner.
-    Any two neighbours then have a third one in common, which tells a broken link between them from a loss.
+    In a large job these are the ones at distances 1, 2, 4 and so on, on both sides, and those around the opposite node,
+    which is the partner: words that are told on reach all of a thousand nodes within five beats. Any two neighbours
+    have a third one in common, which tells a broken link between them from a loss.
     """
     if own not in present:
         return []
     if len(present) <= _ALL_HEAR_ALL:
         return [node for node in present if node != own]
     place, size, half = present.index(own), len(present), len(present) // 2
-    near = {(place + sign * way) % size for way in (1, 2, half, half + 1) for sign in (1, -1)}
+    ways = [1 << power for power in range(half.bit_length())] + [half, half + 1]
+    near = {(place + sign * way) % size for way in ways for sign in (1, -1)} - {place}
     return [present[index] for index in sorted(near)]
