@@ -1,4 +1,4 @@
-"""Knows the other ranks: those of this node by their status pages, those of other nodes by the agent's word."""
+"""Reads the status pages of the other ranks on this node, and takes the agent's word on those of other nodes."""
 
 from __future__ import annotations
 
