@@ -205,9 +205,8 @@ class HangWatch:
             "more with ckpt.guard(watchdog=SECONDS); watchdog=False switches it off"
         )
         worst = sorted(pages, key=lambda rank: _how_far(pages[rank]))[:_NAMED]
-        lines += [_describe_page(rank, pages[rank]) for rank in sorted(worst)] + _more(
-            len(pages), "that are further on"
-        )
+        lines += [_describe_page(rank, pages[rank]) for rank in sorted(worst)]
+        lines += _more(len(pages), "that are further on")
         found = sorted(
             rank
             for rank in training

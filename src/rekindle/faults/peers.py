@@ -29,8 +29,8 @@ class Peers:
         """``afar``: True if there are ranks on other nodes."""
         self._job, self._generation = job, generation
         self._reached, self._all_told = -1, not afar
-        """What the agent has said since a fault of the ranks of other nodes that it hears: the newest step that one of
-        them has come to, an update that has begun included, and if all know of the fault."""
+        """Newest step that a rank of another node has come to, an update that has begun included; True once all of them
+        have been told to go. The agent says so."""
         self._ranks = [other for other in local_ranks if other != rank]
         self._pages: dict[int, StatusReader] = {}
 
