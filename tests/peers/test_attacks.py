@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import secrets
+import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.peers import server as server_module
-from rekindle.peers import timed_socket
-from rekindle.peers.wire import Credentials, Link, WireError, call, connect
+from rekindle.peers import timed_socket, wire
+from rekindle.peers.wire import MAX_MESSAGE, Credentials, Link, WireError, call, connect
 from tests.faults.harness import wait_for
 from tests.peers.ends import LONG, A, B, Served, between, exactly, frame_from, is_closed, serving
 
@@ -255,6 +258,62 @@ def test_no_bytes_do_harm(noise: bytes, framed: bool) -> None:
             there.server()
 
 
+# ---- too much
+
+
+def test_a_message_that_is_longer_than_any_is_refused_before_it_arrives() -> None:
+    """By the receiver: the sender knows the secret, and its message is sound but for its length."""
+    heard: list[dict[str, Any]] = []
+    framed = frame(b'{"verb":"keep"}' + b" " * (MAX_MESSAGE + 1 - 15))
+    with serving({"keep": lambda link, message: heard.append(message)}) as served:
+        link = served.link()
+        with pytest.raises(ConnectionError):
+            link._stream.write(framed + wire._mac(link._sending, 0, framed), LONG)
+            link.receive(LONG)
+    assert not heard
+    with between() as there:
+        there.shake_hands()
+        there.to_server.sendall(framed[:4])
+        with pytest.raises(WireError, match=f"{MAX_MESSAGE + 1} bytes was announced, the most are {MAX_MESSAGE}"):
+            there.server().receive(LONG)
+
+
+def test_memory_is_taken_only_for_what_has_arrived() -> None:
+    """Of messages that are not too long, and of which only a few bytes come."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    with serving({}) as served, ExitStack() as open_ones:
+        links = [served.link() for _ in range(100)]
+        for link in links:
+            open_ones.callback(link.close)
+            assert call(link, {"verb": "echo"}, LONG)
+        before = resident()
+        for link in links:
+            link._stream.write(MAX_MESSAGE.to_bytes(4, "big") + b" " * 100, LONG)
+        assert call(served.link(), {"verb": "echo"}, LONG)
+        time.sleep(0.2)  # for all of the server's threads to have read that
+        assert resident() - before < 30 * MAX_MESSAGE
+
+
+def test_more_raw_bytes_than_any_refused_request_brings_are_not_read() -> None:
+    most = wire._MAX_SKIPPED
+    with serving({}) as served:
+        link = served.link()
+        link.send({"verb": "none", "bytes": most})
+        link.send_bytes(bytes(most))
+        assert "no such verb" in link.receive(LONG)["error"]
+        assert call(link, {"verb": "echo"}, LONG), "they were skipped"
+    with between() as there:
+        there.shake_hands()
+        there.client().send({"bytes": most + 1})
+        there.to_server.sendall(frame_from(there.to_client))
+        there.server().receive(LONG)
+        with pytest.raises(WireError, match=f"{most + 1} raw bytes are too many to skip"):
+            there.server().skip()
+
+
 # ---- slow ends, and many
 
 
@@ -331,17 +390,27 @@ def test_a_writer_that_sends_no_bytes_is_let_go(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_flood_of_connections_neither_ends_links_nor_keeps_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest that has not proved itself goes for the next one; those that have stay."""
-    monkeypatch.setattr(server_module, "_MOST", 16)
+    """The oldest that has not proved itself goes for the next one, a hundred in a second; those that have stay."""
+    monkeypatch.setattr(server_module, "_HANDSHAKE", 10 * LONG)  # none ends of itself
+    others = threads_that_serve()  # of tests before, which may not have ended yet
     with serving({}) as served, ExitStack() as open_ones:
         link = served.link()
         assert call(link, {"verb": "echo"}, LONG)  # the server has seen its proof by now
-        flood = [open_ones.enter_context(served.raw()) for _ in range(60)]
+        flood = [open_ones.enter_context(served.raw()) for _ in range(127)]
+        wait_for(lambda: len(served.server._connections) == 128)
+        began = time.monotonic()
+        flood += [open_ones.enter_context(served.raw()) for _ in range(100)]
+        assert all(is_closed(each) for each in flood[:100])
+        assert time.monotonic() - began >= 0.9
         assert call(link, {"verb": "echo"}, LONG)
         assert call(served.link(), {"verb": "echo"}, LONG)
-        assert all(is_closed(each) for each in flood[:40])
-        wait_for(lambda: sum(each.name == "rekindle-peer" for each in threading.enumerate()) <= 16)
+        wait_for(lambda: threads_that_serve() <= others + 128)
+        assert not select.select(flood[101:], [], [], 0)[0], "no more than had to go"
         assert call(link, {"verb": "echo"}, LONG)
+
+
+def threads_that_serve() -> int:
+    return sum(each.name == "rekindle-peer" for each in threading.enumerate())
 
 
 def test_beyond_the_limit_a_newcomer_goes_and_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
