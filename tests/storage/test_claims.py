@@ -136,15 +136,17 @@ def test_a_job_of_parts_has_one_line_of_claims(seed: int) -> None:
 # -- in all orders ---------------------------------------------------------------------------------------------------
 
 
-def test_of_two_sides_of_a_start_one_claims_it(tmp_path: Path) -> None:
-    for seed in range(40):
-        parted(tmp_path / str(seed), seed)
+MANY = [pytest.param(range(at, at + 1000), marks=pytest.mark.campaign(6)) for at in range(0, 10_000, 1000)]
 
 
-@pytest.mark.campaign(seconds=15)
-def test_of_two_sides_of_a_start_one_claims_it_in_a_thousand_orders(tmp_path: Path) -> None:
-    for seed in range(40, 1040):
-        parted(tmp_path / str(seed), seed)
+@pytest.mark.timeout(900)  # takes turns for seconds, and may have a part of a core
+@pytest.mark.parametrize("seeds", [range(40), *MANY], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
+def test_of_two_sides_of_a_start_one_claims_it(tmp_path: Path, seeds: range) -> None:
+    for seed in seeds:
+        try:
+            parted(tmp_path / str(seed), seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
 
 
 @pytest.mark.parametrize("seed", range(10))
