@@ -1,9 +1,12 @@
-"""Attacks on the copies that nodes keep of each other's steps: what was called safe comes back, or is passed over."""
+"""Attacks on a job of several nodes: on the copies that they keep of each other's steps, and on an agent's port."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -119,3 +122,40 @@ def test_a_wait_for_other_nodes_ends_once_an_agent_that_dies_again_and_again_is_
     assert not any(job.faults.values()), job.log()
     waited = [row["safe"] for row in job.rows("step") if row["step"] == 10]
     assert waited == [10, 10], job.log()
+
+
+@pytest.mark.campaign(seconds=30)
+def test_a_flood_of_an_agents_port_costs_a_job_that_trains_nothing(unbroken: Unbroken, lab: Lab) -> None:
+    """From a third node, without the secret: connections by the thousand, silent, slow, of garbage, of wrong proofs."""
+    here, _, stranger = lab.add(), lab.add(), lab.add()
+    steps = 70
+    with Job(lab, Task(str(lab.mount / "run"), str(lab.directory), "fsdp2", 2, steps, _PAUSE), starts=1) as job:
+        job.wait_for_safe()
+        (agent,) = here.processes("rekindle.agent")
+        (record,) = here.inside(f"/dev/shm/rekindle-{os.getuid()}").glob("*/nodes.json")
+        nodes = json.loads(record.read_text())
+        at = nodes["nodes"][nodes["own"]]
+        before, until = uses(agent), time.monotonic() + 4.0
+        words = [sys.executable, "-I", "-S", str(Path(__file__).with_name("flood.py"))]
+        command = stranger.command(*words, at["host"], str(at["port"]), nodes["start"])
+        seen = []
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
+            while time.monotonic() < until:
+                seen.append(uses(agent))
+                time.sleep(0.05)
+            done = json.loads(flood.communicate(timeout=60)[0])
+        job.wait_for_safe(beyond=job.safe_steps()[-1])  # none may come meanwhile: each copy takes a new connection
+        assert here.processes("rekindle.agent") == [agent]
+        job.wait_for_end()
+        out = observe(job, until)
+    assert done["attempts"] > 2000 and len(done) == 7 and min(done.values()) > 20, done
+    memory, files = (max(values) - former for values, former in zip(zip(*seen, strict=True), before, strict=True))
+    assert 100 < files < 150 and memory < 64 << 20, "the limit of 128 was reached, and held"
+    assert not any(job.faults.values()) and out.restarts == 0, job.log()
+    assert out.digests == unbroken.digests("fsdp2", 2, steps)
+
+
+def uses(pid: int) -> tuple[int, int]:
+    """Bytes of memory, and open files, that a process has."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) << 10, len(os.listdir(f"/proc/{pid}/fd"))
