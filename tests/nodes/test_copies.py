@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import suppress
 
 import pytest
@@ -25,6 +26,17 @@ def copied(node: Node) -> list[list[str]]:
         with suppress(FileNotFoundError):  # a newer one takes its place
             found.append([tensor["name"] for tensor in json.loads(path.read_text())["tensors"]])
     return found
+
+
+def memory_of(node: Node) -> list[int]:
+    """Bytes that each snapshot and each copy takes, and each slot that is free."""
+    job = node.inside(f"/dev/shm/rekindle-{os.getuid()}")
+    taken: dict[int, int] = {}
+    for path in [*job.rglob("*.slot"), *job.rglob("*.safetensors")]:
+        with suppress(FileNotFoundError):  # a save or a copy takes it
+            found = path.stat()
+            taken[found.st_ino] = found.st_blocks * 512
+    return list(taken.values()) or [1]
 
 
 @pytest.mark.campaign(seconds=30)
@@ -49,8 +61,15 @@ def test_what_was_safe_gets_to_storage_when_the_job_ends_with_the_loss_of_a_node
     lab.add()
     lost = lab.add()
     options = {"persist_every": 10**6}
-    with Job(lab, Task(str(lab.mount / "run"), str(lab.directory), "fsdp2", 2, 1000, 0.2, options), starts=1) as job:
+    task = Task(str(lab.mount / "run"), str(lab.directory), "fsdp2", 2, 1000, 0.2, options, width=512)
+    with Job(lab, task, starts=1) as job:
         job.wait_for_safe()
+        enough, peak = job.safe_steps()[-1] + 20, 0.0
+        while not job.reached(enough):
+            files = memory_of(lost)
+            peak = max(peak, sum(files) / max(files))
+            time.sleep(0.02)
+        assert 2.5 < peak < 6 * 1.05, "snapshots and copies, in sizes of one of them: what a rank has is all unique"
         safe = job.safe_steps()[-1]
         lost.kill()
         job.wait_for_failure()
