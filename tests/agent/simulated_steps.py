@@ -8,19 +8,20 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+from rekindle.agent import common_step
 from rekindle.agent.common_step import CommonStep, Own, Told
-from rekindle.agent.copier import AGENT_AWAY
+from rekindle.agent.copier import _PATIENCE, AGENT_AWAY
 from rekindle.peers.membership import BEAT_EVERY, SUSPECT, Membership
 
 
 class Harm(NamedTuple):
     """A disturbance of a while: nodes are stopped or cut off, agents are ended, copies fail, or training stands still.
 
-    Nodes that skip leave out snapshots.
+    Nodes that skip leave out snapshots. One that loses its power loses its memory, for good: its harm never ends.
     """
 
     kind: str
-    """"stop", "cut", "agent", "copies", "stall" or "skip"."""
+    """"stop", "cut", "agent", "copies", "stall", "skip" or "power"."""
     nodes: tuple[int, ...]
     begin: float
     end: float
@@ -75,6 +76,8 @@ class SimulatedSteps:
         """By step marked for storage: the nodes that had it in memory when they heard of that."""
         self.safe: list[tuple[float, int]] = []
         """Times at which a step was first called safe, and the step."""
+        self.settled: dict[int, float] = {}
+        """By step that was called safe: when all nodes that were there knew it, or a later one, to be."""
         self._todo: list[tuple[float, int, Callable[[], None]]] = []
 
     def at(self, time: float, do: Callable[[], None]) -> None:
@@ -86,17 +89,26 @@ class SimulatedSteps:
         for node in self.nodes:
             self.at(self.chances.random() * BEAT_EVERY, lambda node=node: self._beat(node))
         for harm in self.harms:
-            if harm.kind == "agent":
-                for number in harm.nodes:
+            for number in harm.nodes:
+                if harm.kind == "agent":
                     self.at(harm.end, self.nodes[number].begin_agent)
+                elif harm.kind == "power":
+                    self.at(harm.begin, lambda number=number: self._lose(self.nodes[number]))
         while self._todo[0][0] < seconds:
             self.now, _, do = heapq.heappop(self._todo)
             do()
+            self._check()
+
+    def _lose(self, node: SimulatedNode) -> None:
+        node.steps, node.copies = [], set()
 
     def _is_harmed(self, kind: str, node: int) -> float:
         """Returns when the harm of a node ends; 0.0 if there is none."""
         ends = [h.end for h in self.harms if h.kind == kind and node in h.nodes and h.begin <= self.now < h.end]
         return max(ends, default=0.0)
+
+    def _are_parted(self, one: int, other: int) -> bool:
+        return bool(self._is_harmed("cut", one)) != bool(self._is_harmed("cut", other))
 
     def _train(self) -> None:
         self.at(max(self.now + self.step_seconds, self._is_harmed("stall", 0)), self._train)
@@ -104,18 +116,21 @@ class SimulatedSteps:
         for node in self.nodes:
             if not self._is_harmed("skip", node.number) or self.step % 3:
                 delay = self.chances.random() * min(0.1, self.step_seconds)
-                self.at(self.now + delay, lambda node=node, step=self.step: node.save(step))
+                self.at(self.now + delay, lambda node=node, step=self.step: self._save(node, step))
+
+    def _save(self, node: SimulatedNode, step: int) -> None:
+        if not self._is_harmed("power", node.number):
+            node.save(step)
 
     def _beat(self, node: SimulatedNode) -> None:
-        resumes = max(self._is_harmed("stop", node.number), self._is_harmed("agent", node.number))
+        resumes = max(self._is_harmed(kind, node.number) for kind in ("stop", "agent", "power"))
         self.at(max(self.now + BEAT_EVERY + 0.05 * self.chances.random() ** 4, resumes), lambda: self._beat(node))
         if resumes:
             return
         self._tick(node)
         told = node.common.told
         for other in node.neighbours:
-            cut = bool(self._is_harmed("cut", node.number)) != bool(self._is_harmed("cut", other))
-            if not cut and self.chances.random() >= self.drops:
+            if not self._are_parted(node.number, other) and self.chances.random() >= self.drops:
                 delay = self.chances.random() * (0.3 if self.chances.random() < 0.02 else 0.02)
                 self.at(self.now + delay, lambda other=other: self._hear(self.nodes[other], node.number, told))
 
@@ -123,7 +138,7 @@ class SimulatedSteps:
         resumes = self._is_harmed("stop", node.number)
         if resumes:
             self.at(resumes + 0.1 * self.chances.random(), lambda: self._hear(node, number, told))
-        elif not self._is_harmed("agent", node.number):
+        elif not self._is_harmed("agent", node.number) and not self._is_harmed("power", node.number):
             node.words[number], node.heard_at[number] = told, self.now
 
     def _tick(self, node: SimulatedNode) -> None:
@@ -139,17 +154,31 @@ class SimulatedSteps:
             self.next_drain = max(self.next_drain, self.now + 3.0)
         if told.drain in node.steps:
             self.drained.setdefault(told.drain, set()).add(node.number)
-        self._check(node, told)
+        if told.safe > (self.safe[-1][1] if self.safe else -1):
+            self.safe.append((self.now, told.safe))
         self._copy(node, told)
 
-    def _check(self, node: SimulatedNode, told: Told) -> None:
-        """All nodes must hold the newest step that anybody calls safe."""
-        newest = self.safe[-1][1] if self.safe else -1
-        if told.safe > newest:
-            self.safe.append((self.now, told.safe))
+    def _check(self) -> None:
+        """Each node must hold what it calls safe, and all that are there the newest step that anybody has called so.
+
+        If they were parted for longer than a step is kept, before all of them knew, they may differ until the next one.
+        """
+        there = [node for node in self.nodes if not self._is_harmed("power", node.number)]
+        for node in there:
+            safe = node.common.told.safe
+            assert safe < 0 or node.holds(safe), f"node {node.number} lacks step {safe}, its own, at {self.now:.2f}"
         if self.safe:
-            lacking = [other.number for other in self.nodes if not other.holds(self.safe[-1][1])]
-            assert not lacking, f"step {self.safe[-1][1]} is safe, and nodes {lacking} lack it at {self.now:.2f}"
+            at, step = self.safe[-1]
+            if all(node.common.told.safe >= step for node in there):
+                self.settled.setdefault(step, self.now)
+            if not self._were_parted(at, self.settled.get(step, self.now)):
+                lacking = [node.number for node in there if not node.holds(step)]
+                assert not lacking, f"step {step} is safe, and nodes {lacking} lack it at {self.now:.2f}"
+
+    def _were_parted(self, begin: float, end: float) -> bool:
+        """True if a cut after which two nodes may have led was on between two times, or had hardly ended."""
+        long = (h for h in self.harms if h.kind == "cut" and h.end - h.begin > common_step._GRACE)
+        return any(harm.begin < end and begin < harm.end + SUSPECT for harm in long)
 
     def _copy(self, node: SimulatedNode, told: Told) -> None:
         name, step = (told.round, told.step), told.step
@@ -179,12 +208,13 @@ class SimulatedSteps:
         self.at(self.now + seconds, end)
 
     def _answers(self, source: SimulatedNode, node: SimulatedNode, name: tuple[int, int]) -> bool:
-        """True if the source has an agent. A node that has waited too long for one gives the copy up."""
-        if not self._is_harmed("agent", source.number):
+        """True if the source has an agent that can be reached. A node that has waited too long gives the copy up."""
+        unreached = self._is_harmed("power", source.number) or self._are_parted(source.number, node.number)
+        if not unreached and not self._is_harmed("agent", source.number):
             node.awaited = (-1, -1)
             return True
         if node.awaited != name:
             node.awaited, node.awaited_at = name, self.now
-        if self.now - node.awaited_at > AGENT_AWAY:
+        if self.now - node.awaited_at > (_PATIENCE if unreached else AGENT_AWAY):
             node.failed = name
         return False
