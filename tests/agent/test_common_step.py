@@ -352,8 +352,11 @@ def test_a_safe_step_outlives_a_node_and_long_cuts(seeds: range, monkeypatch: py
     assert len(seen) == 4, "the trials left something out"
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 20, pytest.param(256, marks=pytest.mark.campaign(60))])
-@pytest.mark.parametrize("step_seconds", [0.02, 0.2, 2.0])
+HEALTHY = [(count, seconds) for count in (2, 3, 5, 20) for seconds in (0.02, 0.2, 2.0)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("count", "step_seconds"), [*HEALTHY, pytest.param(128, 0.2, marks=pytest.mark.campaign(30))])
 def test_a_healthy_job_loses_half_a_second_of_steps_and_the_time_of_a_copy(count: int, step_seconds: float) -> None:
     job = SimulatedSteps(count, random.Random(count), step_seconds, 0.1)
     job.drops = 0.0
