@@ -1,7 +1,12 @@
-"""The example for Slurm, on a small Slurm of three nodes, all of them this machine. Ranks only note that they began."""
+"""The example for Slurm, on a Slurm of four nodes, all of them this machine.
+
+They train a sharded model. What they end with is what an unbroken run ends with, bit for bit. Each node has a memory
+store of its own, which is lost with it.
+"""
 
 from __future__ import annotations
 
+import functools
 import getpass
 import os
 import re
@@ -10,14 +15,24 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples/slurm/train.sbatch"
+from tests.fork_server import context
+from tests.launch import sharded
+from tests.stored import newest
+
+REPO = Path(__file__).parents[2]
+SCRIPT = REPO / "examples/slurm/train.sbatch"
+NODES = ("n1", "n2", "n3", "n4")
+LIMIT = 40
+"""Step at which a job waits for the test, so that a fault comes before its end."""
 LONG = 150.0
 """Seconds that nothing here may take."""
 CONF = """
@@ -25,6 +40,7 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/none
+AuthInfo=cred_expire=5
 CredType=cred/none
 SlurmUser={user}
 SlurmdUser={user}
@@ -40,17 +56,18 @@ SwitchType=switch/none
 MpiDefault=none
 SelectType=select/linear
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,sched_min_interval=0
 ReturnToService=2
 SlurmdTimeout=6
 SlurmdParameters=config_overrides
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
 NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=8
+NodeName=n4 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[4]} CPUs=8
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 pytestmark = [
-    pytest.mark.campaign(seconds=10),
     pytest.mark.timeout(400),
     pytest.mark.skipif(not (shutil.which("slurmctld") and shutil.which("slurmd")), reason="no Slurm is installed"),
 ]
@@ -63,25 +80,55 @@ def until(holds: Callable[[], object]) -> None:
         time.sleep(0.1)
 
 
-class Cluster:
-    """A controller, three nodes, and the example as its job: two nodes train, one is a spare."""
+class Begun(NamedTuple):
+    """A rank that has begun, and the step that it goes on from."""
 
-    def __init__(self, place: Path) -> None:
-        self._place, self._begun, self._word = place, place / "begun", place / "word"
-        self._begun.touch()
-        os.mkfifo(self._word)
-        for name in ("state", "spool-n1", "spool-n2", "spool-n3"):
+    node: str
+    pid: int
+    step: int
+
+
+class Process(NamedTuple):
+    pid: int
+    again: bool
+    """Belongs to the start behind the queue."""
+
+
+class Cluster:
+    """A controller, four nodes, and the example as its job, for so many nodes that train, and so many spares."""
+
+    def __init__(self, place: Path, train: int, spares: int) -> None:
+        self.train, self._nodes = train, train + spares
+        self._place, self._told, self._limit = place, place / "told", place / "limit"
+        self._told.touch()
+        self.go_on(LIMIT)
+        for name in ("state", *(f"spool-{node}" for node in NODES)):
             (place / name).mkdir()
         conf = place / "slurm.conf"
-        ports = _free_ports(5)
+        ports = _free_ports(6)
         conf.write_text(CONF.format(host=socket.gethostname(), ports=ports, user=getpass.getuser(), place=place))
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self._environment = {**os.environ, "SLURM_CONF": str(conf), "PATH": path}
+        # All nodes are one machine, with one /dev/shm: each has a file system of its own in its place.
+        wrapped = place / "bin/rekindle"
+        wrapped.parent.mkdir()
+        wrapped.write_text(
+            f'#!/bin/sh\nexport REKINDLE_MEMORY="{place}/$SLURMD_NODENAME"\n'
+            f'exec "{Path(sys.executable).parent}/rekindle" "$@"\n'
+        )
+        wrapped.chmod(0o755)
+        self._environment = {
+            **os.environ,
+            "SLURM_CONF": str(conf),
+            "PATH": f"{wrapped.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(REPO),
+            "TOLD": str(self._told),
+            "LIMIT": str(self._limit),
+            "PET_NO_WARM": str(int(not spares)),  # its processes cost more than they save where little is tested
+        }
         self._daemons = {"": self._start("slurmctld", "-D")}
-        for node in ("n1", "n2", "n3"):
+        for node in NODES:
             self.start_node(node)
-        until(lambda: self.tell("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "3")
-        self._job = self._submit(ports[4])
+        until(lambda: self.tell("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(len(NODES)))
+        self._job = self._submit(ports[-1])
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
         log = (self._place / "daemons.log").open("ab")
@@ -89,16 +136,15 @@ class Cluster:
             return subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
 
     def _submit(self, port: int) -> str:
-        rank = self._place / "rank.sh"
-        rank.write_text(f"echo $SLURMD_NODENAME $$ >> {self._begun}; exec cat {self._word}")
         text = SCRIPT.read_text()
         for pattern, replacement in (
             (r"#SBATCH --(gpus|exclusive|time).*", ""),
-            (r"--nodes=\d+", "--nodes=3"),
-            (r"train=\d+", "train=2"),
-            (r"--nproc-per-node \d+", "--nproc-per-node 1 --no-python"),
+            (r"--nodes=\d+", f"--nodes={self._nodes}"),
+            (r"train=\d+", f"train={self.train}"),
+            (r"root=.*", f"root={self._place}/run"),
+            (r"--nproc-per-node \d+", "--nproc-per-node 1"),
             (r"\$head:\d+", f"127.0.0.1:{port}"),
-            (r"train\.py .*", f"sh {rank}"),
+            (r"train\.py ", f"{sharded.__file__} "),
         ):
             text, count = re.subn(pattern, replacement, text)
             assert count, f"{pattern} is not in the example"
@@ -114,10 +160,35 @@ class Cluster:
     def start_node(self, node: str) -> None:
         self._daemons[node] = self._start("slurmd", "-D", "-N", node)
 
+    def _lines(self, word: str) -> list[list[str]]:
+        lines = [line.split() for line in self._told.read_text().splitlines()]
+        return [line[1:] for line in lines if line[0] == word]
+
     @property
-    def begun(self) -> list[tuple[str, int]]:
-        """Node and process of each rank that has begun."""
-        return [(line.split()[0], int(line.split()[1])) for line in self._begun.read_text().splitlines()]
+    def begun(self) -> list[Begun]:
+        """Ranks that have begun, those of the first start first."""
+        return [Begun(node, int(pid), int(step)) for _, node, pid, step in self._lines("begun")]
+
+    @property
+    def ended(self) -> dict[int, str]:
+        """Digest of what each rank has ended with."""
+        return {int(rank): digest for rank, digest in self._lines("ended")}
+
+    @property
+    def done(self) -> int:
+        """Newest step that all ranks have completed."""
+        newest = {int(rank): int(step) for rank, step in self._lines("did")}
+        return min(newest.values()) if len(newest) == self.train else 0
+
+    @property
+    def safe(self) -> int:
+        """Newest step that survives the loss of a node, as a rank has been told."""
+        return max((int(step) for _, step in self._lines("safe")), default=0)
+
+    @property
+    def durable(self) -> int:
+        """Newest step on storage; -1 for none."""
+        return newest(self._place / "run")
 
     @property
     def state(self) -> dict[str, str]:
@@ -127,9 +198,18 @@ class Cluster:
     def output(self) -> str:
         return (self._place / "output").read_text()
 
-    def finish(self) -> None:
-        """Have the ranks end well."""
-        os.close(os.open(self._word, os.O_WRONLY | os.O_NONBLOCK))
+    def go_on(self, limit: int) -> None:
+        """Let the ranks train up to a step."""
+        new = self._limit.with_suffix(".new")
+        new.write_text(str(limit))
+        new.rename(self._limit)
+
+    def complete(self) -> None:
+        """Let the job train to its end, and see that this is the end of an unbroken run."""
+        self.go_on(sharded.STEPS)
+        until(lambda: self.state["JobState"] in ("COMPLETED", "FAILED", "NODE_FAIL"))
+        assert self.state["JobState"] == "COMPLETED", self.output
+        assert self.ended == unbroken(self.train) and len(self.ended) == self.train
 
     def terminate(self) -> None:
         """Do what Slurm does at the time of --signal."""
@@ -137,18 +217,32 @@ class Cluster:
 
     def requeue(self) -> None:
         self.tell("scontrol", "requeue", self._job)
+        self.await_requeue()
+
+    def await_requeue(self) -> None:
+        """Kill what the first start has left, the agents, as Slurm does where it has cgroups."""
+        until(lambda: self.state["Restarts"] == "1")
+        for node in NODES:
+            self._kill(found for found in self._processes(node) if not found.again)
 
     def lose(self, node: str) -> None:
-        """Kill all of a node at once."""
+        """Kill all of a node at once, and take its memory."""
         self._daemons[node].kill()
-        found = _processes_of(node, self._environment["SLURM_CONF"])
+        self._kill(self._processes(node))
+        shutil.rmtree(self._place / node, ignore_errors=True)
+
+    def _processes(self, node: str) -> list[Process]:
+        return _processes_of(node, self._environment["SLURM_CONF"])
+
+    def _kill(self, processes: Iterable[Process]) -> None:
+        found = [process.pid for process in processes]
         for pid in [*filter(_is_slurms, map(_parent, found)), *found]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
         self.tell("scancel", self._job)
-        for node in ("n1", "n2", "n3"):
+        for node in NODES:
             self.lose(node)
         for daemon in self._daemons.values():
             daemon.kill()
@@ -163,14 +257,14 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _processes_of(node: str, conf: str) -> list[int]:
-    """Returns the processes of a node's steps: its batch script, launcher and ranks."""
+def _processes_of(node: str, conf: str) -> list[Process]:
+    """Returns the processes of a node's steps: its batch script, launcher, ranks and agent."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             told = (path / "environ").read_bytes().split(b"\0")
             if f"SLURMD_NODENAME={node}".encode() in told and f"SLURM_CONF={conf}".encode() in told:
-                found.append(int(path.name))
+                found.append(Process(int(path.name), b"SLURM_RESTART_COUNT=1" in told))
     return found
 
 
@@ -187,38 +281,98 @@ def _is_slurms(pid: int) -> bool:
     return False
 
 
+@functools.cache
+def unbroken(world: int) -> dict[int, str]:
+    """Returns the digest of what each rank of a run ends with that has no fault, no Checkpointer and no Slurm."""
+    with tempfile.TemporaryDirectory() as place:
+        ranks = [context.Process(target=sharded.alone, args=(rank, world, Path(place))) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(LONG)
+        lines = [line.split() for line in (Path(place) / "told").read_text().splitlines()]
+    return {int(rank): rest[0] for word, rank, *rest in lines if word == "ended"}
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.end()
+def made(tmp_path: Path, mounted: Callable[..., Path]) -> Iterator[Callable[..., Cluster]]:
+    with ExitStack() as clusters:
+
+        def make(train: int, spares: int) -> Cluster:
+            for node in NODES:
+                mounted(node, "-t", "tmpfs", "-o", "size=256m,mode=700", "tmpfs")
+            cluster = Cluster(tmp_path, train, spares)
+            clusters.callback(cluster.end)
+            return cluster
+
+        yield make
 
 
-def test_the_spare_steps_in_for_a_lost_node(cluster: Cluster) -> None:
-    until(lambda: len(cluster.begun) == 2)
-    nodes = {node for node, _ in cluster.begun}
-    lost = max(nodes)  # not the first one, which has the batch script
-    (left, rank) = next(one for one in cluster.begun if one[0] != lost)
-    cluster.lose(lost)
-    os.kill(rank, signal.SIGKILL)  # as by the collective that fails
+@pytest.fixture
+def cluster(made: Callable[..., Cluster]) -> Cluster:
+    """Three nodes train, one is a spare."""
+    return made(train=3, spares=1)
+
+
+def test_a_requeued_job_goes_on(made: Callable[..., Cluster]) -> None:
+    cluster = made(train=2, spares=0)
+    until(lambda: cluster.done >= 5)
+    done = cluster.done
+    cluster.requeue()
+    unbroken(2)  # while Slurm waits, as it does after that
     until(lambda: len(cluster.begun) == 4)
-    assert {node for node, _ in cluster.begun[2:]} == {"n1", "n2", "n3"} - {lost} and left in ("n1", "n2")
-    cluster.finish()
-    until(lambda: cluster.state["JobState"] in ("COMPLETED", "FAILED", "NODE_FAIL"))
-    assert cluster.state["JobState"] == "COMPLETED", cluster.output
+    assert [rank.step for rank in cluster.begun[:2]] == [0, 0]
+    assert all(done <= rank.step <= LIMIT for rank in cluster.begun[2:]), cluster.output
+    cluster.complete()
+
+
+@pytest.mark.campaign(seconds=25)
+def test_a_rank_is_killed_and_the_job_is_requeued(cluster: Cluster) -> None:
+    until(lambda: cluster.done >= 5)
+    done = cluster.done
+    os.kill(cluster.begun[0].pid, signal.SIGKILL)
+    until(lambda: len(cluster.begun) == 6)
+    assert cluster.state["Restarts"] == "0"
+    cluster.requeue()
+    until(lambda: len(cluster.begun) == 9)
+    steps = [rank.step for rank in cluster.begun]
+    assert done <= steps[3] <= steps[6] <= LIMIT, cluster.output
+    cluster.complete()
+
+
+@pytest.mark.campaign(seconds=40)
+def test_the_spare_steps_in_for_a_lost_node(cluster: Cluster) -> None:
+    until(lambda: cluster.safe >= 5)
+    safe = cluster.safe
+    nodes = {rank.node for rank in cluster.begun}
+    lost = max(nodes)  # not the first one, which has the batch script
+    cluster.lose(lost)
+    until(lambda: len(cluster.begun) == 6)
+    assert {rank.node for rank in cluster.begun[3:]} == set(NODES) - {lost}
+    assert all(rank.step >= safe for rank in cluster.begun[3:]), cluster.output
+    cluster.complete()
     assert cluster.state["Restarts"] == "0"
 
 
+@pytest.mark.campaign(seconds=25)
 def test_the_job_begins_anew_by_hand_when_its_first_node_is_lost(cluster: Cluster) -> None:
-    until(lambda: len(cluster.begun) == 2)
+    """Storage bounds what is lost: a second node may have become the spare, whose memory is not read."""
+    until(lambda: cluster.durable > 0)
+    durable = cluster.durable
     cluster.lose("n1")
     until(lambda: "n1" not in cluster.state["NodeList"])
+    cluster.start_node("n1")  # its memory is gone
     cluster.requeue()
-    until(lambda: cluster.state["Restarts"] == "1")  # Slurm itself waits for two minutes then
+    cluster.complete()
+    assert all(rank.step >= durable for rank in cluster.begun[-3:]), cluster.output
 
 
+@pytest.mark.campaign(seconds=20)
 def test_the_job_begins_anew_when_its_time_is_over(cluster: Cluster) -> None:
-    until(lambda: len(cluster.begun) == 2)
+    until(lambda: cluster.done >= 5)
+    done = cluster.done
     cluster.terminate()
-    until(lambda: cluster.state["Restarts"] == "1")
+    cluster.await_requeue()
     assert "ended by SIGTERM" in cluster.output
+    cluster.complete()
+    assert all(rank.step >= done for rank in cluster.begun[-3:]), cluster.output
