@@ -232,7 +232,7 @@ class Cluster:
         shutil.rmtree(self._place / node, ignore_errors=True)
 
     def _processes(self, node: str) -> list[Process]:
-        return _processes_of(node, self._environment["SLURM_CONF"])
+        return _processes_with(f"SLURMD_NODENAME={node}", f"SLURM_CONF={self._environment['SLURM_CONF']}")
 
     def _kill(self, processes: Iterable[Process]) -> None:
         found = [process.pid for process in processes]
@@ -247,6 +247,8 @@ class Cluster:
         for daemon in self._daemons.values():
             daemon.kill()
             daemon.wait()
+        # What watched over a step that has ended may wait for a controller that is gone.
+        self._kill(_processes_with(f"SLURM_CONF={self._environment['SLURM_CONF']}"))
 
 
 def _free_ports(count: int) -> list[int]:
@@ -257,13 +259,13 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _processes_of(node: str, conf: str) -> list[Process]:
-    """Returns the processes of a node's steps: its batch script, launcher, ranks and agent."""
+def _processes_with(*settings: str) -> list[Process]:
+    """Returns the processes with these in their environment: of a node its batch script, launcher, ranks and agent."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             told = (path / "environ").read_bytes().split(b"\0")
-            if f"SLURMD_NODENAME={node}".encode() in told and f"SLURM_CONF={conf}".encode() in told:
+            if all(setting.encode() in told for setting in settings):
                 found.append(Process(int(path.name), b"SLURM_RESTART_COUNT=1" in told))
     return found
 
