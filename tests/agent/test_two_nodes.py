@@ -33,16 +33,16 @@ MISSING = r"step {} is not whole on storage: .* lacks the shard of rank\(s\) {},
 class Node:
     """Has one rank."""
 
-    def __init__(self, memory: Path, root: Path, rank: int, stack: ExitStack) -> None:
-        self.job, self.rank = JobDir(memory / f"node-{rank}" / "job"), rank
+    def __init__(self, memory: Path, root: Path, rank: int, stack: ExitStack, count: int = 2) -> None:
+        self.job, self.rank, self.count = JobDir(memory / f"node-{rank}" / "job"), rank, count
         self.job.create()
-        self.job.write_job(JobInfo(str(root), [rank], 2, 2, None, 600.0))
-        self.slots = Slots(self.job, rank, 2, [rank])
+        self.job.write_job(JobInfo(str(root), [rank], count, count, None, 600.0))
+        self.slots = Slots(self.job, rank, count, [rank])
         stack.callback(self.slots.close)
         self.drainer = Drainer(self.job)
 
     def save(self, step: int) -> None:
-        receipt, data = make_shard(ShardId(step, self.rank, 2, START), {f"x{self.rank}": b"%d" % step})
+        receipt, data = make_shard(ShardId(step, self.rank, self.count, START), {f"x{self.rank}": b"%d" % step})
         commit(self.slots, receipt, data)
 
     def drain(self, step: int) -> bool:
@@ -161,6 +161,18 @@ def test_parts_that_nobody_completes_stay_within_bounds(nodes: tuple[Node, Node]
             assert other.drainer.tick() is True, "within the bound it becomes durable"
     assert partial(root) == [8, 9, 10] and one.drainer.pending() == 10
     assert other.drain(10) and partial(root) == []
+
+
+def test_parts_that_one_of_three_nodes_never_completes_stay_within_bounds(memory: Path, root: Path) -> None:
+    with ExitStack() as stack:
+        for rank in range(3):
+            (memory / f"node-{rank}").mkdir(0o700)
+        one, other, third = (Node(memory, root, rank, stack, 3) for rank in range(3))
+        for step in range(1, 11):
+            assert not one.drain(step) and not other.drain(step)
+            assert len(partial(root)) <= 4, "one writes the newest step before the other"
+        assert partial(root) == [8, 9, 10] and one.drainer.pending() == other.drainer.pending() == 10
+        assert third.drain(10) and partial(root) == [] and durable(root) == [10]
 
 
 def test_a_part_that_another_node_has_begun_is_not_withdrawn(nodes: tuple[Node, Node], root: Path) -> None:

@@ -29,7 +29,7 @@ from rekindle.testing import StoreContract, make_shard
 from tests.interleave import before_call
 from tests.objects.proxy import Proxy
 from tests.objects.servers import Server
-from tests.storage.saved import FIRST, SECOND, save, steps, tidy, write
+from tests.storage.saved import FIRST, SECOND, content, save, steps, tidy, write
 from tests.storage.starts import WAIT, claimed
 from tests.unreadable import unreadable
 
@@ -265,6 +265,53 @@ class TestObjects(StoreContract):
             assert store.prune(1, None) == [1]
         assert met() and steps(store) == [2]
         self.assert_sound()
+
+    def test_parts_that_nobody_completes_are_withdrawn_unless_another_rank_is_just_sending_its_own(self) -> None:
+        store = self.open()
+        for rank in (0, 1):
+            for step in (1, 2, 3, 4, 5):
+                write(store, step, rank, 3)
+        receipt, data = make_shard(ShardId(2, 2, 3, FIRST), content(2, 2))
+        assert store.withdraw(ShardId(5, 0, 3, FIRST), [0], 2) == [1, 2, 3]
+        assert store.withdraw(ShardId(5, 1, 3, FIRST), [1], 4) == [1]
+        assert not any(f"{step_dir(1)}." in name for name in self.everything())
+
+        def meanwhile(nbytes: int) -> None:
+            assert store.withdraw(ShardId(5, 1, 3, FIRST), [1], 2) == [3]
+
+        store.write_shard(receipt, memoryview(data), meanwhile)
+        write(store, 2, 0, 3)
+        assert store.publish(receipt.stamp) and steps(store) == [2]
+        self.assert_sound()
+
+    @pytest.mark.parametrize("withdraws_first", [False, True])
+    def test_a_part_that_is_withdrawn_while_the_last_one_comes_leaves_no_hole(
+        self, monkeypatch: pytest.MonkeyPatch, withdraws_first: bool
+    ) -> None:
+        """At each moment between two requests of one of the two, the other does all of its work."""
+        place, early, seen = self.root, ShardId(1, 0, 2, FIRST), set()
+        for number in count():
+            self.root = f"{place}/run-{number}"
+            for step, rank in ((1, 0), (2, 0), (3, 0), (1, 1), (3, 1)):
+                write(self.open(), step, rank, 2)
+            done: list[bool] = []
+            gone: list[int] = []
+            works = [
+                lambda gone=gone: gone.extend(self.open().withdraw(early, [0], 2)),
+                lambda done=done: done.append(self.open().publish(early)),
+            ]
+            first, second = works if withdraws_first else reversed(works)
+            with monkeypatch.context() as patch:
+                met = before_call(number, Bucket, ("get", "put", "list", "walk", "create", "delete"), second, patch)
+                first()
+            self.assert_sound()
+            assert steps(self.open()) == [1] * (done == [True]) and not (gone and done == [True])
+            assert gone or self.open().publish(early), "all parts are there"
+            self.assert_sound()
+            seen.add(bool(gone))
+            if not met():
+                break
+        assert seen == {False, True} and number > 2
 
     @pytest.mark.campaign(seconds=12)
     @pytest.mark.parametrize("tidies_first", [False, True])

@@ -67,6 +67,36 @@ def test_a_manifest_does_not_come_to_a_directory_that_a_rank_has_made_anew(store
     assert_sound(store)
 
 
+@pytest.mark.parametrize("withdraws_first", [False, True])
+def test_a_part_that_is_withdrawn_while_the_last_one_comes_leaves_no_hole(tmp_path, monkeypatch, withdraws_first):
+    """At each moment between two changes that one of the two makes, the other does all of its work."""
+    early, seen = ShardId(1, 0, 2, FIRST), set()
+    for number in count():
+        store = PosixStore(tmp_path / f"run-{number}")
+        for step in (1, 2, 3):
+            write(store, step, 0, 2)
+        done: list[bool] = []
+        gone: list[int] = []
+
+        def complete(store=store, done=done) -> None:
+            with suppress(FileNotFoundError):  # an agent tries again
+                publish(store, write(store, 1, 1, 2), done)
+
+        works = [lambda store=store, gone=gone: gone.extend(store.withdraw(early, [0], 2)), complete]
+        first, second = works if withdraws_first else reversed(works)
+        with monkeypatch.context() as patch:
+            met = before_call(number, disk, disk.__all__, second, patch)
+            first()
+        assert_sound(store)
+        assert steps(store) == [1] * (done == [True]) and not (gone and done == [True])
+        assert gone or store.publish(early), "all parts are there"
+        assert_sound(store)
+        seen.add(bool(gone))
+        if not met():
+            break
+    assert seen == {False, True} and number > 3
+
+
 def test_a_live_step_gets_its_name_back_that_a_killed_remover_had_moved_aside(store, root):
     save(store, 1, 2)
     (root / step_dir(2)).rename(root / f"{step_dir(2)}.{'d' * 16}.retired")

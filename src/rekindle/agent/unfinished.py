@@ -23,7 +23,7 @@ _OTHER_NODES = 0.2
 _OVERDUE, _TELL_EVERY = 60.0, 30.0
 """Seconds that other nodes get before somebody is told of it, and between two looks whose shard is missing."""
 _MOST = 3
-"""Checkpoints of which this node leaves its shards on storage, while no other node has begun to write its own."""
+"""Checkpoints of which this node leaves its shards on storage. Those that other nodes just write stay besides."""
 _MOST_TOGETHER = 6
 """The same where all nodes keep steps together: one of them is the newest that can be had without a lost node."""
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rekindle.errors import UsageError
 
@@ -26,7 +27,10 @@ except ImportError as failure:
 if TYPE_CHECKING:
     from obstore import UpdateVersion
 
-__all__ = ["Bucket", "Object"]
+__all__ = ["Bucket", "Object", "in_parallel"]
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 _CHUNK = 1 << 20
 """Bytes of a piece of a download. Small, so that a piece is hashed and put in place while the next ones arrive."""
@@ -41,6 +45,8 @@ _SHORT, _SHORT_IN_ALL = timedelta(seconds=10), timedelta(seconds=20)
 _LONG, _LONG_IN_ALL = timedelta(seconds=120), timedelta(seconds=180)
 """Timeout of an upload's part or a shard's range, and the time after which it is not retried. 16 MiB, eight at a time,
 need more than 1.1 MB/s."""
+_REQUESTS = 8
+"""Requests for small objects that are made at a time."""
 _TRIES = 4
 """Retries of a request within that time."""
 _CODE = re.compile(r"<Code>(\w{1,40})</Code>")
@@ -205,3 +211,13 @@ def _sentence(error: BaseException) -> str:
         return "there is no such bucket"
     code = _CODE.search(str(error))
     return str(error).partition("\n")[0].partition(": <?xml")[0][:400] + (f" ({code[1]})" if code else "")
+
+
+def in_parallel(ask: Callable[[_A], _B | None], todo: list[_A]) -> list[_B]:
+    """Calls ``ask`` for each, several at a time. Returns the answers in order, without those that are None."""
+    if len(todo) < 2:
+        answers = [ask(one) for one in todo]
+    else:
+        with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="rekindle-ask") as pool:
+            answers = list(pool.map(ask, todo))
+    return [answer for answer in answers if answer is not None]

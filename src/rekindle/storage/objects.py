@@ -11,12 +11,10 @@ import errno
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from rekindle.common.failpoints import reach
 from rekindle.errors import CorruptError, FormatError
@@ -25,30 +23,26 @@ from rekindle.format.metric import Metric
 from rekindle.format.names import CLAIMS, PINNED, parse_shard_name, receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
 from rekindle.memory.notes import RootIdentity
-from rekindle.storage.bucket import Bucket, Object
+from rekindle.storage.bucket import Bucket, Object, in_parallel
 from rekindle.storage.claims import newest_claim
 from rekindle.storage.copy import verified_pieces
 from rekindle.storage.manifest import Head, build_manifest, read_head, with_metric
 from rekindle.storage.object_files import StepObjects
+from rekindle.storage.retention import surplus_parts
 from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
 from rekindle.storage.uploads import abort_upload, list_unfinished
 
-__all__ = ["ObjectStore"]
+__all__ = ["ObjectStore", "urls_below"]
 
 log = logging.getLogger("rekindle")
 
-_REQUESTS = 8
-"""Small objects that are read at a time."""
 _RACES = 5
 """Attempts at writing a manifest while others write it, too."""
 _REMOVED_WITHIN = 300.0
 """Seconds after a pin, by the service's clock, within which clean-up leaves a pinned step without a manifest alone. Who
 removes it may live, and have looked for a pin before it came: then that pin is just being refused. Its last requests
 take at most 20 s each."""
-
-_A = TypeVar("_A")
-_B = TypeVar("_B")
 
 _STEP = re.compile(r"step-(\d{10})\.json\Z")
 _SHARDS = re.compile(r"step-(\d{10})\.([0-9a-f]{16})\Z")
@@ -96,11 +90,6 @@ class ObjectStore(Store):
             [unread_entry(m.step, f"{self.root}/{m.object.name}", m.error) for m in manifests if m.error is not None],
         )
 
-    def below(self) -> list[str]:
-        """Lists the URLs one level below the root, without those of its own shards and claims. Raises OSError."""
-        names = (name for name in self.bucket.directories() if name != CLAIMS and not _SHARDS.match(name))
-        return [f"{self.root}/{name}" for name in names]
-
     def durable(self, stamp: ShardId) -> bool:
         found = self._manifest_of(stamp.step)
         return found is not None and found.stamp is not None and found.stamp.checkpoint == stamp.checkpoint
@@ -114,7 +103,7 @@ class ObjectStore(Store):
         # A tag changes with the content, so a head that is known by name and tag need not be read again.
         known = self._known
         found = [_Manifest(o, _step(o.name), known[o.name, o.etag]) for o in listed if (o.name, o.etag) in known]
-        found += _in_parallel(self._try_to_read, [o for o in listed if (o.name, o.etag) not in known])
+        found += in_parallel(self._try_to_read, [o for o in listed if (o.name, o.etag) not in known])
         errors = [m.error for m in found if m.error is not None]
         if errors and all(m.stamp is None for m in found):
             raise errors[0]
@@ -165,6 +154,9 @@ class ObjectStore(Store):
         directory = _directory(stamp)
         reach("drain.started", stamp.step)
         name = f"{directory}/{shard_name(stamp.rank, stamp.world)}"
+        if stamp.world > 1:  # nobody sees an upload before its end: other nodes are told that this rank has begun
+            with suppress(FileExistsError, NotImplementedError):
+                self.bucket.create(name, b"")
         pieces = _count_pieces(receipt, source, progress, budget or Budget())
         self.bucket.upload(name, pieces, receipt.file_bytes, source)
         reach("drain.shard", stamp.step)
@@ -186,7 +178,7 @@ class ObjectStore(Store):
         if not self._whole(stamp):
             return self.durable(stamp)  # others may have published it and cleaned up since it was read
         names = [receipt_name(rank, stamp.world) for rank in range(stamp.world)]
-        receipts = _in_parallel(partial(self._receipt, self._files(stamp)), names)
+        receipts = in_parallel(partial(self._receipt, self._files(stamp)), names)
         if len(receipts) < len(names):
             return self.durable(stamp)
         document = build_manifest(receipts, stamp)
@@ -203,7 +195,7 @@ class ObjectStore(Store):
     def _whole(self, stamp: ShardId) -> bool:
         """True if the shards and receipts of all ranks are there."""
         directory, ranks = _directory(stamp), range(stamp.world)
-        there = {o.name for o in self.bucket.walk(directory)}
+        there = {o.name for o in self.bucket.walk(directory) if o.size}  # a shard that was begun is empty
         names = [name(rank, stamp.world) for name in (receipt_name, shard_name) for rank in ranks]
         return there.issuperset(f"{directory}/{name}" for name in names)
 
@@ -260,6 +252,34 @@ class ObjectStore(Store):
             "memory still holds it"
         )
         return FileExistsError(errno.EEXIST, why, f"{self.root}/{step_dir(stamp.step)}.json")
+
+    def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int) -> list[int]:
+        names = {o.name for o in self.bucket.walk()}
+        begun: dict[int, set[int]] = {}
+        for directory, _, file in (name.partition("/") for name in names):
+            match, part = _SHARDS.match(directory), parse_shard_name(file)
+            if match and part and match[2] == stamp.incarnation.id and f"{directory[:15]}.json" not in names:
+                begun.setdefault(int(match[1]), set()).add(part[0])
+        surplus = surplus_parts(begun, ranks, keep)
+        return [step for step in surplus if self._withdraw_parts(replace(stamp, step=step), ranks)]
+
+    def _withdraw_parts(self, stamp: ShardId, ranks: Collection[int]) -> bool:
+        """Removes the parts of ``ranks`` in an unfinished step. Returns False if it has become durable meanwhile.
+
+        The receipts go before the last look: who publishes looks for them after it has written the manifest.
+        """
+        receipts = {}
+        for rank in ranks:
+            name = f"{_directory(stamp)}/{receipt_name(rank, stamp.world)}"
+            with suppress(FileNotFoundError):
+                receipts[name] = self.bucket.get(name)[0]
+        self.bucket.delete(list(receipts))
+        if self.durable(stamp):
+            for name, data in receipts.items():
+                self.bucket.put(name, data)
+            return False
+        self.bucket.delete([f"{_directory(stamp)}/{shard_name(rank, stamp.world)}" for rank in ranks])
+        return True
 
     # -- tidying ------------------------------------------------------------------------------------------------
 
@@ -474,11 +494,7 @@ def _count_pieces(
     reach("drain.written", receipt.stamp.step)
 
 
-def _in_parallel(ask: Callable[[_A], _B | None], todo: list[_A]) -> list[_B]:
-    """Calls ``ask`` for each, several at a time. Returns the answers in order, without those that are None."""
-    if len(todo) < 2:
-        answers = [ask(one) for one in todo]
-    else:
-        with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="rekindle-ask") as pool:
-            answers = list(pool.map(ask, todo))
-    return [answer for answer in answers if answer is not None]
+def urls_below(store: ObjectStore) -> list[str]:
+    """Lists the URLs one level below the root, without those of its own shards and claims. Raises OSError."""
+    names = (name for name in store.bucket.directories() if name != CLAIMS and not _SHARDS.match(name))
+    return [f"{store.root}/{name}" for name in names]

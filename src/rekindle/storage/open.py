@@ -43,7 +43,10 @@ def open_place(target: str, owner: str = "") -> Place:
 
 def urls_below(url: str) -> list[str]:
     """Lists the URLs one level below that of an object store: one request. Raises OSError, or as ``open_store``."""
-    return _objects(url, os.getpid()).below()
+    store = _objects(url, os.getpid())
+    from rekindle.storage import objects  # noqa: PLC0415  as in _objects, which fails first without the package
+
+    return objects.urls_below(store)
 
 
 @lru_cache(maxsize=16)

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from rekindle.storage.direct_io import UncachedFile
 from rekindle.storage.manifest import Head, build_manifest, with_metric
 from rekindle.storage.pin_file import has_pin, write_pin
 from rekindle.storage.removal import move_aside, read_head_in, read_stamp_in, remove_step
-from rekindle.storage.retention import MOST_BY_DEFAULT
+from rekindle.storage.retention import MOST_BY_DEFAULT, surplus_parts
 from rekindle.storage.store import Contents, Published, Store, unread_entry
 from rekindle.storage.throttle import Budget
 
@@ -236,22 +237,36 @@ class PosixStore(Store):
         reach("drain.published", stamp.step)
 
     def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int) -> list[int]:
-        unfinished = []
+        begun = {}
         for path, step, start, kind in self._step_directories():
             if kind == "partial" and start == stamp.incarnation.id:
                 with suppress(FileNotFoundError):  # another process has just published it
                     names = os.listdir(path)
-                    parts = [parse_shard_name(name.removeprefix(".").removesuffix(".tmp")) for name in names]
-                    if MANIFEST not in names and all(part is None or part[0] in ranks for part in parts):
-                        unfinished.append((step, path))
-        surplus = unfinished[:-keep]
-        for _, path in surplus:
-            for rank in ranks:  # and nothing else: others may just have begun
-                disk.unlink(path / receipt_name(rank, stamp.world))
-                disk.unlink(path / shard_name(rank, stamp.world))
-            with suppress(OSError):
-                disk.rmdir(path)
-        return [step for step, _ in surplus]
+                    if MANIFEST not in names:
+                        begun[step] = {part[0] for part in map(_part_of, names) if part is not None}
+        surplus = surplus_parts(begun, ranks, keep)
+        return [step for step in surplus if self._withdraw(replace(stamp, step=step), ranks)]
+
+    def _withdraw(self, stamp: ShardId, ranks: Collection[int]) -> bool:
+        """Removes the parts of ``ranks`` in an unfinished step. Returns False if it has become durable meanwhile.
+
+        The receipts are hidden before the last look: who publishes looks for them after it has written the manifest.
+        """
+        directory = self._partial(stamp)
+        receipts = [receipt_name(rank, stamp.world) for rank in ranks]
+        _rename_in(directory, [(name, f".{name}.tmp") for name in receipts])
+        if self._sync_published(stamp):
+            for path in (directory, self.root / step_dir(stamp.step)):
+                _rename_in(path, [(f".{name}.tmp", name) for name in receipts])
+            return False
+        with suppress(FileNotFoundError):  # another node has withdrawn the last part beside these
+            for name in os.listdir(directory):
+                part = _part_of(name)
+                if part is not None and part[0] in ranks:  # and nothing else: others may just have begun
+                    disk.unlink(directory / name)
+        with suppress(OSError):
+            disk.rmdir(directory)
+        return True
 
     # -- tidying ------------------------------------------------------------------------------------------------
 
@@ -381,6 +396,18 @@ def _files_of(stamp: ShardId) -> set[str]:
     """Returns the names of all shards and receipts of a checkpoint."""
     ranks, world = range(stamp.world), stamp.world
     return {name(rank, world) for rank in ranks for name in (shard_name, receipt_name)}
+
+
+def _part_of(name: str) -> tuple[int, int, str] | None:
+    """Returns what ``parse_shard_name`` does, also for the name of a file that is being written."""
+    return parse_shard_name(name.removeprefix(".").removesuffix(".tmp"))
+
+
+def _rename_in(directory: Path, names: list[tuple[str, str]]) -> None:
+    """Renames those of the files that are in ``directory``."""
+    for before, after in names:
+        with suppress(FileNotFoundError):
+            disk.rename(directory / before, directory / after)
 
 
 @contextmanager

@@ -1,13 +1,13 @@
-"""Decides which durable checkpoints retention keeps: a pure function."""
+"""Decides which checkpoints stay on storage, durable or unfinished: pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rekindle.format.lineage import ShardId
 from rekindle.format.metric import best_of
 
-__all__ = ["MOST_BY_DEFAULT", "surviving"]
+__all__ = ["MOST_BY_DEFAULT", "surplus_parts", "surviving"]
 
 MOST_BY_DEFAULT = 8
 """Checkpoints that stay by default. With eight, one is within a factor of 4 of any age up to some 60 times the
@@ -30,6 +30,17 @@ def surviving(
         return {*_spread(stands), *also}
     newest = stands[-max(_NEWEST if keep is None else keep, 1) :]
     return {*newest, *also, *(stamp for stamp in stands if keep_every and stamp.step % keep_every == 0)}
+
+
+def surplus_parts(begun: Mapping[int, Collection[int]], ranks: Collection[int], keep: int) -> list[int]:
+    """Returns the steps of which the parts of ``ranks`` are to go: ``begun`` has the ranks of each unfinished step.
+
+    The newest ``keep`` stay, and the newest step that each other rank has begun, which may be its slow node's present
+    one. A node that is gone, or writes elsewhere, spares one step and no more.
+    """
+    ours = sorted(step for step, found in begun.items() if not set(ranks).isdisjoint(found))
+    others = {rank: step for step in sorted(begun) for rank in begun[step] if rank not in ranks}
+    return [step for step in ours[:-keep] if step not in others.values()]
 
 
 def _spread(stands: Sequence[ShardId]) -> list[ShardId]:
