@@ -40,6 +40,8 @@ log = logging.getLogger("rekindle.agent")
 
 _TICK = 0.05
 """Seconds between two looks at the files, which take some microseconds."""
+_AGAIN = 1.0
+"""Seconds after which a look that failed is made again: threads or files may be short for a moment."""
 _BEAT = 0.09
 """Seconds after a beat from which on the next look sends another one."""
 
@@ -67,6 +69,8 @@ class MeshKeeper:
         self._named = False
         """True once trainers can read of it."""
         self._beat_at = 0.0
+        self._look_at = 0.0
+        """Time of the next look at the files, after one that failed."""
 
     async def serve(self) -> None:
         """Looks after the mesh until cancelled."""
@@ -88,22 +92,29 @@ class MeshKeeper:
             self._leave()
 
     def _check(self) -> None:
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _AGAIN
+            self._look()
+            self._look_at = 0.0  # nothing has failed
+        if self._mesh is not None and now >= self._beat_at + _BEAT:
+            self._beat_at = now
+            self._mesh.tick(now)
+
+    def _look(self) -> None:
+        """Does what is new in the files. What fails is tried again: the marks of the files come last."""
         mark = mark_of(self._job.paths.job)
         if mark != self._job_mark:
-            self._job_mark = mark
             self._read_job()
+            self._job_mark = mark
         if self._address and not self._named:
             with suppress(OSError):  # memory may be full: the next look tries again
                 write_atomic(self._job.paths.address, json.dumps(self._address).encode())
                 self._named = True
         mark = mark_of(self._job.paths.nodes)
         if mark != self._nodes_mark and self._server is not None:
-            self._nodes_mark = mark
             self._join()
-        now = time.monotonic()
-        if self._mesh is not None and now >= self._beat_at + _BEAT:
-            self._beat_at = now
-            self._mesh.tick(now)
+            self._nodes_mark = mark
 
     def _read_job(self) -> None:
         info = None
@@ -182,13 +193,16 @@ class MeshKeeper:
         nodes = Nodes.read(self._job)
         if self._info is None or nodes is None or nodes.start != self._start or not nodes.here.port:
             return
-        self._leave()
-        self._monitor.others = self._mesh = Mesh(nodes, self._monitor, self._durable, self._info)
-        self._sender = LocalStateSender(self._job, nodes)
-        self._sender.start()
-        if self._monitor.current is not None:
-            self._mesh.tell(self._monitor.current)
-        log.info("is node %s, one of %d", nodes.here.name, len(nodes.nodes))
+        if self._mesh is None or self._mesh.nodes != nodes:
+            self._leave()
+            self._monitor.others = self._mesh = Mesh(nodes, self._monitor, self._durable, self._info)
+            if self._monitor.current is not None:
+                self._mesh.tell(self._monitor.current)
+            log.info("is node %s, one of %d", nodes.here.name, len(nodes.nodes))
+        if self._sender is None:
+            sender = LocalStateSender(self._job, nodes)
+            sender.start()
+            self._sender = sender
 
     def _leave(self) -> None:
         if self._mesh is not None:

@@ -25,6 +25,9 @@ log = logging.getLogger("rekindle.agent")
 _TICK = 0.05
 """Seconds between two looks at ``job.json``: trainers that wait for an address are held up that long."""
 
+_AGAIN = 1.0
+"""Seconds after which what could not be loaded is tried again."""
+
 Mark = tuple[int, int] | None
 """Inode and time of a file, which is replaced when its contents change; None without a file."""
 
@@ -34,14 +37,23 @@ async def serve_mesh(
 ) -> None:
     """Serves as ``rekindle.agent.mesh_keeper.MeshKeeper`` does, as soon as the job needs it, until cancelled."""
     mark = None
-    while (found := mark_of(job.paths.job)) == mark or not _has_host(job):
-        mark = found  # a job on one node does no more than this, for as long as it trains
+    while True:
+        found = mark_of(job.paths.job)
+        with suppress(OSError, FormatError):  # the drain reports it; the next look tries again
+            if found != mark and _has_host(job):
+                break
+            mark = found  # a job on one node does no more than this, for as long as it trains
         await asyncio.sleep(_TICK)
-    try:  # in a thread: faults are noticed meanwhile
-        module: Any = await asyncio.to_thread(importlib.import_module, "rekindle.agent.mesh_keeper")
-    except Exception as error:  # no memory, no open files
-        log.warning("faults on other nodes are noticed late here: %s: %s", type(error).__name__, error)
-        return
+    module: Any = None
+    warned = False
+    while module is None:
+        try:  # in a thread: faults are noticed meanwhile
+            module = await asyncio.to_thread(importlib.import_module, "rekindle.agent.mesh_keeper")
+        except Exception as error:  # no memory, no open files
+            if not warned:
+                log.warning("faults on other nodes are noticed late here: %s: %s", type(error).__name__, error)
+            warned = True
+            await asyncio.sleep(_AGAIN)
     await module.MeshKeeper(job, monitor, durable, stop).serve()
 
 
@@ -55,7 +67,5 @@ def mark_of(path: Path) -> Mark:
 
 
 def _has_host(job: JobDir) -> bool:
-    with suppress(OSError, FormatError):  # the drain reports it
-        info = job.read_job()
-        return info is not None and bool(info.host)
-    return False
+    info = job.read_job()
+    return info is not None and bool(info.host)
