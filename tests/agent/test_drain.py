@@ -26,6 +26,7 @@ from rekindle.format.names import step_dir
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
+from rekindle.memory.starts import write_starts
 from rekindle.session.agent_keeper import AgentKeeper, spawn
 from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
@@ -33,6 +34,8 @@ from rekindle.storage.throttle import Budget
 from rekindle.storage.verify import verify
 from tests.conftest import Disk, commit, make_shard
 from tests.faults.harness import end_agent, wait_for
+from tests.storage.starts import claimed
+from tests.storage.starts import start as a_start
 
 FIRST = Incarnation(1, "a" * 16)
 SECOND = Incarnation(2, "b" * 16, FIRST.id, 2)
@@ -91,6 +94,21 @@ def keeper_without_agent(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> AgentK
     keeper.check()
     wait_for(lambda: job.agent() == os.getpid())
     return keeper
+
+
+# -- the claim of the root -----------------------------------------------------------------------------------------
+
+
+def test_who_drains_keeps_to_the_claim_though_somebody_removes_the_record_of_it(job, root, snapshot):
+    write_starts(job, claimed(PosixStore(root), a_start(1)))
+    drainer = Drainer(job)
+    snapshot(MB)
+    assert drainer.tick()
+    claimed(PosixStore(root), a_start(2))
+    job.paths.starts.unlink()
+    snapshot(MB, step=2)
+    assert not drainer.tick() and "nothing of this start is written there any more" in str(drainer.progress.error)
+    assert_sound(root)
 
 
 # -- the job's description -------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -198,6 +199,25 @@ def test_an_agent_that_cannot_listen_says_so_and_tries_again_at_the_next_start(a
     assert read_address(host.job, nowhere, Incarnation.begin(9).id) is None
     start = begin(host.address)
     assert wait_for(lambda: read_address(host.job, host.address, start))[1] > 0
+
+
+def test_a_node_whose_memory_was_removed_is_in_the_mesh_again(agents: Agents) -> None:
+    """The agent that has lost its directory ends, however late, and the next one listens where the others look."""
+    agents.begin(2)
+    host = agents.hosts[1]
+    former = host.agent
+    assert former is not None
+    host.signal_agent(signal.SIGSTOP)
+    try:
+        shutil.rmtree(host.job.path)
+        assert host.job.retake(host.trainer) and host.job.read_job() is None
+        host.job.write_job_again()
+        host.run_agent()
+        wait_for(lambda: "without a mesh" in host.log(), what="a try")
+    finally:
+        former.kill()
+        former.wait()
+    wait_for(lambda: agents.hosts[0].state(1) == host.state(0) == "there", what="the mesh")
 
 
 def test_nodes_keep_each_others_part_of_a_step_and_an_agent_that_is_killed_changes_nothing(agents: Agents) -> None:

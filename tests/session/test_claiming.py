@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from rekindle.session.claiming import Stake, claim_again, stake_claim
 from rekindle.session.group import SingleProcess
 from rekindle.storage.claims import claim_root, hold_claim, newest_claim
 from rekindle.storage.posix import PosixStore
+from tests.faults.harness import wait_for
+from tests.storage.starts import claimed, start
 from tests.test_checkpointer import Training
 
 
@@ -104,6 +108,29 @@ def test_without_memory_too(root: Path, memory: Path) -> None:
         late.save(3, wait="durable", timeout=60.0)
     end(late)
     assert [entry.stamp.step for entry in PosixStore(root).published()][-1] == 2
+
+
+def test_a_start_whose_memory_was_removed_keeps_its_claim(root: Path, memory: Path) -> None:
+    late, store = train(root, memory, 2), PosixStore(root)
+    job = late._session.job_dir
+    record = read_starts(job)
+    assert record is not None
+    while job.path.exists():  # its agent goes on putting files there meanwhile
+        shutil.rmtree(job.path, ignore_errors=True)
+    steps = count(3)
+
+    def saves_into_memory() -> bool:
+        late.save(next(steps))
+        return any(job.snapshots.shard_ids())
+
+    wait_for(saves_into_memory, what="memory that is back")
+    assert read_starts(job) == record
+    claimed(store, start(9))
+    last = next(steps)
+    late.save(last)
+    wait_for(lambda: "nothing of this start is written there any more" in job.notes.drain_error())
+    end(late)
+    assert last not in [entry.stamp.step for entry in store.published()]
 
 
 # -- the meeting -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from rekindle.agent.backlog import Backlog, local_ranks
 from rekindle.agent.compile_carrier import CompileCarrier
@@ -18,6 +17,7 @@ from rekindle.agent.stand_in import StandIn
 from rekindle.agent.unfinished import Unfinished
 from rekindle.common.os_errors import describe_error, explain
 from rekindle.errors import CorruptError, FormatError
+from rekindle.format.claim import Starts
 from rekindle.format.lineage import ShardId, continued_by_another
 from rekindle.format.shard import OpenShard
 from rekindle.memory.clean_up import remove_departed_ranks
@@ -113,6 +113,8 @@ class Drainer:
         self._limit_at = 0.0
         self._unread: str | None = None
         """Reason why the job's description can't be read; None when it can."""
+        self._starts: Starts | None = None
+        """Record of the start that writes, as it was last seen."""
         self._budget = Budget()
         """One for all ranks of the node, whose shards are carried one after the other."""
 
@@ -169,7 +171,7 @@ class Drainer:
                 return False
             self._budget.limit = info.drain_limit
             # A new one each time: all that it has to know from one drain to the next is noted in memory.
-            committer = Committer(open_store(info.root), self.job, partial(read_starts, self.job))
+            committer = Committer(open_store(info.root), self.job, self._read_starts)
             self._ask_again(info, committer)
             copy = self._next(info, committer)
             done = self._drain(info, committer, copy) if copy is not None else self._stand_in(info, committer)
@@ -208,6 +210,13 @@ class Drainer:
         if self._unread is not None:
             self._unread = self.progress.error = None
         return info
+
+    def _read_starts(self) -> Starts | None:
+        """Returns the record of the start that writes: the last one seen, while somebody has removed it."""
+        starts = read_starts(self.job)
+        if starts is not None and starts.settled:  # else the start may be refused, and its record be taken back
+            self._starts = starts
+        return starts or self._starts
 
     def _failed(self, why: str, info: JobInfo | None, copy: StoredCopy | None, *, for_good: bool) -> None:
         """Puts the drain off, or gives a damaged snapshot up for good; frees what storage has taken of it."""

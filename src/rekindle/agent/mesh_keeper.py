@@ -133,15 +133,21 @@ class MeshKeeper:
     # -- being reachable ----------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Listens on the job's address. A former agent's is taken out of the trainers' sight."""
+        """Listens on the job's address. A former agent's is taken out of the trainers' sight.
+
+        Raises OSError where only one port is of use, and a former agent has it still.
+        """
+        known = self._known_port()
         if self._server is not None:
             _in_background(self._server.close)
             self._server = None
         self._address = {"pid": os.getpid(), "host": self._host, "port": 0, "start": self._start}
         self._named = False
         try:
-            listener = _bind(self._host, self._former_port())
+            listener = listen(self._host, known) if known else _bind(self._host, self._former_port())
         except OSError as error:
+            if known:
+                raise
             log.warning(
                 "can't listen to other nodes on %s, so faults there are noticed late; $REKINDLE_ADDRESS gives "
                 "another address: %s",
@@ -154,6 +160,14 @@ class MeshKeeper:
         self._server.start()
         self._address["port"] = listener.getsockname()[1]
         log.info("listens to other nodes on %s port %d", self._host, self._address["port"])
+
+    def _known_port(self) -> int:
+        """Returns the port at which the other nodes of the start that trains look for this one; 0 if none is known."""
+        with suppress(FormatError):
+            nodes = Nodes.read(self._job)
+            if nodes is not None and (nodes.start, nodes.here.host) == (self._start, self._host):
+                return nodes.here.port
+        return 0
 
     def _former_port(self) -> int:
         """Returns the port on which the agent before has listened: other nodes know it. 0 if there was none."""

@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -119,6 +119,8 @@ class JobDir:
         self.notes = Notes(self.paths)
         self.snapshots = Snapshots(self.paths)
         self._written: JobInfo | None = None
+        self._beside: dict[Path, Callable[[JobDir], object]] = {}
+        """By file that says more of the job than ``job.json``: what writes it again, should somebody remove it."""
 
     @staticmethod
     def of(root: Root, base: Path) -> JobDir:
@@ -227,9 +229,25 @@ class JobDir:
         self._written = job
         write_atomic(self.paths.job, json.dumps(job.to_json()).encode())
 
+    def keep_beside(self, path: Path, write: Callable[[JobDir], object] | None) -> None:
+        """Has ``write`` called whenever ``path`` is missing, before ``job.json`` is written again. None ends that.
+
+        An agent that finds ``job.json`` then finds whose claim of the root counts, and the other nodes.
+        """
+        if write is None:
+            self._beside.pop(path, None)
+        else:
+            self._beside[path] = write
+
+    def _write_beside(self) -> None:
+        for path, write in tuple(self._beside.items()):
+            if not path.exists():
+                write(self)
+
     def write_job_again(self) -> None:
         """Writes ``job.json`` once more, if this process wrote it and somebody removed it."""
         if self._written is not None and not self.paths.job.exists():
+            self._write_beside()
             self.write_job(self._written)
 
     def mend_job(self) -> None:
@@ -239,6 +257,7 @@ class JobDir:
         """
         if self._written is None:
             return
+        self._write_beside()
         try:
             if self.read_job() is not None:
                 return

@@ -86,7 +86,11 @@ class Nodes:
         return next(node for node in self.nodes if rank in node.ranks)
 
     def write(self, job: JobDir) -> None:
-        """Replaces the record in the job's directory; only this user can read it. Raises OSError."""
+        """Replaces the record in the job's directory, also whenever somebody removes it while this process trains.
+
+        Only this user can read it. Raises OSError.
+        """
+        job.keep_beside(job.paths.nodes, self.write)
         fields = {**asdict(self), "secret": self.secret.hex()}
         replace_file(job.paths.nodes, [json.dumps(fields).encode()])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rekindle.errors import FormatError
@@ -34,7 +35,11 @@ def read_starts(job: JobDir) -> Starts | None:
 
 
 def write_starts(job: JobDir, starts: Starts) -> None:
-    """Replaces the record. Raises OSError when memory is gone, or has no page for a first record."""
+    """Replaces the record, also whenever somebody removes it while this process trains.
+
+    Raises OSError when memory is gone, or has no page for a first record.
+    """
+    job.keep_beside(job.paths.starts, partial(write_starts, starts=starts))
     past = [asdict(one) for one in starts.past[-_MOST:]]
     value = {"own": asdict(starts.own), "past": past, "settled": starts.settled}
     data = json.dumps(value).encode()
@@ -47,6 +52,7 @@ def write_starts(job: JobDir, starts: Starts) -> None:
 
 def forget_starts(job: JobDir) -> None:
     """Removes the record. Raises OSError."""
+    job.keep_beside(job.paths.starts, None)
     job.paths.starts.unlink(missing_ok=True)
 
 

@@ -179,6 +179,7 @@ def _tell_agent(job: JobDir, nodes: Nodes, until: float) -> bool:
     """Tells the agent of this node of the others. True once it speaks with whoever has the secret of this start."""
     try:
         if not nodes.here.port:
+            job.keep_beside(job.paths.nodes, None)
             job.paths.nodes.unlink(missing_ok=True)  # an earlier start's
             return False
         nodes.write(job)
