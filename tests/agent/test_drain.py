@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from rekindle.agent.drain import Drainer
 from rekindle.agent.http import send_request
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import step_dir
+from rekindle.memory import starts
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
@@ -109,6 +111,21 @@ def test_who_drains_keeps_to_the_claim_though_somebody_removes_the_record_of_it(
     snapshot(MB, step=2)
     assert not drainer.tick() and "nothing of this start is written there any more" in str(drainer.progress.error)
     assert_sound(root)
+
+
+def test_a_record_that_cant_be_read_for_a_moment_lets_nothing_pass(job, root, snapshot, monkeypatch):
+    write_starts(job, claimed(PosixStore(root), a_start(1)))
+    claimed(PosixStore(root), a_start(2))
+    snapshot(MB)
+    drainer = Drainer(job)
+
+    def refuse(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(starts, "read_file", refuse)
+        assert not drainer.tick() and "Too many open files" in str(drainer.progress.error)
+    assert not PosixStore(root).published()
 
 
 # -- the job's description -------------------------------------------------------------------------------------------

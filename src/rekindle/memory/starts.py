@@ -25,12 +25,15 @@ _MOST = 200
 
 
 def read_starts(job: JobDir) -> Starts | None:
-    """Returns the record; None where there is none, as after a good end, or where it can't be read."""
+    """Returns the record; None where there is none, as after a good end, or where it is damaged.
+
+    Raises OSError where it can't be read at the moment: who drains must not go on as if there were no claim.
+    """
     try:
         value = loads(read_file(job.paths.starts))
         past = tuple(_past_from_json(one) for one in value["past"])
         return Starts(Claim.from_json(value["own"]), past, bool(value["settled"]))
-    except (OSError, FormatError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, FormatError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -138,7 +138,7 @@ def _look(
                 in_memory=inventory.in_memory,
                 storage_state=inventory.storage_state,
                 problem=problem,
-                starts=read_starts(session.job) if first_on_node and session.job is not None else None,
+                starts=_remembered(session.job) if first_on_node else None,
                 used=bool(inventory.stored) if inventory.storage_error is None else None,
             )
         )
@@ -147,6 +147,13 @@ def _look(
     if group.rank == 0 and inventory.storage_error is None:
         warn_of_capability(store)
     return reports
+
+
+def _remembered(job: JobDir | None) -> Starts | None:
+    """Returns the record of the starts that this node remembers; None where there is none, or it can't be read."""
+    with suppress(OSError):
+        return None if job is None else read_starts(job)
+    return None
 
 
 def _refuse_differences(arrivals: list[_Arrival]) -> None:
