@@ -258,6 +258,7 @@ class PosixStore(Store):
         if self._sync_published(stamp):
             for path in (directory, self.root / step_dir(stamp.step)):
                 _rename_in(path, [(f".{name}.tmp", name) for name in receipts])
+            self._sync_published(stamp)
             return False
         with suppress(FileNotFoundError):  # another node has withdrawn the last part beside these
             for name in os.listdir(directory):
