@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tests.nodes.job import Job
 from tests.nodes.lab import Node
+from tests.nodes.strikes import signal_agent
 
 __all__ = ["HARMS", "Harm"]
 
@@ -47,14 +48,13 @@ def _kill_ranks(job: Job, dice: random.Random) -> None:
 
 
 def _kill_agent(job: Job, dice: random.Random) -> None:
-    for pid in _node(job, dice).processes("rekindle.agent"):
-        os.kill(pid, signal.SIGKILL)
+    node = _node(job, dice)
+    killed = signal_agent(job, node, signal.SIGKILL)
+    job.wait_until(lambda: bool(set(node.processes("rekindle.agent")) - set(killed)), "agent in place of it")
 
 
 def _stop_agent(job: Job, dice: random.Random) -> None:
-    agents = _node(job, dice).processes("rekindle.agent")
-    for pid in agents:
-        os.kill(pid, signal.SIGSTOP)
+    agents = signal_agent(job, _node(job, dice), signal.SIGSTOP)
     time.sleep(dice.uniform(0.5, 4.0))
     for pid in agents:
         os.kill(pid, signal.SIGCONT)
@@ -98,9 +98,7 @@ def _lose_behind(number: int) -> _Strike:
 
     def strike(job: Job, dice: random.Random) -> None:
         nodes = [job.node_of(rank) for rank in range(job.task.world)]
-        struck = [pid for node in nodes if dice.random() < 0.7 for pid in node.processes("rekindle.agent")]
-        for pid in struck:
-            os.kill(pid, number)
+        struck = [pid for node in nodes if dice.random() < 0.7 for pid in signal_agent(job, node, number)]
         time.sleep(dice.uniform(0.0, 2.0))
         _lose(power=False)(job, dice)
         time.sleep(2.0)

@@ -18,7 +18,7 @@ from tests.nodes.lab import Lab, Node
 from tests.nodes.ranks import start_rank
 from tests.nodes.train import Task
 
-__all__ = ["POLL", "Job"]
+__all__ = ["KEEP_ALIVE", "POLL", "Job"]
 
 POLL = 0.05
 """Seconds between looks at anything."""
@@ -26,7 +26,7 @@ _GRACE = 30.0
 """Seconds between SIGTERM and SIGKILL, as torchrun's."""
 _OTHERS = 1.0
 """Seconds after which launchers on other nodes hear that one has to start its ranks again: they ask each second."""
-_KEEP_ALIVE = 20.0
+KEEP_ALIVE = 20.0
 """Seconds after which launchers end all other ranks when a node is lost: agents have noticed it by then."""
 _ENOUGH = 90.0
 """Seconds to wait for a node in place of one that is lost, or out of reach."""
@@ -49,6 +49,8 @@ class Job:
         self.faults: dict[str, list[Fault]] = {}
         """By node: the faults that its agent has noted, in order."""
         self.agent_logs: dict[str, str] = {}
+        self.away = 0
+        """Steps that were made while an agent was away, and those in which nothing comes to be node-safe after that."""
         self.problem = ""
         """Reason why it was given up, if it was."""
         self._ranks: list[tuple[Node, BaseProcess]] = []
@@ -207,7 +209,7 @@ class Job:
             ended = {node for node, process in self._ranks if process.exitcode not in (None, 0)}
             failed = failed or (now if any(node.alive for node in ended) else 0.0)
             lost = lost or (now if any(not node.alive for node in ended) else 0.0)
-            late = (failed and now > failed + _OTHERS) or (lost and now > lost + _KEEP_ALIVE)
+            late = (failed and now > failed + _OTHERS) or (lost and now > lost + KEEP_ALIVE)
             for node in {node for node, _ in self._ranks}:
                 if node not in told and node.alive and (late or node in ended):
                     told[node] = now

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from math import ceil
+from pathlib import Path
 
 from tests.nodes.job import Job
+from tests.nodes.lab import Node
+
+SLOW_MEGABITS = 500
+"""A second, of the link to a node that has to get a large state."""
+_UNTIL_SAFE = 4.5
+"""Seconds in which steps may not come to be node-safe once an agent that was killed is followed: docs/nodes.md."""
+_REACH = """
+import socket
+try:
+    socket.create_connection(("{}", 9), 0.3)
+except ConnectionRefusedError:
+    print("refused")
+except OSError:
+    print("nothing")
+"""
 
 
 def kill_rank(job: Job) -> None:
@@ -30,19 +48,35 @@ def _ranks(job: Job) -> range:
 
 
 def kill_agent(job: Job) -> None:
-    _signal_agent(job, signal.SIGKILL)
+    """Returns when another one has followed, and hears the other nodes."""
+    signal_agent(job, job.lab.nodes[1], signal.SIGKILL)
+    job.wait_until(lambda: job.agent_logs["nodeb"].count("is node nodeb") == 2, "new agent in the mesh")
 
 
 def stop_agent(job: Job) -> None:
     """For three seconds."""
-    _signal_agent(job, signal.SIGSTOP)
+    stopped = signal_agent(job, job.lab.nodes[1], signal.SIGSTOP)
     time.sleep(3.0)
-    _signal_agent(job, signal.SIGCONT)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
 
 
-def _signal_agent(job: Job, number: int) -> None:
-    for pid in job.lab.nodes[1].processes("rekindle.agent"):
+def signal_agent(job: Job, node: Node, number: int) -> list[int]:
+    """Sends it to the agent of a node, once there is one. Returns its processes, when they have ended or stopped."""
+    job.wait_until(lambda: bool(node.processes("rekindle.agent")), f"agent on {node.name}")
+    found = node.processes("rekindle.agent")
+    for pid in found:
         os.kill(pid, number)
+    job.wait_until(lambda: all(_state(pid) in "TZ" for pid in found), f"agent struck on {node.name}")
+    return found
+
+
+def _state(pid: int) -> str:
+    """The letter of a process's state, as ps shows it; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def power(job: Job) -> None:
@@ -65,8 +99,19 @@ def power_of_the_leader(job: Job) -> None:
     job.lab.nodes[0].lose_power()
 
 
+def power_beside_a_slow_spare(job: Job) -> None:
+    """All bytes that the spare node needs come over a link of a known rate."""
+    found = [job.node_of(rank) for rank in range(job.task.world)]
+    next(node for node in job.lab.nodes if node not in found).slow_down(f"{SLOW_MEGABITS}mbit")
+    power_beside_a_spare(job)
+
+
 def fin(job: Job) -> None:
     _lose(job, 1, power=False)
+
+
+def fin_of_the_first(job: Job) -> None:
+    _lose(job, 0, power=False)
 
 
 def _lose(job: Job, index: int, *, power: bool) -> None:
@@ -81,8 +126,17 @@ def _lose(job: Job, index: int, *, power: bool) -> None:
 
 
 def lose_second_domain(job: Job) -> None:
-    """All nodes of a domain lose their power at once. As many fresh ones come."""
-    lost = [node for node in job.lab.nodes if node.domain == job.lab.nodes[-1].domain]
+    """All nodes of a domain lose their power at once."""
+    _lose_at_once(job, [node for node in job.lab.nodes if node.domain == job.lab.nodes[-1].domain])
+
+
+def lose_two_that_are_no_partners(job: Job) -> None:
+    """Of four nodes, of which each copies from the next but one, the two in the middle lose their power at once."""
+    _lose_at_once(job, job.lab.nodes[1:3])
+
+
+def _lose_at_once(job: Job, lost: list[Node]) -> None:
+    """As many fresh ones come."""
     for node in lost:
         node.cut()
     for node in lost:
@@ -106,10 +160,10 @@ def _newest(job: Job) -> int:
 
 def lose_with_a_new_agent(job: Job) -> None:
     """The agent of the lost node was killed before, and has been followed by another one."""
-    mark = "is node nodeb"
+    before = _newest(job)
     kill_agent(job)
-    job.wait_until(lambda: job.agent_logs["nodeb"].count(mark) == 2, "new agent in the mesh")
     newest = _newest(job)
+    job.away = newest - before + ceil(_UNTIL_SAFE / job.task.pause)
     job.wait_for_step(newest + 3)
     job.wait_for_safe(beyond=newest)
     _lose(job, 1, power=True)
@@ -141,23 +195,29 @@ def preempt(job: Job) -> None:
 def blip(seconds: float) -> Callable[[Job], None]:
     """The cable of a node is out of the switch for a moment."""
 
-    def strike(job: Job) -> None:
-        job.lab.nodes[1].cut()
-        time.sleep(seconds)
-        job.lab.nodes[1].heal()
-
-    return strike
+    return lambda job: _break_for(seconds, job, Node.cut, Node.heal)
 
 
 def mute(seconds: float) -> Callable[[Job], None]:
     """What a node sends is lost for a moment, and it still hears all others."""
 
-    def strike(job: Job) -> None:
-        job.lab.nodes[1].mute()
-        time.sleep(seconds)
-        job.lab.nodes[1].unmute()
+    return lambda job: _break_for(seconds, job, Node.mute, Node.unmute)
 
-    return strike
+
+def _break_for(seconds: float, job: Job, break_it: Callable[[Node], None], mend: Callable[[Node], None]) -> None:
+    """Lets the second node's link be broken for so long, and sees that it is, and is not any more after that."""
+    node = job.lab.nodes[1]
+    break_it(node)
+    until = time.monotonic() + seconds
+    assert _reaches_first(job) == "nothing\n", "the link is not broken"
+    time.sleep(max(0.0, until - time.monotonic()))
+    mend(node)
+    job.wait_until(lambda: _reaches_first(job) == "refused\n", "link again")
+
+
+def _reaches_first(job: Job) -> str:
+    """What the second node hears when it connects to a port of the first one at which nobody listens."""
+    return job.lab.nodes[1].run(sys.executable, "-IS", "-c", _REACH.format(job.lab.nodes[0].address))
 
 
 def slow(job: Job) -> None:
@@ -166,9 +226,14 @@ def slow(job: Job) -> None:
 
 def lose_mount(job: Job) -> None:
     """The storage is out of a node's sight for three seconds."""
-    job.lab.nodes[1].unmount()
+    node = job.lab.nodes[1]
+    seen = node.inside(job.task.root)
+    assert seen.exists()
+    node.unmount()
+    assert not seen.exists()
     time.sleep(3.0)
-    job.lab.nodes[1].remount()
+    node.remount()
+    assert seen.exists()
 
 
 def kill_rank_on_a_slow_link(job: Job) -> None:

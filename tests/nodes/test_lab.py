@@ -63,12 +63,25 @@ def test_links_are_cut_muted_and_healed(lab: Lab) -> None:
         assert not hears(other)
         mend()
         assert hears(other)
-    if shutil.which("tc"):
-        other.slow_down("1mbit")
-        assert hears(other)
     (inner,) = one.processes("9999")
     os.kill(inner, signal.SIGKILL)
     server.communicate(timeout=30)
+
+
+def test_a_link_is_slowed_down_to_its_rate(lab: Lab) -> None:
+    if not shutil.which("tc"):
+        pytest.skip("there is no tc")
+    one, other = lab.add(), lab.add()
+    give = "import socket; s = socket.create_server(('', 9999)); print('up', flush=True); c = s.accept()[0]; "
+    give += "c.sendall(bytes(160 << 10))"
+    take = "import socket, time; s = socket.create_connection(('nodea', 9999)); began = time.monotonic()\n"
+    take += "while s.recv(1 << 16): pass\nprint(time.monotonic() - began)"
+    other.slow_down("1mbit")
+    server = subprocess.Popen(one.command(sys.executable, "-IS", "-c", give), stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None and server.stdout.readline() == "up\n"
+    seconds = float(other.run(sys.executable, "-IS", "-c", take))
+    server.communicate(timeout=30)
+    assert seconds > 0.9  # 32 KiB pass at once, the other 128 at 1 Mbit/s
 
 
 def test_a_lost_node_says_goodbye_or_does_not(lab: Lab) -> None:
