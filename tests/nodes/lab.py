@@ -6,11 +6,13 @@ that have no names: they end with their processes, and those with the process th
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,7 +52,10 @@ class Node:
         self._port = f"p-{self.name}"
         self.connected = True
         """False while its cable is out of the switch, or nobody hears what it sends."""
-        self._killed = False
+        self.lost_at = math.inf
+        """When it was killed; infinite until then."""
+        self.silently = False
+        """True if it lost its power, so that nobody has heard of its end."""
         self.leaving = False
         """True once it has been told that it will be taken away: no new start may count on it."""
         words = [*_NAMESPACES, "--fork", "--kill-child=KILL", "--", sys.executable, "-I", "-S", str(_FIRST_PROCESS)]
@@ -100,7 +105,7 @@ class Node:
 
     @property
     def alive(self) -> bool:
-        return not self._killed and self._process.poll() is None
+        return self.lost_at == math.inf and self._process.poll() is None
 
     @property
     def usable(self) -> bool:
@@ -117,7 +122,8 @@ class Node:
     def kill(self) -> None:
         """All its processes are killed, and the kernel closes their connections."""
         if self.alive:
-            self._killed = True  # first: whoever sees a process end must see that the node is no more
+            # First: whoever sees a process end must see that the node is no more.
+            self.lost_at, self.silently = time.monotonic(), not self.connected
             os.kill(self.pid, signal.SIGKILL)
             self._process.wait(_LIMIT)
 

@@ -77,7 +77,7 @@ def _rows(words: tuple[str, ...], place: Path) -> Iterator[Row]:
         directory.mkdir()
         try:
             out = play(case, kind, directory)
-            wrong = judge(case, kind, out, unbroken.digests(kind, case.world, case.steps))
+            wrong = judge(case, kind, out, unbroken.digests(kind, case.world, case.steps, case.width), slack=0.0)
         except AssertionError as error:
             out, wrong = Outcome(), [str(error)]
             click.echo(str(error)[-6000:], err=True)
@@ -94,7 +94,7 @@ def _texts(case: Case, kind: str, out: Outcome, wrong: list[str]) -> Row:
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
 
-    signs = [(name, at, " (silent)") for name, at in out.silent.items()]
+    signs = [(name, min(found.values()), " (silent)") for name, found in out.silent.items()]
     signs += [(name, at, "") for name, (at, _) in out.noticed.items()]
     noticed = ", ".join(f"{name[4:].upper()} {at:.2f}{words}" for name, at, words in sorted(signs))
     where = f"{out.resumed}, {' and '.join(dict.fromkeys(out.places))}" if out.restarts else "-"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.nodes.cases import CASES, Unbroken, judge, play
 from tests.nodes.job import Job
 from tests.nodes.lab import Lab
-from tests.nodes.train import Task
+from tests.nodes.train import KINDS, Task
 
 CELLS = [(name, kind) for name, case in CASES.items() for kind in case.kinds]
 
@@ -19,14 +20,16 @@ CELLS = [(name, kind) for name, case in CASES.items() for kind in case.kinds]
 def test_a_fault(name: str, kind: str, unbroken: Unbroken, tmp_path: Path) -> None:
     case = CASES[name]
     out = play(case, kind, tmp_path)
-    assert judge(case, kind, out, unbroken.digests(kind, case.world, case.steps)) == [], out
+    assert judge(case, kind, out, unbroken.digests(kind, case.world, case.steps, case.width)) == [], out
 
 
 @pytest.mark.campaign(seconds=15)
-def test_a_node_without_the_storage_does_not_train(lab: Lab) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_node_without_the_storage_is_named_and_does_not_train(kind: str, lab: Lab) -> None:
     lab.add()
     lab.add(mounted=False)
-    with Job(lab, Task(str(lab.mount / "run"), str(lab.directory)), starts=1) as job:
+    with Job(lab, Task(str(lab.mount / "run"), str(lab.directory), kind), starts=1) as job:
         said = job.wait_for_failure()
-    assert "UsageError" in said and "mount the same file system" in said, said
+    why = r"UsageError: .*: node nodeb \(rank 1\) does not see what node nodea .*: mount the same file system"
+    assert re.search(why, said), said
     assert not job.rows("step")

@@ -11,7 +11,7 @@ from tests.nodes.outcome import Outcome
 def outcome_of(name: str, kind: str, unbroken: Unbroken, directory: Path) -> Outcome:
     case = CASES[name]
     out = play(case, kind, directory)
-    assert judge(case, kind, out, unbroken.digests(kind, case.world, case.steps)) == [], out
+    assert judge(case, kind, out, unbroken.digests(kind, case.world, case.steps, case.width)) == [], out
     return out
 
 
