@@ -41,7 +41,8 @@ _SILENT = 2.0
 _AGAIN = 10.0
 """Seconds that a restart may take once nothing else has to be waited for: launchers that are not warm load torch."""
 _GIVEN_UP, _SILENT_LAUNCHER = 10.0, 3.0
-"""Seconds until agents give up a node without power, and until ``rekindle run`` does: it ends all ranks then."""
+"""Seconds until agents give up a node without power, and until launchers do: these end all ranks then if a spare is
+there, else when a fresh node is."""
 _KILLED, _LOST = "^signal: rank 1 was killed by SIGKILL$", "^lost: node ({lost}) "
 _WIDTH = 1706
 _BYTES, _BYTES_A_SECOND = 36 * _WIDTH**2, strikes.SLOW_MEGABITS * 1e6 / 8
@@ -334,7 +335,7 @@ CASES = {
             _TOLD,
             ("ddp",),
             lost_node=True,
-            takes=_SILENT_LAUNCHER,
+            takes=_GIVEN_UP,
             launcher="rekindle run",
             steps=60,
         ),
@@ -353,7 +354,7 @@ CASES = {
             _TOLD,
             ("ddp",),
             lost_node=True,
-            takes=_SILENT_LAUNCHER,
+            takes=_GIVEN_UP,
             launcher="torchrun",
         ),
         Case(
