@@ -158,10 +158,10 @@ def test_one_that_was_removed_does_not_come_nor_does_its_copy_become_another(dra
 def once(act: Callable[[], object], then: Callable[..., Any]) -> Callable[..., Any]:
     left = [act]
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         if left:
             left.pop()()
-        return then(*args)
+        return then(*args, **options)
 
     return call
 
@@ -387,3 +387,47 @@ def test_the_search_in_memory_reads_a_receipt_once(
     (again,) = [file for file in store.kept.files() if file.number == 20]
     assert again == last, "whose number comes again"
     assert store.kept.marked(again.read_receipt().mark) == again
+
+
+def test_a_later_save_without_a_placeholder_of_its_own_counts_on_the_one_that_stands(
+    drainer: FileDrainer, root: Path
+) -> None:
+    """It is at the path, as far as the program can see, and goes where it is renamed to, or with it."""
+    save(root / "x", b"older")
+    rekindle.save(b"newer", root / "x")
+    os.rename(root / "x", root / "y")
+    assert rekindle.load(root / "y") == b"newer"
+    settle(drainer)
+    assert found(root) == {"y": b"newer"}
+    save(root / "z", b"older")
+    rekindle.save(b"newer", root / "z")
+    os.unlink(root / "z")
+    settle(drainer)
+    assert found(root) == {"y": b"newer"}
+
+
+def test_one_that_is_renamed_to_a_path_is_newer_than_what_was_saved_there_before(
+    drainer: FileDrainer, root: Path
+) -> None:
+    save(root / "tmp", b"newer")
+    rekindle.save(b"older", root / "final")  # with a higher number
+    os.rename(root / "tmp", root / "final")
+    assert rekindle.load(root / "final") == b"newer"
+    settle(drainer)
+    assert found(root) == {"final": b"newer"}
+
+
+def test_it_is_found_at_once_where_an_older_file_is_on_its_way(drainer: FileDrainer, root: Path) -> None:
+    rekindle.save(b"older", root / "x")
+    save(root / "tmp", b"newer")
+    os.rename(root / "tmp", root / "x")
+    assert rekindle.load(root / "x") == b"newer"
+
+
+def test_it_comes_back_to_its_first_name_with_a_newer_file(drainer: FileDrainer, root: Path) -> None:
+    save(root / "x", b"older")
+    os.rename(root / "x", root / "y")
+    save(root / "y", b"newer")
+    os.rename(root / "y", root / "x")
+    settle(drainer)
+    assert found(root) == {"x": b"newer"}

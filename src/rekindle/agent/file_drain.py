@@ -20,7 +20,7 @@ from rekindle.storage import disk
 from rekindle.storage.carry import carry
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace, PlaceholderGone
-from rekindle.storage.renaming import note_placing, renamed_to, was_replaced
+from rekindle.storage.renaming import come_here, note_placing, renamed_to, was_replaced
 from rekindle.storage.throttle import Budget
 
 __all__ = ["FileDrainProgress", "FileDrainer"]
@@ -228,14 +228,10 @@ class FileDrainer:
             self._store.give_up([file])  # such as a program's oldest checkpoint, which would come back
             return False
         place.placing, place.stood = partial(note_placing, self._store.kept, place), stands or ""
-        other = self._store.kept.marked(stands) if stands and stands != receipt.mark else None
-        if other is None:
-            return True
-        target = other.read_receipt().target
-        if PathPlace(Path(target)).standing() == stands:  # and this is a copy of it
-            return True
-        self._store.retarget(other, receipt.target)
-        return False
+        other = come_here(self._store.kept, place) if stands else None
+        if other is not None:
+            self._store.retarget(other, receipt.target)
+        return other is None
 
     def _waits(self, file: KeptFile, receipt: FileReceipt) -> bool:
         """True if storage has yet to get a file that comes before this one.

@@ -14,7 +14,7 @@ from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import KeptFile, OpenFile, key_of
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
-from rekindle.storage.renaming import was_replaced
+from rekindle.storage.renaming import come_here, was_replaced
 
 __all__ = ["bring_here", "find_in_memory", "renamed_here"]
 
@@ -71,11 +71,8 @@ def bring_here(store: FilesDir, place: PathPlace) -> None:
     done. Raises BusyError.
     """
     with suppress(OSError, FormatError):
-        older = renamed_here(store, place.target)
-        if older is None or older.key == key_of(place.target):
-            return
-        receipt = older.read_receipt()
-        if _standing(receipt.target) != receipt.mark:  # else the placeholder here is a copy
+        older = with_timeout(_LOOK, place.target, lambda: come_here(store.kept, place))
+        if older is not None:
             store.retarget(older, place.target)
 
 
@@ -84,18 +81,22 @@ def _standing(target: str) -> str | None:
     return with_timeout(_LOOK, target, place.standing) if isinstance(place, PathPlace) else None
 
 
-def _is_its_place(store: FilesDir, place: PathPlace, mark: str) -> bool:
-    return place.standing() in (None, mark) and not was_replaced(store.kept, place)
+def _is_its_place(store: FilesDir, target: str, file: KeptFile) -> bool:
+    place = PathPlace(Path(target))
+    mark = file.read_receipt().mark
+    if mark:
+        return place.standing() in (None, mark) and not was_replaced(store.kept, place)
+    other = come_here(store.kept, place)
+    return other is None or other.gives_way_to(file)
 
 
 def _is_current(store: FilesDir, file: KeptFile, target: str) -> bool:
     """True unless somebody has replaced or removed what storage got of it, or another one was renamed to the target."""
     try:
-        if not file.is_stored():
-            mark = file.read_receipt().mark
-            return not mark or with_timeout(_LOOK, target, lambda: _is_its_place(store, PathPlace(Path(target)), mark))
-        return with_timeout(_LOOK, target, open_place(target).identify) == file.identity()
-    except FileNotFoundError:  # given up meanwhile, as whoever opens it learns
+        if file.is_stored():
+            return with_timeout(_LOOK, target, open_place(target).identify) == file.identity()
+        return "://" in target or with_timeout(_LOOK, target, lambda: _is_its_place(store, target, file))
+    except (FileNotFoundError, FormatError):  # given up meanwhile, or damaged, as whoever opens it learns
         return True
     except OSError as error:
         log.warning("memory is taken for %s, as storage can't show if it is still the same: %s", target, explain(error))

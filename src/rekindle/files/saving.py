@@ -43,7 +43,7 @@ def save(obj: object, path: str | os.PathLike[str], *, placeholder: bool = False
         obj: anything that ``torch.save`` takes; ``bytes``, ``bytearray`` or ``memoryview``.
         path: a path, or a file://, s3://, gs:// or az:// URL. Directories that are missing are made.
         placeholder: True lets a small file stand at a new path until the real one arrives, for programs that check
-            that it exists.
+            that it exists. A save counts on the one of a save before in any case.
 
     Returns:
         "memory", or "storage" when memory was full and the file has been written to its path.
@@ -111,15 +111,12 @@ def _save_first_to_memory(
         return _write_without_memory(target, contents, error, mode)
     place = client.place(target)
     place.mode = _mode_of_new_files() if mode is None else mode
-    trace = None
+    trace, made, stands = None, False, None
     try:
-        trace = with_timeout(_LOOK, target, lambda: _checked(place))
-    except TimeoutError as error:
-        log.warning("%s: is saved into memory unchecked: %s", target, error)
-    made, stands = False, None
+        trace, made, stands = with_timeout(_LOOK, target, lambda: _checked(place, placeholder=placeholder))
+    except OSError as error:
+        log.warning("%s: is saved into memory unchecked: %s", target, describe_error(error))
     _let_older_go_on(client.store, place)
-    if placeholder and isinstance(place, PathPlace):
-        made, stands = _put_placeholder(place)
     try:
         try:
             client.save(target, contents, trace, terms, placeholder=stands, mode=place.mode)
@@ -132,7 +129,7 @@ def _save_first_to_memory(
             return "storage"
     except BaseException:
         if made and client.store.kept.find(key_of(target)) is None:  # else another thread's save stands on it
-            _take_away(place)
+            _take_away(place, stands)
         raise
 
 
@@ -163,29 +160,31 @@ def _let_older_go_on(store: FilesDir, place: Place) -> None:
                 store.retarget(older, str(renamed))
 
 
-def _put_placeholder(place: PathPlace) -> tuple[bool, str | None]:
-    """Lets a placeholder stand before the file is in memory: the agent, which may be quick, keeps its rights.
+def _checked(place: Place, *, placeholder: bool) -> tuple[list[int] | None, bool, str | None]:
+    """Checks a place, and lets a placeholder stand there if it is to: before the file is in memory, as an agent that is
+    quick keeps its rights.
 
-    Returns (True if it was made, the mark of the one that stands now: that of a save before, too). Storage that refuses
-    doesn't keep the file from memory.
+    Returns (trace, True if one was made, mark of the one that stands now: that of another save, too). Raises UsageError
+    where no file can be put, OSError where storage doesn't show what is there. One that refuses a placeholder doesn't
+    keep the file from memory.
     """
+    place.check()
+    trace = place.trace()
+    if not isinstance(place, PathPlace):
+        return trace, False, None
     text, mark = f"the file is in the memory of node {os.uname().nodename}, on its way here", secrets.token_hex(8)
-
-    def put() -> tuple[bool, str | None]:
-        made = place.put_placeholder(text, mark)
-        return made, mark if made else place.standing()
-
     try:
-        return with_timeout(_LOOK, place.target, put)
-    except (OSError, FormatError) as error:
+        if placeholder and place.put_placeholder(text, mark):
+            return trace, True, mark
+    except OSError as error:
         log.warning("%s: has no placeholder until the file arrives: %s", place.target, describe_error(error))
-        return False, None
+    return trace, False, place.standing()
 
 
-def _take_away(place: Place) -> None:
-    if isinstance(place, PathPlace):
+def _take_away(place: Place, mark: str | None) -> None:
+    if isinstance(place, PathPlace) and mark:
         with suppress(OSError):
-            with_timeout(_LOOK, place.target, place.remove_placeholder)
+            with_timeout(_LOOK, place.target, lambda: place.remove_placeholder(mark))
 
 
 def write_straight(target: str, contents: Contents) -> None:
@@ -228,8 +227,3 @@ def _mode_of_new_files() -> int:
         mask = os.umask(0o077)  # of all threads, for a moment
         os.umask(mask)
     return 0o666 & ~mask
-
-
-def _checked(place: Place) -> list[int] | None:
-    place.check()
-    return place.trace()

@@ -105,6 +105,15 @@ class KeptFile:
         """True once storage has it."""
         return self.stored.exists()
 
+    def gives_way_to(self, other: KeptFile) -> bool:
+        """True if another file is newer, at whose path its placeholder is: one saved later, with no look at the path.
+
+        A save that looked, and saw no placeholder, is older than one that came there since. Raises OSError,
+        FormatError.
+        """
+        receipt = other.read_receipt()
+        return not receipt.mark and receipt.trace is None and other.number > self.number
+
     def note_stored(self, identity: Identity) -> None:
         """Notes that storage has it."""
         write_atomic(self.stored, json.dumps(identity).encode())
@@ -317,16 +326,16 @@ class Kept:
         """Lets a file belong at another path, to which its placeholder was renamed.
 
         It is newer than what belongs there, which is set aside if it has a placeholder of its own. It is given up if
-        one was saved later in place of the same placeholder, or there without any. Whoever is killed in here leaves the
-        file under both paths. Raises OSError, FormatError.
+        one was saved later in place of the same placeholder, or there unseen. Whoever is killed in here leaves the file
+        under both paths. Raises OSError, FormatError.
         """
         receipt, there = replace(file.read_receipt(), target=target), self.find(key_of(target))
         later = self.marked(receipt.mark)
         if there is not None and not there.is_stored():  # else the placeholder came there after it
-            if not (mark := there.read_receipt().mark):
-                later = max(filter(None, (later, there)), key=lambda each: each.number)
-            elif mark != receipt.mark:
+            if there.read_receipt().mark not in ("", receipt.mark):
                 self.set_aside(there)  # its placeholder may have been renamed before this one came there
+            elif file.gives_way_to(there):
+                later = there
         if later is None or later.number <= file.number:
             new = self._next(target)
             os.link(file.data, new.data)

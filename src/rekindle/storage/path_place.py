@@ -230,7 +230,8 @@ class PathPlace(Place):
     def _look(self) -> tuple[str | None, os.stat_result | None]:
         try:
             with open(self.open(), "rb") as file:
-                head, info = file.read(LONGEST_PLACEHOLDER), os.fstat(file.fileno())
+                info = os.fstat(file.fileno())
+                head = file.read(LONGEST_PLACEHOLDER) if info.st_size <= LONGEST_PLACEHOLDER else b""
         except (FileNotFoundError, NotADirectoryError, PermissionError, FormatError):
             return None, None
         found = _MARK.search(head)
@@ -253,9 +254,9 @@ class PathPlace(Place):
     def has_arrived(self) -> bool:
         return self.identify() is not None and not self.holds_placeholder()
 
-    def remove_placeholder(self) -> None:
-        """Removes what stands at the path, if it is a placeholder."""
-        if self.holds_placeholder():
+    def remove_placeholder(self, mark: str) -> None:
+        """Removes what stands at the path, if it is the placeholder with this mark."""
+        if self.standing() == mark:
             disk.unlink(self.path)
 
 

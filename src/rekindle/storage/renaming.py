@@ -7,10 +7,10 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from rekindle.memory.kept import Identity, Kept, key_of
+from rekindle.memory.kept import Identity, Kept, KeptFile, key_of
 from rekindle.storage.path_place import LONGEST_PLACEHOLDER, NOT_THERE, PathPlace, around
 
-__all__ = ["note_placing", "renamed_to", "was_replaced"]
+__all__ = ["come_here", "note_placing", "renamed_to", "was_replaced"]
 
 
 def renamed_to(place: PathPlace, mark: str, *, replaced: bool) -> Path | None:
@@ -23,6 +23,19 @@ def renamed_to(place: PathPlace, mark: str, *, replaced: bool) -> Path | None:
     if not mark or stands == mark or (stands is None and place.identify() is not None and not replaced):
         return None
     return next((path for path in around(place.path) if _holds(path, mark)), None)
+
+
+def come_here(kept: Kept, place: PathPlace) -> KeptFile | None:
+    """Returns the file of another path whose placeholder was renamed to this one; None where there is at most a copy.
+
+    Raises OSError, FormatError.
+    """
+    stands = place.standing()
+    other = kept.marked(stands) if stands else None
+    if other is None or other.key == key_of(place.target):
+        return None
+    target = other.read_receipt().target
+    return None if target != place.target and PathPlace(Path(target)).standing() == stands else other
 
 
 def note_placing(kept: Kept, place: PathPlace, identity: Identity) -> None:
