@@ -15,7 +15,6 @@ import torch
 import rekindle
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.files import client as clients
-from rekindle.files import saving
 from rekindle.files.settings import FileSettings
 from rekindle.format.file_receipt import BYTES, FileReceipt
 from rekindle.format.receipt import checksum, seal
@@ -341,7 +340,7 @@ def test_a_slow_answer_of_storage_during_a_save_loses_no_older_file(
 
     pool = clients.the_client()._pool
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "renamed_to", fail)
+        patch.setattr(PathPlace, "standing", fail)
         if how in ("storage", "error"):
             patch.setattr(pool, "_limit", 1)
         if how == "error":
@@ -431,3 +430,21 @@ def test_it_comes_back_to_its_first_name_with_a_newer_file(drainer: FileDrainer,
     os.rename(root / "y", root / "x")
     settle(drainer)
     assert found(root) == {"x": b"newer"}
+
+
+@pytest.mark.parametrize("how", ["memory", "storage"])
+def test_by_another_thread_while_its_path_is_saved_to(
+    how: str, drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch.save: the rename takes what is at the path then, the newer file once it has begun to come there."""
+    save(root / "x", b"older")
+    monkeypatch.setattr(clients.the_client()._pool, "_limit", 1 if how == "storage" else None)
+    owner, name = (PathPlace, "write_stream") if how == "storage" else (clients.Client, "keep")
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, once(lambda: os.rename(root / "x", root / "y"), real))
+    assert rekindle.save(b"newer", root / "x") == how
+    names = {"y": b"newer"} if how == "memory" else {"x": b"newer", "y": b"older"}
+    for name, data in names.items():
+        assert rekindle.load(root / name, raw=True) == data
+    settle(drainer)
+    assert found(root) == names

@@ -201,7 +201,7 @@ class Client:
 
 
 def write_in_turn(store: FilesDir, place: Place, contents: Contents) -> None:
-    """Writes a file straight to its path, and gives up what memory has had of older ones.
+    """Writes a file straight to its path, and gives up what memory has had of older ones there.
 
     One that is saved meanwhile is newer. Raises OSError where storage refuses, BusyError while another process writes
     there, or in a signal handler that has interrupted its thread there.
@@ -220,6 +220,8 @@ def write_in_turn(store: FilesDir, place: Place, contents: Contents) -> None:
             raise BusyError(f"{place.target}: an older file is still being written there: see that storage answers")
         place.write_stream(contents.chunks(), contents.nbytes)
         if older:  # else nothing is waited for: a process that was stopped may hold the lock of memory
+            for file in older:
+                store.set_aside(file)
             store.give_up(older)
     finally:
         turn.release()

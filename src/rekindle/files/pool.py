@@ -151,6 +151,8 @@ class Pool:
     def commit(self, slot: Slot, receipt: FileReceipt, stored: Identity | None) -> bool:
         """Makes a file in memory of a slot, and gives up the older ones of its path.
 
+        One whose placeholder may be elsewhere by now is set aside.
+
         Raises OSError, BusyError, and MemoryStoreError where files of other processes have used up a limit meanwhile.
         What was ``stored`` before is no newer than one that storage lacks: then nothing is done, and False returned.
         """
@@ -158,6 +160,8 @@ class Pool:
             older = self._store.kept.files(key_of(receipt.target))
             if stored is not None and not all(file.is_stored() for file in older):
                 return False
+            for file in older:  # first: whoever is killed between the two would leave it superseded
+                self._store.kept.set_aside(file, receipt.mark)
             self._quota.make_room(receipt.target, receipt.nbytes)
             slot.unlock()  # before readers see the file; under the lock of the store nobody else touches it
             self._store.kept.commit(slot.path, receipt, stored)

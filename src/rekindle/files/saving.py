@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from rekindle.common.os_errors import describe_error, explain
+from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
-from rekindle.errors import FormatError, MemoryStoreError
+from rekindle.errors import MemoryStoreError
 from rekindle.files.client import the_client, write_in_turn
 from rekindle.files.contents import Contents, of_bytes
 from rekindle.files.settings import current_settings
@@ -22,7 +22,6 @@ from rekindle.memory.kept import key_of
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
 from rekindle.storage.place import Place, canonical_target
-from rekindle.storage.renaming import renamed_to, was_replaced
 
 __all__ = ["canonical_target_within", "save", "save_target", "write_straight"]
 
@@ -116,7 +115,6 @@ def _save_first_to_memory(
         trace, made, stands = with_timeout(_LOOK, target, lambda: _checked(place, placeholder=placeholder))
     except OSError as error:
         log.warning("%s: is saved into memory unchecked: %s", target, describe_error(error))
-    _let_older_go_on(client.store, place)
     try:
         try:
             client.save(target, contents, trace, terms, placeholder=stands, mode=place.mode)
@@ -131,33 +129,6 @@ def _save_first_to_memory(
         if made and client.store.kept.find(key_of(target)) is None:  # else another thread's save stands on it
             _take_away(place, stands)
         raise
-
-
-def _let_older_go_on(store: FilesDir, place: Place) -> None:
-    """Lets the older file of a path go where its placeholder was renamed to: the newer one takes only the path.
-
-    Raises OSError, BusyError where memory can't be changed: the newer one would give the older one up.
-    """
-    older = store.kept.find(key_of(place.target))
-    if not isinstance(place, PathPlace) or older is None or older.is_stored():
-        return
-    with suppress(FileNotFoundError, FormatError):  # given up meanwhile, or damaged
-        mark = older.read_receipt().mark
-        if not mark:
-            return
-
-        def look() -> Path | None:
-            return renamed_to(place, mark, replaced=was_replaced(store.kept, place))
-
-        try:
-            renamed = with_timeout(_LOOK, place.target, look)
-        except OSError as error:
-            why = explain(error)
-            log.warning("%s: memory keeps an older file until storage shows if it was renamed: %s", place.target, why)
-            store.set_aside(older)
-        else:
-            if renamed is not None:
-                store.retarget(older, str(renamed))
 
 
 def _checked(place: Place, *, placeholder: bool) -> tuple[list[int] | None, bool, str | None]:
@@ -197,7 +168,6 @@ def write_straight(target: str, contents: Contents) -> None:
     place.mode = _mode_of_new_files()
     place.check()
     if store.kept_path.is_dir():
-        _let_older_go_on(store, place)
         write_in_turn(store, place, contents)
     else:
         place.write_stream(contents.chunks(), contents.nbytes)

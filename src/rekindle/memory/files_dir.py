@@ -138,13 +138,9 @@ class FilesDir(JobDir):
                 self.kept.retarget(file, target)
 
     def set_aside(self, file: KeptFile) -> None:
-        """Keeps a file from being superseded: see ``Kept.set_aside``. One that was given up since stays so.
-
-        Raises OSError, BusyError, FormatError.
-        """
+        """Keeps a file from being superseded: see ``Kept.set_aside``. Raises OSError, BusyError."""
         with self.arranging():
-            if file.receipt.exists():
-                self.kept.set_aside(file)
+            self.kept.set_aside(file)
 
     def new_slot(self, client: Lock, number: int) -> Path:
         """Names a slot of a client."""

@@ -332,10 +332,10 @@ class Kept:
         receipt, there = replace(file.read_receipt(), target=target), self.find(key_of(target))
         later = self.marked(receipt.mark)
         if there is not None and not there.is_stored():  # else the placeholder came there after it
-            if there.read_receipt().mark not in ("", receipt.mark):
-                self.set_aside(there)  # its placeholder may have been renamed before this one came there
-            elif file.gives_way_to(there):
+            if file.gives_way_to(there):
                 later = there
+            else:  # its placeholder may have been renamed before this one came there
+                self.set_aside(there, receipt.mark)
         if later is None or later.number <= file.number:
             new = self._next(target)
             os.link(file.data, new.data)
@@ -343,18 +343,21 @@ class Kept:
         self.remove(file)
         self.remove_superseded()
 
-    def set_aside(self, file: KeptFile) -> None:
-        """Lets a newer file of the path supersede none, until it is known where this one's placeholder is.
+    def set_aside(self, file: KeptFile, mark: str = "") -> None:
+        """Keeps a file that storage lacks from being superseded, until it is known where its placeholder is.
 
-        The file gets a key of no path, and keeps its number. ``retarget`` ends that. Raises OSError, FormatError.
+        It gets a key of no path, and keeps its number. ``retarget`` ends that. ``mark``: that of the newer file at its
+        path. A file with this mark, or without any, stays what it is. Raises OSError.
         """
-        receipt = file.read_receipt()
-        new = KeptFile(self._directory, key_of(f"{receipt.target}\0{receipt.mark}"), file.number)
-        with suppress(FileExistsError):  # of one that was killed in here
-            os.link(file.data, new.data)
-        write_atomic(new.receipt, receipt.encode())
-        self.remove(file)
-        self.remove_superseded()
+        with suppress(FileNotFoundError, FormatError):  # given up, or damaged
+            if file.is_stored() or file.held.exists() or (receipt := file.read_receipt()).mark in ("", mark):
+                return
+            self.remove_superseded()  # of the same path, which would count again; it may be among them
+            new = KeptFile(self._directory, key_of(f"{receipt.target}\0{receipt.mark}"), file.number)
+            with suppress(FileExistsError):  # of one that was killed in here
+                os.link(file.data, new.data)
+            os.rename(file.receipt, new.receipt)  # which takes no room: memory may be full
+            self.remove(file)
 
     def remove(self, file: KeptFile) -> None:
         """Gives a file up. Who has it open reads on: its memory goes after that."""
