@@ -448,3 +448,39 @@ def test_by_another_thread_while_its_path_is_saved_to(
         assert rekindle.load(root / name, raw=True) == data
     settle(drainer)
     assert found(root) == names
+
+
+def test_a_link_that_is_put_in_its_place_stays(drainer: FileDrainer, root: Path) -> None:
+    save(root / "x", b"data")
+    os.rename(root / "x", root / "y")
+    os.symlink("y", root / "x")
+    settle(drainer)
+    assert os.readlink(root / "x") == "y" and (root / "y").read_bytes() == b"data"
+
+
+@pytest.mark.parametrize("act", ["rename", "unlink"])
+def test_it_is_not_found_by_its_old_name(act: str, drainer: FileDrainer, root: Path) -> None:
+    save(root / "x", b"data")
+    if act == "rename":
+        os.rename(root / "x", root / "y")
+    else:
+        os.unlink(root / "x")
+    with pytest.raises(rekindle.NotFoundError):
+        rekindle.load(root / "x")
+
+
+def test_a_save_that_fails_takes_no_others_placeholder_away(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "tmp", b"data")
+
+    def fail(*_: object, **__: object) -> None:
+        os.rename(root / "tmp", root / "x")
+        raise rekindle.MemoryStoreError("memory is full")
+
+    monkeypatch.setattr(FileSettings, "raises_when_full", lambda *_: True)
+    with monkeypatch.context() as patch, pytest.raises(rekindle.MemoryStoreError):
+        patch.setattr(clients.Client, "save", fail)
+        save(root / "x", b"other")
+    settle(drainer)
+    assert found(root) == {"x": b"data"}

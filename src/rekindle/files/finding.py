@@ -85,7 +85,10 @@ def _is_its_place(store: FilesDir, target: str, file: KeptFile) -> bool:
     place = PathPlace(Path(target))
     mark = file.read_receipt().mark
     if mark:
-        return place.standing() in (None, mark) and not was_replaced(store.kept, place)
+        stands = place.standing()
+        if stands is not None:
+            return stands == mark
+        return not (place.was_removed() or was_replaced(store.kept, place))
     other = come_here(store.kept, place)
     return other is None or other.gives_way_to(file)
 

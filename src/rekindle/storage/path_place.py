@@ -229,16 +229,18 @@ class PathPlace(Place):
 
     def _look(self) -> tuple[str | None, os.stat_result | None]:
         try:
-            with open(self.open(), "rb") as file:
+            with open(open_file(self.path), "rb") as file:
                 info = os.fstat(file.fileno())
                 head = file.read(LONGEST_PLACEHOLDER) if info.st_size <= LONGEST_PLACEHOLDER else b""
-        except (FileNotFoundError, NotADirectoryError, PermissionError, FormatError):
+        except NOT_THERE:
             return None, None
+        except FormatError:  # a link, or a directory, has taken the place of what was there
+            return None, os.lstat(self.path)
         found = _MARK.search(head)
         return (found[1].decode() if found else "") if is_placeholder(head) else None, info
 
     def shows(self) -> Identity | None:
-        """Returns the identity of the file at the path; None where nothing is, or a placeholder. Raises OSError."""
+        """Returns the identity of what is at the path; None where nothing is, or a placeholder. Raises OSError."""
         stands, info = self._look()
         return _identity(info) if stands is None and info is not None else None
 
