@@ -250,8 +250,8 @@ def test_a_directory_that_is_renamed_while_its_file_is_written(
 def test_between_two_looks_of_the_agent(drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its path when the agent looks where it is, and gone when it looks if it was removed."""
     save(root / "x", b"data")
-    real = PathPlace.was_removed
-    monkeypatch.setattr(PathPlace, "was_removed", once(lambda: os.rename(root / "x", root / "y"), real))
+    real = PathPlace.lacks
+    monkeypatch.setattr(PathPlace, "lacks", once(lambda: os.rename(root / "x", root / "y"), real))
     settle(drainer)
     assert found(root) == {"y": b"data"}
 
@@ -484,3 +484,19 @@ def test_a_save_that_fails_takes_no_others_placeholder_away(
         save(root / "x", b"other")
     settle(drainer)
     assert found(root) == {"x": b"data"}
+
+
+@pytest.mark.parametrize("where", ["far", "nowhere"])
+def test_one_that_goes_too_far_is_told_of(
+    where: str, drainer: FileDrainer, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(root / "x", b"data")
+    if where == "far":
+        (root / "a").mkdir()
+        os.rename(root / "x", root / "a" / "y")
+    else:
+        os.unlink(root / "x")
+    caplog.set_level("INFO", "rekindle.agent")
+    settle(drainer)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if f"{root / 'x'}: " in line and "gives" in line]) == 1, lines

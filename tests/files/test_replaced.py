@@ -13,6 +13,7 @@ import pytest
 import rekindle
 from rekindle.agent.file_drain import FileDrainer
 from rekindle.files import client as clients
+from rekindle.files import saving
 from rekindle.memory import kept
 from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import key_of
@@ -205,3 +206,29 @@ def test_one_that_is_set_aside_is_no_newer_than_it_was(drainer: FileDrainer, sto
     store.set_aside(older)  # as by a save to tmp while storage did not answer
     settle(drainer)
     assert found(root) == {"final": b"newer"}
+
+
+def test_a_newer_file_arrives_whose_placeholder_the_older_one_has_replaced_and_that_was_renamed(
+    drainer: FileDrainer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rename takes the older file along, which is at the path, as where a file stood from the start."""
+    save(root / "tmp", b"older")
+    once(monkeypatch, clients.Client, "keep", drainer.tick)
+    save(root / "tmp", b"newer")
+    assert (root / "tmp").read_bytes() == b"older"
+    os.rename(root / "tmp", root / "latest")
+    assert rekindle.load(root / "tmp") == b"newer"
+    settle(drainer)
+    assert found(root) == {"latest": b"older", "tmp": b"newer"}
+
+
+def test_a_placeholder_that_a_failed_save_takes_away_is_not_one_that_was_removed(
+    drainer: FileDrainer, store: FilesDir, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another save counts on it, and is not in memory yet."""
+    place = PathPlace(root / "x", "another")
+    assert place.put_placeholder("on its way", "0" * 16)
+    once(monkeypatch, clients.Client, "keep", lambda: saving._take_away(store, place, "0" * 16))
+    rekindle.save(b"data", root / "x")
+    settle(drainer)
+    assert found(root) == {"x": b"data"}

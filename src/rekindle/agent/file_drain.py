@@ -20,7 +20,7 @@ from rekindle.storage import disk
 from rekindle.storage.carry import carry
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace, PlaceholderGone
-from rekindle.storage.renaming import come_here, note_placing, renamed_to, was_replaced
+from rekindle.storage.renaming import come_here, note_placing, renamed_to, was_taken
 from rekindle.storage.throttle import Budget
 
 __all__ = ["FileDrainProgress", "FileDrainer"]
@@ -203,32 +203,37 @@ class FileDrainer:
         """True if the file is to go to its path now.
 
         One whose placeholder was renamed belongs where that is from now on. One whose placeholder was removed is given
-        up, and so is one whose placeholder another program's file has replaced. Where another file's placeholder was
-        renamed to this path, the newer of both counts.
+        up, and so is one whose placeholder another program's file has replaced; but not one whose placeholder a file of
+        this node has, as that of the save before. Where another file's placeholder was renamed to this path, the newer
+        of both counts.
         """
+        kept, mark = self._store.kept, receipt.mark
         aside = file.key != key_of(receipt.target)
         for _ in range(2):  # one that is renamed again during the first look is found by the second
             stands = place.standing()
-            place.mark = receipt.mark if stands == receipt.mark else ""
-            # Looked at first: one that is renamed after this look is found by the next one.
-            replaced = bool(receipt.mark) and (aside or was_replaced(self._store.kept, place))
-            gone = replaced or place.was_removed() or (receipt.mark and stands not in (None, receipt.mark))
-            renamed = renamed_to(place, receipt.mark, replaced=replaced)
-            alone = aside and self._store.kept.find(key_of(receipt.target)) is None
-            if renamed is None and aside and (stands == receipt.mark or (alone and not place.path.parent.is_dir())):
-                renamed = place.path
+            stays = bool(mark) and stands == mark
+            place.mark = mark if stays else ""
+            renamed = renamed_to(place, mark) if mark and not stays else None
+            if aside and renamed is None:
+                alone = kept.find(key_of(receipt.target)) is None
+                renamed = place.path if stays or (alone and not place.path.parent.is_dir()) else None
             if renamed is not None:
                 self._store.retarget(file, str(renamed))
                 return False
-            if not (receipt.placeholder and gone):
+            taken = was_taken(kept, place, mark)
+            gone = place.lacks(mark) if mark else receipt.placeholder and place.was_removed()
+            if not aside and (taken or not gone):
                 break
         else:
-            if replaced and not aside:
+            if gone and stands is None and not (aside or place.was_removed()):
                 log.warning("%s: memory gives its file up: another one has taken its place there", receipt.target)
+            elif not taken:
+                why = "its placeholder was removed, replaced, or renamed further than it is looked for"
+                log.info("%s: memory gives its file up: %s", receipt.target, why)
             self._store.give_up([file])  # such as a program's oldest checkpoint, which would come back
             return False
-        place.placing, place.stood = partial(note_placing, self._store.kept, place), stands or ""
-        other = come_here(self._store.kept, place) if stands else None
+        place.placing, place.stood = partial(note_placing, kept, place), stands or ""
+        other = come_here(kept, place) if stands else None
         if other is not None:
             self._store.retarget(other, receipt.target)
         return other is None

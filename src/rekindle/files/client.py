@@ -228,9 +228,9 @@ def write_in_turn(store: FilesDir, place: Place, contents: Contents) -> None:
         _writing.discard(ours)
 
 
-def _note_placing(store: FilesDir, place: PathPlace, identity: Identity) -> None:
+def _note_placing(store: FilesDir, place: PathPlace) -> None:
     with suppress(OSError):  # memory is full: what is saved at this moment in place of a placeholder may be given up
-        note_placing(store.kept, place, identity)
+        note_placing(store.kept, place)
 
 
 _writing: set[tuple[int, str]] = set()

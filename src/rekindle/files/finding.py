@@ -14,7 +14,7 @@ from rekindle.memory.files_dir import FilesDir
 from rekindle.memory.kept import KeptFile, OpenFile, key_of
 from rekindle.storage.open import open_place
 from rekindle.storage.path_place import PathPlace
-from rekindle.storage.renaming import come_here, was_replaced
+from rekindle.storage.renaming import come_here, was_taken
 
 __all__ = ["bring_here", "find_in_memory", "renamed_here"]
 
@@ -85,10 +85,7 @@ def _is_its_place(store: FilesDir, target: str, file: KeptFile) -> bool:
     place = PathPlace(Path(target))
     mark = file.read_receipt().mark
     if mark:
-        stands = place.standing()
-        if stands is not None:
-            return stands == mark
-        return not (place.was_removed() or was_replaced(store.kept, place))
+        return not place.lacks(mark) or (place.standing() is None and was_taken(store.kept, place, mark))
     other = come_here(store.kept, place)
     return other is None or other.gives_way_to(file)
 

@@ -126,8 +126,10 @@ def _save_first_to_memory(
             write_in_turn(client.store, place, contents)
             return "storage"
     except BaseException:
-        if made and client.store.kept.find(key_of(target)) is None:  # else another thread's save stands on it
-            _take_away(place, stands)
+        if (
+            made and stands and client.store.kept.find(key_of(target)) is None
+        ):  # else another thread's save counts on it
+            _take_away(client.store, place, stands)
         raise
 
 
@@ -152,9 +154,10 @@ def _checked(place: Place, *, placeholder: bool) -> tuple[list[int] | None, bool
     return trace, False, place.standing()
 
 
-def _take_away(place: Place, mark: str | None) -> None:
-    if isinstance(place, PathPlace) and mark:
+def _take_away(store: FilesDir, place: Place, mark: str) -> None:
+    if isinstance(place, PathPlace):
         with suppress(OSError):
+            store.kept.note_placed(key_of(place.target), mark)  # another thread's save may be about to count on it
             with_timeout(_LOOK, place.target, lambda: place.remove_placeholder(mark))
 
 

@@ -2,8 +2,8 @@
 
 A file is ``<key>.<number>.data`` with its receipt ``.json`` and, once storage has it, ``.stored``. The key stands for
 its path, and of one key the highest number counts. The receipt is the commit: without it the file does not exist.
-With ``.held`` it stays in memory until it is let go. ``<key>.placed`` tells what this node put last at a
-path where a placeholder was.
+With ``.held`` it stays in memory until it is let go. ``<key>.placed`` tells in place of which placeholder
+this node last put a file at a path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +41,7 @@ _MOST_MARKS = 100_000
 _LOOKS = 100
 """Most looks for a file while files go."""
 _LONGEST_SAVE = 3600.0
-"""Seconds that a save takes at most: for that long it has to be known what was put in place of its placeholder."""
+"""Seconds that a save takes at most: for that long it has to be known if a file was put in place of its placeholder."""
 
 
 def _number(name: str) -> str:
@@ -246,20 +245,20 @@ class Kept:
             mark = self._marks[which] = file.read_receipt().mark
         return mark
 
-    def placed(self, key: str) -> list[Identity]:
-        """Returns what storage shows of files that this node has put at a path in place of a placeholder, newest first.
+    def placed(self, key: str) -> str:
+        """Returns the mark of the placeholder in whose place this node last put a file at a path; empty for none.
 
-        The newest may not have come there: a kill or an error may have been faster.
+        The file may not have come there: a kill or an error may have been faster.
         """
         try:
             found = loads(read_file(self._directory / f"{key}.placed"))
         except (OSError, ValueError):
-            return []
-        return found if type(found) is list else []
+            return ""
+        return found if type(found) is str else ""  # a list of those that were put there, as older versions wrote it
 
-    def note_placed(self, key: str, identities: Sequence[Identity]) -> None:
-        """Notes what is about to be put at a path, and what this node has put there before. Raises OSError."""
-        write_atomic(self._directory / f"{key}.placed", json.dumps(identities).encode())
+    def note_placed(self, key: str, mark: str) -> None:
+        """Notes that a file is about to be put at a path, in place of a placeholder. Raises OSError."""
+        write_atomic(self._directory / f"{key}.placed", json.dumps(mark).encode())
 
     def changed(self) -> int:
         """Returns a number that grows when files come, go or are stored."""

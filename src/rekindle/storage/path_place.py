@@ -57,8 +57,8 @@ class PathPlace(Place):
         """Mark of the placeholder that stands there, which the file is to replace; empty where none does."""
         self.stood: str | None = None
         """Mark of any that stood there before: a file gives way to another that comes; None for one that does not."""
-        self.placing: Callable[[Identity], object] = lambda _: None
-        """Is told what the path is about to show, just before it does."""
+        self.placing: Callable[[], object] = lambda: None
+        """Is called just before a file takes the path's name."""
         mark = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
         # Short and always the same: a name as long as the file's may be too long, and the next writer removes what a
         # killed one left.
@@ -147,7 +147,6 @@ class PathPlace(Place):
             disk.fsync(fd)
             reach("upload.written", 0)
             identity = _identity(os.fstat(fd))
-            self.placing(identity)
             self._take_name()
             disk.sync(self.path.parent)
             return identity
@@ -170,6 +169,7 @@ class PathPlace(Place):
         gone = self.mark and stands != self.mark and (info is not None or self.was_removed())
         if gone or (not self.mark and stands and stands != self.stood):
             raise PlaceholderGone(errno.ENOENT, "another placeholder stands there, or none any more", self.target)
+        self.placing()
         disk.rename(self._temporary, self.path)
         if stands == self.mark and info is not None and info.st_nlink == 1:
             for path in around(self.path, info.st_ino):  # what was replaced has no name any more
@@ -239,10 +239,10 @@ class PathPlace(Place):
         found = _MARK.search(head)
         return (found[1].decode() if found else "") if is_placeholder(head) else None, info
 
-    def shows(self) -> Identity | None:
-        """Returns the identity of what is at the path; None where nothing is, or a placeholder. Raises OSError."""
+    def lacks(self, mark: str) -> bool:
+        """True if the placeholder with this mark is not there, while its directory is. Raises OSError."""
         stands, info = self._look()
-        return _identity(info) if stands is None and info is not None else None
+        return stands != mark and (info is not None or self.was_removed())
 
     def was_removed(self) -> bool:
         """True if nothing is at the path, in a directory that is there. Raises OSError."""
