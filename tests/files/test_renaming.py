@@ -428,6 +428,7 @@ def test_it_comes_back_to_its_first_name_with_a_newer_file(drainer: FileDrainer,
     os.rename(root / "x", root / "y")
     save(root / "y", b"newer")
     os.rename(root / "y", root / "x")
+    assert rekindle.load(root / "x") == b"newer"
     settle(drainer)
     assert found(root) == {"x": b"newer"}
 

@@ -84,8 +84,8 @@ def _standing(target: str) -> str | None:
 def _is_its_place(store: FilesDir, target: str, file: KeptFile) -> bool:
     place = PathPlace(Path(target))
     mark = file.read_receipt().mark
-    if mark:
-        return not place.lacks(mark) or (place.standing() is None and was_taken(store.kept, place, mark))
+    if mark and place.lacks(mark):
+        return place.standing() is None and was_taken(store.kept, place, mark)
     other = come_here(store.kept, place)
     return other is None or other.gives_way_to(file)
 
