@@ -80,6 +80,16 @@ def test_all_nodes_tell_what_they_know_of_all(agents: Agents) -> None:
     assert (there["name"], there["state"], there["ranks"]) == ("n0", "there", [0]) and there["seconds"] < 1
 
 
+def test_a_notice_names_the_node_that_is_silent(agents: Agents) -> None:
+    """A launcher that misses it ends the ranks of all others."""
+    ranks = agents.begin(2)
+    agents.hosts[1].signal_agent(signal.SIGSTOP)
+    wait_for(lambda: agents.hosts[0].state(1) == "silent")
+    ranks[0].say({"fault": Fault("notice", 0, agents.generation, 3, "rank 0 was sent SIGTERM").to_json()})
+    _, fault = ranks[0].fault()
+    assert fault.what == "rank 0 was sent SIGTERM while node n1 (rank 1) was silent"
+
+
 def test_an_exception_that_follows_from_a_death_elsewhere_is_not_its_cause(agents: Agents) -> None:
     for _ in range(5):  # the answer of a node that gets no processor for long comes too late
         ranks = agents.begin(2)

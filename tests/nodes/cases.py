@@ -47,9 +47,9 @@ _KILLED, _LOST = "^signal: rank 1 was killed by SIGKILL$", "^lost: node ({lost})
 _WIDTH = 1706
 _BYTES, _BYTES_A_SECOND = 36 * _WIDTH**2, strikes.SLOW_MEGABITS * 1e6 / 8
 """Of a state of about 100 MiB: three layers of float32, each with two moments; and of the link over which it comes."""
-_TOLD = "^notice: rank \\d was sent SIGTERM$|" + _LOST
-"""A launcher that gives up a silent node ends all ranks before the agents give it up: they note what these were sent.
-Which node it was, only the word that it is silent tells."""
+_TOLD = "^notice: rank \\d was sent SIGTERM while node ({lost}) .* was silent$|" + _LOST
+"""A launcher that gives up a silent node ends all ranks before the agents give it up: they note what these were sent,
+and which node was silent."""
 _EITHER = dict.fromkeys(("nodea", "nodeb"), "^lost: node node[ab] ")
 """Two nodes that don't hear each other: each says that the other one is lost. When they do again, all take up the
 likelier first cause of the two, as everywhere (``agent/first_cause.py``): one of them then names itself."""

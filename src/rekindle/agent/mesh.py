@@ -290,6 +290,10 @@ class Mesh(Others):
         """Returns the nodes that are heard. Pages of a silent one are old: its ranks would seem to stand still."""
         return [number for number in self._beats if self._membership.state(number) == "there"]
 
+    def silent(self) -> str:
+        away = (node for node in self._neighbours if self._membership.state(node) in ("silent", "lost"))
+        return next((describe_node(node.name, node.ranks) for node in map(self.nodes.nodes.__getitem__, away)), "")
+
     def reached(self) -> list[int]:
         return [self._beats[number].reached for number in self._speaking() if number in self._guarded]
 

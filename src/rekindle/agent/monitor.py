@@ -319,7 +319,13 @@ class RankMonitor:
         return False
 
     def _announce(self, fault: Fault) -> None:
-        """Takes up a fault that this agent has noticed first, and tells the other nodes of it."""
+        """Takes up a fault that this agent has noticed first, and tells the other nodes of it.
+
+        A launcher that misses a node ends all ranks before the agents give that node up: a notice names it, too.
+        """
+        silent = self.others.silent() if fault.cause == "notice" else ""
+        if silent:
+            fault = replace(fault, what=f"{fault.what} while {silent} was silent")
         self.others.tell(fault)
         self._strike(fault)
 

@@ -49,6 +49,10 @@ class Others:
         """Returns the newest pages of their ranks."""
         return {}
 
+    def silent(self) -> str:
+        """Returns words for the first node that is silent, or was lost; empty if there is none."""
+        return ""
+
     def reached(self) -> list[int]:
         """Returns how far the ranks of each node are that is heard, see ``Beat.reached``."""
         return []
