@@ -84,9 +84,12 @@ def test_a_notice_names_the_node_that_is_silent(agents: Agents) -> None:
     """A launcher that misses it ends the ranks of all others."""
     ranks = agents.begin(2)
     agents.hosts[1].signal_agent(signal.SIGSTOP)
-    wait_for(lambda: agents.hosts[0].state(1) == "silent")
-    ranks[0].say({"fault": Fault("notice", 0, agents.generation, 3, "rank 0 was sent SIGTERM").to_json()})
-    _, fault = ranks[0].fault()
+    try:
+        wait_for(lambda: agents.hosts[0].state(1) == "silent")
+        ranks[0].say({"fault": Fault("notice", 0, agents.generation, 3, "rank 0 was sent SIGTERM").to_json()})
+        _, fault = ranks[0].fault()
+    finally:
+        agents.hosts[1].signal_agent(signal.SIGCONT)
     assert fault.what == "rank 0 was sent SIGTERM while node n1 (rank 1) was silent"
 
 

@@ -156,8 +156,9 @@ def _checked(place: Place, *, placeholder: bool) -> tuple[list[int] | None, bool
 
 def _take_away(store: FilesDir, place: Place, mark: str) -> None:
     if isinstance(place, PathPlace):
-        with suppress(OSError):
+        with suppress(OSError):  # memory may be full
             store.kept.note_placed(key_of(place.target), mark)  # another thread's save may be about to count on it
+        with suppress(OSError):
             with_timeout(_LOOK, place.target, lambda: place.remove_placeholder(mark))
 
 
