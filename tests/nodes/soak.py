@@ -37,7 +37,7 @@ from tests.pages import put
 _DOCS = Path(__file__).parents[2] / "docs" / "nodes.md"
 _KINDS = ("fsdp2", "ddp", "zero1")
 _HOSTS = 3
-_STEPS, _REST = 300, 80
+_STEPS, _REST = 300, 130
 """Steps of a job, and those at its end in which nothing befalls it."""
 _PAUSE = 0.1
 _HEADS = ("fault", "times", "most steps lost", "longest until it went on, s")
@@ -107,8 +107,12 @@ class Soak:
     # -- one fault ------------------------------------------------------------------------------------------------
 
     def _strike(self, job: Job, kind: str, start: int) -> int:
-        """Lets a fault befall a job that is in this start. Returns the start that it has come to by then."""
-        job.wait_for_safe(start=start)
+        """Lets a fault befall a job that is in this start. Returns the start that it has come to by then.
+
+        The fault before is over: newer steps are node-safe. An agent that is away costs more (docs/nodes.md), which
+        harms of their own bring about.
+        """
+        job.wait_for_safe(beyond=self._completed(job), start=start)
         job.wait_for_step(self._completed(job) + self.dice.randint(0, 15))
         name, newest = self.dice.choice(self.names), self._completed(job)
         self.say(f"{kind}, step {newest}: {name}")
