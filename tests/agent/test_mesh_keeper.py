@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import importlib
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.peers.local_state_sender import LocalStateSender
+from rekindle.peers.server import PeerServer
 
 START = "a" * 16
 WITHIN = 60.0
@@ -112,3 +114,31 @@ def test_what_connects_agents_is_loaded_again_where_that_failed(
             await asyncio.wait([serving])
 
     asyncio.run(run())
+
+
+def test_an_agent_whose_port_another_program_has_listens_at_another_one(
+    job: JobDir, monitor: RankMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh_keeper, "_FORMER_GOES", 1.5)
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        port = foreign.getsockname()[1]
+        nodes = [Node("here", "127.0.0.1", port, [0]), Node("there", "", 0, [1])]
+        Nodes(START, 1, bytes(32), 0, nodes).write(job)
+        keeper = MeshKeeper(job, monitor, lambda: -1, lambda only_look: {})
+
+        async def listening() -> None:
+            serving = asyncio.create_task(keeper.serve())
+            await until(lambda: keeper._mesh is not None)
+            serving.cancel()
+            await asyncio.wait([serving])
+
+        asyncio.run(listening())
+        assert keeper._address["port"] not in (0, port)
+
+
+def test_a_server_whose_thread_can_not_be_had_is_made_again(
+    job: JobDir, monitor: RankMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PeerServer, "start", fails_once(PeerServer.start, RuntimeError("can't start new thread")))
+    keeper = asyncio.run(serve(job, monitor, lambda keeper: keeper._mesh))
+    assert keeper._address["port"]

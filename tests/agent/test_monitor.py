@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.agent.monitor import RankMonitor
+from rekindle.agent.others import Others
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.status import SECURED, SECURING, StatusPage
@@ -213,6 +214,15 @@ def test_a_rank_that_is_told_late_of_a_fault_elsewhere_has_all_its_time(
         serving.cancel()
 
     asyncio.run(monitored())
+
+
+def test_how_far_ranks_were_that_were_told_to_go_is_not_said_of_the_next_start(tmp_path: Path) -> None:
+    monitor = RankMonitor(JobDir(tmp_path), lambda urgent: None)
+    monitor.fault, monitor._reached = Fault("notice", 0, 1, 500, "rank 0 was sent SIGTERM"), 501
+    assert monitor.account().reached == 501
+    monitor.others = Others()
+    monitor.others.since = time.monotonic()
+    assert monitor.account().reached == -1
 
 
 @pytest.mark.parametrize(("ago", "pause"), [(1.0, 0.01), (100.0, 0.1)])

@@ -41,12 +41,13 @@ class Node:
         stack.callback(self.slots.close)
         self.drainer = Drainer(self.job)
 
-    def save(self, step: int) -> None:
-        receipt, data = make_shard(ShardId(step, self.rank, self.count, START), {f"x{self.rank}": b"%d" % step})
+    def save(self, step: int, *, pinned: bool = False) -> None:
+        stamp = ShardId(step, self.rank, self.count, START, pinned=pinned)
+        receipt, data = make_shard(stamp, {f"x{self.rank}": b"%d" % step})
         commit(self.slots, receipt, data)
 
-    def drain(self, step: int) -> bool:
-        self.save(step)
+    def drain(self, step: int, *, pinned: bool = False) -> bool:
+        self.save(step, pinned=pinned)
         return self.drainer.tick()
 
     def stop(self) -> None:
@@ -173,6 +174,18 @@ def test_parts_that_one_of_three_nodes_never_completes_stay_within_bounds(memory
             assert len(partial(root)) <= 4, "one writes the newest step before the other"
         assert partial(root) == [8, 9, 10] and one.drainer.pending() == other.drainer.pending() == 10
         assert third.drain(10) and partial(root) == [] and durable(root) == [10]
+
+
+def test_a_part_of_a_step_that_is_to_be_pinned_waits_for_a_node_that_is_late(memory: Path, root: Path) -> None:
+    with ExitStack() as stack:
+        for rank in range(3):
+            (memory / f"node-{rank}").mkdir(0o700)
+        one, other, third = (Node(memory, root, rank, stack, 3) for rank in range(3))
+        for step in range(1, 10):
+            one.drain(step, pinned=step == 1)
+            other.drain(step, pinned=step == 1)
+        assert partial(root) == [1, 7, 8, 9]
+        assert third.drain(1, pinned=True) and durable(root) == [1]
 
 
 def test_a_part_that_another_node_has_begun_is_not_withdrawn(nodes: tuple[Node, Node], root: Path) -> None:

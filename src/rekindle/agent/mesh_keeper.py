@@ -42,6 +42,8 @@ _TICK = 0.05
 """Seconds between two looks at the files, which take some microseconds."""
 _AGAIN = 1.0
 """Seconds after which a look that failed is made again: threads or files may be short for a moment."""
+_FORMER_GOES = 5.0
+"""Seconds after which another program has the port that the other nodes know: this one's beats are heard from any."""
 _BEAT = 0.09
 """Seconds after a beat from which on the next look sends another one."""
 
@@ -68,6 +70,8 @@ class MeshKeeper:
         """Address on which this agent listens, and the start in which it began to; with the port 0 if it can't."""
         self._named = False
         """True once trainers can read of it."""
+        self._tried_at = 0.0
+        """Time of the first try to listen since it last did; 0.0 before one."""
         self._beat_at = 0.0
         self._look_at = 0.0
         """Time of the next look at the files, after one that failed."""
@@ -135,18 +139,20 @@ class MeshKeeper:
     def _listen(self) -> None:
         """Listens on the job's address. A former agent's is taken out of the trainers' sight.
 
-        Raises OSError where only one port is of use, and a former agent has it still.
+        Raises OSError where other nodes know of one port only, and a former agent may have it still.
         """
-        known = self._known_port()
+        known, now = self._known_port(), time.monotonic()
+        self._tried_at = self._tried_at or now
+        waits = known and now < self._tried_at + _FORMER_GOES
         if self._server is not None:
             _in_background(self._server.close)
             self._server = None
         self._address = {"pid": os.getpid(), "host": self._host, "port": 0, "start": self._start}
         self._named = False
         try:
-            listener = listen(self._host, known) if known else _bind(self._host, self._former_port())
+            listener = listen(self._host, known) if waits else _bind(self._host, known or self._former_port())
         except OSError as error:
-            if known:
+            if waits:
                 raise
             log.warning(
                 "can't listen to other nodes on %s, so faults there are noticed late; $REKINDLE_ADDRESS gives "
@@ -156,8 +162,13 @@ class MeshKeeper:
             return
         finally:
             self._job.paths.address.unlink(missing_ok=True)
-        self._server = PeerServer(listener, self._credentials, self._handlers())
-        self._server.start()
+        server = PeerServer(listener, self._credentials, self._handlers())
+        try:
+            server.start()
+        except RuntimeError:
+            listener.close()
+            raise
+        self._server, self._tried_at = server, 0.0
         self._address["port"] = listener.getsockname()[1]
         log.info("listens to other nodes on %s port %d", self._host, self._address["port"])
 

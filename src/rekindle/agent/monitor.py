@@ -90,8 +90,8 @@ class RankMonitor:
     _asking: asyncio.Task[None] | None = None
     _reached: int = -1
     """See ``Beat.reached``."""
-    _afar: list[int] = field(default_factory=list)
-    """The same of other nodes, as this node's ranks were last told."""
+    _afar: list[int] | None = None
+    """The same of other nodes, as this node's ranks were last told; None before."""
     _from_elsewhere: bool = False
     """True if another node has told of the newest fault."""
 
@@ -255,6 +255,11 @@ class RankMonitor:
         """The fault of the start that the other nodes are in, too; None while there is none."""
         return self.fault if self.fault is not None and self.fault.noticed >= self.others.since else None
 
+    @property
+    def _is_noticed(self) -> bool:
+        """True if ranks of the start that the other nodes are in, too, have been told to go."""
+        return self.current is not None and self.current.cause == "notice"
+
     def _report(self, fault: Fault, rank: WatchedRank) -> None:
         """Takes up a fault of ``rank``. One that may follow from another node's is held until those have been asked."""
         if self._is_dying(rank):  # it follows from an earlier one
@@ -284,7 +289,8 @@ class RankMonitor:
         pages = {rank.rank: rank.shown() for rank in self.ranks.values()}
         newest = min((page.status.snapshot for page in pages.values()), default=-1)
         paused_at, cleared = self._hang.paused_at, self._hang.cleared
-        return Beat(pages=pages, paused_at=paused_at, cleared=cleared, newest=newest, reached=self._reached)
+        reached = self._reached if self._is_noticed else -1
+        return Beat(pages=pages, paused_at=paused_at, cleared=cleared, newest=newest, reached=reached)
 
     def known_fault(self) -> Fault | None:
         """Returns the fault of this node's ranks that other nodes should know of, after a look at all of them."""
@@ -332,7 +338,7 @@ class RankMonitor:
     def _strike(self, fault: Fault) -> None:
         """Records a fault and sends it to all ranks."""
         self.fault, self._end_awaited, self._from_elsewhere = fault, True, False
-        self._reached, self._afar = -1, []
+        self._reached, self._afar = -1, None
         for rank in self.ranks.values():
             rank.tell(fault)
         self.urgent(True)
@@ -348,16 +354,16 @@ class RankMonitor:
 
     def _compare_steps(self, dying: list[WatchedRank]) -> None:
         """Notes how far ranks are that go by a notice, and tells them how far those of other nodes are."""
-        if self.current is None or self.current.cause != "notice":
+        if not self._is_noticed:
             return
         pages = [rank.status() for rank in dying]
         if all(page.stage > TRAINING for page in pages):
             self._reached = max(self._reached, *(page.step + (page.phase != STABLE) for page in pages))
         afar = self.others.reached()
-        if afar and afar != self._afar:
+        if afar != self._afar:
             self._afar = afar
             for rank in dying:
-                rank.send({"afar": {"reached": max(afar), "told": min(afar) >= 0}})
+                rank.send({"afar": {"reached": max(afar, default=-1), "told": -1 not in afar}})
 
     def _find_descendants(self) -> None:
         """Finds data loaders' workers and the like: a killed rank can't end them, and they may hang, too."""

@@ -51,11 +51,13 @@ class Unfinished:
         """Adds a checkpoint of which this node has written ``shards``.
 
         Returns older ones that are given up, shards and all: nodes that never come must not make this one fill storage.
+        One that is to be pinned stays, and there is one at a time.
         """
         first = shards[0]
         self._waiting[first.checkpoint] = first, time.monotonic()
         most = _MOST if self._job.notes.marks() is None else _MOST_TOGETHER
-        steps = store.withdraw(first, [shard.rank for shard in shards], most)
+        pinned = {shard.step for shard in self.shards() if shard.pinned}
+        steps = store.withdraw(first, [shard.rank for shard in shards], most, pinned)
         withdrawn = [CheckpointKey(step, first.incarnation) for step in steps]
         for key in withdrawn:
             self._waiting.pop(key, None)

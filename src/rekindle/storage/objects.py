@@ -253,14 +253,14 @@ class ObjectStore(Store):
         )
         return FileExistsError(errno.EEXIST, why, f"{self.root}/{step_dir(stamp.step)}.json")
 
-    def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int) -> list[int]:
+    def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int, spared: Collection[int] = ()) -> list[int]:
         names = {o.name for o in self.bucket.walk()}
         begun: dict[int, set[int]] = {}
         for directory, _, file in (name.partition("/") for name in names):
             match, part = _SHARDS.match(directory), parse_shard_name(file)
             if match and part and match[2] == stamp.incarnation.id and f"{directory[:15]}.json" not in names:
                 begun.setdefault(int(match[1]), set()).add(part[0])
-        surplus = surplus_parts(begun, ranks, keep)
+        surplus = surplus_parts(begun, ranks, keep, spared)
         return [step for step in surplus if self._withdraw_parts(replace(stamp, step=step), ranks)]
 
     def _withdraw_parts(self, stamp: ShardId, ranks: Collection[int]) -> bool:

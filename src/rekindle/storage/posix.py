@@ -236,7 +236,7 @@ class PosixStore(Store):
         disk.sync(self.root)
         reach("drain.published", stamp.step)
 
-    def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int) -> list[int]:
+    def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int, spared: Collection[int] = ()) -> list[int]:
         begun = {}
         for path, step, start, kind in self._step_directories():
             if kind == "partial" and start == stamp.incarnation.id:
@@ -244,7 +244,7 @@ class PosixStore(Store):
                     names = os.listdir(path)
                     if MANIFEST not in names:
                         begun[step] = {part[0] for part in map(_part_of, names) if part is not None}
-        surplus = surplus_parts(begun, ranks, keep)
+        surplus = surplus_parts(begun, ranks, keep, spared)
         return [step for step in surplus if self._withdraw(replace(stamp, step=step), ranks)]
 
     def _withdraw(self, stamp: ShardId, ranks: Collection[int]) -> bool:

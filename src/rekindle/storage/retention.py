@@ -32,15 +32,17 @@ def surviving(
     return {*newest, *also, *(stamp for stamp in stands if keep_every and stamp.step % keep_every == 0)}
 
 
-def surplus_parts(begun: Mapping[int, Collection[int]], ranks: Collection[int], keep: int) -> list[int]:
+def surplus_parts(
+    begun: Mapping[int, Collection[int]], ranks: Collection[int], keep: int, spared: Collection[int] = ()
+) -> list[int]:
     """Returns the steps of which the parts of ``ranks`` are to go: ``begun`` has the ranks of each unfinished step.
 
-    The newest ``keep`` stay, and the newest step that each other rank has begun, which may be its slow node's present
-    one. A node that is gone, or writes elsewhere, spares one step and no more.
+    The newest ``keep`` stay, those to be ``spared``, and the newest step that each other rank has begun, which may be
+    its slow node's present one. A node that is gone, or writes elsewhere, spares one step and no more.
     """
     ours = sorted(step for step, found in begun.items() if not set(ranks).isdisjoint(found))
     others = {rank: step for step in sorted(begun) for rank in begun[step] if rank not in ranks}
-    return [step for step in ours[:-keep] if step not in others.values()]
+    return [step for step in ours[:-keep] if step not in spared and step not in others.values()]
 
 
 def _spread(stands: Sequence[ShardId]) -> list[ShardId]:

@@ -158,12 +158,12 @@ class Store(ABC):
         has published the step and the store can't keep both.
         """
 
-    def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int) -> list[int]:
+    def withdraw(self, stamp: ShardId, ranks: Collection[int], keep: int, spared: Collection[int] = ()) -> list[int]:
         """Removes the parts of ``ranks`` in unfinished steps of the incarnation of ``stamp``. Returns these steps.
 
-        The newest ``keep`` of them stay, and the newest that each other rank has begun: it may just be writing its own.
-        Call ``surplus_parts`` to choose. No step that has become durable meanwhile loses anything. A store that can't
-        tell who has begun removes nothing.
+        The newest ``keep`` of them stay, the steps to be ``spared``, and the newest that each other rank has begun: it
+        may just be writing its own. Call ``surplus_parts`` to choose. No step that has become durable meanwhile loses
+        anything. A store that can't tell who has begun removes nothing.
         """
         return []
 
