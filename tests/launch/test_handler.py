@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousParameters,
+)
 
 from rekindle.faults.torchelastic import FRESH_STORE
 from rekindle.launch.rendezvous.handler import Rendezvous
@@ -68,3 +72,5 @@ def test_a_spare_waits_longer_than_others_may_and_prepares_itself_meanwhile(
         assert not another.done()
         first.set_closed()
         assert isinstance(another.exception(WITHIN), RendezvousGracefulExitError)
+        with pytest.raises(RendezvousClosedError):  # it has trained
+            spare.next_rendezvous()

@@ -143,6 +143,7 @@ class Rendezvous:
             with self._hub.changed:
                 view, now = self._hub.view, time.monotonic()
                 if view.round is not None and view.round.number > after:
+                    self._was_spare = False  # the end of the job it takes part in concerns it
                     return view.round
                 self._check(view, now - began)
                 is_spare = view.is_member and view.news is not None and view.news.spare
