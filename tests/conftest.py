@@ -120,6 +120,17 @@ def small_tmpfs(mounted: Callable[..., Path]) -> Callable[[int], Path]:
     return lambda nbytes: mounted(f"tmpfs-{next(numbers)}", "-t", "tmpfs", "-o", f"size={nbytes},mode=700", "tmpfs")
 
 
+@pytest.fixture
+def memories(small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """The memory of two nodes on this host."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    places = [small_tmpfs(256 << 20), small_tmpfs(256 << 20)]
+    yield places
+    for place in places:
+        for directory in place.glob("rekindle-*/*/"):
+            end_agent(JobDir(directory))
+
+
 class Disk:
     """A directory that is mounted at another place, as a disk would be: a root on it can go out of sight."""
 

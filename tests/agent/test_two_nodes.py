@@ -55,6 +55,15 @@ class Node:
 
 
 @pytest.fixture
+def three_nodes(memory: Path, root: Path) -> Iterator[list[Node]]:
+    """Nodes of one rank each."""
+    for rank in range(3):
+        (memory / f"node-{rank}").mkdir(0o700)
+    with ExitStack() as stack:
+        yield [Node(memory, root, rank, stack, 3) for rank in range(3)]
+
+
+@pytest.fixture
 def nodes(memory: Path, root: Path) -> Iterator[tuple[Node, Node]]:
     (memory / "node-0").mkdir(0o700)
     (memory / "node-1").mkdir(0o700)
@@ -164,28 +173,24 @@ def test_parts_that_nobody_completes_stay_within_bounds(nodes: tuple[Node, Node]
     assert other.drain(10) and partial(root) == []
 
 
-def test_parts_that_one_of_three_nodes_never_completes_stay_within_bounds(memory: Path, root: Path) -> None:
-    with ExitStack() as stack:
-        for rank in range(3):
-            (memory / f"node-{rank}").mkdir(0o700)
-        one, other, third = (Node(memory, root, rank, stack, 3) for rank in range(3))
-        for step in range(1, 11):
-            assert not one.drain(step) and not other.drain(step)
-            assert len(partial(root)) <= 4, "one writes the newest step before the other"
-        assert partial(root) == [8, 9, 10] and one.drainer.pending() == other.drainer.pending() == 10
-        assert third.drain(10) and partial(root) == [] and durable(root) == [10]
+def test_parts_that_one_of_three_nodes_never_completes_stay_within_bounds(three_nodes: list[Node], root: Path) -> None:
+    one, other, third = three_nodes
+    for step in range(1, 11):
+        assert not one.drain(step) and not other.drain(step)
+        assert len(partial(root)) <= 4, "one writes the newest step before the other"
+    assert partial(root) == [8, 9, 10] and one.drainer.pending() == other.drainer.pending() == 10
+    assert third.drain(10) and partial(root) == [] and durable(root) == [10]
 
 
-def test_a_part_of_a_step_that_is_to_be_pinned_waits_for_a_node_that_is_late(memory: Path, root: Path) -> None:
-    with ExitStack() as stack:
-        for rank in range(3):
-            (memory / f"node-{rank}").mkdir(0o700)
-        one, other, third = (Node(memory, root, rank, stack, 3) for rank in range(3))
-        for step in range(1, 10):
-            one.drain(step, pinned=step == 1)
-            other.drain(step, pinned=step == 1)
-        assert partial(root) == [1, 7, 8, 9]
-        assert third.drain(1, pinned=True) and durable(root) == [1]
+def test_a_part_of_a_step_that_is_to_be_pinned_waits_for_a_node_that_is_late(
+    three_nodes: list[Node], root: Path
+) -> None:
+    one, other, third = three_nodes
+    for step in range(1, 10):
+        one.drain(step, pinned=step == 1)
+        other.drain(step, pinned=step == 1)
+    assert partial(root) == [1, 7, 8, 9]
+    assert third.drain(1, pinned=True) and durable(root) == [1]
 
 
 def test_a_part_that_another_node_has_begun_is_not_withdrawn(nodes: tuple[Node, Node], root: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_spare_waits_longer_than_others_may_and_prepares_itself_meanwhile(
         assert not steps_in.done(), steps_in.exception()
         leaves = launcher()
         waits = pool.submit(leaves.next_rendezvous)
-        until(lambda: leaves._was_spare)
+        until(lambda: leaves._hub.view.was_spare)
         leaves.shutdown()
         assert waits.exception(WITHIN) is not None
         another = pool.submit(launcher().next_rendezvous)

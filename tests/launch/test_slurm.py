@@ -357,12 +357,15 @@ def test_the_spare_steps_in_for_a_lost_node(cluster: Cluster) -> None:
 
 
 @pytest.mark.campaign(seconds=25)
-def test_the_job_begins_anew_by_hand_when_its_first_node_is_lost(cluster: Cluster) -> None:
-    """Storage bounds what is lost: a second node may have become the spare, whose memory is not read."""
+def test_training_goes_on_without_the_first_node_and_begins_anew_by_hand(cluster: Cluster) -> None:
+    """Storage bounds what the new start loses: a second node may have become the spare, whose memory is not read."""
     until(lambda: cluster.durable > 0)
     durable = cluster.durable
     cluster.lose("n1")
     until(lambda: "n1" not in cluster.state["NodeList"])
+    cluster.go_on(LIMIT + 5)
+    until(lambda: cluster.done >= LIMIT + 5)
+    assert cluster.state["JobState"] == "RUNNING" and cluster.state["Restarts"] == "0"
     cluster.start_node("n1")  # its memory is gone
     cluster.requeue()
     cluster.complete()

@@ -21,6 +21,7 @@ from rekindle.format.reader import NullSink
 from rekindle.format.shard import OpenShard
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.peers.files import PeerFiles
+from rekindle.peers.links import Links
 from rekindle.peers.server import Handler, PeerServer
 from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.wire import Credentials, Link, connect
@@ -91,8 +92,10 @@ def link_to(port: int) -> Link:
     return connect(HOST, port, CREDENTIALS, 30)
 
 
-def files_at(port: int, step: int = 7, incarnation: Incarnation = FIRST, node: str = "far") -> PeerFiles:
-    return PeerFiles(node, HOST, port, CREDENTIALS, CheckpointKey(step, incarnation))
+def files_at(
+    port: int, step: int = 7, incarnation: Incarnation = FIRST, node: str = "far", links: Links | None = None
+) -> PeerFiles:
+    return PeerFiles(node, HOST, port, CREDENTIALS, CheckpointKey(step, incarnation), links=links)
 
 
 class Memory(NullSink):

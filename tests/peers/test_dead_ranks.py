@@ -6,7 +6,6 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,11 @@ import pytest
 import torch
 
 import rekindle
-from rekindle.memory.job_dir import JobDir
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import end_agent, wait_for
 from tests.integrations.dcp.ranks import attempt, ranks
 
 STEPS, STRUCK = 7, 5
-
-
-@pytest.fixture
-def memories(small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """The memory of two nodes on this host."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    places = [small_tmpfs(256 << 20), small_tmpfs(256 << 20)]
-    yield places
-    for place in places:
-        for directory in place.glob("rekindle-*/*/"):
-            end_agent(JobDir(directory))
 
 
 def _train(rank: int, root: Path, memories: list[Path], optimizer: str, moment: str = "") -> tuple[int, str, str]:

@@ -20,7 +20,10 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.memory.slots import Slots
 from rekindle.peers import files as peer_files
 from rekindle.peers import server, timed_socket
+from rekindle.peers.links import Links
+from rekindle.peers.server import Handler
 from rekindle.peers.snapshots import snapshot_handlers
+from rekindle.peers.wire import Link
 from tests.memory.saved import FIRST, SIZE, content, save
 from tests.peers.peer import (
     Memory,
@@ -144,7 +147,7 @@ def test_one_that_changed_while_its_connection_was_closed_is_not_read(job, port)
 def test_a_connection_that_lay_idle_is_made_anew(job, port):
     put(job, 7, blocks_of(2))
     with files_at(port).shard(0, 1) as shard:
-        for _, link in peer_files._IDLE._links:
+        for _, link in peer_files._IDLE._idle:
             link._stream._socket.shutdown(2)
         sink = Memory(shard)
         assert read_blocks(ShardReader(shard), sink, range(2)) == []
@@ -155,13 +158,60 @@ def test_many_open_shards_need_few_connections(job, port):
     for rank in range(20):
         put(job, 7, {"a": bytes([rank]) * 100}, rank, 20)
     shards = [files_at(port).shard(rank, 20) for rank in range(20)]
-    assert len(peer_files._IDLE._links) == 8
+    assert len(peer_files._IDLE._idle) == 8
     for rank, shard in enumerate(shards):
         sink = Memory(shard)
         assert read_blocks(ShardReader(shard), sink, range(1)) == [] and sink.whole() == bytes([rank]) * 100
     for shard in shards:
         shard.close()
-    assert peer_files._IDLE._links == []
+    assert peer_files._IDLE._idle == []
+
+
+def test_kept_connections_serve_shard_after_shard(job):
+    links, seen = Links(8), set()
+
+    def noted(handler: Handler) -> Handler:
+        def answer(link: Link, message: dict[str, object]) -> dict[str, object] | None:
+            seen.add(link)
+            return handler(link, message)
+
+        return answer
+
+    def read(port: int, step: int) -> None:
+        with files_at(port, step, links=links).shard(0, 1) as shard:
+            sink = Memory(shard)
+            assert read_blocks(ShardReader(shard), sink, range(2)) == [] and pinned(paths[step])
+            assert sink.whole() == b"".join(blocks_of(2).values())
+        assert not pinned(paths[step]), "the connection stays, the pin does not"
+
+    handlers = {verb: noted(handler) for verb, handler in snapshot_handlers(job).items()}
+    paths = {step: put(job, step, blocks_of(2)) for step in range(20)}
+    with serving(handlers) as port:
+        for step in range(10):
+            read(port, step)
+            with pytest.raises(FileNotFoundError, match="far"):
+                files_at(port, 20, links=links).shard(0, 1)
+        made = len(seen)
+        assert made <= 8
+        assert files_at(port).shard(0, 1).close() is None and len(seen) == made + 1, "one of its own for all others"
+    with serving(handlers, port):  # the next agent
+        for step in range(10, 20):
+            read(port, step)
+    assert len(seen) <= made + 1 + 8
+    links.close()
+    assert links.take(object()) is None and not links._idle
+
+
+def test_a_connection_is_closed_where_the_other_node_cannot_keep_it(job):
+    """An agent of an older version knows no verb for it."""
+    links = Links(8)
+    path = put(job, 7, {"a": b"12345"})
+    handlers = snapshot_handlers(job)
+    del handlers["close"]
+    with serving(handlers) as port:
+        files_at(port, links=links).shard(0, 1).close()
+        wait_until(lambda: not pinned(path))
+        assert not links._idle
 
 
 def test_a_node_with_too_many_connections_is_waited_for(job, port, monkeypatch):

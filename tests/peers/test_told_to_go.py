@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
 import torch
 
 import rekindle
@@ -17,22 +15,11 @@ from rekindle.agent.http import send_request
 from rekindle.errors import AgentError
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.posix import PosixStore
-from tests.faults.harness import end_agent, wait_for
+from tests.faults.harness import wait_for
 from tests.faults.peer import steps_of
 from tests.integrations.dcp.ranks import attempt, ranks
 
 STEPS, STRUCK = 7, 5
-
-
-@pytest.fixture
-def memories(small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """The memory of two nodes on this host."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    places = [small_tmpfs(256 << 20), small_tmpfs(256 << 20)]
-    yield places
-    for place in places:
-        for directory in place.glob("rekindle-*/*/"):
-            end_agent(JobDir(directory))
 
 
 def _hears_the_other(job: JobDir) -> bool:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import rekindle.session.nodes as meeting_of_nodes
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.local_state import read_local_files
 from rekindle.restore.restore import restore
-from tests.faults.harness import end_agent
 from tests.integrations.dcp.ranks import attempt, ranks
 
 STEPS = 3
@@ -29,17 +27,6 @@ STEPS = 3
 def _job(memory: Path) -> JobDir:
     (directory,) = memory.glob("rekindle-*/*/")
     return JobDir(directory)
-
-
-@pytest.fixture
-def memories(small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """The memory of two nodes on this host."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    places = [small_tmpfs(256 << 20), small_tmpfs(256 << 20)]
-    yield places
-    for place in places:
-        for directory in place.glob("rekindle-*/*/"):
-            end_agent(JobDir(directory))
 
 
 def _train(

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from rekindle.memory.lock import Lock
 from rekindle.memory.nodes import Node, Nodes, describe_node
 from rekindle.peers.copying import copy_shard
 from rekindle.peers.files import PeerFiles
+from rekindle.peers.links import Links
 from rekindle.peers.local_states import describe
 from rekindle.peers.wire import Credentials, call, connect
 from rekindle.peers.witnesses import Witnesses
@@ -49,6 +50,8 @@ Nothing is won by an earlier end: no step is node-safe without it, and one that 
 _PATIENCE = 3.0
 """Seconds in which the source must connect, answer, and send more. The copier of a new start waits for that of the one
 before, and launchers wait as long for a node that is silent."""
+_READING = 8
+"""Connections that are kept beyond one for each rank of the source: for threads that read, and to further nodes."""
 _TAKE_OVER_EVERY = 5.0
 """Seconds until the next try to take over the copies of before, if one has failed."""
 _WARN_AFTER = 2
@@ -93,6 +96,8 @@ class Copier:
         self._limit, self._headroom = limit, headroom
         self._held = HeldSteps(job.copies.snapshots, nodes.start, self._source.ranks)
         self._witnesses = Witnesses(job, nodes)
+        self._links = Links(_READING + len(self._source.ranks))
+        """Kept from step to step: a new connection may have to wait, amid a flood of them."""
         self._budget = Budget()
         self._speed: float | None = None
         """Bytes per second of the last copy that was not small, without its waits; None before."""
@@ -140,7 +145,7 @@ class Copier:
 
     def _run(self) -> None:
         lower_priority()
-        with ExitStack() as stack:
+        with closing(self._links), ExitStack() as stack:
             slots = self._open(stack)
             while slots is not None and (aim := self._next()) is not None:
                 try:
@@ -260,7 +265,7 @@ class Copier:
     @contextmanager
     def _await_shard(self, aim: Aim, node: Node, rank: int) -> Iterator[OpenShard]:
         """Opens a rank's shard of the step, once its node has it. Raises OSError when it never will."""
-        files = PeerFiles.of(self._nodes, node, aim.stamp.checkpoint, _PATIENCE, _PATIENCE)
+        files = PeerFiles.of(self._nodes, node, aim.stamp.checkpoint, _PATIENCE, _PATIENCE, self._links)
         list_at = time.monotonic() + _LIST_EVERY
         while True:
             try:

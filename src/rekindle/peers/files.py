@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import math
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from rekindle.format.fields import check_integer
 from rekindle.format.files import Files
@@ -18,6 +18,7 @@ from rekindle.format.names import parse_shard_name, receipt_name, shard_name, st
 from rekindle.format.receipt import Receipt
 from rekindle.format.shard import OpenShard, Receive
 from rekindle.memory.nodes import Node, Nodes
+from rekindle.peers.links import Links
 from rekindle.peers.wire import Credentials, Link, WireError, call, connect
 
 __all__ = ["PeerFiles"]
@@ -30,8 +31,8 @@ _REPLY_SECONDS = 30.0
 """Bound on the wait for a reply. A node that is alive answers within milliseconds, unless it is short of memory."""
 _MAX_RECEIPT = 256 << 20
 """Most bytes of a receipt: 100 bytes for each of two million tensors."""
-_IDLE_LINKS = 8
-"""Connections that a process keeps open while it reads none of them. Each costs the other node a thread."""
+_IDLE = Links(8)
+"""Connections of all shards that this process has open."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,20 @@ class PeerFiles(Files):
     """Seconds in which the node must connect, and then reply, where they are fewer than the usual bounds."""
     stall: float | None = None
     """Seconds without a byte after which a transfer is given up; None for the bound that all transfers have."""
+    links: Links | None = field(default=None, repr=False, compare=False)
+    """Connections that outlive a shard and serve the next one of the node; None to make one for each shard."""
 
     @staticmethod
     def of(
-        nodes: Nodes, node: Node, key: CheckpointKey, patience: float = math.inf, stall: float | None = None
+        nodes: Nodes,
+        node: Node,
+        key: CheckpointKey,
+        patience: float = math.inf,
+        stall: float | None = None,
+        links: Links | None = None,
     ) -> PeerFiles:
         """Returns those of a checkpoint on ``node``, which is another one of ``nodes``."""
-        return PeerFiles(node.name, node.host, node.port, Credentials.of(nodes), key, patience, stall)
+        return PeerFiles(node.name, node.host, node.port, Credentials.of(nodes), key, patience, stall, links)
 
     def __str__(self) -> str:
         return f"{self.node}:{step_dir(self.key.step)}"
@@ -100,6 +108,8 @@ class _Remote:
 
     def __init__(self, files: PeerFiles, rank: int, world: int) -> None:
         self._files = files
+        self._links = _IDLE if files.links is None else files.links
+        self._peer = files.node, files.host, files.port, files.credentials
         self._wanted = ShardId(files.key.step, rank, world, files.key.incarnation)
         self._where = files.named(shard_name(rank, world))
         self._receipt: bytes | None = None
@@ -107,7 +117,7 @@ class _Remote:
 
     def open(self) -> bytes:
         """Pins the shard and returns its receipt. Raises OSError; FileNotFoundError when the shard is gone."""
-        _IDLE.put(self, self._connect())
+        self._links.put(self, self._connect())
         assert self._receipt is not None
         return self._receipt
 
@@ -119,14 +129,20 @@ class _Remote:
         except BaseException:
             link.close()  # bytes that nobody takes may still come
             raise
-        _IDLE.put(self, link)
+        self._links.put(self, link)
 
     def close(self) -> None:
-        _IDLE.close(self)
+        while (link := self._links.take(self)) is not None:
+            if self._files.links is None:
+                link.close()
+                continue
+            with suppress(OSError), self._closed_at_errors(link):
+                self._call(link, {"verb": "close"})
+                self._links.put(self._peer, link)
 
     def _request(self, start: int, stop: int) -> Link:
         """Returns a connection on which the bytes between two offsets come next."""
-        while (link := _IDLE.take(self)) is not None:
+        while (link := self._links.take(self)) is not None:
             try:
                 return self._read(link, start, stop)
             except ConnectionError:
@@ -135,31 +151,45 @@ class _Remote:
 
     def _read(self, link: Link, start: int, stop: int) -> Link:
         with self._closed_at_errors(link):
-            size = self._call(link, {"verb": "read", "start": start, "stop": stop}, stop - start)
+            size = _size(self._call(link, {"verb": "read", "start": start, "stop": stop}), stop - start)
             if size != stop - start:
                 raise OSError(errno.EIO, f"ends {stop - start - size:,} bytes early", self._where)
         return link
 
     def _connect(self) -> Link:
-        """Returns a new connection, for which the shard is pinned."""
-        files = self._files
+        """Returns a connection for which the shard is pinned: one that was kept, or a new one."""
+        while (kept := self._links.take(self._peer)) is not None:
+            try:
+                return self._pin(kept)
+            except ConnectionError:
+                continue
         with self._os_errors():
-            link = _connect_to(files)
-        with self._closed_at_errors(link):
-            raw = bytearray(self._call(link, {"verb": "open", **self._wanted.to_json()}, _MAX_RECEIPT))
-            self._receive(link, [memoryview(raw)])
-            if self._receipt is None:
-                self._receipt = bytes(raw)
-            elif raw != self._receipt:
-                raise FileNotFoundError(errno.ENOENT, "was recycled meanwhile", self._where)
-        return link
+            link = _connect_to(self._files)
+        return self._pin(link)
 
-    def _call(self, link: Link, message: dict[str, object], most: int) -> int:
-        """Returns the number of raw bytes that come after the reply to a request: at most so many."""
-        reply = call(link, message, min(_REPLY_SECONDS, self._files.patience))
-        if "gone" in reply:
-            raise FileNotFoundError(errno.ENOENT, str(reply["gone"]), self._where)
-        return check_integer(reply.get("bytes"), 0, most)
+    def _pin(self, link: Link) -> Link:
+        with self._closed_at_errors(link):
+            reply = self._call(link, {"verb": "open", **self._wanted.to_json()})
+            if "gone" not in reply:
+                self._check(link, _size(reply, _MAX_RECEIPT))
+                return link
+        if self._files.links is None:
+            link.close()
+        else:
+            self._links.put(self._peer, link)
+        raise FileNotFoundError(errno.ENOENT, str(reply["gone"]), self._where)
+
+    def _check(self, link: Link, size: int) -> None:
+        """Receives the receipt of the shard that was pinned, which must be the one that was opened."""
+        raw = bytearray(size)
+        self._receive(link, [memoryview(raw)])
+        if self._receipt is None:
+            self._receipt = bytes(raw)
+        elif raw != self._receipt:
+            raise FileNotFoundError(errno.ENOENT, "was recycled meanwhile", self._where)
+
+    def _call(self, link: Link, message: dict[str, object]) -> dict[str, Any]:
+        return call(link, message, min(_REPLY_SECONDS, self._files.patience))
 
     def _receive(self, link: Link, views: list[memoryview]) -> None:
         with self._os_errors():
@@ -185,6 +215,11 @@ class _Remote:
             raise OSError(_number(error), error.strerror or str(error), self._where) from error
 
 
+def _size(reply: dict[str, Any], most: int) -> int:
+    """Returns the number of raw bytes that come after a reply: at most so many."""
+    return check_integer(reply.get("bytes"), 0, most)
+
+
 def _connect_to(files: PeerFiles) -> Link:
     """Returns a connection. A node that has as many as it serves closes new ones at once: that one is retried."""
     until = time.monotonic() + min(_CONNECT_SECONDS, files.patience)
@@ -205,37 +240,3 @@ def _number(error: OSError) -> int:
     if isinstance(error, TimeoutError):
         return errno.ETIMEDOUT
     return errno.ECONNRESET if isinstance(error, ConnectionError) else errno.EIO
-
-
-class _IdleLinks:
-    """Keeps connections that are not read at the moment, for the shard each was made for. Safe to use from any thread.
-
-    The oldest are closed when there are many: a rank that reads in a hundred shards would else have a hundred of them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._links: list[tuple[_Remote, Link]] = []
-
-    def put(self, owner: _Remote, link: Link) -> None:
-        with self._lock:
-            self._links.append((owner, link))
-            extra = self._links[:-_IDLE_LINKS]
-            del self._links[:-_IDLE_LINKS]
-        for _, oldest in extra:
-            oldest.close()
-
-    def take(self, owner: _Remote) -> Link | None:
-        with self._lock:
-            for at, (one, link) in enumerate(self._links):
-                if one is owner:
-                    del self._links[at]
-                    return link
-        return None
-
-    def close(self, owner: _Remote) -> None:
-        while (link := self.take(owner)) is not None:
-            link.close()
-
-
-_IDLE = _IdleLinks()

@@ -7,6 +7,7 @@ Copies of another node's snapshots are among them. Of a shard that is both, the 
     {"verb": "list"}                       -> {"shards": [the shard id of each snapshot, and of each copy]}
     {"verb": "open", and a shard id}       -> {"bytes": n}, and n raw bytes: the receipt
     {"verb": "read", "start", "stop"}      -> {"bytes": n}, and n raw bytes of the shard's file
+    {"verb": "close"}                      -> {}: the shard is pinned no more
 
 A shard that is gone, or being recycled, is answered by {"gone": why}. Names of files are made from the numbers of a
 shard id; no message holds one.
@@ -34,7 +35,7 @@ __all__ = ["snapshot_handlers"]
 def snapshot_handlers(job: JobDir) -> dict[str, Handler]:
     """Returns what answers other nodes' requests for the snapshots of ``job``, by verb. For any number of threads."""
     serving = _Snapshots(job)
-    return {"list": serving.list, "open": serving.open, "read": serving.read}
+    return {"list": serving.list, "open": serving.open, "read": serving.read, "close": serving.close}
 
 
 class _Snapshots:
@@ -52,9 +53,9 @@ class _Snapshots:
     def open(self, link: Link, message: dict[str, Any]) -> dict[str, Any] | None:
         wanted = ShardId.from_json(message)
         if link not in self._pinned:
-            link.attached.callback(self._unpin, link)
+            self._pinned[link] = -1
+            link.attached.callback(self._forget, link)
         self._unpin(link)
-        self._pinned[link] = -1
         try:
             raw, fd = self._pin(wanted)
         except FileNotFoundError as error:
@@ -74,6 +75,10 @@ class _Snapshots:
         if start < stop:
             link.send_file(fd, start, stop)
         return None
+
+    def close(self, link: Link, message: dict[str, Any]) -> dict[str, Any]:
+        self._unpin(link)
+        return {}
 
     def _pin(self, wanted: ShardId) -> tuple[bytes, int]:
         """Returns receipt and descriptor of a snapshot, or else of a copy."""
@@ -99,6 +104,11 @@ class _Snapshots:
             raise
 
     def _unpin(self, link: Link) -> None:
-        fd = self._pinned.pop(link, -1)
+        fd = self._pinned.get(link, -1)
         if fd >= 0:
+            self._pinned[link] = -1
             os.close(fd)
+
+    def _forget(self, link: Link) -> None:
+        self._unpin(link)
+        del self._pinned[link]

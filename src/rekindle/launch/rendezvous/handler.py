@@ -68,7 +68,7 @@ class Rendezvous:
         """The store that this node offers to the next round."""
         self._kept: Any = None
         """The store of the newest round, while this node has it."""
-        self._is_part = self._was_spare = self._was_member = False
+        self._is_part = self._was_member = False
         os.environ[FRESH_STORE] = "1"  # for the ranks
         try:
             decode(encode(Elsewhere(self._address)))  # an address that the others would take
@@ -143,12 +143,11 @@ class Rendezvous:
             with self._hub.changed:
                 view, now = self._hub.view, time.monotonic()
                 if view.round is not None and view.round.number > after:
-                    self._was_spare = False  # the end of the job it takes part in concerns it
                     return view.round
                 self._check(view, now - began)
                 is_spare = view.is_member and view.news is not None and view.news.spare
                 if is_spare:
-                    self._was_spare, idle = True, now
+                    idle = now
                 if now - idle >= self._join_within:
                     raise RendezvousTimeoutError(self._describe_absence())
                 if not complained and now - idle >= (_WAITS_QUIETLY if self._was_member else _PATIENCE):
@@ -173,7 +172,7 @@ class Rendezvous:
         if view.refused:
             raise RendezvousConnectionError(f"another job is at {self._where}: {view.refused}")
         if view.news is not None and view.news.closed:
-            raise RendezvousGracefulExitError if self._was_spare else RendezvousClosedError
+            raise RendezvousGracefulExitError if view.was_spare else RendezvousClosedError
         if not self._was_member and seconds >= self._read_within:
             why = self._why_unreached()
             raise RendezvousConnectionError(f"{self._where}, where the nodes are to meet, was not reached: {why}")

@@ -41,6 +41,8 @@ class View(NamedTuple):
     """True while others follow this launcher, or have not had time to."""
     refused: str = ""
     """The reason for which another job's launcher has sent this one away."""
+    was_spare: bool = False
+    """True if it has seen the job run without it since the last round that it was part of."""
     failed: str = ""
     """The error that has ended the thread."""
 
@@ -155,7 +157,7 @@ class Hub:
         took_over = node.took_over and not self._told
         self._told = node.took_over
         members = node.has_members(self._now())
-        self._publish(View(node.round, node.news, node.is_member, node.leads, members, node.refused))
+        self._publish(View(node.round, node.news, node.is_member, node.leads, members, node.refused, node.was_spare))
         if took_over:
             self._took_over()
 

@@ -82,8 +82,8 @@ class Node:
         self.took_over = False
         """True once it leads in place of one that was lost."""
         self._store: Address | None = None
-        self._was_spare = False
-        """True once it has seen the job run without it."""
+        self.was_spare = False
+        """True once it has seen the job run without it, until the next round that it is part of."""
         self._numbers = itertools.count()
         self._links: dict[int, Link] = {}
         self._roster: Roster | None = None
@@ -284,11 +284,11 @@ class Node:
 
     def _take(self, news: News) -> None:
         self.news = news
-        self._was_spare |= news.spare
+        self.was_spare |= news.spare
 
     def _begin(self, round: Round) -> None:
         if round.number > self._number:
-            self.round, self._store = round, None
+            self.round, self._store, self.was_spare = round, None, False
 
     @property
     def _number(self) -> int:
@@ -297,7 +297,7 @@ class Node:
     def _hello(self) -> Hello:
         me, last = self.me, self.round
         number, place, world = (last.number, last.place, last.world) if last else (0, -1, 0)
-        return Hello(me.job, me.id, me.address, me.least, me.most, number, place, world, self._store, self._was_spare)
+        return Hello(me.job, me.id, me.address, me.least, me.most, number, place, world, self._store, self.was_spare)
 
     def _is_over(self) -> bool:
         return bool(self.refused) or (self.news is not None and self.news.closed)
