@@ -25,7 +25,7 @@ from tests.crash.jobs import FORMS, OPERATIONS, race
 __all__ = ["MEETINGS", "calls_of", "do", "explorer_in", "look_at_all", "scratch", "work"]
 
 _SECOND_EVERY = {"quick": 100, "full": 40}
-MEETINGS = 32
+MEETINGS = 34
 """Calls of a node that publishes, before each of which the other one may come."""
 
 _SEQUENCES = ("", "one operation", "two operations", "three operations")
