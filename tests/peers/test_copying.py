@@ -1,4 +1,4 @@
-"""Copies of another node's shards: what is left out of them, every byte verified, and the thread that makes them."""
+"""Copies of another node's shards: what is left out of them, and every byte verified."""
 
 from __future__ import annotations
 
@@ -6,37 +6,25 @@ import itertools
 import os
 import shutil
 import signal
-import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rekindle.agent.copier import Aim, Copier, _pace
 from rekindle.common.failpoints import POINTS, arm
 from rekindle.errors import CorruptError
-from rekindle.format.files import Directory
 from rekindle.format.layout import BLOCK, Chunk, Layout
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.receipt import Receipt
-from rekindle.memory.copies import CopySlots
-from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.job_dir import JobDir
 from rekindle.memory.nodes import Node, Nodes
 from rekindle.memory.notes import Common
-from rekindle.peers.copying import copy_shard
-from rekindle.peers.files import PeerFiles
-from rekindle.peers.server import Handler, PeerServer
-from rekindle.peers.snapshots import snapshot_handlers
 from rekindle.peers.unique import UniqueChunks, likely_ranks, ranks_apart
-from rekindle.peers.wire import Credentials, Link
-from rekindle.storage.verify import verify_shard
 from tests.fork_server import context
-from tests.peers.peer import FIRST, HOST, SECRET, blocks_of, put, wait_until
+from tests.peers.peer import FIRST, HOST, blocks_of, put
+from tests.peers.source import copy, serving, tensors_at
 
 # -- which chunks ------------------------------------------------------------------------------------------------------
 
@@ -102,76 +90,11 @@ def test_ranks_with_replicas_are_as_many_apart_as_a_tensor_has_parts() -> None:
 # -- one shard ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def near(memory: Path) -> JobDir:
-    (memory / "near").mkdir(mode=0o700)
-    job = JobDir.of("/somewhere/run", memory_base(memory / "near"))
-    job.create()
-    return job
-
-
-def damaged(read: Handler, times: int) -> Handler:
-    left = [times]
-
-    def answer(link: Link, message: dict[str, Any]) -> dict[str, Any] | None:
-        if not left[0]:
-            return read(link, message)
-        left[0] -= 1
-        size = message["stop"] - message["start"]
-        link.send({"bytes": size})
-        link.send_bytes(bytes(size))
-        return None
-
-    return answer
-
-
-@contextmanager
-def served(job: JobDir, node: Node, damages: int = 0, **handlers: Handler) -> Iterator[Node]:
-    """Serves a job's snapshots as those of a node, of which so many reads yield zeros. Gives it with its port."""
-    listener = socket.create_server((HOST, 0))
-    own = snapshot_handlers(job)
-    own["read"] = damaged(own["read"], damages)
-    server = PeerServer(listener, lambda: Credentials(SECRET, FIRST.id, node.name), {**own, **handlers})
-    server.start()
-    try:
-        yield replace(node, port=listener.getsockname()[1])
-    finally:
-        server.close()
-
-
-@contextmanager
-def serving(job: JobDir, damages: int = 0, **handlers: Handler) -> Iterator[Nodes]:
-    """Serves node "far", with rank 0. Gives the nodes as the other one, with rank 1, knows them."""
-    with served(job, Node("far", HOST, 0, [0]), damages, **handlers) as far:
-        yield Nodes(FIRST.id, 1, SECRET, 1, [far, Node("near", HOST, 1, [1])])
-
-
-def copy(near: JobDir, nodes: Nodes, step: int, names: str | None = None) -> Receipt:
-    """Copies the tensors of these names. Returns the receipt of the whole shard."""
-    slots = CopySlots(near, [0], 2, 0)
-    try:
-        with PeerFiles.of(nodes, nodes.nodes[0], ShardId(step, 0, 2, FIRST).checkpoint).shard(0, 2) as shard:
-            chunks = [c for c in shard.receipt.layout.chunks if names is None or c.name.removeprefix("v.") in names]
-            slots.adopt()
-            copy_shard(shard, chunks, slots)
-            return shard.receipt
-    finally:
-        slots.close()
-
-
-def tensors_at(job: JobDir, step: int, world: int = 2) -> dict[str, bytes]:
-    """The tensors of a shard, whose every byte is verified."""
-    with Directory(job.path / step_dir(step), in_memory=True).shard(0, world) as shard:
-        assert verify_shard(shard) == []
-        data = bytes(shard.map())[shard.receipt.header_bytes :]
-        return {c.name.removeprefix("v."): data[c.start : c.stop] for c in shard.receipt.layout.chunks}
-
-
 def test_a_copy_has_the_chunks_that_were_chosen_and_all_else(far: JobDir, near: JobDir) -> None:
     data = {"a": b"a" * 100, "b": b"b" * (BLOCK + 5), "c": b"", "d": b"d" * 3_000_001}
     path = put(far, 7, data, 0, 2)
     with serving(far) as nodes:
-        whole = copy(near, nodes, 7, "bcd")
+        whole = copy(near, nodes, 7, "bcd")[0]
         assert tensors_at(near.copies, 7) == {name: data[name] for name in "bcd"}
         receipt = near.copies.path / step_dir(7) / receipt_name(0, 2)
         found = Receipt.decode(receipt.read_bytes(), receipt)
@@ -290,182 +213,3 @@ def test_agents_that_are_killed_before_any_call_of_a_copy_leave_sound_ones_and_t
             assert len([*twice.copies.path.rglob("*.slot"), *twice.copies.path.rglob("*.safetensors")]) == 2, first
             assert not [*twice.copies.path.rglob("*.tmp")], first
     assert first > 12 and second > 8, "a copy recycles, renames, maps, and commits"
-
-
-# -- the thread --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def copier_of(near: JobDir) -> Iterator[Callable[..., Copier]]:
-    with ExitStack() as stack:
-
-        def make(nodes: Nodes, limit: int | None = None) -> Copier:
-            copier = Copier(near, nodes, limit, 0)
-            stack.callback(copier._thread.join, 60)
-            stack.callback(copier.close)
-            copier.start()
-            return copier
-
-        yield make
-
-
-def aim_at(step: int, round_: int = 1, world: int = 2) -> Aim:
-    return Aim(round_, ShardId(step, 1, world, FIRST), 0.0)
-
-
-def test_a_step_is_copied_once_the_source_has_it_and_outlives_the_agent(
-    far: JobDir, near: JobDir, copier_of: Callable[..., Copier]
-) -> None:
-    with serving(far) as nodes:
-        copier = copier_of(nodes)
-        copier.aim(aim_at(7))
-        put(far, 6, {"a": b"6"}, 0, 2)
-        put(far, 7, {"a": b"7"}, 0, 2)
-        wait_until(lambda: copier.copied == {7})
-        assert tensors_at(near.copies, 7) == {"a": b"7"} and copier.failed == (-1, -1)
-        copier.close()
-        after = copier_of(nodes)
-        wait_until(lambda: after.copied == {7})
-
-
-def test_copies_of_a_former_agent_are_known_at_once_and_doubted_as_soon_as_one_is_written_over(
-    far: JobDir, near: JobDir, copier_of: Callable[..., Copier], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a node has told others of must not be forgotten, and what it lets go of must not be told."""
-    near.notes.write_common(Common(FIRST.id, 8, 7, -1))
-    with serving(far) as nodes:
-        for step in (7, 8):
-            put(far, step, {"a": b"%d" % step}, 0, 2)
-            copy(near, nodes, step)
-        assert Copier(near, nodes, None, 0).copied == {7, 8}
-        put(far, 9, blocks_of(2), 0, 2)
-        copier = copier_of(nodes, limit=1)
-        assert copier.copied == {7, 8}
-        copier.aim(aim_at(9))
-        wait_until(lambda: copier.progress is not None and copier.progress.done)
-        assert copier.copied == {7}, "step 7 is safe"
-        copier.hurry(on=True)
-        wait_until(lambda: copier.copied == {7, 9})
-
-
-def test_what_this_nodes_shard_shows_is_left_out_and_looked_at_anew_at_each_step(
-    far: JobDir, near: JobDir, copier_of: Callable[..., Copier]
-) -> None:
-    put(far, 6, {"other": b"o"}, 0, 2)
-    put(near, 6, {"another": b"o"}, 1, 2)
-    put(far, 7, {"a": b"a" * 100, "b": b"b" * 100}, 0, 2)
-    put(near, 7, {"a": b"a" * 100, "b": b"c" * 100}, 1, 2)
-    put(far, 8, {"a": b"x" * 100, "b": b"y" * 100}, 0, 2)
-    put(near, 8, {"a": b"a" * 100, "b": b"y" * 100}, 1, 2)
-    with serving(far) as nodes:
-        copier = copier_of(nodes)
-        for step in (6, 7, 8):
-            copier.aim(aim_at(step, step))
-            wait_until(lambda step=step: step in copier.copied)
-    assert tensors_at(near.copies, 7) == {"b": b"b" * 100}
-    assert tensors_at(near.copies, 8) == {"a": b"x" * 100}
-
-
-def test_what_fails_together_with_the_source_shows_nothing(
-    far: JobDir, near: JobDir, copier_of: Callable[..., Copier]
-) -> None:
-    for job, rank in ((far, 0), (near, 1)):
-        put(job, 7, {"a": b"a" * 100}, rank, 2)
-    with serving(far) as nodes:
-        rack = replace(nodes, nodes=[replace(node, domain="rack") for node in nodes.nodes])
-        copier = copier_of(rack)
-        copier.aim(aim_at(7))
-        wait_until(lambda: copier.copied == {7})
-    assert tensors_at(near.copies, 7) == {"a": b"a" * 100}
-
-
-def test_a_replica_on_a_third_node_is_asked_for(
-    far: JobDir, near: JobDir, memory: Path, copier_of: Callable[..., Copier]
-) -> None:
-    (memory / "third").mkdir(mode=0o700)
-    third = JobDir.of("/somewhere/run", memory_base(memory / "third"))
-    third.create()
-    for step in (7, 8):
-        put(far, step, {"a": b"a" * 100, "b": b"b" * 100}, 0, 3)
-        put(near, step, {"c": b"c" * 100}, 1, 3)
-    put(third, 7, {"a": b"a" * 100}, 2, 3)
-    with ExitStack() as stack:
-        one = stack.enter_context(served(far, Node("far", HOST, 0, [0])))
-        last = stack.enter_context(served(third, Node("third", HOST, 0, [2])))
-        copier = copier_of(Nodes(FIRST.id, 1, SECRET, 1, [one, Node("near", HOST, 1, [1]), last]))
-        copier.aim(aim_at(7, world=3))
-        wait_until(lambda: copier.copied == {7})
-        copier.aim(aim_at(8, 2, world=3))
-        put(third, 8, {"a": b"a" * 100}, 2, 3)  # the last one to come there
-        wait_until(lambda: 8 in copier.copied)
-    for step in (7, 8):
-        assert tensors_at(near.copies, step, 3) == {"b": b"b" * 100}
-
-
-def test_what_a_third_node_does_not_tell_is_copied(far: JobDir, near: JobDir, copier_of: Callable[..., Copier]) -> None:
-    put(far, 7, {"a": b"a" * 100}, 0, 3)
-    put(near, 7, {"c": b"c" * 100}, 1, 3)
-    with ExitStack() as stack:
-        one = stack.enter_context(served(far, Node("far", HOST, 0, [0])))
-        refuses = served(far, Node("third", HOST, 0, [2]), open=lambda link, message: {"error": "no"})
-        last = stack.enter_context(refuses)
-        copier = copier_of(Nodes(FIRST.id, 1, SECRET, 1, [one, Node("near", HOST, 1, [1]), last]))
-        copier.aim(aim_at(7, world=3))
-        wait_until(lambda: copier.copied == {7})
-    assert tensors_at(near.copies, 7, 3) == {"a": b"a" * 100}
-
-
-def test_a_step_that_the_source_has_skipped_fails_and_the_next_one_is_copied(
-    far: JobDir, copier_of: Callable[..., Copier], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rekindle.agent.copier._LIST_EVERY", 0.0)
-    put(far, 8, {"a": b"8"}, 0, 2)
-    with serving(far) as nodes:
-        copier = copier_of(nodes)
-        copier.aim(aim_at(7))
-        wait_until(lambda: copier.failed == (1, 7))
-        copier.aim(aim_at(8, 2))
-        wait_until(lambda: copier.copied == {8})
-
-
-def test_failures_warn_once_and_are_tried_in_a_later_round(
-    far: JobDir, copier_of: Callable[..., Copier], caplog: pytest.LogCaptureFixture
-) -> None:
-    put(far, 7, {"a": b"7"}, 0, 2)
-    with serving(far, open=lambda link, message: {"error": "no"}) as nodes:
-        copier = copier_of(nodes)
-        for round_ in (1, 2, 3):
-            copier.aim(aim_at(7, round_))
-            wait_until(lambda round_=round_: copier.failed == (round_, 7))
-    assert caplog.text.count("not safe from the loss of node far (rank 0)") == 1
-
-
-def test_a_limit_is_lifted_for_those_who_wait_and_holds_up_no_end(
-    far: JobDir, near: JobDir, copier_of: Callable[..., Copier]
-) -> None:
-    put(far, 7, blocks_of(2), 0, 2)
-    with serving(far) as nodes:
-        copier = copier_of(nodes, limit=1)
-        copier.aim(aim_at(7))
-        wait_until(lambda: copier.progress is not None and copier.progress[1:] == (BLOCK, 2 * BLOCK))
-        copier.close()
-        copier._thread.join(30)
-        assert not copier._thread.is_alive() and not copier.copied
-        copier = copier_of(nodes, limit=1)
-        copier.aim(aim_at(7))
-        wait_until(lambda: copier.progress is not None and copier.progress.done == BLOCK)
-        copier.hurry(on=True)
-        wait_until(lambda: copier.copied == {7})
-    assert tensors_at(near.copies, 7) == blocks_of(2)
-
-
-# -- the pace ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_copy_takes_most_of_the_time_that_it_has_and_never_most_of_the_network() -> None:
-    gigabit, size = 119 << 20, 100 << 20
-    assert _pace(size, 10.0, gigabit) == pytest.approx(size / 8)
-    assert _pace(size, 1e4, gigabit) == pytest.approx(gigabit / 16)
-    assert _pace(size, 1.0, gigabit) == pytest.approx(gigabit / 2)
-    assert _pace(1 << 20, 10.0, gigabit) is None, "a small one is over before anybody notices"
-    assert _pace(size, 0.0, gigabit) is None and _pace(size, 10.0, None) is None

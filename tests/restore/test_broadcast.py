@@ -12,15 +12,19 @@ import torch
 
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
+from rekindle.format.reader import ShardReader
 from rekindle.format.receipt import Receipt
 from rekindle.memory.nodes import Node, Nodes
-from rekindle.restore.broadcast import readers_together
+from rekindle.peers.snapshots import snapshot_handlers
+from rekindle.peers.wire import Link
+from rekindle.restore.broadcast import BlockRequest, broadcast_common, readers_together
 from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
 from rekindle.session.group import this_group
 from rekindle.storage.posix import PosixStore
 from tests.fork_server import context
 from tests.integrations.dcp.ranks import ranks
+from tests.peers.peer import Memory, far_job, files_at, put, serving
 
 WIDTH = 1 << 20  # elements: 4 MiB a tensor
 FIRST = Incarnation(1, "a" * 16)
@@ -184,3 +188,30 @@ def test_a_file_cut_short_is_no_reason_to_hang(store):
     path = store.root / step_dir(2) / shard_name(1, 2)
     os.truncate(path, path.stat().st_size - 5000)
     assert [(step, same) for step, same, _, _ in restore_all(store.root, 2, 2)] == [(1, True)] * 2
+
+
+def _read_from_a_node_that_goes(rank: int, port: int) -> tuple[int, int]:
+    """Blocks that came, and that did not."""
+    with files_at(port).shard(0, 1) as shard:
+        request = BlockRequest(ShardReader(shard), Memory(shard), list(range(len(shard.receipt.layout.blocks))))
+        wanted = len(request.left)
+        broadcast_common(this_group(), [request])
+        return wanted - len(request.left), len(request.left)
+
+
+def test_a_node_that_goes_meanwhile_is_waited_for_once(memory: Path) -> None:
+    """Whoever reads from a host that has lost power waits for it at each read."""
+    job, reads = far_job(memory), []
+    put(job, 7, {f"t{number:02}": bytes([number]) * (4 << 20) for number in range(24)})
+    handlers = snapshot_handlers(job)
+
+    def read(link: Link, message: dict[str, Any]) -> dict[str, Any] | None:
+        reads.append(message)
+        if len(reads) > 4:
+            raise OSError("gone")
+        return handlers["read"](link, message)
+
+    with serving(handlers | {"read": read}) as port:
+        came = ranks(2, _read_from_a_node_that_goes, port)
+    assert len(reads) < 20, "what was under way ends"
+    assert all(0 < blocks < 24 and blocks + left == 24 for blocks, left in came), came

@@ -37,6 +37,8 @@ _SHARE = 0.8
 """Part of the time between two common steps that a copy takes, if the network lets it."""
 _AT_ONCE = 4 << 20
 """Bytes of a copy that is not paced: they take 35 ms at 1 Gb/s."""
+_PIECE = 1 << 20
+"""Bytes that are waited for in one go under a limit: the wait for a whole block would be taken for a stall."""
 _LEAST, _MOST = 1 / 16, 1 / 2
 """Parts of the speed that the last copy found: a copy that is paced may take the one whatever the time, and never takes
 more than the other. Training has the rest of a network that it shares."""
@@ -101,8 +103,6 @@ class Copier:
         self._budget = Budget()
         self._speed: float | None = None
         """Bytes per second of the last copy that was not small, without its waits; None before."""
-        self._waited = 0.0
-        """Seconds for which the copy in hand was held up."""
         self._changed = threading.Condition()
         self._aim: Aim | None = None
         self._over = False
@@ -152,7 +152,7 @@ class Copier:
                     self._copy_from_agents(slots, aim)
                     self._succeed(aim)
                 except _AbandonedError:
-                    pass
+                    self._note_end(aim)
                 except Exception as error:  # memory and network have many ways to fail, and training goes on
                     self._fail(aim, error)
                 finally:
@@ -212,31 +212,32 @@ class Copier:
             todo: list[tuple[OpenShard, list[Chunk]]] = []
             for rank in self._source.ranks:
                 if not slots.has(aim.stamp.checkpoint, [rank]):
-                    # Pinned until all are copied.
+                    # Pinned until it is copied.
                     shard = stack.enter_context(self._await_shard(aim, self._source, rank))
                     todo.append((shard, self._witnesses.unique_chunks(shard.receipt, partial(self._ask, aim))))
             total = sum(chunk.nbytes for _, chunks in todo for chunk in chunks)
             self._budget.limit = self._limit or _pace(total, aim.seconds, self._speed)
             self.progress = Progress(aim.stamp.step, 0, total)
             self.copied &= {self._job.notes.safe_step(self._nodes.start)}  # others may be written over from here on
-            began, self._waited = time.monotonic(), 0.0
+            seconds = 0.0
             for shard, chunks in todo:
-                copy_shard(shard, chunks, slots, lambda nbytes: self._take(aim, nbytes))
+                seconds += copy_shard(shard, chunks, slots, lambda nbytes: self._take(aim, nbytes))
+                shard.close()  # its connections serve the next one
                 self._check(aim)
             if total > _AT_ONCE:
-                self._speed = total / max(time.monotonic() - began - self._waited, 1e-3)
+                self._speed = total / max(seconds, 1e-3)
         slots.tidy(self._source.ranks)
 
     def _take(self, aim: Aim, nbytes: int) -> None:
         """Waits until so many bytes may be copied, and counts them."""
-        self._check(aim)
-        before = time.monotonic()
-        self._budget.take(nbytes)
-        self._waited += time.monotonic() - before
-        self._check(aim)
-        self.moved = time.monotonic()
-        if self.progress is not None:
-            self.progress = self.progress._replace(done=self.progress.done + nbytes)
+        for at in range(0, nbytes, _PIECE):
+            piece = min(_PIECE, nbytes - at)
+            self._check(aim)
+            self._budget.take(piece)
+            self._check(aim)
+            self.moved = time.monotonic()
+            if self.progress is not None:
+                self.progress = self.progress._replace(done=self.progress.done + piece)
 
     def _check(self, aim: Aim) -> None:
         now = self._aim
@@ -249,6 +250,14 @@ class Copier:
         if self._failures >= _WARN_AFTER:
             log.info("steps are safe from the loss of %s again", describe_node(self._source.name, self._source.ranks))
         self._failures = 0
+
+    def _note_end(self, aim: Aim) -> None:
+        """Counts a copy that was cut off as a failure: its step was given up, as one that takes too long is."""
+        if not self._over and self.progress is not None and self.progress.done:
+            _, done, total = self.progress
+            limit = f", at {self._limit:,} bytes/s at most (peer_limit)" if self._limit else ""
+            why = f"step {aim.stamp.step} was given up when {done:,} of {total:,} bytes had come{limit}"
+            self._fail(None, TimeoutError(why))
 
     def _fail(self, aim: Aim | None, error: Exception) -> None:
         self._failures += 1

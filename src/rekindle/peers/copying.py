@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from rekindle.format.layout import Chunk, Layout
@@ -17,25 +18,28 @@ __all__ = ["copy_shard"]
 
 def copy_shard(
     shard: OpenShard, chunks: Sequence[Chunk], slots: CopySlots, take: Callable[[int], object] = lambda nbytes: None
-) -> None:
+) -> float:
     """Commits a copy of a shard, reduced to ``chunks`` of it, with all of its values.
 
-    ``take`` is called before each read with its bytes; what it raises ends the copy, and nothing of it stays. Raises
+    ``take`` is called before each block is read, with its bytes; what it raises ends the copy, and nothing of it stays.
+    Returns the seconds in which blocks were read, without those in which all threads waited in ``take``. Raises
     OSError when the other node fails, CorruptError when a block is damaged twice, MemoryStoreError without room.
     """
+    watch = _Stopwatch()
     receipt, layout = shard.receipt, Layout.build(chunks)
     blocks = _blocks_of(receipt.layout, layout)
     values = json.dumps(receipt.values, separators=(",", ":"), allow_nan=False).encode()
 
     def fill(data: memoryview) -> list[str]:
         places = {block: data[start:stop] for block, (start, stop) in zip(blocks, layout.blocks, strict=True)}
-        _read(shard, places, take)
+        _read(shard, places, take, watch)
         return [receipt.checksums[block] for block in blocks]
 
     def encode(checksums: list[str]) -> bytes:
         return Receipt.encode(receipt.stamp, Receipt.static_part(layout, receipt.structure), checksums, values)
 
     slots.write(receipt.stamp, layout, fill, encode)
+    return watch.seconds
 
 
 def _blocks_of(whole: Layout, reduced: Layout) -> list[int]:
@@ -51,21 +55,50 @@ def _blocks_of(whole: Layout, reduced: Layout) -> list[int]:
     return numbers
 
 
-def _read(shard: OpenShard, places: dict[int, memoryview], take: Callable[[int], object]) -> None:
+def _read(shard: OpenShard, places: dict[int, memoryview], take: Callable[[int], object], watch: _Stopwatch) -> None:
     reader = ShardReader(shard)
-    for block in read_blocks(reader, _Places(places, take), sorted(places), to_the_end=True):
-        if reader.read([block], _Places(places)):  # once more: it may have been damaged on the way only
+    sink = _Places(places, take, watch)
+    for block in read_blocks(reader, sink, sorted(places), lambda nbytes: watch.leave(), to_the_end=True):
+        if reader.read([block], _Places(places, take, watch)):  # it may have been damaged on the way only
             raise shard.corruption(block)
+        watch.leave()
 
 
 class _Places(NullSink):
     """Puts each block where it belongs in the copy, after ``take``, which one thread at a time calls."""
 
-    def __init__(self, places: dict[int, memoryview], take: Callable[[int], object] = lambda nbytes: None) -> None:
-        self._places, self._take = places, take
+    def __init__(self, places: dict[int, memoryview], take: Callable[[int], object], watch: _Stopwatch) -> None:
+        self._places, self._take, self._watch = places, take, watch
         self._lock = threading.Lock()
 
     def place(self, block: int) -> memoryview | None:
+        self._watch.leave()
         with self._lock:
             self._take(len(self._places[block]))
+        self._watch.enter()
         return self._places[block]
+
+
+class _Stopwatch:
+    """Adds up the seconds in which at least one thread reads. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._reading: set[int] = set()
+        self._since = 0.0
+
+    def enter(self) -> None:
+        """Counts the calling thread as one that reads."""
+        with self._lock:
+            if not self._reading:
+                self._since = time.monotonic()
+            self._reading.add(threading.get_ident())
+
+    def leave(self) -> None:
+        """Counts the calling thread no more."""
+        with self._lock:
+            if threading.get_ident() in self._reading:
+                self._reading.remove(threading.get_ident())
+                if not self._reading:
+                    self.seconds += time.monotonic() - self._since

@@ -127,7 +127,7 @@ class _Remote:
         try:
             yield partial(self._receive, link)
         except BaseException:
-            link.close()  # bytes that nobody takes may still come
+            self._end(link)  # bytes that nobody takes may still come
             raise
         self._links.put(self, link)
 
@@ -158,13 +158,13 @@ class _Remote:
 
     def _connect(self) -> Link:
         """Returns a connection for which the shard is pinned: one that was kept, or a new one."""
-        while (kept := self._links.take(self._peer)) is not None:
-            try:
+        until = time.monotonic() + min(_CONNECT_SECONDS, self._files.patience)
+        kept = self._links.take(self._peer)
+        if kept is not None:
+            with suppress(ConnectionError, TimeoutError):  # a network that was away for long has ended it
                 return self._pin(kept)
-            except ConnectionError:
-                continue
         with self._os_errors():
-            link = _connect_to(self._files)
+            link = _connect_to(self._files, until)
         return self._pin(link)
 
     def _pin(self, link: Link) -> Link:
@@ -201,8 +201,17 @@ class _Remote:
             with self._os_errors():
                 yield
         except BaseException:
-            link.close()
+            self._end(link)
             raise
+
+    def _end(self, link: Link) -> None:
+        """Closes a connection, and those that are kept: what it has met may have come to all of them.
+
+        One after the other they would each be waited for.
+        """
+        link.close()
+        if self._files.links is not None:
+            self._files.links.close()
 
     @contextmanager
     def _os_errors(self) -> Iterator[None]:
@@ -220,9 +229,8 @@ def _size(reply: dict[str, Any], most: int) -> int:
     return check_integer(reply.get("bytes"), 0, most)
 
 
-def _connect_to(files: PeerFiles) -> Link:
+def _connect_to(files: PeerFiles, until: float) -> Link:
     """Returns a connection. A node that has as many as it serves closes new ones at once: that one is retried."""
-    until = time.monotonic() + min(_CONNECT_SECONDS, files.patience)
     while True:
         seconds = max(_BUSY_SECONDS, until - time.monotonic())
         try:

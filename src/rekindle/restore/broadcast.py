@@ -149,6 +149,8 @@ class _Broadcaster:
         """Blocks that arrived damaged."""
         self.own_damaged: set[_Spot] = set()
         """Blocks that this rank was to send, and whose own copy is damaged."""
+        self._lost: set[int] = set()
+        """Requests whose node did not answer. Each further read would wait for it anew."""
 
     def run(self, parcels: list[_Parcel]) -> None:
         """Sends and receives all parcels, in this order on all ranks; reading goes on ahead, and hashing behind."""
@@ -193,9 +195,11 @@ class _Broadcaster:
             reader = self._requests[number].reader
             for run in consecutive_runs(reader.shard.receipt.layout, sorted(blocks)):
                 try:
-                    found = reader.read(run, _ParcelSink(data, blocks))
+                    found = run if number in self._lost else reader.read(run, _ParcelSink(data, blocks))
                 except OSError:
                     found = run
+                    if reader.shard.remote is not None:
+                        self._lost.add(number)
                 bad.update((number, block) for block in found)
         self.own_damaged |= bad
         for key in parcel.keys:
