@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.format.names import step_dir
 from tests.nodes.cases import Unbroken
 from tests.nodes.job import Job
 from tests.nodes.lab import Lab, Node
@@ -37,10 +38,10 @@ def damage_copies(node: Node) -> int:
 @pytest.mark.campaign(seconds=25)
 def test_a_copy_that_was_damaged_is_passed_over_for_storage(unbroken: Unbroken, lab: Lab) -> None:
     here, lost = lab.add(), lab.add()
-    task = Task(str(lab.mount / "run"), str(lab.directory), "fsdp2", 2, _STEPS, _PAUSE, {"persist_every": 5})
+    task = Task(str(lab.mount / "run"), str(lab.directory), "fsdp2", 2, _STEPS, _PAUSE, {"persist_every": 10})
+    stored = lab.storage / "run" / step_dir(10)
     with Job(lab, task) as job:
-        job.wait_for_safe()
-        job.wait_for_step(12)
+        job.wait_until(lambda: stored.exists() and max(job.safe_steps(), default=0) > 10, "copies newer than storage")
         struck = time.monotonic()
         lost.kill()
         job.wait_until(lambda: here.name in job.faults, "the loss to be known: nothing is copied any more")
@@ -48,7 +49,7 @@ def test_a_copy_that_was_damaged_is_passed_over_for_storage(unbroken: Unbroken, 
         lab.add()
         job.wait_for_end()
         out = observe(job, struck)
-    assert "storage" in out.sources and "peer" not in out.sources and 5 <= out.resumed <= 12, out
+    assert "storage" in out.sources and "peer" not in out.sources and out.resumed == 10, out
     assert not out.differing and out.digests == unbroken.digests("fsdp2", 2, _STEPS)
     said = task.log(0).read_text()
     assert "differs from its checksum" in said, said[-3000:]

@@ -135,6 +135,7 @@ state = {{"v": rekindle.Values(w=weights)}}
 ckpt = rekindle.Checkpointer({str(troubled.path / "run")!r}, state, memory_limit=1, persist_seconds=0)
 ckpt.restore()
 ckpt.save(1, wait="durable")
+time.sleep(1)  # what the server has taken and not answered no signal ends, SIGKILL neither
 os.kill({troubled.server}, signal.SIGSTOP)
 began = time.monotonic()
 for step in range(2, 50):
