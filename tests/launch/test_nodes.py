@@ -45,6 +45,9 @@ AT = "--rdzv-endpoint=a:29400"
         (["--standalone"], "static"),
         (["--nnodes=2", AT], "rekindle"),
         (["--nnodes=1:4", f"{AT},b:29400"], "rekindle"),
+        ([AT], "rekindle"),
+        ([AT, "--node-rank=0"], "static"),
+        (["--rdzv-endpoint=localhost:0"], "c10d"),
         (["--nnodes=2", AT, "--node-rank=0"], "static"),
         (["--nnodes=2", AT, "--rdzv-backend=static"], "static"),
         (["--nnodes=2", AT, "--rdzv-backend=c10d"], "c10d"),
@@ -98,7 +101,24 @@ class Nodes:
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         """Starts one more. The first one leads."""
-        command = [*RUN, f"--rdzv-endpoint=127.0.0.1:{self.port}", *options, "sh", str(self.script)]
+        return self._start(RUN, *options, "sh", str(self.script))
+
+    def write_python(self) -> Path:
+        """Writes a script of which a spare node says that it has loaded what it imports."""
+        script = self.script.with_name("train.py")
+        note = "os.getpid(), *map(os.environ.get, ('RANK', 'WORLD_SIZE')), 'torch' in sys.modules"
+        script.write_text(
+            f"import os, sys, time\nloaded = ({note})\nimport rekindle\n"
+            f"open({str(self._begun)!r}, 'a').write(' '.join(map(str, loaded)) + '\\n')\n"
+            f"while not os.path.exists({str(self._word)!r}): time.sleep(0.1)\n"
+        )
+        return script
+
+    def start_python(self, script: Path, *options: str) -> subprocess.Popen[str]:
+        return self._start(RUN[:-1], *options, str(script))
+
+    def _start(self, run: list[str], *rest: str) -> subprocess.Popen[str]:
+        command = [*run, f"--rdzv-endpoint=127.0.0.1:{self.port}", *rest]
         self.started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
         if len(self.started) == 1:
             until(self._is_listened_to)
@@ -187,6 +207,26 @@ def test_the_job_goes_on_without_the_launcher_that_led(job: Nodes) -> None:
     assert len(leads) == 1, told
 
 
+@pytest.mark.campaign(seconds=45)
+def test_a_job_of_one_node_has_spares_too(job: Nodes) -> None:
+    """With torch's static rendezvous each of them would train, as the only node of a job of its own."""
+    script = job.write_python()
+    first = job.start_python(script, "--nnodes=1")
+    until(lambda: len(job.begun) == 1)
+    spares = [job.start_python(script, "--nnodes=1") for _ in range(2)]
+    for spare in spares:
+        assert spare.stderr is not None and WARM in spare.stderr.readline()
+    first.kill()
+    job.kill_ranks()
+    until(lambda: len(job.begun) == 2)
+    assert {parent(job.pids[1])} < {spare.pid for spare in spares}
+    job.finish()
+    told = [said(process) for process in spares]
+    assert [process.returncode for process in spares] == [0, 0], told
+    assert sum("this node was a spare, and was not needed" in line for lines in told for line in lines) == 1, told
+    assert len(job.begun) == 2
+
+
 @pytest.mark.campaign(seconds=10)
 @pytest.mark.parametrize(
     ("endpoint", "why"),
@@ -221,26 +261,11 @@ def test_a_spare_node_steps_in_and_one_that_is_not_needed_ends_well(job: Nodes) 
 
 
 @pytest.mark.campaign(seconds=40)
-def test_the_ranks_of_a_spare_node_find_loaded_what_the_script_imports(job: Nodes, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    note = "os.getpid(), *map(os.environ.get, ('RANK', 'WORLD_SIZE')), 'torch' in sys.modules"
-    script.write_text(
-        f"import os, sys, time\nloaded = ({note})\nimport rekindle\n"
-        f"open({str(job._begun)!r}, 'a').write(' '.join(map(str, loaded)) + '\\n')\n"
-        f"while not os.path.exists({str(job._word)!r}): time.sleep(0.1)\n"
-    )
-    endpoint = f"--rdzv-endpoint=127.0.0.1:{job.port}"
-    command = [*(word for word in RUN if word != "--no-python"), endpoint, str(script)]
-
-    def start() -> subprocess.Popen[str]:
-        job.started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-        return job.started[-1]
-
-    leader = start()
-    until(job._is_listened_to)
-    second = start()
+def test_the_ranks_of_a_spare_node_find_loaded_what_the_script_imports(job: Nodes) -> None:
+    script = job.write_python()
+    leader, second = job.start_python(script), job.start_python(script)
     until(lambda: len(job.begun) == 2)
-    spare = start()
+    spare = job.start_python(script)
     assert spare.stderr is not None and WARM in spare.stderr.readline()
     second.kill()
     job.kill_ranks()

@@ -245,6 +245,19 @@ def test_spares_alone_begin_nothing() -> None:
     assert hosts(made) == "ab" and [len(x.rounds) for x in made] == [1, 1, 0, 0]
 
 
+def test_a_spare_of_a_job_of_one_node_goes_on_once_it_has_waited_for_that_node() -> None:
+    network = Network()
+    made = job(network, "abc", least=1, most=1)
+    network.cut("a")
+    seconds = network.run_until(lambda: made[1].runs or made[2].runs)
+    assert SMALLER_SIDE_WAITS < seconds < SMALLER_SIDE_WAITS + LOST_AFTER + REJOIN_WITHIN
+    assert hosts(made) == "b"
+    network.cut()
+    network.run(20.0)
+    assert [x.runs for x in made] == [False, True, False]
+    assert sum(x.node.leads for x in made) == 1
+
+
 @pytest.mark.parametrize("fresh", ["ab", "a", "be"])
 def test_fresh_nodes_in_place_of_half_at_least_begin_with_the_spares_that_are_left(fresh: str) -> None:
     network = Network()

@@ -26,11 +26,14 @@ def fit_settings(args: Any, nodes: int) -> None:
     """Sets what the user has left open, for a job of at most so many nodes. Raises UsageError if they can't meet.
 
     An endpoint without a backend and without a node's rank has one sense: torch's own choice, the static rendezvous,
-    would take each node for the first one.
+    would take each node for the first one. A job of one node may have spares, which it would have train beside it.
+    Port 0 is one that the system chooses: no other node knows it, and c10d tells the ranks of this one.
     """
     numbered = args.node_rank is not None
     if args.rdzv_backend is None:
-        args.rdzv_backend = BACKEND if nodes > 1 and args.rdzv_endpoint and not numbered else "static"
+        any_port = nodes == 1 and args.rdzv_endpoint.endswith(":0")
+        open_backend = "c10d" if any_port else BACKEND
+        args.rdzv_backend = open_backend if args.rdzv_endpoint and not numbered else "static"
     args.node_rank = args.node_rank or 0
     if nodes == 1 or args.standalone:
         return

@@ -202,12 +202,13 @@ class Roster:
 
         Spares alone never go on: they remember nothing, and would begin the job anew from storage. With nodes that were
         started since, in place of half of the round's at least, they do: who has started these has given the others up.
+        So do the spares of a job of one node, which are there for nothing else.
         """
         if not self.round or 2 * self.seen >= self.world:
             return True
         if self._few_since is None or now - self._few_since < SMALLER_SIDE_WAITS:
             return False
-        return self.seen > 0 or 2 * sum(map(self._is_fresh, self._candidates())) >= self.world
+        return self.seen > 0 or self.most == 1 or 2 * sum(map(self._is_fresh, self._candidates())) >= self.world
 
     def _candidates(self) -> list[_Member]:
         """Returns the members that want a place, in the order in which they came."""
