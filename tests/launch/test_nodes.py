@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -94,9 +95,14 @@ class Nodes:
         self._begun = place / "begun"
         self._begun.touch()
         self._word = place / "word"
+        self._refused = place / "refused-by"
         self.script = place / "rank.sh"
         note = "$$ $RANK $WORLD_SIZE $TORCHELASTIC_USE_AGENT_STORE $MASTER_ADDR"
-        self.script.write_text(f"echo {note} >> {self._begun}; until [ -e {self._word} ]; do sleep 0.1; done")
+        refuse = f"mv {self._refused}-$PPID-{{}} $REKINDLE_LAUNCH/refused"
+        self.script.write_text(
+            f"exec 2>/dev/null\ntrap '{refuse.format('end')}; exit 1' TERM\necho {note} >> {self._begun}\n"
+            f"{refuse.format('start')} && exit 1\nuntil [ -e {self._word} ]; do sleep 0.1; done"
+        )
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *options: str) -> subprocess.Popen[str]:
@@ -142,6 +148,22 @@ class Nodes:
     @property
     def pids(self) -> list[int]:
         return [int(words[0]) for words in self.begun]
+
+    def refuse(self, launcher: subprocess.Popen[str], when: str, error: str) -> None:
+        """Have a rank of this launcher leave an error at its start, or when it is told to end. It ends with 1 then."""
+        draft = self._refused.with_name("draft")
+        draft.write_text(json.dumps([error, "for a test"]))
+        draft.rename(f"{self._refused}-{launcher.pid}-{when}")
+
+    def lose(self, launcher: subprocess.Popen[str], rank: int) -> None:
+        """Ends a launcher and its rank."""
+        launcher.kill()
+        os.kill(rank, signal.SIGKILL)
+
+    def rank_of(self, launcher: subprocess.Popen[str]) -> int:
+        """Returns the rank of a launcher, which has one."""
+        (pid,) = [pid for pid in self.pids if Path(f"/proc/{pid}").exists() and parent(pid) == launcher.pid]
+        return pid
 
     def kill_ranks(self) -> None:
         for pid in self.pids:
@@ -258,6 +280,36 @@ def test_a_spare_node_steps_in_and_one_that_is_not_needed_ends_well(job: Nodes) 
     told = [said(process) for process in (leader, *spares)]
     assert [process.returncode for process in (leader, *spares)] == [0, 0, 0], told
     assert any("this node was a spare, and was not needed" in lines[-1] for lines in told[1:] if lines), told
+
+
+@pytest.mark.campaign(seconds=18)
+def test_a_root_that_is_busy_ends_no_job_that_goes_on_with_other_nodes(job: Nodes) -> None:
+    """Neither where ranks were ended for a node that takes a place, nor on that node, which had none before."""
+    leader, second = job.start(), job.start()
+    until(lambda: len(job.begun) == 2)
+    spare = job.start()
+    for launcher in (leader, spare):
+        job.refuse(launcher, "start", "BusyError")
+    job.lose(second, job.rank_of(second))
+    until(lambda: len(job.begun) == 6)
+    job.finish()
+    told = [said(process) for process in (leader, spare)]
+    assert [process.returncode for process in (leader, spare)] == [0, 0], told
+
+
+@pytest.mark.campaign(seconds=18)
+def test_what_a_rank_leaves_when_it_is_ended_for_another_node_is_not_taken_for_the_next_failure(job: Nodes) -> None:
+    leader, second = job.start(), job.start()
+    until(lambda: len(job.begun) == 2)
+    spare = job.start()
+    job.refuse(leader, "end", "UsageError")
+    job.lose(second, job.rank_of(second))
+    until(lambda: len(job.begun) == 4)
+    os.kill(job.rank_of(leader), signal.SIGTERM)
+    until(lambda: len(job.begun) == 6)
+    job.finish()
+    told = [said(process) for process in (leader, spare)]
+    assert [process.returncode for process in (leader, spare)] == [0, 0], told
 
 
 @pytest.mark.campaign(seconds=40)

@@ -376,6 +376,8 @@ def test_a_node_that_missed_a_round_has_its_place_before_one_that_waited_meanwhi
         roster.want(name * 16, Address(name, 1001), first, 1.0)
     roster.tick(1.0)
     second = roster.round
+    rounds = [roster.round_of("a" * 16), begun("a", "b", "c").round_of("b" * 16)]
+    assert [made is not None and made.is_first for made in rounds] == [False, True]
     assert second > first and place_of(roster, "c") is None
     roster.join(hello("d"), 2.0)
     roster.join(hello("c", round=first, place=2, world=3), 2.1)

@@ -147,7 +147,7 @@ def test_errors_that_each_start_would_meet_end_the_job() -> None:
     assert isinstance(end.error, rekindle.StateMismatchError) and "other shapes: the job is not" in str(end.error)
     assert Restarts(Limits(retry_refused=True)).decide(failure(refused=mismatch)).restart
     assert not Restarts(Limits()).decide(failure(refused=busy)).restart
-    assert restarted(decide(Restarts(Limits()), failure(None), failure(refused=busy))) == [True, True]
+    assert restarted(decide(Restarts(Limits()), failure(refused=busy, restarted=True))) == [True]
 
 
 def test_no_restart_is_allowed() -> None:

@@ -79,13 +79,15 @@ def deciding(
     workers: WarmWorkers | None,
     say: Callable[[str], object],
     missed: Callable[[], bool],
+    begin: Callable[[bool], object],
 ) -> Iterator[None]:
     """Makes torchrun's agents ask ``decide`` after each failure, and tend ``workers`` whenever they look at the ranks.
 
-    ``decide`` is given torch's failures, by global rank. The agents look ten times a second (``--monitor-interval``).
-    ``say`` is given the lines of Rekindle's own rendezvous. ``missed`` is called when a node is lost between a
-    rendezvous and the exchange that follows; it returns True if the others are to meet again. torchrun has no option
-    for its agent's class, so the name by which its launcher knows it is replaced.
+    ``begin`` is called before ranks are started, with False if these are the job's first. ``decide`` is given torch's
+    failures, by global rank. The agents look ten times a second (``--monitor-interval``). ``say`` is given the lines of
+    Rekindle's own rendezvous. ``missed`` is called when a node is lost between a rendezvous and the exchange that
+    follows; it returns True if the others are to meet again. torchrun has no option for its agent's class, so the name
+    by which its launcher knows it is replaced.
     """
     # Imported here, as the other commands need no torch.
     from torch.distributed import DistError  # noqa: PLC0415
@@ -101,6 +103,7 @@ def deciding(
         def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
             self._look_every, spec.monitor_interval = spec.monitor_interval, 0.0  # waited for below, not slept
             super().__init__(spec, *args, **options)
+            self._restarted = False
             if spec.rdzv_handler.get_backend() == BACKEND:
                 spec.rdzv_handler.say = say  # type: ignore[attr-defined]
                 if workers is not None and isinstance(spec.entrypoint, str):
@@ -129,6 +132,8 @@ def deciding(
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             """Starts the ranks. Those that dump a checkpoint for long get as long to end as they were promised."""
+            begin(self._restarted or not getattr(worker_group.spec.rdzv_handler, "is_first_round", True))
+            self._restarted = True
             with signals.starting():
                 started: dict[int, Any] = super()._start_workers(worker_group)
                 ranks: Any = self._pcontext  # which also closes itself, once a rank has failed

@@ -21,8 +21,16 @@ from rekindle.memory.paths import STATUS_PAGES, matching
 from rekindle.memory.status import read_status
 from rekindle.storage.listing import list_copies_within
 
-__all__ = ["describe_exit", "describe_fault", "first_failure", "first_words", "newest_steps", "own_error"]
-__all__ += ["reached_step", "reported_jobs", "reported_roots", "take_refusal", "traceback_of"]
+__all__ = ["describe_exit", "describe_fault", "first_failure", "first_words", "forget_refusal"]
+__all__ += [
+    "newest_steps",
+    "own_error",
+    "reached_step",
+    "reported_jobs",
+    "reported_roots",
+    "take_refusal",
+    "traceback_of",
+]
 
 _ANSWERS_WITHIN = 5.0
 """Seconds that storage gets to list what is saved."""
@@ -109,6 +117,11 @@ def take_refusal(place: Path, failures: Mapping[int, Any]) -> RekindleError | No
         return None
     kind: type[RekindleError] = getattr(rekindle.errors, name)
     return kind(why)
+
+
+def forget_refusal(place: Path) -> None:
+    """Removes an error that a rank has left and nobody has taken: the launcher ended that one for other nodes."""
+    (place / REFUSED).unlink(missing_ok=True)
 
 
 # -- torch's record of a failure ---------------------------------------------------------------------------------

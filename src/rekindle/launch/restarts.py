@@ -58,6 +58,8 @@ class Failure:
     """Files that this start has saved by their paths, oldest save first, each with the seconds that had passed."""
     refused: RekindleError | None = None
     """The error that ended it, if each further start would meet it again."""
+    restarted: bool = False
+    """False for the job's first start."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Restarts:
         self._count_progress(failure)
         self._count_same(failure)
         refused = failure.refused
-        if refused is not None and not self._limits.retry_refused and self._stays(refused):
+        if refused is not None and not self._limits.retry_refused and _stays(failure):
             return Decision(False, "", error=type(refused)(f"{refused}: the job is not started again"))
         if 0 < self._limits.same <= self._same:
             return Decision(False, self._same_again(failure), repeated=True)
@@ -146,13 +148,6 @@ class Restarts:
         self._same = 0 if key is None else self._same + 1 if key == self._last else 1
         self._last = key
 
-    def _stays(self, refused: RekindleError) -> bool:
-        """Returns True for an error that the next start would meet as well.
-
-        A root that is busy at a later start may be held by a dying rank of this job.
-        """
-        return self.failures == 1 or not isinstance(refused, BusyError)
-
     def _same_again(self, failure: Failure) -> str:
         newest = max(failure.steps.values(), default=-1)
         if failure.reached is not None:
@@ -174,6 +169,14 @@ class Restarts:
             when = "at or before" if isinstance(self._since, int) else "since"
             return f"the job failed {most + 1} times {when} {_name(self._since)}: --max-restarts {most} allows no more"
         return f"the job was started {self.failures} times and failed each time: --max-restarts {most} allows no more"
+
+
+def _stays(failure: Failure) -> bool:
+    """Returns True if the next start would meet the error that was refused as well.
+
+    A root that is busy at a later start may be held by a dying rank of this job.
+    """
+    return not (failure.restarted and isinstance(failure.refused, BusyError))
 
 
 def _step_is_known(failure: Failure) -> bool:

@@ -36,6 +36,7 @@ from rekindle.launch.reports import (
     describe_fault,
     first_failure,
     first_words,
+    forget_refusal,
     newest_steps,
     own_error,
     reached_step,
@@ -76,10 +77,13 @@ class _Course:
         """The decision on the newest failure."""
         self.why = ""
         """The fault that the node's agent noticed last, in brackets, where the exit code says too little."""
-        self._begin()
+        self.begin(False)
 
-    def _begin(self, later: float = 0.0) -> None:
-        self._since, self._begun = time.time() + later, time.monotonic() + later
+    def begin(self, restarted: bool) -> None:
+        """Notes that ranks start, for the first time or again. What those before have left late counts for nothing."""
+        self._restarted = restarted
+        self._since, self._begun = time.time(), time.monotonic()
+        forget_refusal(self._place)
 
     def decide(self, mend: Callable[[], object], failures: Mapping[int, Any]) -> Decision:
         """Decides what follows a failure of the ranks. Says so if they are started again.
@@ -96,7 +100,6 @@ class _Course:
             self._say(
                 f"{self._rank} {first.local_rank} {describe_exit(code)}{self.why}: all ranks are {self.last.words}"
             )
-        self._begin(self.last.pause)
         return self.last
 
     def report_end(self, failures: Mapping[int, Any], *, redirected: bool) -> None:
@@ -121,6 +124,7 @@ class _Course:
             seconds=time.monotonic() - self._begun,
             files=files_saved_since(self._place, self._since),
             refused=take_refusal(self._place, failures),
+            restarted=self._restarted,
         )
 
 
@@ -193,7 +197,7 @@ def _train(args: Any, nodes: int, place: Path, say: Callable[[str], object]) -> 
             short_delays(nodes),
             keep_compile_cache(args.compile_cache, place, say) as mend,
             _warm_workers(args, place, say) as workers,
-            deciding(partial(course.decide, mend), workers, say, miss),
+            deciding(partial(course.decide, mend), workers, say, miss, course.begin),
         ):
             # record() writes the first error of all to that file, for schedulers that read it.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)

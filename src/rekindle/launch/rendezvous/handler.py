@@ -79,6 +79,11 @@ class Rendezvous:
             raise UsageError(f"--rdzv-id {self._run_id!r}, or the address {self._address}: {error}") from None
 
     @property
+    def is_first_round(self) -> bool:
+        """True while the newest round of this node is the job's first one."""
+        return self._hub.view.round is not None and self._hub.view.round.is_first
+
+    @property
     def use_agent_store(self) -> bool:
         """True: the ranks use the round's store, so that all know its address as soon as they know of the round."""
         return True

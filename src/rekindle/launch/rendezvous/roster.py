@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from rekindle.launch.rendezvous.wire import SUCCESSORS, Address, Hello, News, Round, Successor
+from rekindle.launch.rendezvous.wire import FIRST_ROUNDS, SUCCESSORS, Address, Hello, News, Round, Successor
 
 __all__ = ["ENDS_WITHIN", "REJOIN_WITHIN", "SMALLER_SIDE_WAITS", "VACANT_FOR", "Roster"]
 
@@ -254,7 +254,7 @@ class Roster:
 
     def _begin(self, members: list[_Member], store: Address) -> None:
         # Rounds that two launchers make apart, each without the other, must not have the same number.
-        self.round += 1 + int(self.own[:_DIGITS], 16)
+        self.round += 1 + int(self.own[:_DIGITS], 16) + (FIRST_ROUNDS if self.round else 0)
         self.world, self._vacant = len(members), {}
         self._assigned = {
             member.id: Round(self.round, place, self.world, store) for place, member in enumerate(members)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rekindle.format.fields import check_integer, check_texts, loads
 
 __all__ = [
+    "FIRST_ROUNDS",
     "MOST_BYTES",
     "SUCCESSORS",
     "Address",
@@ -32,6 +33,9 @@ MOST_BYTES = 1 << 16
 """Bytes of a line. The longest tells of 32 launchers, with at most 0.4 kB for each."""
 SUCCESSORS = 32
 """Launchers of which all know that they may lead next, in this order. The job is lost only if all are lost at once."""
+
+FIRST_ROUNDS = 1 << 20
+"""The greatest number of a job's first round."""
 
 _MOST_NODES = 1 << 16
 _LONGEST_TEXT = 1024
@@ -127,6 +131,11 @@ class Round(NamedTuple):
     place: int
     world: int
     store: Address
+
+    @property
+    def is_first(self) -> bool:
+        """True for the job's first round."""
+        return self.number <= FIRST_ROUNDS
 
 
 class Elsewhere(NamedTuple):
