@@ -225,6 +225,25 @@ def test_the_smaller_side_of_a_parted_job_waits() -> None:
     assert sum(x.node.leads for x in made) == 1
 
 
+def test_two_that_led_on_after_others_were_lost_find_each_other() -> None:
+    """Neither has lost the other one, and the endpoint is gone."""
+    network = Network()
+    made = job(network, "eabcd", at="e", least=1, most=5)
+    e, a, b, c, d = made
+    network.kill(e)
+    network.run(20.0)
+    assert a.node.leads
+    network.cut("c", "d")
+    network.run(20.0)
+    assert c.node.leads
+    network.kill(c)
+    network.run(20.0)
+    assert a.node.leads and d.node.leads
+    network.cut()
+    network.run(SMALLER_SIDE_WAITS + 20.0)
+    assert sum(x.node.leads for x in (a, b, d)) == 1
+
+
 def test_ranks_of_a_node_that_missed_a_round_end_so_that_it_takes_part_again() -> None:
     network = Network()
     made = job(network, "abc", least=2, most=3)

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from rekindle.launch.rendezvous.links import Answer, Link, Search
 from rekindle.launch.rendezvous.roster import REJOIN_WITHIN, Roster
 from rekindle.launch.rendezvous.wire import (
+    SUCCESSORS,
     Address,
     Alive,
     Bye,
@@ -37,6 +38,8 @@ _ASK_EVERY = 0.1
 """Seconds between two times that all are asked."""
 _CLAIM_EVERY = 0.3
 """Seconds between two times that a launcher tells others, which may lead as well, that it leads."""
+_MOST_KNOWN = 2 * SUCCESSORS
+"""Launchers of earlier days that one that leads tells of it."""
 _FIRST_ROUND_AFTER = 1.0
 """Seconds for which a launcher that begins a job makes no round. If the job goes on elsewhere, it hears so by then."""
 
@@ -103,6 +106,8 @@ class Node:
         self._lost_at = now
         self._passed: set[Address] = set()
         """Launchers that come before this one, and did not answer when it began to lead: they may lead as well."""
+        self._known: dict[Address, None] = {}
+        """The launchers that it was told of last as those that may lead next, oldest first: each may lead apart."""
         self._began, self._signed, self._claimed = now, now, now
         self._strangers: set[Address] = set()
         """Addresses at which another job's launchers are."""
@@ -283,6 +288,11 @@ class Node:
             self._seek(now, message.address)
 
     def _take(self, news: News) -> None:
+        if self.news is None or news.successors != self.news.successors:
+            for _, address in news.successors:
+                self._known.pop(address, None)
+                self._known[address] = None
+            self._known = dict.fromkeys(list(self._known)[-_MOST_KNOWN:])
         self.news = news
         self.was_spare |= news.spare
 
@@ -436,7 +446,9 @@ class Node:
 
     def _claim_the_lead(self, now: float) -> None:
         tried = {found.address for found in self._links.values() if found.role == "rival"}
-        for address in {*self.me.endpoints, *self._passed} - {*self.me.own, self.me.address, *tried}:
+        followers = {each.address for each in self.news.successors} if self.news else set()
+        others = {*self.me.endpoints, *self._passed, *self._known} - followers
+        for address in others - {*self.me.own, self.me.address, *tried}:
             self._connect("rival", address, now)
 
     def _meet_rival(self, link: int, claim: Lead, now: float) -> None:
