@@ -45,11 +45,11 @@ class Launcher:
         self._want()
         self.network.at(0.0, self._tick)
 
-    def fail(self) -> None:
-        """Its ranks end by themselves."""
+    def fail(self, pause: int = 0) -> None:
+        """Its ranks end by themselves. They are to be started again after a pause."""
         if self.runs and not self.is_stuck:
             self.runs = False
-            self._want()
+            self._want(pause)
 
     def finish(self) -> None:
         """Its ranks have ended well."""
@@ -72,9 +72,9 @@ class Launcher:
             self.rounds.append(newest)
             self.runs, self.stops_at = True, None
 
-    def _want(self) -> None:
+    def _want(self, pause: int = 0) -> None:
         store = Address(self.host, next(self.ports))
-        self.act(lambda now: self.node.want(store, now))
+        self.act(lambda now: self.node.want(store, now, pause))
 
     def _tick(self) -> None:
         self.act(self.node.tick)

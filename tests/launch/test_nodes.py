@@ -297,6 +297,21 @@ def test_a_root_that_is_busy_ends_no_job_that_goes_on_with_other_nodes(job: Node
     assert [process.returncode for process in (leader, spare)] == [0, 0], told
 
 
+@pytest.mark.campaign(seconds=12)
+def test_nodes_that_meet_wait_for_the_pause_of_any_of_them(job: Nodes) -> None:
+    first, second = job.start(), job.start()
+    for starts in (2, 4, 6):
+        until(lambda starts=starts: len(job.begun) == starts)
+        killed = time.monotonic()
+        os.kill(job.rank_of(first), signal.SIGKILL)
+    until(lambda: len(job.begun) == 8)
+    assert time.monotonic() - killed >= 2.0
+    job.finish()
+    told = [said(process) for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [0, 0], told
+    assert "all ranks are started again in 2 s, restart 3 of 20" in told[0][-1]
+
+
 @pytest.mark.campaign(seconds=18)
 def test_what_a_rank_leaves_when_it_is_ended_for_another_node_is_not_taken_for_the_next_failure(job: Nodes) -> None:
     leader, second = job.start(), job.start()

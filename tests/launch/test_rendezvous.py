@@ -35,6 +35,7 @@ MESSAGES: list[Message] = [
     Hello("job", ID, AT, 1, 4, 7, 2, 3, None, False),
     Hello("job", ID, Address("fe80::1%eth0", 1), 1, 4, 0, -1, 0, AT, True),
     Want(AT, 7),
+    Want(AT, 7, 60),
     Alive(),
     Bye(True),
     News(1, 7, 2, tuple(Successor(ID, LONGEST) for _ in range(SUCCESSORS)), -1, 2, False, False, True, False),
@@ -320,6 +321,18 @@ def test_a_node_whose_ranks_do_not_end_gives_its_place_to_a_spare(stuck: int) ->
     assert [len(other.rounds), len(made[2].rounds)] == [2, 1]
 
 
+@pytest.mark.parametrize("pauses", [0, 1], ids=["that leads", "that follows"])
+def test_a_node_that_pauses_before_its_restart_keeps_its_place(pauses: int) -> None:
+    network = Network()
+    made = job(network)
+    made[pauses].fail(pause=int(2 * ENDS_WITHIN))
+    network.run(1.0)
+    assert not any(x.runs for x in made), "the others' ranks end at once"
+    seconds = network.run_until(lambda: len(part(made)) == 2, limit=4 * ENDS_WITHIN)
+    assert 2 * ENDS_WITHIN - 2.0 < seconds < 2 * ENDS_WITHIN
+    assert hosts(made) == "ab" and not made[2].rounds
+
+
 def test_without_a_spare_the_others_wait_for_ranks_that_end_late() -> None:
     network = Network()
     made = job(network, "ab")
@@ -418,6 +431,20 @@ def test_a_spare_has_to_wait_for_a_node_whose_connection_ended_also_when_all_ran
     roster.join(hello("c", round=first, place=2, world=3), 1.0 + 0.9 * VACANT_FOR)
     roster.tick(1.0 + 0.9 * VACANT_FOR)
     assert roster.round > first and [place_of(roster, name) for name in "abcd"] == [0, 1, 2, None]
+
+
+def test_ranks_that_dump_for_longer_have_as_long_to_end() -> None:
+    roster = begun("a", "b", "c")
+    roster.ends_within = 2 * ENDS_WITHIN
+    first = roster.round
+    roster.join(hello("d"), 0.5)
+    for name in "ab":
+        roster.want(name * 16, Address(name, 1001), first, 1.0)
+    roster.tick(1.0)
+    roster.tick(1.9 * ENDS_WITHIN)
+    assert roster.seen == 3
+    roster.tick(2.1 * ENDS_WITHIN)
+    assert roster.round > first and [place_of(roster, name) for name in "abcd"] == [0, 1, None, 2]
 
 
 def test_rounds_that_two_launchers_make_apart_have_different_numbers() -> None:

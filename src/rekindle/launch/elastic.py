@@ -156,7 +156,12 @@ def deciding(
                 elif not decision.restart:
                     worker_group.spec.max_restarts -= self._remaining_restarts
                     self._remaining_restarts = 0
-                time.sleep(decision.pause)
+                handler = worker_group.spec.rdzv_handler
+                if handler.get_backend() == BACKEND:
+                    # A node that slept would be taken for one whose ranks don't end.
+                    handler.pause = decision.pause  # type: ignore[attr-defined]
+                else:
+                    time.sleep(decision.pause)
             return result
 
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from rekindle.errors import UsageError
 from rekindle.faults.torchelastic import FRESH_STORE
+from rekindle.launch.provide import seconds_to_end
 from rekindle.launch.rendezvous.hosts import is_this_host, listen, own_host
 from rekindle.launch.rendezvous.hub import Hub, View
 from rekindle.launch.rendezvous.node import Identity
@@ -35,7 +37,10 @@ _EXCHANGE_WITHIN = timedelta(seconds=10)
 """Time that nodes which have met get to exchange their numbers of ranks, a matter of milliseconds."""
 _LEAVE_WITHIN = 2.0
 """Seconds that others get to hear that the job has ended, and to read the last words in the store of this node."""
+_KILLED_WITHIN = 30.0
+"""Seconds that the kernel gets to end ranks that were killed, after the time in which they may end by themselves."""
 _LOOK_EVERY = 0.5
+_LONGEST_PAUSE = 1 << 16
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +54,8 @@ class Rendezvous:
         """Given each line for people."""
         self.prepare: Callable[[], object] = lambda: None
         """Called now and then by the thread that waits for a round, while this node is a spare."""
+        self.pause = 0.0
+        """Seconds until the next round, for all nodes. It counts once, from when this one asks for the round."""
         self._endpoints = _parse(params.endpoint)
         self._backend: str = params.backend
         self._run_id: str = params.run_id
@@ -62,7 +69,11 @@ class Rendezvous:
         address = own[0] if own else Address(self._host, opened[0].getsockname()[1])
         name = uuid.uuid4().hex[:16]
         last_call = _seconds(params, "last_call_timeout", _LAST_CALL)
-        me = Identity(self._run_id, name, address, params.min_nodes, params.max_nodes, last_call, self._endpoints, own)
+        self._ends_within = max(ENDS_WITHIN, seconds_to_end() + _KILLED_WITHIN)
+        least, most = params.min_nodes, params.max_nodes
+        me = Identity(
+            self._run_id, name, address, least, most, last_call, self._endpoints, own, ends_within=self._ends_within
+        )
         self._address = Address(self._host, address.port)
         self._offered: Any = None
         """The store that this node offers to the next round."""
@@ -105,8 +116,9 @@ class Rendezvous:
         before = self._hub.view.round
         if self._offered is None:
             self._offered = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_EXCHANGE_WITHIN)
-        self._hub.want(Address(self._host, self._offered.port))
-        round = self._wait_for_round(before.number if before else 0)
+        pause, self.pause = min(math.ceil(self.pause), _LONGEST_PAUSE), 0.0
+        self._hub.want(Address(self._host, self._offered.port), pause)
+        round = self._wait_for_round(before.number if before else 0, pause)
         self._kept, self._offered = self._offered if round.place == 0 else None, None
         self._is_part = True
         host, port = round.store
@@ -138,11 +150,11 @@ class Rendezvous:
         self._hub.stop()
         return True
 
-    def _wait_for_round(self, after: int) -> Round:
+    def _wait_for_round(self, after: int, pause: int) -> Round:
         """Returns the next round that this node is part of."""
         from torch.distributed.elastic.rendezvous import RendezvousTimeoutError  # noqa: PLC0415
 
-        began = idle = time.monotonic()
+        began = idle = time.monotonic() + pause
         complained = False
         while True:
             with self._hub.changed:
@@ -205,7 +217,7 @@ class Rendezvous:
         if self._others_end:
             return (
                 f"waits for the ranks of other nodes to end, for {self._join_within:g} s at most (join_timeout of "
-                f"--rdzv-conf): after {ENDS_WITHIN:g} s a spare takes the place of their node, if there is one"
+                f"--rdzv-conf): after {self._ends_within:g} s a spare takes the place of their node, if there is one"
             )
         return f"waits for other nodes, for {self._join_within:g} s at most (join_timeout of --rdzv-conf): {_START}"
 

@@ -72,9 +72,9 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="rekindle-rendezvous", daemon=True)
         self._thread.start()
 
-    def want(self, store: Address) -> None:
-        """Asks for a round, and offers a store to it."""
-        self._post(lambda: self._node.want(store, self._now()))
+    def want(self, store: Address, pause: int = 0) -> None:
+        """Asks for a round after a pause in seconds, and offers a store to it."""
+        self._post(lambda: self._node.want(store, self._now(), pause))
 
     def bye(self, *, over: bool) -> None:
         """Takes leave of the others; with ``over`` the job has ended."""

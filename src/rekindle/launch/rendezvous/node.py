@@ -6,7 +6,7 @@ import itertools
 from typing import Literal, NamedTuple
 
 from rekindle.launch.rendezvous.links import Answer, Link, Search
-from rekindle.launch.rendezvous.roster import REJOIN_WITHIN, Roster
+from rekindle.launch.rendezvous.roster import ENDS_WITHIN, REJOIN_WITHIN, Roster
 from rekindle.launch.rendezvous.wire import (
     SUCCESSORS,
     Address,
@@ -57,6 +57,8 @@ class Identity(NamedTuple):
     """The addresses where the job is to be found."""
     own: tuple[Address, ...]
     """Those of them at which this launcher listens."""
+    ends_within: float = ENDS_WITHIN
+    """Seconds that ranks get to end."""
 
 
 class Output(NamedTuple):
@@ -134,14 +136,14 @@ class Node:
 
     # -- what the launcher itself wants ---------------------------------------------------------------------------
 
-    def want(self, store: Address, now: float) -> None:
-        """Asks for a round, and offers a store to it. The ranks have ended, or have not begun."""
+    def want(self, store: Address, now: float, pause: int = 0) -> None:
+        """Asks for a round after that pause, and offers a store to it. The ranks have ended, or have not begun."""
         self._store = store
         if self._roster is not None:
-            self._roster.want(self.me.id, store, self._number, now)
+            self._roster.want(self.me.id, store, self._number, now, pause)
             self._stirred = True
         elif self._leader is not None:
-            self._send(self._leader, Want(store, self._number))
+            self._send(self._leader, Want(store, self._number, pause))
 
     def bye(self, over: bool, now: float) -> None:
         """Takes leave of the others; with ``over`` the job has ended, as the next one that leads will hear too."""
@@ -394,7 +396,7 @@ class Node:
 
     def _lead(self, now: float) -> None:
         me = self.me
-        self._roster = roster = Roster(me.least, me.most, me.last_call, me.id)
+        self._roster = roster = Roster(me.least, me.most, me.last_call, me.id, me.ends_within)
         self._has_led, self._claimed = True, now
         if self.news is not None:
             self.took_over = True
@@ -430,7 +432,7 @@ class Node:
 
     def _hear_member(self, found: Link, message: Message, roster: Roster, now: float) -> None:
         if isinstance(message, Want):
-            roster.want(found.id, message.store, message.after, now)
+            roster.want(found.id, message.store, message.after, now, message.pause)
         elif isinstance(message, Bye):
             roster.bye(found.id, message.over, now)
         else:

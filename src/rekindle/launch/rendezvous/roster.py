@@ -40,6 +40,8 @@ class _Member:
     """True once it has seen the job run without it."""
     leaves: bool = False
     """True once it has taken its leave."""
+    rests_until: float = 0.0
+    """The time before which it begins no round."""
     late: bool = False
     """True while its ranks don't end, though all are to start again: its place is free."""
 
@@ -57,6 +59,7 @@ class Roster:
     """Seconds for which a job that may grow waits for further nodes."""
     own: str
     """The launcher that leads."""
+    ends_within: float = ENDS_WITHIN
     term: int = 1
     round: int = 0
     world: int = 0
@@ -98,11 +101,12 @@ class Roster:
             self._vacant.pop(member.place, None)
         self._changed = now
 
-    def want(self, id: str, store: Address, after: int, now: float) -> None:
-        """Notes that a member's ranks have ended, and that it asks for a round after that one."""
+    def want(self, id: str, store: Address, after: int, now: float, pause: float = 0.0) -> None:
+        """Notes that a member's ranks have ended, and that it asks for a round after that one, and after a pause."""
         member = self._members.get(id)
         if member is not None and member.round <= after:
             member.store, member.late, self._changed = store, False, now
+            member.rests_until = now + pause
             if self._holds(member):
                 self._vacant.pop(member.place, None)
 
@@ -138,7 +142,7 @@ class Roster:
         if self.seen:
             for member in self._candidates():
                 member.was_spare = True
-        if self.closed or not self._may_go_on(now) or any(member.store is None for member in self._holders()):
+        if self.closed or not self._may_go_on(now) or self._waits(now):
             return
         chosen = self._seat(now)
         if chosen and chosen[0].store is not None:
@@ -157,7 +161,7 @@ class Roster:
         place = leader.place if leader is not None and self._holds(leader) else -1
         runs = self.seen > 0
         waiting = int(self._is_due(now))  # not their number: each change of it would be told to all
-        ending = bool(waiting) and any(member.store is None for member in self._holders())
+        ending = bool(waiting) and self._waits(now)
         over = not any(map(self._holds, here))
         return {
             member.id: News(
@@ -182,13 +186,17 @@ class Roster:
     def _holders(self) -> list[_Member]:
         return [member for member in self._members.values() if self._holds(member)]
 
+    def _waits(self, now: float) -> bool:
+        """Returns True while ranks of the newest round run, or a node pauses before it starts its own again."""
+        return any(member.store is None or member.rests_until > now for member in self._holders())
+
     def _give_up_late(self, now: float) -> None:
         """Frees the places of nodes whose ranks don't end, for which all others would wait."""
         if not self._is_due(now):
             self._due_since = None
         elif self._due_since is None:
             self._due_since = now
-        elif now - self._due_since >= ENDS_WITHIN:
+        elif now - self._due_since >= self.ends_within:
             for member in self._holders():
                 if member.store is None:
                     member.late = True

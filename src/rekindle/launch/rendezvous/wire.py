@@ -88,6 +88,8 @@ class Want(NamedTuple):
     store: Address
     after: int
     """The newest round that the launcher was part of: what it says is old once it is part of a later one."""
+    pause: int = 0
+    """Seconds for which no round is to begin."""
 
 
 class Alive(NamedTuple):
@@ -255,6 +257,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     "round": _number,
     "number": _number,
     "after": _number,
+    "pause": _nodes,
     "place": _place,
     "world": _nodes,
     "store": _address,
