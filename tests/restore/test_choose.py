@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.format.lineage import Incarnation
 from rekindle.restore.choose import choose
+from rekindle.restore.restore import _explain
 from rekindle.session.inventory import Offer
 
 FIRST = Incarnation(1, "a" * 16)
@@ -70,6 +73,20 @@ def test_steps_that_a_later_incarnation_left_behind_are_out_though_newer():
     choice = choose([[offer(3), offer(9), offer(4, second)]])
     assert choice.candidates == [(4, second), (3, FIRST)]
     assert "step 3" in choice.rejected[9, FIRST] and "generation 2" in choice.rejected[9, FIRST]
+
+
+def test_steps_in_memory_that_a_job_beside_this_one_left_behind_are_told_of_as_a_loss(caplog):
+    second = later(2, 3)
+    offers = [offer(3), offer(7, FIRST, "storage"), offer(9), offer(4, second)]
+    choice = choose([offers, [*offers[:2], offer(9, FIRST, "peer"), offers[3]]])
+    assert choice.left == {(9, FIRST)}
+    assert not choose([offers, [*offers[:2], blind(9), offers[3]]]).left, "nobody could have gone on from it"
+    with caplog.at_level(logging.INFO, "rekindle"):
+        _explain(0, choice, choice.candidates[0], [])
+    assert [(record.levelname, record.args[0]) for record in caplog.records] == [
+        ("WARNING", "step 9 of generation 1"),
+        ("INFO", "step 7 of generation 1"),
+    ]
 
 
 def test_what_one_rank_knows_of_a_successor_counts_for_all():

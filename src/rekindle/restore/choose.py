@@ -11,6 +11,7 @@ from rekindle.errors import UsageError
 from rekindle.format.lineage import CheckpointKey, superseded_by
 from rekindle.format.names import MAX_STEP
 from rekindle.session.inventory import Offer
+from rekindle.storage.catalog import MEMORY, PEER
 
 __all__ = ["SUPERSEDED", "Choice", "check_chosen_step", "choose"]
 
@@ -26,6 +27,8 @@ class Choice:
 
     candidates: list[CheckpointKey] = field(default_factory=list)
     rejected: dict[CheckpointKey, str] = field(default_factory=dict)
+    left: set[CheckpointKey] = field(default_factory=set)
+    """Superseded ones that all ranks could read from memory: steps that the job has made, and does not go on from."""
 
 
 def check_chosen_step(step: SupportsIndex | None, call: str = "restore") -> int | None:
@@ -52,6 +55,7 @@ def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice
     keys = {CheckpointKey(offer.step, offer.incarnation) for rank in offers for offer in rank}
     starts = {incarnation for _, incarnation in keys}
     readable = [{(o.step, o.incarnation) for o in rank if o.places} for rank in offers]
+    in_memory = [{(o.step, o.incarnation) for o in rank if {MEMORY, PEER} & {*o.places}} for rank in offers]
     choice = Choice()
     for key in sorted(keys, reverse=True):
         if step is not None and key.step != step:
@@ -59,6 +63,8 @@ def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice
         without = [rank for rank, have in enumerate(readable) if key not in have]
         successor = superseded_by(*key, starts)
         if successor is not None:
+            if all(key in have for have in in_memory):
+                choice.left.add(key)
             choice.rejected[key] = (
                 f"{SUPERSEDED}: the job went on from step {successor.parent_step} as generation {successor.generation}"
             )

@@ -274,7 +274,8 @@ def _explain(rank: int, choice: Choice, key: CheckpointKey, verdicts: list[Verdi
     if rank == 0:
         for other in sorted(choice.rejected, reverse=True):
             if other > key:
-                level = logging.INFO if choice.rejected[other].startswith(SUPERSEDED) else logging.WARNING
+                in_order = choice.rejected[other].startswith(SUPERSEDED) and other not in choice.left
+                level = logging.INFO if in_order else logging.WARNING
                 log.log(level, "restore: %s was skipped: %s", _named(other), choice.rejected[other])
         for why in reasons:
             log.warning("restore: a copy of step %d was skipped: %s", key.step, why)
