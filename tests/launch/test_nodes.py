@@ -46,8 +46,9 @@ AT = "--rdzv-endpoint=a:29400"
         (["--standalone"], "static"),
         (["--nnodes=2", AT], "rekindle"),
         (["--nnodes=1:4", f"{AT},b:29400"], "rekindle"),
-        ([AT], "rekindle"),
+        (["--rdzv-endpoint=localhost:29400"], "static"),
         ([AT, "--node-rank=0"], "static"),
+        ([AT, "--rdzv-backend=rekindle"], "rekindle"),
         (["--rdzv-endpoint=localhost:0"], "c10d"),
         (["--nnodes=2", AT, "--node-rank=0"], "static"),
         (["--nnodes=2", AT, "--rdzv-backend=static"], "static"),
@@ -64,6 +65,12 @@ def test_the_backend_that_is_left_open_fits_the_number_of_nodes(options: list[st
 def test_nodes_that_have_no_place_to_meet_are_a_usage_error() -> None:
     with pytest.raises(UsageError, match="--nnodes 2 needs --rdzv-endpoint HOST:PORT"):
         fitted("--nnodes=2")
+
+
+def test_a_job_of_one_node_at_another_one_is_a_usage_error() -> None:
+    """As a spare it would train the whole job anew, beside the first one."""
+    with pytest.raises(UsageError, match="a:29400 is another one: for a spare give --rdzv-backend rekindle"):
+        fitted(AT)
 
 
 def test_a_node_rank_in_the_environment_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,11 +238,11 @@ def test_the_job_goes_on_without_the_launcher_that_led(job: Nodes) -> None:
 
 @pytest.mark.campaign(seconds=45)
 def test_a_job_of_one_node_has_spares_too(job: Nodes) -> None:
-    """With torch's static rendezvous each of them would train, as the only node of a job of its own."""
     script = job.write_python()
-    first = job.start_python(script, "--nnodes=1")
+    one = ("--nnodes=1", "--rdzv-backend=rekindle")
+    first = job.start_python(script, *one)
     until(lambda: len(job.begun) == 1)
-    spares = [job.start_python(script, "--nnodes=1") for _ in range(2)]
+    spares = [job.start_python(script, *one) for _ in range(2)]
     for spare in spares:
         assert spare.stderr is not None and WARM in spare.stderr.readline()
     first.kill()

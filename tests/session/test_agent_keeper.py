@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import repeat
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 
 import rekindle
 from rekindle.agent.drain import Drainer
+from rekindle.errors import FormatError
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.lock import Lock
 from rekindle.session import agent_keeper
@@ -153,9 +155,15 @@ def test_a_jobs_description_that_is_damaged_is_written_again(damage: bytes, root
     ckpt.save(1, wait="durable", timeout=60)
     job = JobDir.of(root, memory_base(memory))
     job.paths.job.write_bytes(damage)
-    ckpt.save(2, wait="durable", timeout=60)
-    info = job.read_job()
-    assert info is not None and info.root == str(root)
+    ckpt.save(2, wait="durable", timeout=60)  # also by an agent that had read the description just before
+
+    def is_written() -> bool:
+        with suppress(FormatError):
+            info = job.read_job()
+            return info is not None and info.root == str(root)
+        return False
+
+    wait_for(is_written, 60)
     ckpt.close(timeout=60)
     assert newest(root) == 2
 

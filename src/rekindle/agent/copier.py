@@ -37,6 +37,8 @@ _SHARE = 0.8
 """Part of the time between two common steps that a copy takes, if the network lets it."""
 _AT_ONCE = 4 << 20
 """Bytes of a copy that is not paced: they take 35 ms at 1 Gb/s."""
+_SLOW = 20.0
+"""Seconds after which a copy that is cut off was too slow for those that wait for it: they wait for 30 s at least."""
 _PIECE = 1 << 20
 """Bytes that are waited for in one go under a limit: the wait for a whole block would be taken for a stall."""
 _LEAST, _MOST = 1 / 16, 1 / 2
@@ -103,6 +105,8 @@ class Copier:
         self._budget = Budget()
         self._speed: float | None = None
         """Bytes per second of the last copy that was not small, without its waits; None before."""
+        self._began = 0.0
+        """Time at which the copy in hand began."""
         self._changed = threading.Condition()
         self._aim: Aim | None = None
         self._over = False
@@ -219,7 +223,7 @@ class Copier:
             self._budget.limit = self._limit or _pace(total, aim.seconds, self._speed)
             self.progress = Progress(aim.stamp.step, 0, total)
             self.copied &= {self._job.notes.safe_step(self._nodes.start)}  # others may be written over from here on
-            seconds = 0.0
+            self._began, seconds = time.monotonic(), 0.0
             for shard, chunks in todo:
                 seconds += copy_shard(shard, chunks, slots, lambda nbytes: self._take(aim, nbytes))
                 shard.close()  # its connections serve the next one
@@ -253,7 +257,8 @@ class Copier:
 
     def _note_end(self, aim: Aim) -> None:
         """Counts a copy that was cut off as a failure: its step was given up, as one that takes too long is."""
-        if not self._over and self.progress is not None and self.progress.done:
+        slow = time.monotonic() - self._began >= _SLOW  # else another node may have failed
+        if slow and not self._over and self.progress is not None:
             _, done, total = self.progress
             limit = f", at {self._limit:,} bytes/s at most (peer_limit)" if self._limit else ""
             why = f"step {aim.stamp.step} was given up when {done:,} of {total:,} bytes had come{limit}"

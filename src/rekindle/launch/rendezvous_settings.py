@@ -8,6 +8,7 @@ from typing import Any
 
 from rekindle.errors import UsageError
 from rekindle.launch.rendezvous.entry import BACKEND
+from rekindle.launch.rendezvous.hosts import is_this_host
 
 __all__ = ["fit_settings", "forget_defaults"]
 
@@ -26,14 +27,12 @@ def fit_settings(args: Any, nodes: int) -> None:
     """Sets what the user has left open, for a job of at most so many nodes. Raises UsageError if they can't meet.
 
     An endpoint without a backend and without a node's rank has one sense: torch's own choice, the static rendezvous,
-    would take each node for the first one. A job of one node may have spares, which it would have train beside it.
-    Port 0 is one that the system chooses: no other node knows it, and c10d tells the ranks of this one.
+    would take each node for the first one. With one node it is right: other jobs on this host may have the same
+    endpoint. Port 0 is one that the system chooses: no other node knows it, and c10d tells the ranks of this one.
     """
     numbered = args.node_rank is not None
     if args.rdzv_backend is None:
-        any_port = nodes == 1 and args.rdzv_endpoint.endswith(":0")
-        open_backend = "c10d" if any_port else BACKEND
-        args.rdzv_backend = open_backend if args.rdzv_endpoint and not numbered else "static"
+        args.rdzv_backend = "static" if numbered or not args.rdzv_endpoint else _open_backend(args, nodes)
     args.node_rank = args.node_rank or 0
     if nodes == 1 or args.standalone:
         return
@@ -42,3 +41,18 @@ def fit_settings(args: Any, nodes: int) -> None:
             f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT, one of the nodes and a free port on it, the same "
             "on each node: nothing was started"
         )
+
+
+def _open_backend(args: Any, nodes: int) -> str:
+    """Returns the way in which nodes meet at an endpoint. Raises UsageError for a job of one node at another host."""
+    if nodes > 1:
+        return BACKEND
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    if port == "0":
+        return "c10d"
+    if not args.standalone and host and not is_this_host(host.strip("[]")):
+        raise UsageError(
+            f"--nnodes 1 is a job of this node alone, and --rdzv-endpoint {args.rdzv_endpoint} is another one: for a "
+            "spare give --rdzv-backend rekindle on both nodes, else leave the endpoint out: nothing was started"
+        )
+    return "static"

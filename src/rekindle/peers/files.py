@@ -25,6 +25,8 @@ __all__ = ["PeerFiles"]
 
 _CONNECT_SECONDS = 10.0
 """Bound on making a connection, its handshake included."""
+_AGAIN_SECONDS = 1.0
+"""Least time to make a connection in place of one that was kept and answers no more."""
 _BUSY_SECONDS = 0.1
 """Pause before the next try at a node that has too many connections."""
 _REPLY_SECONDS = 30.0
@@ -164,7 +166,7 @@ class _Remote:
             with suppress(ConnectionError, TimeoutError):  # a network that was away for long has ended it
                 return self._pin(kept)
         with self._os_errors():
-            link = _connect_to(self._files, until)
+            link = _connect_to(self._files, max(until, time.monotonic() + _AGAIN_SECONDS))
         return self._pin(link)
 
     def _pin(self, link: Link) -> Link:

@@ -55,7 +55,8 @@ def choose(offers: Sequence[Sequence[Offer]], step: int | None = None) -> Choice
     keys = {CheckpointKey(offer.step, offer.incarnation) for rank in offers for offer in rank}
     starts = {incarnation for _, incarnation in keys}
     readable = [{(o.step, o.incarnation) for o in rank if o.places} for rank in offers]
-    in_memory = [{(o.step, o.incarnation) for o in rank if {MEMORY, PEER} & {*o.places}} for rank in offers]
+    world, here = len(offers), {MEMORY, PEER}
+    in_memory = [{(o.step, o.incarnation) for o in rank if o.world == world and here & {*o.places}} for rank in offers]
     choice = Choice()
     for key in sorted(keys, reverse=True):
         if step is not None and key.step != step:

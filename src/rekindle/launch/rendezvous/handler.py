@@ -116,7 +116,7 @@ class Rendezvous:
         before = self._hub.view.round
         if self._offered is None:
             self._offered = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_EXCHANGE_WITHIN)
-        pause, self.pause = min(math.ceil(self.pause), _LONGEST_PAUSE), 0.0
+        pause, self.pause = min(math.ceil(self.pause), int(self._join_within / 2), _LONGEST_PAUSE), 0.0
         self._hub.want(Address(self._host, self._offered.port), pause)
         round = self._wait_for_round(before.number if before else 0, pause)
         self._kept, self._offered = self._offered if round.place == 0 else None, None

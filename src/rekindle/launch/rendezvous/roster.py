@@ -161,7 +161,7 @@ class Roster:
         place = leader.place if leader is not None and self._holds(leader) else -1
         runs = self.seen > 0
         waiting = int(self._is_due(now))  # not their number: each change of it would be told to all
-        ending = bool(waiting) and self._waits(now)
+        ending = bool(waiting) and any(member.store is None for member in self._holders())
         over = not any(map(self._holds, here))
         return {
             member.id: News(
