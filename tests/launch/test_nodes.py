@@ -46,7 +46,7 @@ AT = "--rdzv-endpoint=a:29400"
         (["--standalone"], "static"),
         (["--nnodes=2", AT], "rekindle"),
         (["--nnodes=1:4", f"{AT},b:29400"], "rekindle"),
-        (["--rdzv-endpoint=localhost:29400"], "static"),
+        (["--rdzv-endpoint=localhost:29400"], "c10d"),
         ([AT, "--node-rank=0"], "static"),
         ([AT, "--rdzv-backend=rekindle"], "rekindle"),
         (["--rdzv-endpoint=localhost:0"], "c10d"),
@@ -234,6 +234,25 @@ def test_the_job_goes_on_without_the_launcher_that_led(job: Nodes) -> None:
     assert [process.returncode for process in (second, spare)] == [0, 0], told
     leads = [line for lines in told for line in lines if "the launcher that led is lost: this one leads on" in line]
     assert len(leads) == 1, told
+
+
+@pytest.mark.campaign(seconds=15)
+def test_jobs_of_one_node_at_the_same_endpoint_start_again_side_by_side(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    os.kill(os.getpid(), 9) if dist.get_rank() else dist.barrier()\n"
+        "print('trained', flush=True)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # as by any other program
+        options = ["--nproc-per-node=2", "--restart-pause=0", f"--rdzv-endpoint=127.0.0.1:{taken.getsockname()[1]}"]
+        command = [sys.executable, "-m", "rekindle", "run", *options, str(script)]
+        jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        told = [job.communicate(timeout=LONG)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0] and [text.count("trained") for text in told] == [2, 2], told
 
 
 @pytest.mark.campaign(seconds=45)

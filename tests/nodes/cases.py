@@ -181,12 +181,13 @@ def _wrong_names(case: Case, out: Outcome) -> list[str]:
 
 
 def _unnamed_silences(out: Outcome, slack: float) -> list[str]:
-    """Nodes that lost their power without a word of each of the others."""
+    """Nodes that lost their power without a word of each of the others, unless the job went on at once without them."""
     return [
         f"{node} did not call {lost} silent in time"
         for lost, (at, left) in out.unheard.items()
         for node in left
-        if out.silent.get(node, {}).get(lost, math.inf) > at + _SILENT + slack
+        if (out.again is None or out.again > at + _SILENT + 1.0)
+        and out.silent.get(node, {}).get(lost, math.inf) > at + _SILENT + slack
     ]
 
 

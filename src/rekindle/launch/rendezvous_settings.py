@@ -27,8 +27,9 @@ def fit_settings(args: Any, nodes: int) -> None:
     """Sets what the user has left open, for a job of at most so many nodes. Raises UsageError if they can't meet.
 
     An endpoint without a backend and without a node's rank has one sense: torch's own choice, the static rendezvous,
-    would take each node for the first one. With one node it is right: other jobs on this host may have the same
-    endpoint. Port 0 is one that the system chooses: no other node knows it, and c10d tells the ranks of this one.
+    would take each node for the first one. A job of one node meets at any free port: torch's static rendezvous would
+    give ranks that are started again the addresses of dead ones, and another job on this host may have the same
+    endpoint.
     """
     numbered = args.node_rank is not None
     if args.rdzv_backend is None:
@@ -48,11 +49,10 @@ def _open_backend(args: Any, nodes: int) -> str:
     if nodes > 1:
         return BACKEND
     host, _, port = args.rdzv_endpoint.rpartition(":")
-    if port == "0":
-        return "c10d"
-    if not args.standalone and host and not is_this_host(host.strip("[]")):
+    if not args.standalone and port != "0" and not is_this_host(host.strip("[]")):
         raise UsageError(
             f"--nnodes 1 is a job of this node alone, and --rdzv-endpoint {args.rdzv_endpoint} is another one: for a "
             "spare give --rdzv-backend rekindle on both nodes, else leave the endpoint out: nothing was started"
         )
-    return "static"
+    args.rdzv_endpoint = "localhost:0"
+    return "c10d"
