@@ -95,6 +95,24 @@ def test_a_rank_that_has_gone_is_missed_unless_it_has_left_a_copy(host: HostJob,
         assert gasping._peers_differ(3) == (3 not in has)
 
 
+def test_an_update_that_takes_far_longer_than_steps_do_is_not_waited_for(
+    host: HostJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait in vain for a rank of a node that is gone, as collectives inside of ZeRO's do."""
+    monkeypatch.setattr(gasp, "_UPDATE", 10 * _LONG)
+    monkeypatch.setattr(gasp, "_CATCH_UP", 0.1)
+    for _ in range(3):
+        host.step()
+    gate = host.guard._gate
+    assert gate.updating_for == 0.0 < gate.longest
+    gate.updating(3)  # and no more
+    while gate.updating_for <= gasp._STEPS * gate.longest + 0.1:
+        time.sleep(0.01)
+    gasping = host.fault(host.guard, "notice")
+    gasping.join(_LONG)
+    assert not gasping.is_alive() and steps_of(host.ckpt._session.job_dir, 0) == []
+
+
 def test_a_rank_that_is_told_to_go_inside_of_an_update_has_its_snapshot_brought_to_storage(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,11 +91,16 @@ class Case:
     waits_at: int = 0
     """Step that is saved with ``wait="node"``."""
     width: int = Task.width
+    stands_at: int = 0
+    """Step whose update the ranks of the second node don't begin: ZeRO's keeps the other one waiting inside of it."""
 
     @property
     def all_kinds(self) -> tuple[str, ...]:
-        """Those of which torch computes the same bits each time: all with two ranks. Of a large state one is enough."""
-        return KINDS if self.world == 2 and self.width == Task.width else self.kinds
+        """Those of which torch computes the same bits each time: all with two ranks. Of a large state one is enough,
+        and some faults are none to other kinds.
+        """
+        any_kind = self.world == 2 and self.width == Task.width and not self.stands_at
+        return KINDS if any_kind else self.kinds
 
     def needs_copies(self, kind: str) -> bool:
         return self.lost_node and kind not in _REPLICATED
@@ -133,7 +138,7 @@ def play(case: Case, kind: str, directory: Path) -> Outcome:
         for number in range(case.hosts + case.spare):
             lab.add(domain=case.domains[number : number + 1])
         options = {} if case.persist_every is None else {"persist_every": case.persist_every}
-        place, more = str(lab.mount / "run"), (options, case.guard, case.waits_at, case.width)
+        place, more = str(lab.mount / "run"), (options, case.guard, case.waits_at, case.width, case.stands_at)
         task = Task(place, str(directory), kind, case.world, case.steps, _PAUSE, *more)
         launch = partial(LaunchedJob, launcher=case.launcher) if case.launcher else Job
         with launch(lab, task, nodes=case.hosts) as job:
@@ -142,6 +147,8 @@ def play(case: Case, kind: str, directory: Path) -> Outcome:
                 job.wait_until_warm(case.steps // 2)
             if case.lost_node:
                 job.wait_for_safe()
+            if case.stands_at:
+                job.wait_until(lambda: bool(job.rows("stands")), "rank that stands")
             struck = time.monotonic()
             case.strike(job)
             job.wait_for_end()
@@ -306,6 +313,18 @@ CASES = {
             takes=_SILENT_LAUNCHER,
             launcher="rekindle run",
             steps=60,
+        ),
+        Case(
+            "node lost inside an update, spare there",
+            strikes.power_beside_a_spare,
+            _TOLD,
+            ("zero1",),
+            spare=True,
+            lost_node=True,
+            takes=_SILENT_LAUNCHER,
+            launcher="rekindle run",
+            steps=60,
+            stands_at=40,
         ),
         Case(
             "node lost, 100 MiB, spare there",

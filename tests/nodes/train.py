@@ -20,6 +20,8 @@ __all__ = ["KINDS", "Task", "train"]
 
 KINDS = ("ddp", "hsdp", "fsdp2", "zero1")
 _SAMPLES, _BATCH = 24, 4
+_FOREVER = 600.0
+"""Seconds that are longer than any test."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Task:
     """Step after which training goes on once it is safe from the loss of a node."""
     width: int = 32
     """Features of each of the three layers."""
+    stands_at: int = 0
+    """Step of the first start whose update ranks don't begin, but for those of the lab's first node."""
 
     def trace(self, rank: int) -> Path:
         return Path(self.traces) / f"rank-{rank}.jsonl"
@@ -63,6 +67,10 @@ class Trace:
         number = [self._always["start"]]
         dist.broadcast_object_list(number)
         self._always["start"] = number[0]
+
+    @property
+    def is_in_the_first_start(self) -> bool:
+        return self._always["start"] == 0
 
     def say(self, event: str, **more: Any) -> None:
         line = {"t": time.monotonic(), "event": event, **self._always, **more}
@@ -102,6 +110,9 @@ def train(task: Task, rank: int) -> None:
             loss = model(data[_next_batch(order)]).pow(2).mean()
             state["optimizer"].zero_grad()
             loss.backward()
+            if step == task.stands_at and trace.is_in_the_first_start and os.uname().nodename != "nodea":
+                trace.say("stands")
+                time.sleep(_FOREVER)
             state["optimizer"].step()
             digest = _digest(state["model"], order)
             if step == task.waits_at:

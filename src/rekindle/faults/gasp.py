@@ -34,7 +34,7 @@ _UPDATE = 5.0
 _CATCH_UP = 1.0
 """Seconds that a rank gets to finish a step that others have finished. It may be waiting for a dead one in vain."""
 _STEPS = 3
-"""Recent steps, each as long as the longest, in which devices should have done what was queued."""
+"""Recent steps, each as long as the longest, in which an update ends, and devices do what was queued."""
 _TOGETHER = 2.0
 """Seconds that the parts of a step which ranks share out may take, when all of them live; then each secures all."""
 _POLL = 0.005
@@ -114,8 +114,8 @@ class Gasp:
             if self.gate.snapshot >= self.gate.step:
                 self._note_secured(self.gate.snapshot, MEMORY)  # when the guarded part ended
             return
-        planned, patience = cause == "notice", _CATCH_UP if cause == "hang" else _UPDATE  # a hang has waited already
-        step = self._secure_next(-1, patience, cause, end)
+        planned = cause == "notice"
+        step = self._secure_next(-1, self._time_for_the_update(cause), cause, end)
         while step is not None and time.monotonic() < end:
             overtaken, awaited = self._is_overtaken(step, planned), self.gate.awaits(step)
             if not (overtaken or awaited):
@@ -124,6 +124,20 @@ class Gasp:
                 self.gate.release()
             patience = max(_CATCH_UP, _STEPS * self.gate.longest) if awaited else _CATCH_UP
             step = self._secure_next(step, patience, cause, end)
+
+    def _time_for_the_update(self, cause: str) -> float:
+        """Returns the seconds that an update gets to end.
+
+        One that takes far longer than whole steps do may wait in vain for a rank of a node that is gone, as collectives
+        inside of ZeRO's do. It gets one more step's time: the process may have been suspended.
+        """
+        longest = self.gate.longest
+        if cause == "hang":  # has waited already
+            return _CATCH_UP
+        if self.gate.on_devices or not longest:
+            return _UPDATE
+        left = _STEPS * longest + _CATCH_UP - self.gate.updating_for
+        return min(_UPDATE, max(left, min(longest, _CATCH_UP)))
 
     def _secure_next(self, beyond: int, patience: float, cause: str, end: float) -> int | None:
         """Secure the first step after ``beyond`` that the state is that of. Returns it.
