@@ -229,19 +229,26 @@ def test_a_buffer_is_filled_while_the_one_before_is_emptied(
     assert not copies.is_alive() and under_way[0] == 2
 
 
-def test_a_place_in_two_locked_ranges_counts_as_not_locked(device: FakeBackend) -> None:
-    """CUDA may refuse a copy into both."""
-    source = torch.arange(8192.0)
-    device.own(source)
-    plan = CopyPlan(Layout.build([]), None, [], batches_of(source), {}, {})
+def test_a_copy_into_two_locked_ranges_is_cut_where_they_meet(device: FakeBackend) -> None:
+    """CUDA refuses a copy into both."""
+    source, rows = torch.arange(8192.0), torch.arange(8192.0).view(64, 128).t()
+    device.own(source, rows)
+    flat, strided = batches_of(source), batches_of(rows)
     mapping = mmap.mmap(-1, 1 << 16)
-    first = PageLocker().lock(mapping, 0, 1 << 14)
-    second = PageLocker().lock(mapping, 1 << 14, 1 << 16)
+    first, second = PageLocker().lock(mapping, 0, 1 << 14), PageLocker().lock(mapping, 1 << 14, 1 << 16)
     assert first is not None and second is not None
+    plan = CopyPlan(Layout.build([]), None, [], flat, {}, {})
+    target = _target(plan, mapping)
+    assert target.direct == {flat[0].start}
+    places, sources = target.sides_of(flat[0])
+    assert len(places) == 2 and all(device._is_locked(place.data_ptr(), place.nbytes) for place in places)
+    device.copy(places, sources)
+    device.settle()
+    base = len(plan.layout.header)
+    assert mapping[base : base + source.nbytes] == source.numpy().tobytes()
+    assert not _target(CopyPlan(Layout.build([]), None, [], strided, {}, {}), mapping).direct, "torch copies the whole"
+    del first
     assert not _target(plan, mapping).direct
-    del first, second
-    whole = PageLocker().lock(mapping)
-    assert whole is not None and len(_target(plan, mapping).direct) == 1
 
 
 # -- a few ahead ------------------------------------------------------------------------------------------------

@@ -139,3 +139,14 @@ def test_all_ranks_commit_inside_of_step_or_none(
     assert os.pread(trace, 100, 0) == b"%d\n" % promised * 2
     if promised:
         assert {stamp.rank for stamp, _ in job.snapshots.shard_ids() if stamp.step == 3} == {0, 1}
+
+
+def test_all_threads_share_in_what_a_gasp_copies(root: Path, memory: Path) -> None:
+    model, optimizer, ckpt = train_of(LARGE, root)
+    with ckpt.guard(watchdog=False, notices=()):
+        update(model, optimizer)
+        ckpt.step(1)
+        saver = ckpt._saver
+        plan = saver.live.plan(saver.session.shard_id(1), whole=True)
+        assert len(plan.late) == 2, "weights and moments"
+    ckpt.close()

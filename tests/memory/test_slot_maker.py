@@ -241,6 +241,26 @@ def test_a_state_that_grows_again_while_its_memory_is_cut_gets_it_back(job: JobD
     slots.close()
 
 
+def test_a_gasp_does_not_wait_for_a_surplus_to_be_given_back(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = alone(job)
+    for step in (1, 2):
+        commit(slots, step, 4 * LARGE, wait=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("rekindle.memory.slot.os.ftruncate", None)
+        slot = slots.acquire(3, FIRST, LARGE, gasp=True)
+    stamp = ShardId(3, 0, 1, FIRST)
+    receipt, data = make_shard(stamp, {"x": bytes(LARGE - 4096)})
+    assert slot.map is not None
+    slot.map[:LARGE] = data
+    slots.commit(slot, stamp, receipt.raw)
+    with open_step(job, 3) as shard:
+        assert os.path.getsize(shard.path) == 4 * LARGE and not verify_shard(shard)
+    commit(slots, 4, wait=True)
+    commit(slots, 5, wait=True)
+    assert job.held_bytes() < 2 * LARGE + (1 << 20), "the next save gives it back"
+    slots.close()
+
+
 def test_a_third_slot_is_made_and_dropped_beside_training(job: JobDir, gate: Gate, page_locks: type[Lock]) -> None:
     """Step 1 is drained, and 2 is the newest: nothing may take the place of either, until there is a third."""
     slots = Slots(job, 0, 1, [0], None, page_locks)

@@ -10,7 +10,7 @@ import torch
 from rekindle.devices.events import Event, wait_for_copy
 from rekindle.devices.streams import copy_now
 
-__all__ = ["AHEAD", "DEVICE_BATCH", "batched", "copy_in_batches"]
+__all__ = ["AHEAD", "DEVICE_BATCH", "Pair", "batched", "copy_in_batches"]
 
 DEVICE_BATCH = 32 << 20
 """Bytes after which a batch is full: few enough that training's own small copies don't wait long behind it, 0.7 ms with

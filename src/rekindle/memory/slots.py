@@ -167,7 +167,8 @@ class Slots:
         written to.
 
         Memory that is not ready is made now, or with ``wait=False`` in the background, if it is more than ``AT_ONCE``:
-        NotReadyError is raised until it is there. So is a surplus given back. A gasp waits, and page-locks nothing.
+        NotReadyError is raised until it is there. So is a surplus given back. A gasp waits, page-locks nothing, and
+        gives nothing back.
         """
         if not self.job.paths.slots.is_dir():
             raise MemoryStoreError(f"memory store {self.job.path}: was removed: saves fail until it is back")
@@ -192,9 +193,9 @@ class Slots:
             reach("save.recycled", step)
             if not slot.ready(nbytes):
                 self._make(slot, nbytes, now=now or slot.lacks(nbytes) <= AT_ONCE, gasp=gasp)
-            if wait or slot.size - nbytes <= AT_ONCE:  # 1 GiB takes 0.2 s
+            if (wait and not gasp) or slot.size - nbytes <= AT_ONCE:  # 1 GiB takes 0.2 s
                 slot.trim(nbytes)
-            else:
+            elif not gasp:
                 self._maker.trim(slot, nbytes)
             slot.asked = 0
         except OSError as error:

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 import xxhash
@@ -27,6 +28,7 @@ from rekindle.common.environ import env_count
 from rekindle.common.failpoints import reach
 from rekindle.common.flag import Flag
 from rekindle.common.workers import Workers
+from rekindle.devices.batches import Pair
 from rekindle.devices.bounce import copy_by_bounce
 from rekindle.devices.events import STUCK, Event, wait_for_copy
 from rekindle.devices.page_lock import locked_ranges
@@ -55,8 +57,8 @@ class _Target:
     plan: CopyPlan
     address: int
     data: memoryview
-    sides: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    """Places and sources of the units that torch copies, by first byte."""
+    sides: dict[int, list[Pair]]
+    """Places and sources of the units that torch copies, by first byte: one of each, or as many as page locks."""
     direct: set[int]
     """Batches that a device copies straight into the buffer, by first byte."""
     anchor: object
@@ -64,7 +66,7 @@ class _Target:
 
     def sides_of(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns places and sources of a batch that torch copies."""
-        sides = [self.sides[unit.start] for unit in batch.units]
+        sides = [pair for unit in batch.units for pair in self.sides[unit.start]]
         return [to for to, _ in sides], [source for _, source in sides]
 
 
@@ -207,7 +209,7 @@ class Copying:
             if unit.in_order:
                 self._sums[unit.block] = _move(unit, self.target)
             else:
-                to, source = self.target.sides[unit.start]
+                ((to, source),) = self.target.sides[unit.start]
                 require_in_place([unit])  # torch would read on behind memory that has become smaller
                 with torch.no_grad():
                     to.copy_(source)
@@ -329,25 +331,47 @@ def _target(plan: CopyPlan, buffer: mmap.mmap) -> _Target:
     base = len(plan.layout.header)
     buffer[:base] = plan.layout.header
     anchor = ctypes.c_char.from_buffer(buffer)
-    address = ctypes.addressof(anchor) + base
     batches = plan.early + plan.late
-    sides = {
-        u.start: (u.view(buffer, base), u.part()) for b in batches for u in b.units if not (b.on_host and u.in_order)
-    }
-    ranges = locked_ranges()
-    direct = {b.start for b in batches if not b.on_host and _is_locked(b, address, ranges)}
-    return _Target(plan, address, memoryview(buffer)[base:], sides, direct, anchor)
+    by_torch = [unit for batch in batches for unit in batch.units if not (batch.on_host and unit.in_order)]
+    sides = {unit.start: [(unit.view(buffer, base), unit.part())] for unit in by_torch}
+    target = _Target(plan, ctypes.addressof(anchor) + base, memoryview(buffer)[base:], sides, set(), anchor)
+    locked = locked_ranges()
+    for batch in batches:
+        if not batch.on_host and (cut := _cut_at_locks(target, batch, locked)) is not None:
+            target.direct.add(batch.start)
+            sides.update(cut)
+    return target
 
 
-def _is_locked(batch: Batch, address: int, ranges: list[tuple[int, int]]) -> bool:
-    """Returns True if each unit's place is page-locked, as one: a copy into two page-locked ranges may fail."""
+def _cut_at_locks(target: _Target, batch: Batch, locked: list[tuple[int, int]]) -> dict[int, list[Pair]] | None:
+    """Returns sides of units that lie in several page locks, cut where one ends: a copy across that end may fail.
+
+    None if the batch's place is not page-locked, or a unit that torch brings into order would have to be cut.
+    """
     if not has_queues(batch.device):
-        return True  # torch copies, and the host waits, whatever memory it is
+        return {}  # torch copies, and the host waits, whatever memory it is
+    found = {}
     for unit in batch.units:
-        found = bisect_right(ranges, (address + unit.start, sys.maxsize)) - 1
-        if found < 0 or ranges[found][1] < address + unit.start + unit.nbytes:
-            return False
-    return True
+        start = target.address + unit.start
+        ends = _ends_of_locks(start, start + unit.nbytes, locked)
+        if ends is None or (ends and not unit.in_order):
+            return None
+        if ends:
+            ((place, source),) = target.sides[unit.start]
+            edges = [0, *((end - start) // source.itemsize for end in ends), len(source)]
+            found[unit.start] = [(place[a:b], source[a:b]) for a, b in pairwise(edges)]
+    return found
+
+
+def _ends_of_locks(start: int, stop: int, locked: list[tuple[int, int]]) -> list[int] | None:
+    """Returns the ends of page locks between two addresses; None if not all between them is page-locked."""
+    ends = [start]
+    while ends[-1] < stop:
+        found = bisect_right(locked, (ends[-1], sys.maxsize)) - 1
+        if found < 0 or locked[found][1] <= ends[-1]:
+            return None
+        ends.append(locked[found][1])
+    return ends[1:-1]
 
 
 def checksum_late_blocks(plan: CopyPlan) -> dict[int, str]:

@@ -17,7 +17,7 @@ from rekindle.devices.table import backend_of, device_of, on_host
 from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
 from rekindle.memory.local_state import LocalStateWriter, padded
-from rekindle.save.plan import Batch, CopyPlan, Unit
+from rekindle.save.plan import Batch, CopyPlan, Unit, in_batches
 from rekindle.save.progress import KEPT, DeviceClock
 
 __all__ = ["KeptStep", "LocalStateCapture"]
@@ -143,14 +143,11 @@ class KeptStep:
         return replace(plan, early=self._redirect(plan.early), late=self._redirect(plan.late))
 
     def _redirect(self, batches: list[Batch]) -> list[Batch]:
-        found: dict[torch.device, Batch] = {}
-        for unit in _units(batches):
-            piece = self._pieces.get(id(unit.source))
-            if piece is not None:
-                unit = Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block, piece)
-            device = device_of(unit.source)
-            found.setdefault(device, Batch(device, [])).units.append(unit)
-        return list(found.values())
+        return in_batches(map(self._where_it_is, _units(batches)))
+
+    def _where_it_is(self, unit: Unit) -> Unit:
+        piece = self._pieces.get(id(unit.source))
+        return unit if piece is None else Unit(piece, piece.data_ptr(), unit.start, unit.nbytes, unit.block, piece)
 
 
 def _units(batches: Iterable[Batch]) -> Iterator[Unit]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from rekindle.format.receipt import Receipt
 from rekindle.memory.pages import AT_ONCE
 from rekindle.state.traits import Traits
 
-__all__ = ["IN_STEP", "Batch", "Piece", "CopyPlan", "Unit", "batches"]
+__all__ = ["IN_STEP", "Batch", "Piece", "CopyPlan", "Unit", "batches", "in_batches"]
 
 IN_STEP = AT_ONCE
 """Bytes of a rank's snapshot up to which ``step()`` copies and commits all of it itself, if all of it is on the host.
@@ -162,22 +162,30 @@ class CopyPlan:
 
 
 def batches(layout: Layout, pieces: Mapping[tuple[str, tuple[int, ...]], Piece]) -> tuple[list[Batch], list[Batch]]:
-    """Returns the units to copy at once, and those that can wait, in batches of one device each."""
-    full: tuple[list[Batch], list[Batch]] = ([], [])
-    filling: dict[tuple[bool, torch.device], tuple[Batch, int]] = {}
+    """Returns the units to copy at once, and those that can wait, in batches."""
+    early: list[Unit] = []
+    late: list[Unit] = []
     block = 0
     for chunk in layout.chunks:
         piece = pieces[chunk.name, chunk.offsets]
-        which = piece.late, device_of(piece.source)
-        limit = _BATCH if is_host(which[1]) else DEVICE_BATCH
-        for unit in _units(chunk, piece, block):
-            batch, waiting = filling.get(which) or (Batch(which[1], []), 0)
-            if not batch.units:
-                full[which[0]].append(batch)
-            batch.units.append(unit)
-            waiting += unit.nbytes
-            filling[which] = (batch, waiting) if waiting < limit else (Batch(which[1], []), 0)
+        (late if piece.late else early).extend(_units(chunk, piece, block))
         block += chunk.block_count
+    return in_batches(early), in_batches(late)
+
+
+def in_batches(units: Iterable[Unit]) -> list[Batch]:
+    """Returns the units in batches of one device each, in their order."""
+    full: list[Batch] = []
+    filling: dict[torch.device, tuple[Batch, int]] = {}
+    for unit in units:
+        device = device_of(unit.source)
+        batch, waiting = filling.get(device) or (Batch(device, []), 0)
+        if not batch.units:
+            full.append(batch)
+        batch.units.append(unit)
+        waiting += unit.nbytes
+        limit = _BATCH if is_host(device) else DEVICE_BATCH
+        filling[device] = (batch, waiting) if waiting < limit else (Batch(device, []), 0)
     return full
 
 
