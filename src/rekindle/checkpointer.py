@@ -188,15 +188,14 @@ class Checkpointer:
         session.join(meet(self._group, session, size, settings.room, settings.agreed()))
         try:
             self._clock = RecoveryClock(session)
-            if session.is_first_on_node:
-                introduce(session.job_dir, self.root)
+            introduce(session.job_dir, self.root)
             self._saver = start_saver(self._group, session, self._capture, self._fence, settings, self.metrics)
         except BaseException:  # else whoever keeps the traceback would keep the rank's place
             self._fence.close()
             session.leave()
             raise
         self._exit_report = ExitReport(self._saver, session)
-        self._imports = ImportRecord(write=session.is_first_on_node)
+        self._imports = ImportRecord()
         session.on_takeover(self._give_way)
         warn_of_reused_store(self._group.rank)
 

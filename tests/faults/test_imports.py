@@ -19,7 +19,7 @@ import os
 os.environ["SET_BY_SCRIPT"] = "1"
 os.environ["RANK"] = "0"  # a warm worker gets its variables after its process has begun
 from rekindle.faults.imports import ImportRecord
-record = ImportRecord(write=True)
+record = ImportRecord()
 for step in STEPS:
     record.note_step(step)
 """
@@ -39,13 +39,18 @@ def test_one_step_is_not_enough_though_it_is_saved_too(tmp_path: Path, steps: li
     assert record_of(tmp_path, steps, RANK="0") is None
 
 
+def test_one_rank_of_a_launcher_tells(tmp_path: Path) -> None:
+    assert record_of(tmp_path, [5, 6], RANK="1", LOCAL_RANK="1") is None
+    assert record_of(tmp_path, [5, 6], RANK="1", LOCAL_RANK="0") is not None
+
+
 def test_the_second_step_tells_modules_and_variables(tmp_path: Path) -> None:
     found = record_of(tmp_path, [5, 6], RANK="0")
     assert found is not None and found["changed"] == ["SET_BY_SCRIPT"]
     modules = found["modules"]
     assert modules["rekindle.faults.imports"] == rekindle.faults.imports.__file__
     assert modules["itertools"] == ""
-    assert list(modules).index("rekindle.common.os_errors") < list(modules).index("rekindle.faults.imports")
+    assert list(modules).index("rekindle.common.environ") < list(modules).index("rekindle.faults.imports")
 
 
 def test_where_the_kernel_shows_another_environment_the_variables_of_a_cold_start_stay(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ RUN = [sys.executable, "-m", "rekindle", "run", "--nnodes=2", "--no-python"]
 """The launcher of one node of two, which meet on this machine."""
 NO_ROOT = "rekindle: this run has saved nothing: no rank on this node has made a rekindle.Checkpointer or saved a file"
 
+OTHERS_FAILED = "rekindle: all ranks are started again with those of other nodes"
+
 
 def until(holds: Any) -> None:
     limit = time.monotonic() + LONG
@@ -216,8 +218,28 @@ def test_a_killed_rank_has_all_nodes_start_again_on_the_ranks_that_they_had(job:
     job.finish()
     told = [said(process) for process in both]
     assert [process.returncode for process in both] == [0, 0], told
-    # The restart, on the node of the rank.
-    assert sorted(len(lines) for lines in told) == [0, 1], "\n".join(told[0] + told[1])
+    failed, other = sorted((lines for lines in told), key=lambda lines: OTHERS_FAILED in lines)
+    assert other == [OTHERS_FAILED] and len(failed) == 1, told
+    assert "was killed by SIGKILL: all ranks are started again" in failed[0]
+
+
+@pytest.mark.campaign(seconds=10)
+def test_a_launcher_whose_ranks_have_ended_says_for_whom_it_waits(job: Nodes) -> None:
+    job.script.write_text(f"echo $$ $RANK >> {job._begun}; [ $RANK = 0 ] || exec sleep 600")
+    both = job.start(), job.start()
+    until(lambda: len(job.begun) == 2)
+    (waits,) = [
+        each for each in both if all(parent(pid) != each.pid for pid in job.pids if Path(f"/proc/{pid}").exists())
+    ]
+    assert waits.stderr is not None
+    line = next(line for line in waits.stderr if "ended well" in line)
+    assert line == "rekindle: all ranks of this node have ended well: waits for those of others, for 300 s at most\n"
+    waits.send_signal(signal.SIGTERM)
+    assert said(waits)[:2] == [
+        "rekindle: all ranks of this node had ended well; those of others may not have",
+        "rekindle: ended by SIGTERM",
+    ]
+    assert waits.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.campaign(seconds=25)

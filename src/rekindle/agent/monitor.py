@@ -90,7 +90,7 @@ class RankMonitor:
     _asking: asyncio.Task[None] | None = None
     _reached: int = -1
     """See ``Beat.reached``."""
-    _afar: list[int] | None = None
+    _afar: tuple[list[int], bool] | None = None
     """The same of other nodes, as this node's ranks were last told; None before."""
     _from_elsewhere: bool = False
     """True if another node has told of the newest fault."""
@@ -353,17 +353,17 @@ class RankMonitor:
             write_atomic(self.job.paths.fault, json.dumps(fault.to_json()).encode())
 
     def _compare_steps(self, dying: list[WatchedRank]) -> None:
-        """Notes how far ranks are that go by a notice, and tells them how far those of other nodes are."""
+        """Notes how far ranks are that go by a notice. Tells them how far others are, and if a node is not heard."""
         if not self._is_noticed:
             return
         pages = [rank.status() for rank in dying]
         if all(page.stage > TRAINING for page in pages):
             self._reached = max(self._reached, *(page.step + (page.phase != STABLE) for page in pages))
-        afar = self.others.reached()
-        if afar != self._afar:
-            self._afar = afar
+        afar, silent = self.others.reached(), bool(self.others.silent())
+        if (afar, silent) != self._afar:
+            self._afar = afar, silent
             for rank in dying:
-                rank.send({"afar": {"reached": max(afar, default=-1), "told": -1 not in afar}})
+                rank.send({"afar": {"reached": max(afar, default=-1), "told": -1 not in afar, "silent": silent}})
 
     def _find_descendants(self) -> None:
         """Finds data loaders' workers and the like: a killed rank can't end them, and they may hang, too."""

@@ -19,7 +19,7 @@ from rekindle.faults.hooks import HookCalls
 from rekindle.faults.late_work import SURVIVED
 from rekindle.faults.peers import Peers
 from rekindle.faults.securing import StateSecurer
-from rekindle.memory.fault import Fault
+from rekindle.memory.fault import LOST, Fault
 from rekindle.memory.status import DONE, FAILED, SECURED, SECURING, STABLE, STEPPING, Status
 from rekindle.save.gate import Gate
 from rekindle.save.progress import StateMoved
@@ -34,9 +34,11 @@ _UPDATE = 5.0
 _CATCH_UP = 1.0
 """Seconds that a rank gets to finish a step that others have finished. It may be waiting for a dead one in vain."""
 _STEPS = 3
-"""Recent steps, each as long as the longest, in which an update ends, and devices do what was queued."""
+"""Recent steps, each as long as the longest, in which devices should have done what was queued."""
 _TOGETHER = 2.0
 """Seconds that the parts of a step which ranks share out may take, when all of them live; then each secures all."""
+_LOOK = 0.1
+"""Seconds after which a rank that waits looks if a node is not heard any more."""
 _POLL = 0.005
 
 
@@ -114,8 +116,8 @@ class Gasp:
             if self.gate.snapshot >= self.gate.step:
                 self._note_secured(self.gate.snapshot, MEMORY)  # when the guarded part ended
             return
-        planned = cause == "notice"
-        step = self._secure_next(-1, self._time_for_the_update(cause), cause, end)
+        planned, patience = cause == "notice", _CATCH_UP if cause == "hang" else _UPDATE  # a hang has waited already
+        step = self._secure_next(-1, patience, cause, end)
         while step is not None and time.monotonic() < end:
             overtaken, awaited = self._is_overtaken(step, planned), self.gate.awaits(step)
             if not (overtaken or awaited):
@@ -125,20 +127,6 @@ class Gasp:
             patience = max(_CATCH_UP, _STEPS * self.gate.longest) if awaited else _CATCH_UP
             step = self._secure_next(step, patience, cause, end)
 
-    def _time_for_the_update(self, cause: str) -> float:
-        """Returns the seconds that an update gets to end.
-
-        One that takes far longer than whole steps do may wait in vain for a rank of a node that is gone, as collectives
-        inside of ZeRO's do. It gets one more step's time: the process may have been suspended.
-        """
-        longest = self.gate.longest
-        if cause == "hang":  # has waited already
-            return _CATCH_UP
-        if self.gate.on_devices or not longest:
-            return _UPDATE
-        left = _STEPS * longest + _CATCH_UP - self.gate.updating_for
-        return min(_UPDATE, max(left, min(longest, _CATCH_UP)))
-
     def _secure_next(self, beyond: int, patience: float, cause: str, end: float) -> int | None:
         """Secure the first step after ``beyond`` that the state is that of. Returns it.
 
@@ -146,7 +134,7 @@ class Gasp:
         on while it is read, or holds what can't be secured because the host is too far ahead, and may go on.
         """
         while True:
-            step = self.gate.seize(min(patience, end - time.monotonic()), beyond)
+            step = self._seize(min(patience, end - time.monotonic()), beyond, lost=cause == LOST)
             if step is None:
                 if not self.secured:
                     log.warning("rank %d is not secured: %s", self.rank, self._why_not())
@@ -159,6 +147,22 @@ class Gasp:
                 log.warning("step %d is not secured, a later one may be: %s", step, error)
                 beyond = step
                 self.gate.release()
+
+    def _seize(self, patience: float, beyond: int, *, lost: bool) -> int | None:
+        """Seize the first step after ``beyond`` as the gate does, or give up sooner if a node is ``lost``, or silent.
+
+        A collective inside of an update, as of ZeRO's, waits for it in vain. Other updates end within a step's time.
+        """
+        began = time.monotonic()
+        while True:
+            if lost or self.peers.misses_a_node:
+                patience = min(patience, (self.gate.longest or _CATCH_UP) * (_STEPS if self.gate.on_devices else 1))
+            before = time.monotonic()
+            some = max(0.0, min(_LOOK, began + patience - before))
+            step = self.gate.seize(some, beyond)
+            now = time.monotonic()
+            if step is not None or now - before < some or now - began >= patience:
+                return step
 
     def _why_not(self) -> str:
         """Returns words on why there is no step that the state is that of."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from rekindle.faults.torchelastic import LAUNCH
+from rekindle.common.environ import LAUNCH, is_first_of_launch
 from rekindle.format.receipt import write_atomic
 
 __all__ = ["IMPORTS", "ImportRecord", "imported_files", "note_save"]
@@ -22,15 +22,15 @@ _STEPS = 2
 
 
 class ImportRecord:
-    """Written once in a start, by one rank of the node: some 5 ms for 2,000 modules.
+    """Written once in a start, by one rank of each launcher: some 5 ms for 2,000 modules.
 
     It is due at the second step, or at the first save of a script that tells of its saves only: those are far apart,
     and there are updates between them.
     """
 
-    def __init__(self, *, write: bool) -> None:
+    def __init__(self) -> None:
         place = os.environ.get(LAUNCH)
-        self._path = Path(place) / IMPORTS if place and write else None
+        self._path = Path(place) / IMPORTS if place and is_first_of_launch() else None
         self._steps: set[int] = set()
 
     def note_step(self, n: int) -> None:
@@ -53,7 +53,7 @@ class ImportRecord:
 
 @cache
 def _of_this_process() -> ImportRecord:
-    return ImportRecord(write=os.environ.get("LOCAL_RANK", "0") == "0")
+    return ImportRecord()
 
 
 def note_save() -> None:

@@ -31,6 +31,8 @@ class Peers:
         self._reached, self._all_told = -1, not afar
         """Newest step that a rank of another node has come to, an update that has begun included; True once all of them
         have been told to go. The agent says so."""
+        self.misses_a_node = False
+        """True while this node's agent does not hear another one."""
         self._ranks = [other for other in local_ranks if other != rank]
         self._pages: dict[int, StatusReader] = {}
 
@@ -47,6 +49,7 @@ class Peers:
         """Take the agent's word on the ranks of other nodes. Raises ValueError if it makes no sense."""
         self._reached = max(self._reached, check_integer(word["reached"], -1))
         self._all_told = word["told"] is True
+        self.misses_a_node = word["silent"] is True
 
     def are_past_afar(self, step: int) -> bool:
         """True if a rank of another node is past ``step``."""

@@ -187,7 +187,8 @@ class Receipt:
     def check_size(self, nbytes: int, where: object, *, in_memory: bool = False) -> None:
         """Raises CorruptError if the shard's file at ``where``, of ``nbytes``, isn't whole.
 
-        In memory it may be too long for a while: what a state that shrank has left of it is given back beside training.
+        In memory it may be too long: what a state that shrank has left of it is given back beside training, or by a
+        later save.
         """
         if nbytes < self.file_bytes or (nbytes > self.file_bytes and not in_memory):
             raise CorruptError(f"{where}: has {nbytes:,} bytes, should have {self.file_bytes:,}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rekindle.launch.provide import seconds_to_end
 from rekindle.launch.rendezvous.entry import BACKEND
 from rekindle.launch.restarts import Decision
-from rekindle.launch.waits import wait_for_ends
+from rekindle.launch.waits import wait_for_ends, wait_for_nodes
 
 if TYPE_CHECKING:
     from rekindle.launch.warm import WarmWorkers
@@ -103,7 +103,7 @@ def deciding(
         def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
             self._look_every, spec.monitor_interval = spec.monitor_interval, 0.0  # waited for below, not slept
             super().__init__(spec, *args, **options)
-            self._restarted = False
+            self._restarted = self._has_failed = False
             if spec.rdzv_handler.get_backend() == BACKEND:
                 spec.rdzv_handler.say = say  # type: ignore[attr-defined]
                 if workers is not None and isinstance(spec.entrypoint, str):
@@ -147,7 +147,8 @@ def deciding(
                 workers.tend()
             wait_for_ends([worker.id for worker in worker_group.workers], self._look_every)
             result: RunResult = super()._monitor_workers(worker_group)
-            if result.is_failed():
+            self._has_failed = result.is_failed()
+            if self._has_failed:
                 decision = decide(result.failures)
                 if decision.restart and self._remaining_restarts < 1:
                     # Both numbers: a rank's TORCHELASTIC_RESTART_COUNT is their difference, and tells its starts apart.
@@ -163,6 +164,23 @@ def deciding(
                 else:
                     time.sleep(decision.pause)
             return result
+
+        def _restart_workers(self, worker_group: WorkerGroup) -> None:
+            """Ends the ranks and starts them again. Says so if none of this node has failed."""
+            if not self._has_failed:
+                say("all ranks are started again with those of other nodes")
+            super()._restart_workers(worker_group)
+
+        def _exit_barrier(self) -> None:
+            """Waits for the ranks of other nodes to end. Raises torch's SignalException: torch's own wait can't."""
+            nodes = self._worker_group.group_world_size or 1
+            try:
+                wait_for_nodes(self._store, nodes, self._exit_barrier_timeout, say)
+            except DistError:
+                pass  # the node that keeps the store has gone: it would have waited, too
+            except processes.SignalException:
+                say("all ranks of this node had ended well; those of others may not have")
+                raise
 
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:

@@ -270,7 +270,7 @@ class Slots:
         making = [s for s in spare if self._maker.makes(s)]
         locked = [s for s in spare if s not in making and s.lock()]
         if locked:
-            self._release_surplus(locked[1:])
+            self._release_surplus(locked[1:], gasp=gasp)
             return locked[0]
         for slot in making:
             if not now:
@@ -353,13 +353,16 @@ class Slots:
                 self._drop(slot)
                 self._no_third = _IDLE
 
-    def _release_surplus(self, surplus: list[Slot]) -> None:
-        """Unlocks slots that were not needed; drops one that no drain has needed for a while, if it isn't usual."""
+    def _release_surplus(self, surplus: list[Slot], *, gasp: bool) -> None:
+        """Unlocks slots that were not needed; drops one that no drain has needed for a while, if it isn't usual.
+
+        A gasp drops none: page locks can't be given up beside a device that is stuck.
+        """
         self._idle_saves = self._idle_saves + 1 if surplus else 0
         enough = _IDLE << min(max(self._thirds - 1, 0), _MOST_DOUBLED)
         for slot in surplus:
             slot.unlock()
-            if len(self.slots) > self._usual and self._idle_saves >= enough:
+            if not gasp and len(self.slots) > self._usual and self._idle_saves >= enough:
                 self._drop(slot)
 
     def _drop(self, slot: Slot) -> None:

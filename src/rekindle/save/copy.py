@@ -346,7 +346,7 @@ def _target(plan: CopyPlan, buffer: mmap.mmap) -> _Target:
 def _cut_at_locks(target: _Target, batch: Batch, locked: list[tuple[int, int]]) -> dict[int, list[Pair]] | None:
     """Returns sides of units that lie in several page locks, cut where one ends: a copy across that end may fail.
 
-    None if the batch's place is not page-locked, or a unit that torch brings into order would have to be cut.
+    None if the batch's place is not page-locked, or what torch brings into order, or an element, would have to be cut.
     """
     if not has_queues(batch.device):
         return {}  # torch copies, and the host waits, whatever memory it is
@@ -354,7 +354,7 @@ def _cut_at_locks(target: _Target, batch: Batch, locked: list[tuple[int, int]]) 
     for unit in batch.units:
         start = target.address + unit.start
         ends = _ends_of_locks(start, start + unit.nbytes, locked)
-        if ends is None or (ends and not unit.in_order):
+        if ends is None or (ends and not unit.in_order) or any((end - start) % unit.source.itemsize for end in ends):
             return None
         if ends:
             ((place, source),) = target.sides[unit.start]

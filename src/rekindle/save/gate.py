@@ -51,8 +51,6 @@ class Gate:
         self._seized = self._dead = False
         self._met = False
         """True once ``before_update`` was called since the newest step."""
-        self._moved = time.monotonic()
-        """Time at which the thread that trains came to where it is."""
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._since: float | None = None
         """Time at which the current step began; None if its length is not to be learned from."""
@@ -71,7 +69,6 @@ class Gate:
 
     def _show_host(self) -> None:
         self._page.step, self._page.phase = self._step, self._phase
-        self._moved = time.monotonic()
         self._show()
 
     # -- for the thread that trains -----------------------------------------------------------------------------
@@ -223,11 +220,6 @@ class Gate:
     def longest(self) -> float:
         """Seconds that the longest of the recent steps took; 0 while there were too few."""
         return self._page.longest
-
-    @property
-    def updating_for(self) -> float:
-        """Seconds since the update began that the thread that trains is inside of; 0 outside of one."""
-        return time.monotonic() - self._moved if self._phase == UPDATING else 0.0
 
     @property
     def snapshot(self) -> int:

@@ -124,7 +124,7 @@ class DcpSession:
         self._session = Session(root, settings.memory)
         self._store = self._session.store
         self._copier = ShardWriter()
-        self._imports = ImportRecord(write=False)
+        self._imports = ImportRecord()
         self._clock: RecoveryClock | None = None
         self._start: Start | None = None
         self._step = -1
@@ -232,9 +232,7 @@ class DcpSession:
         meeting = start.meeting(session.rank)
         session.join(meeting)
         self._clock = self._clock or RecoveryClock(session)
-        if session.is_first_on_node:
-            introduce(session.job_dir, self.root)
-            self._imports = ImportRecord(write=True)
+        introduce(session.job_dir, self.root)
         session.go_on_from(start.base, start.stored, chosen=start.chosen, back=start.back)
         self._clock.went_on_from(0 if start.base is None else start.base.step)
         if meeting.no_memory is not None:
