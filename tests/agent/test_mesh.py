@@ -88,7 +88,7 @@ def test_a_notice_names_the_node_that_is_silent(agents: Agents) -> None:
         wait_for(lambda: agents.hosts[0].state(1) == "silent")
         ranks[0].say({"fault": Fault("notice", 0, agents.generation, 3, "rank 0 was sent SIGTERM").to_json()})
         _, fault = ranks[0].fault()
-        told = {"afar": {"reached": -1, "told": True, "silent": True}}
+        told = {"afar": {"reached": -1, "told": True, "misses": True}}
         wait_for(lambda: told in [message for _, message in ranks[0].heard], what="word that nobody is waited for")
     finally:
         agents.hosts[1].signal_agent(signal.SIGCONT)

@@ -109,7 +109,7 @@ def test_an_update_is_not_waited_for_where_a_node_is_gone(
     if cause == "notice":
         gasping.join(3 * gate.longest + 0.5)
         assert gasping.is_alive(), "a slow update is waited for"
-        host.guard._hear({"afar": {"reached": -1, "told": True, "silent": True}})
+        host.guard._hear({"afar": {"reached": -1, "told": True, "misses": True}})
     gasping.join(_LONG)
     assert not gasping.is_alive() and steps_of(host.ckpt._session.job_dir, 0) == []
 

@@ -223,6 +223,32 @@ def test_a_killed_rank_has_all_nodes_start_again_on_the_ranks_that_they_had(job:
     assert "was killed by SIGKILL: all ranks are started again" in failed[0]
 
 
+SAVES = """
+import os, time, torch, rekindle
+torch.distributed.init_process_group("gloo")
+ckpt = rekindle.Checkpointer({root!r}, {{"model": torch.nn.Linear(2, 2)}})
+ckpt.restore()
+ckpt.save(1, wait="memory")
+open({begun!r}, "a").write(f"{{os.getpid()}} {{os.environ['RANK']}}\\n")
+time.sleep(600)
+"""
+
+
+@pytest.mark.campaign(seconds=15)
+def test_launchers_that_share_a_memory_store_all_learn_what_is_saved(
+    job: Nodes, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REKINDLE_MEMORY", str(memory))
+    script = job.script.with_name("saves.py")
+    script.write_text(SAVES.format(root=str(root), begun=str(job._begun)))
+    both = job.start_python(script), job.start_python(script)
+    until(lambda: len(job.begun) == 2)
+    for each in both:
+        each.send_signal(signal.SIGTERM)
+    for each in both:
+        assert [line for line in said(each) if line.startswith(f"rekindle: {root}: step 1 is the newest saved")]
+
+
 @pytest.mark.campaign(seconds=10)
 def test_a_launcher_whose_ranks_have_ended_says_for_whom_it_waits(job: Nodes) -> None:
     job.script.write_text(f"echo $$ $RANK >> {job._begun}; [ $RANK = 0 ] || exec sleep 600")

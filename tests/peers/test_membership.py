@@ -40,14 +40,14 @@ class Node:
 def test_a_node_is_silent_after_a_second_lost_after_ten_and_back_when_heard():
     node = Node()
     assert node.tick(5.0) == []
-    assert node.tick(SUSPECT - 0.15, but=(2,)) == []
-    assert node.tick(0.3, but=(2,)) == [("silent", 2)]
+    assert node.tick(SUSPECT - 0.15, but=(2,)) == [] and not node.members.misses()
+    assert node.tick(0.3, but=(2,)) == [("silent", 2)] and node.members.misses()
     assert node.tick(8.7, but=(2,)) == []
     assert node.tick(0.5, but=(2,)) == [("lost", 2)]
     assert node.tick(60.0, but=(2,)) == [], "told twice"
-    assert node.members.state(2) == "lost"
+    assert node.members.state(2) == "lost" and node.members.misses()
     assert node.tick(0.2) == [("back", 2)]
-    assert node.members.state(2) == "there"
+    assert node.members.state(2) == "there" and not node.members.misses()
 
 
 def test_the_words_name_the_time_and_tell_if_others_hear_the_node():
@@ -66,7 +66,7 @@ def test_the_words_name_the_time_and_tell_if_others_hear_the_node():
 def test_a_node_that_another_one_hears_is_never_lost():
     node = Node()
     node.tick()
-    assert node.tick(60.0, but=(2,), hear=(0, 2)) == [("silent", 2)]
+    assert node.tick(60.0, but=(2,), hear=(0, 2)) == [("silent", 2)] and not node.members.misses()
     assert node.tick(2.0, but=(2,), hear=(0,)) == [("lost", 2)]
 
 
@@ -167,7 +167,7 @@ def test_a_node_that_was_never_heard_is_never_lost():
         node.now += BEAT_EVERY
         strange.heard(1, node.now, {0})
         seen += strange.tick(node.now)
-    assert kinds(seen) == [("silent", 2)]
+    assert kinds(seen) == [("silent", 2)] and not strange.misses()
     assert "see that nodes can connect" in seen[0].why
 
 

@@ -35,7 +35,7 @@ def _train(
     """Trains one replica of two, which has a tensor and a random generator of its own, and says what it came to.
 
     It does not close, so memory has the newest step, as after a fault. After step ``lost_after`` the node of rank
-    ``lost`` is lost, with its memory.
+    ``lost`` is lost, but for its memory.
     """
     _be_patient()
     torch.manual_seed(rank)
@@ -75,7 +75,7 @@ def _digest(linear: torch.nn.Module, optimizer: torch.optim.Optimizer, own: reki
 
 
 def _lose_node(memories: list[Path], rank: int, step: int) -> None:
-    """Ends a rank, its agent and its memory, once the other node has what only this rank had."""
+    """Ends a rank and its agent, once the other node has what only this rank had."""
     here, partner = _job(memories[rank]), _job(memories[1 - rank])
     until = time.monotonic() + 60
     while (kept := read_local_files(partner.others, rank)) is None or (kept.newest or (0, 0))[1] < step:
@@ -84,8 +84,12 @@ def _lose_node(memories: list[Path], rank: int, step: int) -> None:
     agent = here.agent()
     assert agent is not None
     os.kill(agent, signal.SIGKILL)
-    shutil.rmtree(here.path.parent)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _lose_memory(memory: Path) -> None:
+    """Removes the memory of a node whose processes have ended."""
+    shutil.rmtree(_job(memory).path.parent)
 
 
 def test_ranks_that_have_changed_nodes_read_their_state_from_there(root: Path, memories: list[Path]) -> None:
@@ -96,8 +100,8 @@ def test_ranks_that_have_changed_nodes_read_their_state_from_there(root: Path, m
 
 
 def test_a_lost_node_costs_at_most_one_step_though_nothing_was_on_storage(root: Path, memories: list[Path]) -> None:
-    attempt(2, _train, root, memories, STEPS + 2, STEPS)
-    assert not list(memories[1].glob("rekindle-*/*"))
+    assert attempt(2, _train, root, memories, STEPS + 2, STEPS)[1][1] == -signal.SIGKILL
+    _lose_memory(memories[1])
     again = ranks(2, _train, root, memories, STEPS + 2)
     assert [one["begun"] for one in again] in ([STEPS] * 2, [STEPS - 1] * 2)
     assert again[1]["from"] == "peer"
@@ -108,8 +112,8 @@ def test_a_lost_node_costs_at_most_one_step_though_nothing_was_on_storage(root: 
 @pytest.mark.campaign
 def test_a_job_that_goes_on_with_one_node_of_two_loses_at_most_one_step(root: Path, memories: list[Path]) -> None:
     """Rank 0 begins where rank 1 was: there lies what only the lost rank 0 had."""
-    attempt(2, _train, root, memories, STEPS + 2, STEPS, 0)
-    assert not list(memories[0].glob("rekindle-*/*"))
+    assert attempt(2, _train, root, memories, STEPS + 2, STEPS, 0)[1][0] == -signal.SIGKILL
+    _lose_memory(memories[0])
     (again,) = ranks(1, _train, root, memories[1:], STEPS + 2)
     assert again["begun"] in (STEPS, STEPS - 1) and again["from"] == "memory"
     assert again["came to"][again["begun"]] == (root.parent / f"rank-0-step-{again['begun']}").read_text()

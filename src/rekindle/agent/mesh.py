@@ -294,6 +294,9 @@ class Mesh(Others):
         away = (node for node in self._neighbours if self._membership.state(node) in ("silent", "lost"))
         return next((describe_node(node.name, node.ranks) for node in map(self.nodes.nodes.__getitem__, away)), "")
 
+    def misses(self) -> bool:
+        return self._membership.misses()
+
     def reached(self) -> list[int]:
         return [self._beats[number].reached for number in self._speaking() if number in self._guarded]
 

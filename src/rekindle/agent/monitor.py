@@ -159,6 +159,7 @@ class RankMonitor:
             rank.since = rank.joined  # the start was over before this rank came to be guarded
         if self.fault is not None and self._is_dying(rank):
             rank.tell(self.fault)
+            self._afar = None
         else:
             self._end_awaited = False
             self.urgent(False)
@@ -353,17 +354,17 @@ class RankMonitor:
             write_atomic(self.job.paths.fault, json.dumps(fault.to_json()).encode())
 
     def _compare_steps(self, dying: list[WatchedRank]) -> None:
-        """Notes how far ranks are that go by a notice. Tells them how far others are, and if a node is not heard."""
-        if not self._is_noticed:
-            return
-        pages = [rank.status() for rank in dying]
-        if all(page.stage > TRAINING for page in pages):
-            self._reached = max(self._reached, *(page.step + (page.phase != STABLE) for page in pages))
-        afar, silent = self.others.reached(), bool(self.others.silent())
-        if (afar, silent) != self._afar:
-            self._afar = afar, silent
+        """Notes how far ranks are that go by a notice, and tells them how far others are; all, if a node is missed."""
+        noticed, misses = self._is_noticed, self.others.misses()
+        if noticed:
+            pages = [rank.status() for rank in dying]
+            if all(page.stage > TRAINING for page in pages):
+                self._reached = max(self._reached, *(page.step + (page.phase != STABLE) for page in pages))
+        afar = self.others.reached() if noticed else []
+        if (afar, misses) != self._afar and (noticed or misses or self._afar is not None):
+            self._afar = afar, misses
             for rank in dying:
-                rank.send({"afar": {"reached": max(afar, default=-1), "told": -1 not in afar, "silent": silent}})
+                rank.send({"afar": {"reached": max(afar, default=-1), "told": -1 not in afar, "misses": misses}})
 
     def _find_descendants(self) -> None:
         """Finds data loaders' workers and the like: a killed rank can't end them, and they may hang, too."""

@@ -53,6 +53,10 @@ class Others:
         """Returns words for the first node that is silent, or was lost; empty if there is none."""
         return ""
 
+    def misses(self) -> bool:
+        """Returns True while a node is not heard any more, by this one nor by others that are."""
+        return False
+
     def reached(self) -> list[int]:
         """Returns how far the ranks of each node are that is heard, see ``Beat.reached``."""
         return []

@@ -6,7 +6,7 @@ import os
 
 from rekindle.errors import UsageError
 
-__all__ = ["LAUNCH", "env_count", "is_first_of_launch"]
+__all__ = ["LAUNCH", "env_count"]
 
 LAUNCH = "REKINDLE_LAUNCH"
 """Environment variable: the directory in which ``rekindle run`` learns of the job's roots and files."""
@@ -30,11 +30,3 @@ def env_count(name: str) -> int:
             "unset it for a job of one process"
         )
     return number
-
-
-def is_first_of_launch() -> bool:
-    """Returns True in the one rank of each launcher that tells it what concerns all of them.
-
-    Ranks of several launchers may share a node's memory: the first one there belongs to one of them.
-    """
-    return os.environ.get("LOCAL_RANK", "0") == "0"

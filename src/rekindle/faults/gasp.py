@@ -37,6 +37,8 @@ _STEPS = 3
 """Recent steps, each as long as the longest, in which devices should have done what was queued."""
 _TOGETHER = 2.0
 """Seconds that the parts of a step which ranks share out may take, when all of them live; then each secures all."""
+_LEAST = 0.5
+"""Seconds that an update gets at the least: steps may be shorter than the time for which a thread gets no processor."""
 _LOOK = 0.1
 """Seconds after which a rank that waits looks if a node is not heard any more."""
 _POLL = 0.005
@@ -149,19 +151,21 @@ class Gasp:
                 self.gate.release()
 
     def _seize(self, patience: float, beyond: int, *, lost: bool) -> int | None:
-        """Seize the first step after ``beyond`` as the gate does, or give up sooner if a node is ``lost``, or silent.
+        """Seize the first step after ``beyond`` as the gate does, or give up sooner if a node is ``lost``, or missed.
 
         A collective inside of an update, as of ZeRO's, waits for it in vain. Other updates end within a step's time.
+        What follows the first step, ``beyond`` it, has little time anyway.
         """
+        step_time = (self.gate.longest or _CATCH_UP) * (_STEPS if self.gate.on_devices else 1)
         began = time.monotonic()
         while True:
-            if lost or self.peers.misses_a_node:
-                patience = min(patience, (self.gate.longest or _CATCH_UP) * (_STEPS if self.gate.on_devices else 1))
+            missed = beyond < 0 and (lost or self.peers.misses_a_node)
+            most = max(step_time, _LEAST) if missed else patience
             before = time.monotonic()
-            some = max(0.0, min(_LOOK, began + patience - before))
+            some = max(0.0, min(_LOOK, began + min(patience, most) - before))
             step = self.gate.seize(some, beyond)
             now = time.monotonic()
-            if step is not None or now - before < some or now - began >= patience:
+            if step is not None or now - before < some or now - began >= min(patience, most):
                 return step
 
     def _why_not(self) -> str:

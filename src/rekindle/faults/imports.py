@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from rekindle.common.environ import LAUNCH, is_first_of_launch
+from rekindle.common.environ import LAUNCH
 from rekindle.format.receipt import write_atomic
 
 __all__ = ["IMPORTS", "ImportRecord", "imported_files", "note_save"]
@@ -30,7 +30,7 @@ class ImportRecord:
 
     def __init__(self) -> None:
         place = os.environ.get(LAUNCH)
-        self._path = Path(place) / IMPORTS if place and is_first_of_launch() else None
+        self._path = Path(place) / IMPORTS if place and os.environ.get("LOCAL_RANK", "0") == "0" else None
         self._steps: set[int] = set()
 
     def note_step(self, n: int) -> None:

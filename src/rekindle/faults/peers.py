@@ -49,7 +49,7 @@ class Peers:
         """Take the agent's word on the ranks of other nodes. Raises ValueError if it makes no sense."""
         self._reached = max(self._reached, check_integer(word["reached"], -1))
         self._all_told = word["told"] is True
-        self.misses_a_node = word["silent"] is True
+        self.misses_a_node = word.get("misses") is True
 
     def are_past_afar(self, step: int) -> bool:
         """True if a rank of another node is past ``step``."""

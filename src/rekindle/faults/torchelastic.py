@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rekindle.common.environ import LAUNCH, is_first_of_launch
+from rekindle.common.environ import LAUNCH
 from rekindle.errors import BusyError, StateMismatchError, UsageError
 from rekindle.faults.late_work import describe_raised
 from rekindle.format.names import Root
@@ -74,13 +74,14 @@ def _leave(path: str, message: str, stack: str, at: float, cause: str) -> None:
 def introduce(job: JobDir, root: Root) -> None:
     """Tell ``rekindle run``, if that is the launcher, of a root, so that it can say what is saved there.
 
-    One rank of each launcher does. The others' calls do nothing.
+    The first of its ranks does. Another launcher's may share this node's memory, and not all need have this root.
     """
     place = os.environ.get(LAUNCH)
-    if place and is_first_of_launch():
+    if place:
         with suppress(OSError):
-            told = [str(root), str(job.path.parents[1])]
-            write_atomic(Path(place) / f"{job.path.name}.json", json.dumps(told).encode())
+            path = Path(place) / f"{job.path.name}.json"
+            if not path.exists():
+                write_atomic(path, json.dumps([str(root), str(job.path.parents[1])]).encode())
 
 
 class _Uncaught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 from rekindle.launch.provide import seconds_to_end
 from rekindle.launch.rendezvous.entry import BACKEND
 from rekindle.launch.restarts import Decision
-from rekindle.launch.waits import wait_for_ends, wait_for_nodes
+from rekindle.launch.waits import wait_for_ends
 
 if TYPE_CHECKING:
     from rekindle.launch.warm import WarmWorkers
 
 __all__ = ["deciding"]
 
+_ENDS_QUIETLY = 5.0
+"""Seconds after which a launcher says that it waits for the ranks of other nodes to end."""
 _MEETINGS = 5
 """Times that nodes meet for one start, when each time one of them is lost just then."""
 
@@ -172,12 +175,18 @@ def deciding(
             super()._restart_workers(worker_group)
 
         def _exit_barrier(self) -> None:
-            """Waits for the ranks of other nodes to end. Raises torch's SignalException: torch's own wait can't."""
-            nodes = self._worker_group.group_world_size or 1
+            """Waits for the ranks of other nodes to end. Raises torch's SignalException.
+
+            torch's own wait, which answers no signal, has a thread of its own.
+            """
+            waits = threading.Thread(target=super()._exit_barrier, name="rekindle-exit", daemon=True)
+            waits.start()
             try:
-                wait_for_nodes(self._store, nodes, self._exit_barrier_timeout, say)
-            except DistError:
-                pass  # the node that keeps the store has gone: it would have waited, too
+                waits.join(_ENDS_QUIETLY)
+                if waits.is_alive():
+                    within = f"for {self._exit_barrier_timeout:g} s at most"
+                    say(f"all ranks of this node have ended well: waits for those of others, {within}")
+                    waits.join(self._exit_barrier_timeout)
             except processes.SignalException:
                 say("all ranks of this node had ended well; those of others may not have")
                 raise

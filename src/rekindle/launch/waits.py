@@ -1,4 +1,4 @@
-"""Has the waits of torchrun's agent: for the end of a rank, and for other nodes at a rendezvous and at the end."""
+"""Shortens the waits of torchrun's agent: for the end of a rank, and for other nodes at a rendezvous."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ import random
 import select
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Event
 from typing import Any
 
-__all__ = ["short_delays", "wait_for_ends", "wait_for_nodes"]
+__all__ = ["short_delays", "wait_for_ends"]
 
-_ENDED = "rekindle/ended"
-"""Key of the number of nodes whose ranks have ended well, in the store of a start."""
-_ENDS_QUIETLY = 5.0
-"""Seconds after which a launcher says that it waits for them."""
-_LOOK_EVERY, _FOR_EACH = 0.1, 1e-3
-"""Seconds between two of its looks, at the least, and for each node: a look costs the store about 0.1 ms."""
 _LOOKS_A_SECOND = 100
 """Looks that all nodes together take at the rendezvous while they wait for each other: each costs its store about
 0.1 ms."""
@@ -60,20 +54,6 @@ def _watch(running: select.poll, pid: int, opened: ExitStack) -> bool:
     opened.callback(os.close, descriptor)
     running.register(descriptor, select.POLLIN)
     return True
-
-
-def wait_for_nodes(store: Any, nodes: int, seconds: float, say: Callable[[str], object]) -> None:
-    """Waits until so many nodes have called this with torch's ``store`` of their start, for so long at most.
-
-    Says so after a while. Raises torch's DistError when the store is gone, and what a signal's handler raises.
-    """
-    began, said = time.monotonic(), False
-    store.add(_ENDED, 1)
-    while store.add(_ENDED, 0) < nodes and (waited := time.monotonic() - began) < seconds:
-        if waited > _ENDS_QUIETLY and not said:
-            said = True
-            say(f"all ranks of this node have ended well: waits for those of others, for {seconds:g} s at most")
-        time.sleep(max(_LOOK_EVERY, nodes * _FOR_EACH))
 
 
 @contextmanager

@@ -156,6 +156,11 @@ class Membership:
         """
         return any(self._clock < peer.settled for peer in self._peers.values())
 
+    def misses(self) -> bool:
+        """Returns True while nobody hears a node that was heard before."""
+        gone = (node for node, peer in self._peers.items() if peer.known and peer.state in ("silent", "lost"))
+        return any(not self._is_heard_by_others(node) for node in gone)
+
     def tick(self, now: float) -> list[Event]:
         """Returns what has changed since the last tick. To be called each ``BEAT_EVERY``."""
         self._clock, self._ticked = self._time(now), now
