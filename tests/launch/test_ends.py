@@ -8,10 +8,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import rekindle
+from rekindle.launch.torchrun import _newest
+from rekindle.storage.catalog import MEMORY
 
 TRAINING = """
 import os, sys, torch, rekindle
@@ -380,3 +383,10 @@ def test_files_that_are_saved_by_their_paths_are_progress(
         again = f"after {files}/0.bin, the newest file saved: the job is not started again"
         assert told(done)[-2] == f"the same exit code 3 times {again}", done.stderr
         assert told(done)[-1].startswith(f"{files}/0.bin: the only file saved, "), done.stderr
+
+
+@pytest.mark.parametrize(("ranks", "hope"), [([0, 1], ""), ([0], ", if the other nodes have their parts of it")])
+def test_what_one_node_of_several_has_is_said_to_need_the_others(ranks: list[int], hope: str) -> None:
+    copy = SimpleNamespace(step=3, place=MEMORY, ranks=ranks, world=2)
+    words = _newest([SimpleNamespace(copy=copy, condition="complete")])  # type: ignore[list-item]
+    assert words.endswith(f"and nothing is on storage yet; the next start goes on from there{hope}")

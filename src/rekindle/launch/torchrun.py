@@ -378,10 +378,14 @@ def _newest(listed: list[ListedCopy]) -> str:
     if not complete:
         return "nothing is saved completely: 'rekindle ls ROOT' lists what there is"
     newest = max(copy.step for copy in complete)
-    places = {copy.place for copy in complete if copy.step == newest}
+    copies = [copy for copy in complete if copy.step == newest]
+    places = {copy.place for copy in copies}
     stored = max((copy.step for copy in complete if copy.place != MEMORY), default=None)
     where = "on storage" if places - {MEMORY} else f"in this node's memory, {_further(stored)}"
-    return f"step {newest} is the newest saved, {where}; the next start goes on from there"
+    others = (
+        "" if any(len(copy.ranks) == copy.world for copy in copies) else ", if the other nodes have their parts of it"
+    )
+    return f"step {newest} is the newest saved, {where}; the next start goes on from there{others}"
 
 
 def _further(stored: int | None) -> str:
