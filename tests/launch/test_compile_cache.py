@@ -401,4 +401,5 @@ def test_what_can_not_be_used_is_compiled_anew(trained, tmp_path, harm):
         first = job.first()
         assert first.misses > 0 and first.hits == 0
         job.end()
-        assert len(job.said()) == 1
+        told = [line for line in job.said() if "compiled anew" in line]  # the rank may say that none can be carried
+        assert len(told) == 1, job.output
