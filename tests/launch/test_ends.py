@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 import rekindle
 from rekindle.launch.torchrun import _newest
 from rekindle.storage.catalog import MEMORY
+from tests.faults.harness import wait_for
 
 TRAINING = """
 import os, sys, torch, rekindle
@@ -47,6 +49,7 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "worker.py"
 
 
+NOTHING_SAVED = "this run has saved nothing: no rank on this node has made a rekindle.Checkpointer or saved a file"
 COMMAND = [sys.executable, "-m", "rekindle", "run", "--standalone"]
 
 
@@ -112,7 +115,7 @@ def test_a_script_that_never_gets_to_a_checkpointer_ends_after_three_starts(scri
         "rank 0 ended with exit code 1: all ranks are started again in 1 s, restart 2 of 20",
         "rank 0 ended with exit code 1",
         "the same exit code 3 times without progress: the job is not started again",
-        "this run has saved nothing: no rank on this node has made a rekindle.Checkpointer or saved a file",
+        NOTHING_SAVED,
     ], done.stderr
 
 
@@ -252,6 +255,20 @@ def test_a_second_signal_ends_the_launcher_at_once(script: Path, memory: Path) -
         _, told = launcher.communicate(timeout=100)
     assert launcher.returncode == 130, told
     assert told.splitlines()[-1] == "rekindle: ended by SIGINT", "and no traceback of the launcher's"
+
+
+def test_signals_that_go_on_coming_leave_the_launchers_end_as_it_is(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    command = [*COMMAND, "--no-python", "sh", "-c", f"touch {begun}; exec sleep 300"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+        wait_for(begun.exists)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.stderr is not None and "ended by SIGTERM" in launcher.stderr.readline()
+        while launcher.poll() is None:
+            launcher.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
+        assert launcher.stderr.read().splitlines() in ([], [f"rekindle: {NOTHING_SAVED}"])
+    assert launcher.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), "Python gives signals back to the system"
 
 
 def test_a_standard_stream_that_is_closed_is_the_null_device_for_all_ranks(script: Path, memory: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_killed_rank_has_all_nodes_start_again_on_the_ranks_that_they_had(job:
     job.finish()
     told = [said(process) for process in both]
     assert [process.returncode for process in both] == [0, 0], told
-    failed, other = sorted((lines for lines in told), key=lambda lines: OTHERS_FAILED in lines)
+    failed, other = sorted(told, key=lambda lines: OTHERS_FAILED in lines)
     assert other == [OTHERS_FAILED] and len(failed) == 1, told
     assert "was killed by SIGKILL: all ranks are started again" in failed[0]
 
@@ -249,23 +249,47 @@ def test_launchers_that_share_a_memory_store_all_learn_what_is_saved(
         assert [line for line in said(each) if line.startswith(f"rekindle: {root}: step 1 is the newest saved")]
 
 
-@pytest.mark.campaign(seconds=10)
-def test_a_launcher_whose_ranks_have_ended_says_for_whom_it_waits(job: Nodes) -> None:
-    job.script.write_text(f"echo $$ $RANK >> {job._begun}; [ $RANK = 0 ] || exec sleep 600")
-    both = job.start(), job.start()
+def one_ends_first(job: Nodes, *options: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """Starts two nodes. Returns them once the first one's rank has ended well, and its launcher waits for the other."""
+    job.script.write_text(
+        f"echo $$ $RANK >> {job._begun}; [ $RANK = 0 ] || until [ -e {job._word} ]; do sleep 0.1; done"
+    )
+    waits, other = job.start(*options), job.start(*options)
     until(lambda: len(job.begun) == 2)
-    (waits,) = [
-        each for each in both if all(parent(pid) != each.pid for pid in job.pids if Path(f"/proc/{pid}").exists())
-    ]
     assert waits.stderr is not None
-    line = next(line for line in waits.stderr if "ended well" in line)
-    assert line == "rekindle: all ranks of this node have ended well: waits for those of others, for 300 s at most\n"
+    line = "all ranks of this node have ended well: waits for those of others, for 300 s at most"
+    assert waits.stderr.readline() == f"rekindle: {line}\n"
+    return waits, other
+
+
+@pytest.mark.campaign(seconds=12)
+def test_a_launcher_that_waits_for_the_ranks_of_others_answers_a_signal(job: Nodes) -> None:
+    waits, _ = one_ends_first(job)
     waits.send_signal(signal.SIGTERM)
     assert said(waits)[:2] == [
         "rekindle: all ranks of this node had ended well; those of others may not have",
         "rekindle: ended by SIGTERM",
     ]
     assert waits.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.campaign(seconds=15)
+def test_ranks_that_have_ended_well_are_started_again_for_others_that_fail_later(job: Nodes) -> None:
+    waits, other = one_ends_first(job)
+    os.kill(job.rank_of(other), signal.SIGKILL)
+    until(lambda: len(job.begun) == 4)
+    job.finish()
+    told = said(waits), said(other)
+    assert [waits.returncode, other.returncode] == [0, 0], told
+    assert told[0] == [OTHERS_FAILED] and "was killed by SIGKILL: all ranks are started again" in told[1][0]
+
+
+@pytest.mark.campaign(seconds=12)
+def test_a_node_whose_ranks_have_ended_well_waits_for_no_job_that_is_given_up(job: Nodes) -> None:
+    waits, other = one_ends_first(job, "--max-restarts=0")
+    os.kill(job.rank_of(other), signal.SIGKILL)
+    told = said(waits), said(other)
+    assert [waits.returncode, other.returncode] == [0, 1], told
 
 
 @pytest.mark.campaign(seconds=25)

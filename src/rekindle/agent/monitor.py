@@ -91,7 +91,7 @@ class RankMonitor:
     _reached: int = -1
     """See ``Beat.reached``."""
     _afar: tuple[list[int], bool] | None = None
-    """The same of other nodes, as this node's ranks were last told; None before."""
+    """The same of each other node, and whether one is missed, as this node's ranks were last told; None before."""
     _from_elsewhere: bool = False
     """True if another node has told of the newest fault."""
 

@@ -54,7 +54,7 @@ class Others:
         return ""
 
     def misses(self) -> bool:
-        """Returns True while a node is not heard any more, by this one nor by others that are."""
+        """Returns True while nobody hears a node that was heard before."""
         return False
 
     def reached(self) -> list[int]:

@@ -160,12 +160,13 @@ class Gasp:
         began = time.monotonic()
         while True:
             missed = beyond < 0 and (lost or self.peers.misses_a_node)
-            most = max(step_time, _LEAST) if missed else patience
-            before = time.monotonic()
-            some = max(0.0, min(_LOOK, began + min(patience, most) - before))
+            most = min(patience, max(step_time, _LEAST)) if missed else patience
+            asked = time.monotonic()
+            some = max(0.0, min(_LOOK, began + most - asked))
             step = self.gate.seize(some, beyond)
             now = time.monotonic()
-            if step is not None or now - before < some or now - began >= min(patience, most):
+            # A gate that answers before its time knows that no step will come.
+            if step is not None or now - asked < some or now - began >= most:
                 return step
 
     def _why_not(self) -> str:

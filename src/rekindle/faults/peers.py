@@ -32,7 +32,7 @@ class Peers:
         """Newest step that a rank of another node has come to, an update that has begun included; True once all of them
         have been told to go. The agent says so."""
         self.misses_a_node = False
-        """True while this node's agent does not hear another one."""
+        """True while nobody hears a node that was heard before. The agent says so."""
         self._ranks = [other for other in local_ranks if other != rank]
         self._pages: dict[int, StatusReader] = {}
 

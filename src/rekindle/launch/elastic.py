@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from rekindle.launch.waits import wait_for_ends
 if TYPE_CHECKING:
     from rekindle.launch.warm import WarmWorkers
 
-__all__ = ["deciding"]
+__all__ = ["Signals", "deciding"]
 
 _ENDS_QUIETLY = 5.0
 """Seconds after which a launcher says that it waits for the ranks of other nodes to end."""
@@ -26,7 +27,7 @@ _MEETINGS = 5
 """Times that nodes meet for one start, when each time one of them is lost just then."""
 
 
-class _Signals:
+class Signals:
     """Answers signals to the launcher as torch does, but for one that comes while ranks are started.
 
     That one waits until all of them have been: before, torch does not know of those that run, and would leave them
@@ -36,6 +37,8 @@ class _Signals:
     _answer: Callable[[int, FrameType | None], None]
 
     def __init__(self) -> None:
+        self.are_ignored = False
+        """True once an answer would only disturb the launcher's end."""
         self._starting = False
         self._waits: int | None = None
 
@@ -57,7 +60,9 @@ class _Signals:
             setattr(processes, name, self._answer)
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal. Raises torch's SignalException, unless ranks are being started."""
+        """Handles a signal. Raises torch's SignalException, unless ranks are being started or signals are ignored."""
+        if self.are_ignored:
+            return
         if self._starting:
             self._waits = number
         else:
@@ -83,6 +88,7 @@ def deciding(
     say: Callable[[str], object],
     missed: Callable[[], bool],
     begin: Callable[[bool], object],
+    signals: Signals,
 ) -> Iterator[None]:
     """Makes torchrun's agents ask ``decide`` after each failure, and tend ``workers`` whenever they look at the ranks.
 
@@ -94,19 +100,18 @@ def deciding(
     """
     # Imported here, as the other commands need no torch.
     from torch.distributed import DistError  # noqa: PLC0415
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec  # noqa: PLC0415
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState  # noqa: PLC0415
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing import api as processes  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError  # noqa: PLC0415
     from torch.distributed.launcher import api  # noqa: PLC0415
-
-    signals = _Signals()
 
     class Agent(LocalElasticAgent):
         def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
             self._look_every, spec.monitor_interval = spec.monitor_interval, 0.0  # waited for below, not slept
             super().__init__(spec, *args, **options)
             self._restarted = self._has_failed = False
+            self._waits: threading.Thread | None = None
             if spec.rdzv_handler.get_backend() == BACKEND:
                 spec.rdzv_handler.say = say  # type: ignore[attr-defined]
                 if workers is not None and isinstance(spec.entrypoint, str):
@@ -136,7 +141,7 @@ def deciding(
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             """Starts the ranks. Those that dump a checkpoint for long get as long to end as they were promised."""
             begin(self._restarted or not getattr(worker_group.spec.rdzv_handler, "is_first_round", True))
-            self._restarted = True
+            self._restarted, self._waits = True, None
             with signals.starting():
                 started: dict[int, Any] = super()._start_workers(worker_group)
                 ranks: Any = self._pcontext  # which also closes itself, once a rank has failed
@@ -145,7 +150,12 @@ def deciding(
             return started
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            """Returns the state of the ranks. When they have failed, all of them have ended by now."""
+            """Returns the state of the ranks. When they have failed, all of them have ended by now.
+
+            Those that have ended well count as healthy once ranks of other nodes have failed: torch then starts all
+            again.
+            """
+            handler = worker_group.spec.rdzv_handler
             if workers is not None:
                 workers.tend()
             wait_for_ends([worker.id for worker in worker_group.workers], self._look_every)
@@ -160,12 +170,13 @@ def deciding(
                 elif not decision.restart:
                     worker_group.spec.max_restarts -= self._remaining_restarts
                     self._remaining_restarts = 0
-                handler = worker_group.spec.rdzv_handler
                 if handler.get_backend() == BACKEND:
                     # A node that slept would be taken for one whose ranks don't end.
                     handler.pause = decision.pause  # type: ignore[attr-defined]
                 else:
                     time.sleep(decision.pause)
+            if result.state == WorkerState.SUCCEEDED and not self._others_end(handler):
+                return RunResult(state=WorkerState.HEALTHY)
             return result
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -174,22 +185,32 @@ def deciding(
                 say("all ranks are started again with those of other nodes")
             super()._restart_workers(worker_group)
 
-        def _exit_barrier(self) -> None:
-            """Waits for the ranks of other nodes to end. Raises torch's SignalException.
+        def _others_end(self, handler: Any) -> bool:
+            """Waits for the ranks of other nodes to end. Returns False if all are to be started again instead.
 
-            torch's own wait, which answers no signal, has a thread of its own.
+            torch's own wait, which answers neither that nor a signal, has a thread of its own. Raises torch's
+            SignalException.
             """
-            waits = threading.Thread(target=super()._exit_barrier, name="rekindle-exit", daemon=True)
-            waits.start()
+            if self._waits is None:
+                self._waits = threading.Thread(target=super()._exit_barrier, name="rekindle-exit", daemon=True)
+                self._waits.start()
+            meets, quiet_until = handler.get_backend() == BACKEND, time.monotonic() + _ENDS_QUIETLY
             try:
-                waits.join(_ENDS_QUIETLY)
-                if waits.is_alive():
-                    within = f"for {self._exit_barrier_timeout:g} s at most"
-                    say(f"all ranks of this node have ended well: waits for those of others, {within}")
-                    waits.join(self._exit_barrier_timeout)
+                while self._waits.is_alive() and not (meets and handler.is_closed()):
+                    if meets and handler.num_nodes_waiting():
+                        return False
+                    if time.monotonic() > quiet_until:
+                        quiet_until = math.inf
+                        within = f"for {self._exit_barrier_timeout:g} s at most"
+                        say(f"all ranks of this node have ended well: waits for those of others, {within}")
+                    self._waits.join(self._look_every)
             except processes.SignalException:
                 say("all ranks of this node had ended well; those of others may not have")
                 raise
+            return True
+
+        def _exit_barrier(self) -> None:
+            """Does nothing: ``_monitor_workers`` has waited for other nodes, so that it can start the ranks again."""
 
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:

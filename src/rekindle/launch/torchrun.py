@@ -24,7 +24,7 @@ from rekindle.faults import nccl
 from rekindle.faults.torchelastic import LAUNCH, SURVIVOR_EXIT
 from rekindle.format.names import Root
 from rekindle.launch.compile_cache import keep_compile_cache
-from rekindle.launch.elastic import deciding
+from rekindle.launch.elastic import Signals, deciding
 from rekindle.launch.end_notes import note_end
 from rekindle.launch.foresee import write_foreseen
 from rekindle.launch.provide import PROVIDE, provide
@@ -163,15 +163,19 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     provide(",".join(args.provide) or os.environ.get(PROVIDE, ""), _first_on_path(args))
     if switched_off and is_nccl_available():  # whether the script has a guard() is not to be seen from here
         say(_NOBODY_ENDS_A_HANG)
+    signals = Signals()
     try:
         with _own_directory() as place:
             os.environ[LAUNCH] = place
-            return _train(args, nodes, Path(place), say)
+            try:
+                return _train(args, nodes, Path(place), say, signals)
+            finally:
+                signals.are_ignored = True  # all is told, and Python takes some tenths of a second to end
     except SignalException as error:  # a second one, while the answer to the first was on its way
         return 128 + int(error.sigval)
 
 
-def _train(args: Any, nodes: int, place: Path, say: Callable[[str], object]) -> int:
+def _train(args: Any, nodes: int, place: Path, say: Callable[[str], object], signals: Signals) -> int:
     """Starts the ranks until they have ended well, or the job is given up. Returns the exit code."""
     from torch.distributed import DistError  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
@@ -197,7 +201,7 @@ def _train(args: Any, nodes: int, place: Path, say: Callable[[str], object]) -> 
             short_delays(nodes),
             keep_compile_cache(args.compile_cache, place, say) as mend,
             _warm_workers(args, place, say) as workers,
-            deciding(partial(course.decide, mend), workers, say, miss, course.begin),
+            deciding(partial(course.decide, mend), workers, say, miss, course.begin, signals),
         ):
             # record() writes the first error of all to that file, for schedulers that read it.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
@@ -207,6 +211,7 @@ def _train(args: Any, nodes: int, place: Path, say: Callable[[str], object]) -> 
     except SignalException as error:
         say(f"ended by {error.sigval.name}")
         _say_what_is_saved(place, say)
+        signals.are_ignored = True  # also while what the error holds is freed
         return 128 + int(error.sigval)
     except RendezvousGracefulExitError:
         say("the job has ended; this node was a spare, and was not needed")
