@@ -53,9 +53,9 @@ def assert_nothing_wrong(explorer: Explorer) -> None:
 
 @pytest.mark.timeout(600)
 def test_every_operation_and_some_sequences_of_two(explorer: Explorer) -> None:
-    """Each operation alone; of two, every fourth sequence, among which each operation comes first and second."""
+    """Each operation alone; of two, every seventh sequence, among which each operation comes first and second."""
     plain = [one for one in work("quick", {}) if one[2] is None]
-    pairs = [one for one in plain if len(one[1]) == 2][::4]
+    pairs = [one for one in plain if len(one[1]) == 2][::7]
     assert {one[1][0] for one in pairs} >= {one[1][0] for one in plain if one[1][-1][0] != "export"}
     for one in [one for one in plain if len(one[1]) == 1] + pairs:
         do(explorer, "quick", one)
@@ -75,7 +75,7 @@ def test_every_sequence_of_two_operations(explorer: Explorer) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.campaign(seconds=60))])
+@pytest.mark.parametrize("every", [18, pytest.param(1, marks=pytest.mark.campaign(seconds=60))])
 def test_a_process_that_is_killed_before_the_power_goes(every: int, explorer: Explorer, place: Path) -> None:
     """Each history takes as long as ten without a kill: a change looks at some, a campaign at all of the command's."""
     plain = work("quick", {})

@@ -433,7 +433,7 @@ def test_a_snapshot_that_was_copied_before_the_device_failed_is_good(
 # -- any delays -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32 - 1),
     slowness=st.sampled_from([0.0, 0.001, 0.005]),

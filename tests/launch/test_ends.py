@@ -194,6 +194,7 @@ def test_a_hangup_that_is_ignored_ends_nothing(script: Path, memory: Path) -> No
     assert done.returncode == 0 and starts(done) == 1, done.stderr
 
 
+@pytest.mark.campaign(seconds=9)
 def test_the_end_of_a_rank_is_seen_where_the_launchers_parent_ignores_the_ends_of_its_own(
     script: Path, memory: Path
 ) -> None:

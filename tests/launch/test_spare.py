@@ -179,6 +179,7 @@ def test_a_warm_start_waits_as_long_as_a_cold_one(tmp_path):
         assert len(run.cold) == 1 and "the last warm start did not come as far as its second step" in run.cold[0]
 
 
+@pytest.mark.campaign(seconds=16)
 def test_the_directory_of_a_launcher_is_locked_against_those_who_tidy_up(tmp_path):
     with job(tmp_path, options=("--no-warm",)) as run:
         run.stepped(0)

@@ -44,11 +44,11 @@ def test_no_look_sees_two_writes_mixed_and_none_is_lost_by_a_kill(tmp_path: Path
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     reader, steps = StatusReader(path), []
-    while len(set(steps)) < 1000 and time.monotonic() < deadline:
+    while len(set(steps)) < 300 and time.monotonic() < deadline:
         seen = reader.read()
         assert seen.step == seen.snapshot == seen.secured == seen.longest
         steps.append(seen.step)
-    assert steps == sorted(steps) and len(set(steps)) >= 1000
+    assert steps == sorted(steps) and len(set(steps)) >= 300
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     left = read_status(path)

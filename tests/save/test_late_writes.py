@@ -127,7 +127,9 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("nbytes", [0, 16, 1 << 25])
+@pytest.mark.parametrize(
+    "nbytes", [0, *(pytest.param(nbytes, marks=pytest.mark.campaign(seconds=8)) for nbytes in (16, 1 << 25))]
+)
 def test_memory_of_a_transposed_tensor_that_is_resized_before_the_copy_costs_the_save(
     nbytes: int, root: Path, memory: Path
 ) -> None:

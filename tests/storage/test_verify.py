@@ -119,6 +119,7 @@ def test_another_checkpoints_shard_with_its_receipt(store):
     assert any("belongs to another checkpoint" in problem for problem in problems(store))
 
 
+@pytest.mark.campaign(seconds=9)
 def test_every_flipped_byte_of_a_manifest_is_reported_by_the_command_line(store, memory):
     """Also where the checkpoint can't be recognised by its stamp any more: it must not just vanish."""
     command = ["verify", str(store.root), "--json"]
