@@ -32,7 +32,7 @@ class HostJob:
         state = {"model": self.model, "optimizer": self.optimizer}
         self.ckpt = rekindle.Checkpointer(root, state, snapshot_every=snapshot_every, persist_every=10**9)
         self.ckpt.restore()
-        self.guard = self.ckpt.guard(watchdog=False, notices=())
+        self.guard = self.ckpt.guard(watchdog=False, notices=(), gasp_deadline=10 * _LONG)  # else it ends by that
         self.guard.__enter__()
         self.done = 0
 
