@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rekindle.errors import UsageError
-from rekindle.faults.torchelastic import FRESH_STORE
+from rekindle.faults.torchelastic import FRESH_STORE, SURVIVOR_EXIT
 from rekindle.launch.rendezvous.handler import Rendezvous
 from rekindle.launch.rendezvous_settings import fit_settings, forget_defaults
 from tests.launch.launcher import WARM, parent
@@ -247,6 +247,25 @@ def test_launchers_that_share_a_memory_store_all_learn_what_is_saved(
         each.send_signal(signal.SIGTERM)
     for each in both:
         assert [line for line in said(each) if line.startswith(f"rekindle: {root}: step 1 is the newest saved")]
+
+
+@pytest.mark.campaign(seconds=15)
+def test_a_launcher_whose_ranks_have_survived_a_fault_tells_of_it(
+    job: Nodes, root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REKINDLE_MEMORY", str(memory))
+    script = job.script.with_name("survives.py")
+    guarded = "with ckpt.guard():\n    while True:\n        torch.distributed.barrier()"
+    script.write_text(SAVES.format(root=str(root), begun=str(job._begun)).replace("time.sleep(600)", guarded))
+    first, other = job.start_python(script), job.start_python(script)
+    until(lambda: len(job.begun) == 2)
+    rank = next(words[1] for words in job.begun if parent(int(words[0])) == first.pid)
+    os.kill(job.rank_of(first), signal.SIGKILL)
+    assert other.stderr is not None
+    told = next(line for line in other.stderr if "all ranks are started again" in line)
+    why = f"(rank {rank} was killed by SIGKILL)"  # who looks first at its ranks is chance
+    itself = f"rekindle: local rank 0 ended with exit code {SURVIVOR_EXIT} {why}: all ranks are started again"
+    assert told == f"{OTHERS_FAILED} {why}\n" or told.startswith(itself), told
 
 
 def one_ends_first(job: Nodes, *options: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:

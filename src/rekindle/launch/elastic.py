@@ -88,15 +88,17 @@ def deciding(
     say: Callable[[str], object],
     missed: Callable[[], bool],
     begin: Callable[[bool], object],
+    follow: Callable[[], object],
     signals: Signals,
 ) -> Iterator[None]:
     """Makes torchrun's agents ask ``decide`` after each failure, and tend ``workers`` whenever they look at the ranks.
 
-    ``begin`` is called before ranks are started, with False if these are the job's first. ``decide`` is given torch's
-    failures, by global rank. The agents look ten times a second (``--monitor-interval``). ``say`` is given the lines of
-    Rekindle's own rendezvous. ``missed`` is called when a node is lost between a rendezvous and the exchange that
-    follows; it returns True if the others are to meet again. torchrun has no option for its agent's class, so the name
-    by which its launcher knows it is replaced.
+    ``begin`` is called before ranks are started, with False if these are the job's first; ``follow`` before they are
+    ended because those of other nodes have failed, or a node has come. ``decide`` is given torch's failures, by global
+    rank. The agents look ten times a second (``--monitor-interval``). ``say`` is given the lines of Rekindle's own
+    rendezvous. ``missed`` is called when a node is lost between a rendezvous and the exchange that follows; it returns
+    True if the others are to meet again. torchrun has no option for its agent's class, so the name by which its
+    launcher knows it is replaced.
     """
     # Imported here, as the other commands need no torch.
     from torch.distributed import DistError  # noqa: PLC0415
@@ -180,9 +182,9 @@ def deciding(
             return result
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
-            """Ends the ranks and starts them again. Says so if none of this node has failed."""
+            """Ends the ranks and starts them again. ``follow`` says so if none of this node has failed."""
             if not self._has_failed:
-                say("all ranks are started again with those of other nodes")
+                follow()
             super()._restart_workers(worker_group)
 
         def _others_end(self, handler: Any) -> bool:

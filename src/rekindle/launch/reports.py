@@ -51,13 +51,20 @@ def reported_jobs(place: Path) -> list[JobDir]:
     return [JobDir.of(root, base) for root, base in reported_roots(place)]
 
 
-def describe_fault(place: Path, since: float) -> str:
-    """Describes, in brackets, the hang or want of memory that ended a rank; empty for no such fault."""
+def describe_fault(place: Path, since: float, code: int) -> str:
+    """Describes, in brackets, the fault that ended a rank where its exit code doesn't tell; empty for no such fault.
+
+    That of a killed one doesn't tell of a hang or a want of memory; that of one that has survived a fault says no more.
+    """
+    if code not in (-signal.SIGKILL, SURVIVOR_EXIT):
+        return ""
     faults = []
     for job in reported_jobs(place):
         with suppress(OSError, ValueError, KeyError, TypeError):
             faults.append(Fault.from_json(loads(job.paths.fault.read_bytes())))
-    told = [fault for fault in faults if fault.at >= since and fault.cause in ("hang", "oom")]
+    told = [
+        fault for fault in faults if fault.at >= since and (fault.cause in ("hang", "oom") or code == SURVIVOR_EXIT)
+    ]
     newest = max(told, key=lambda fault: fault.at, default=None)
     return f" ({newest.what})" if newest is not None else ""
 

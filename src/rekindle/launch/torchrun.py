@@ -94,13 +94,18 @@ class _Course:
         rank, first = first_failure(failures)
         code = first.exitcode
         note_end(self._place, self._begun, rank, code)
-        self.why = describe_fault(self._place, self._since) if code in (-signal.SIGKILL, SURVIVOR_EXIT) else ""
+        self.why = describe_fault(self._place, self._since, code)
         self.last = self._restarts.decide(self._describe(first, failures))
         if self.last.restart:
             self._say(
                 f"{self._rank} {first.local_rank} {describe_exit(code)}{self.why}: all ranks are {self.last.words}"
             )
         return self.last
+
+    def follow(self) -> None:
+        """Says that the ranks are started again for others, and which fault this node has been told of, if any."""
+        why = describe_fault(self._place, self._since, SURVIVOR_EXIT)
+        self._say(f"all ranks are started again with those of other nodes{why}")
 
     def report_end(self, failures: Mapping[int, Any], *, redirected: bool) -> None:
         """Says what has ended the job, and what is saved. Raises an error that each further start would meet."""
@@ -201,7 +206,7 @@ def _train(args: Any, nodes: int, place: Path, say: Callable[[str], object], sig
             short_delays(nodes),
             keep_compile_cache(args.compile_cache, place, say) as mend,
             _warm_workers(args, place, say) as workers,
-            deciding(partial(course.decide, mend), workers, say, miss, course.begin, signals),
+            deciding(partial(course.decide, mend), workers, say, miss, course.begin, course.follow, signals),
         ):
             # record() writes the first error of all to that file, for schedulers that read it.
             (record(run) if "TORCHELASTIC_ERROR_FILE" in os.environ else run)(args)
