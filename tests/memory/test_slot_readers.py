@@ -144,6 +144,20 @@ def test_a_slow_reader_reads_the_bytes_it_opened_while_recycling_takes_other_fil
     assert len(files(job)) == 2, "the third file goes when nobody has needed it for a while"
 
 
+def test_a_third_file_that_nobody_needs_any_more_outlives_a_gasp(job, monkeypatch):
+    """A page lock can't be given up beside a device that is stuck."""
+    slots = alone(job)
+    save(slots, 1)
+    with open_step(job, 1):
+        save(slots, 2)
+        save(slots, 3)
+    monkeypatch.setattr("rekindle.memory.slots._IDLE", 0)
+    slots.acquire(4, FIRST, FILE, gasp=True).unlock()
+    assert len(files(job)) == 3
+    save(slots, 4)
+    assert len(files(job)) == 2
+
+
 def test_a_mapped_shard_stays_pinned_after_its_file_was_closed(job):
     slots = alone(job)
     save(slots, 1)
