@@ -8,7 +8,8 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from rekindle.launch.rendezvous.node import Identity, Node
+from rekindle.launch.rendezvous.links import Identity
+from rekindle.launch.rendezvous.node import Node
 from rekindle.launch.rendezvous.wire import Address, Round, decode, encode
 
 __all__ = ["PORT", "Launcher", "Network"]
@@ -51,8 +52,12 @@ class Launcher:
             self.runs = False
             self._want(pause)
 
+    def end_well(self) -> None:
+        """Its ranks have ended well. It waits for those of the others."""
+        self.act(lambda now: self.node.done())
+
     def finish(self) -> None:
-        """Its ranks have ended well."""
+        """It leaves a job that is done."""
         self.ended = True
         self.act(lambda now: self.node.bye(True, now))
 

@@ -118,6 +118,14 @@ class Nodes:
         """Starts one more. The first one leads."""
         return self._start(RUN, *options, "sh", str(self.script))
 
+    def start_spare(self) -> subprocess.Popen[str]:
+        """Starts one more, which is known to the first one when it returns, and knows the others."""
+        others = self.followers
+        started = self.start()
+        until(lambda: self.followers > others)
+        time.sleep(1.0)  # a connection alone is not answered yet
+        return started
+
     def write_python(self) -> Path:
         """Writes a script of which a spare node says that it has loaded what it imports."""
         script = self.script.with_name("train.py")
@@ -268,22 +276,24 @@ def test_a_launcher_whose_ranks_have_survived_a_fault_tells_of_it(
     assert told == f"{OTHERS_FAILED} {why}\n" or told.startswith(itself), told
 
 
-def one_ends_first(job: Nodes, *options: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """Starts two nodes. Returns them once the first one's rank has ended well, and its launcher waits for the other."""
-    job.script.write_text(
-        f"echo $$ $RANK >> {job._begun}; [ $RANK = 0 ] || until [ -e {job._word} ]; do sleep 0.1; done"
-    )
-    waits, other = job.start(*options), job.start(*options)
+def one_ends_first(job: Nodes, ends: int, *options: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """Starts two nodes. Returns that of rank ``ends`` once this has ended well, as the launcher says, and the other."""
+    waiting = f"until [ -e {job._word} ]; do sleep 0.1; done"
+    job.script.write_text(f"echo $$ $RANK >> {job._begun}; [ $RANK = {ends} ] || {waiting}")
+    both = job.start(*options), job.start(*options)
     until(lambda: len(job.begun) == 2)
+    waits = both[ends]
     assert waits.stderr is not None
-    line = "all ranks of this node have ended well: waits for those of others, for 300 s at most"
-    assert waits.stderr.readline() == f"rekindle: {line}\n"
-    return waits, other
+    assert next(line for line in waits.stderr if not line.startswith(SLOW)) == f"{WAITS}\n"
+    return waits, both[1 - ends]
+
+
+WAITS = "rekindle: all ranks of this node have ended well: waits for those of others"
 
 
 @pytest.mark.campaign(seconds=12)
 def test_a_launcher_that_waits_for_the_ranks_of_others_answers_a_signal(job: Nodes) -> None:
-    waits, _ = one_ends_first(job)
+    waits, _ = one_ends_first(job, 0)
     waits.send_signal(signal.SIGTERM)
     assert said(waits)[:2] == [
         "rekindle: all ranks of this node had ended well; those of others may not have",
@@ -294,29 +304,46 @@ def test_a_launcher_that_waits_for_the_ranks_of_others_answers_a_signal(job: Nod
 
 @pytest.mark.campaign(seconds=15)
 def test_ranks_that_have_ended_well_are_started_again_for_others_that_fail_later(job: Nodes) -> None:
-    waits, other = one_ends_first(job)
+    waits, other = one_ends_first(job, 0)
     os.kill(job.rank_of(other), signal.SIGKILL)
     until(lambda: len(job.begun) == 4)
     job.finish()
     told = said(waits), said(other)
     assert [waits.returncode, other.returncode] == [0, 0], told
-    assert told[0] == [OTHERS_FAILED] and "was killed by SIGKILL: all ranks are started again" in told[1][0]
+    assert told[0][0] == OTHERS_FAILED and "was killed by SIGKILL: all ranks are started again" in told[1][0]
 
 
 @pytest.mark.campaign(seconds=12)
-def test_a_node_whose_ranks_have_ended_well_waits_for_no_job_that_is_given_up(job: Nodes) -> None:
-    waits, other = one_ends_first(job, "--max-restarts=0")
+@pytest.mark.parametrize("ends", [0, 1])
+def test_a_node_whose_ranks_have_ended_well_ends_with_a_job_that_is_given_up(ends: int, job: Nodes) -> None:
+    waits, other = one_ends_first(job, ends, "--max-restarts=0")
     os.kill(job.rank_of(other), signal.SIGKILL)
     told = said(waits), said(other)
-    assert [waits.returncode, other.returncode] == [0, 1], told
+    assert [waits.returncode, other.returncode] == [1, 1], told
+    assert told[0] == ["rekindle: ended, because the job has ended on another node", NO_ROOT]
+
+
+@pytest.mark.campaign(seconds=20)
+@pytest.mark.parametrize("ends", [0, 1])
+def test_a_spare_takes_the_place_of_a_node_that_goes_when_the_ranks_of_others_have_ended_well(
+    ends: int, job: Nodes
+) -> None:
+    """That of the launcher that leads, and keeps the store of the round, as well as another one's."""
+    waits, other = one_ends_first(job, ends)
+    spare = job.start_spare()
+    job.lose(other, job.rank_of(other))
+    until(lambda: len(job.begun) == 4)
+    job.finish()
+    told = said(waits), said(spare)
+    assert [waits.returncode, spare.returncode] == [0, 0], told
+    assert OTHERS_FAILED in told[0] and not any("not needed" in line for line in told[1]), told
 
 
 @pytest.mark.campaign(seconds=25)
 def test_the_job_goes_on_without_the_launcher_that_led(job: Nodes) -> None:
     first, second = job.start(), job.start()
     until(lambda: len(job.begun) == 2)
-    spare = job.start()
-    until(lambda: job.followers == 2)
+    spare = job.start_spare()
     first.kill()
     job.kill_ranks()
     until(lambda: len(job.begun) == 4)

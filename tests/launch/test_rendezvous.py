@@ -14,6 +14,7 @@ from rekindle.launch.rendezvous.wire import (
     Address,
     Alive,
     Bye,
+    Done,
     Elsewhere,
     Hello,
     Lead,
@@ -32,13 +33,16 @@ AT = Address("node-1", 29400)
 ID = "0123456789abcdef"
 LONGEST = Address("n" * 250, 65535)
 MESSAGES: list[Message] = [
-    Hello("job", ID, AT, 1, 4, 7, 2, 3, None, False),
-    Hello("job", ID, Address("fe80::1%eth0", 1), 1, 4, 0, -1, 0, AT, True),
+    Hello("job", ID, AT, 1, 4, 7, 2, 3, None, False, True),
+    Hello("job", ID, Address("fe80::1%eth0", 1), 1, 4, 0, -1, 0, AT, True, False),
     Want(AT, 7),
     Want(AT, 7, 60),
+    Done(7),
     Alive(),
     Bye(True),
-    News(1, 7, 2, tuple(Successor(ID, LONGEST) for _ in range(SUCCESSORS)), -1, 2, False, False, True, False),
+    News(
+        1, 7, 2, tuple(Successor(ID, LONGEST) for _ in range(SUCCESSORS)), -1, 2, False, False, True, False, True, False
+    ),
     Round(8, 0, 2, AT),
     Elsewhere(None),
     Elsewhere(AT),
@@ -372,7 +376,7 @@ def test_another_jobs_launcher_and_one_with_another_number_of_nodes_are_sent_awa
 
 
 def hello(name: str, *, round: int = 0, place: int = -1, world: int = 0) -> Hello:
-    return Hello("job", name * 16, Address(name, PORT), 2, 3, round, place, world, Address(name, 1000), False)
+    return Hello("job", name * 16, Address(name, PORT), 2, 3, round, place, world, Address(name, 1000), False, False)
 
 
 def begun(*names: str) -> Roster:

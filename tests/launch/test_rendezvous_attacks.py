@@ -16,7 +16,7 @@ import pytest
 
 from rekindle.launch.rendezvous.hosts import BACKLOG, is_short_for, listen, own_host
 from rekindle.launch.rendezvous.hub import Hub, View
-from rekindle.launch.rendezvous.node import Identity
+from rekindle.launch.rendezvous.links import Identity
 from rekindle.launch.rendezvous.wire import Address, Alive, Hello, Lead, encode
 
 LONG = 60.0
@@ -85,7 +85,7 @@ def ends(stranger: socket.socket) -> bool:
 
 
 def hello(job: str) -> bytes:
-    return encode(Hello(job, "f" * 16, Address(LOCAL, 1), 2, 2, 0, -1, 0, None, False))
+    return encode(Hello(job, "f" * 16, Address(LOCAL, 1), 2, 2, 0, -1, 0, None, False, False))
 
 
 def test_one_who_gives_signs_of_life_alone_is_sent_away(launchers: Launchers) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rekindle.launch.rendezvous.hosts import is_this_host, listen, own_host
 from rekindle.launch.rendezvous.hub import Hub, View
-from rekindle.launch.rendezvous.node import Identity
+from rekindle.launch.rendezvous.links import Identity
 from rekindle.launch.rendezvous.wire import MOST_BYTES, Address
 
 LONG = 60.0

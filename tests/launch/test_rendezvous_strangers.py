@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.launch.rendezvous.node import Identity, Node
+from rekindle.launch.rendezvous.links import Identity
+from rekindle.launch.rendezvous.node import Node
 from rekindle.launch.rendezvous.wire import Address, Hello, Want
 from tests.launch.simulated_launchers import PORT, Launcher, Network
 
@@ -111,7 +112,7 @@ def test_a_restart_of_many_nodes_tells_each_of_them_a_few_things() -> None:
     links = [node.accept(2.0) for _ in range(count - 1)]
     for number, link in enumerate(links):
         host = Address(f"n{number}", PORT)
-        node.received(link, Hello("job", f"{number:016x}", host, count, count, 0, -1, 0, host, False), 2.0)
+        node.received(link, Hello("job", f"{number:016x}", host, count, count, 0, -1, 0, host, False, False), 2.0)
         node.settle(2.0)
     before = node.round
     assert before is not None and before.world == count

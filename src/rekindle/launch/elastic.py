@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Signals", "deciding"]
 
-_ENDS_QUIETLY = 5.0
-"""Seconds after which a launcher says that it waits for the ranks of other nodes to end."""
 _MEETINGS = 5
 """Times that nodes meet for one start, when each time one of them is lost just then."""
 
@@ -113,7 +110,6 @@ def deciding(
             self._look_every, spec.monitor_interval = spec.monitor_interval, 0.0  # waited for below, not slept
             super().__init__(spec, *args, **options)
             self._restarted = self._has_failed = False
-            self._waits: threading.Thread | None = None
             if spec.rdzv_handler.get_backend() == BACKEND:
                 spec.rdzv_handler.say = say  # type: ignore[attr-defined]
                 if workers is not None and isinstance(spec.entrypoint, str):
@@ -128,6 +124,7 @@ def deciding(
             result: RunResult | None = super().run(*args, **options)
             if result is None:
                 raise RendezvousGracefulExitError
+            signals.are_ignored |= not result.is_failed()  # the job is done, whatever comes while all is given back
             return result
 
         def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -143,7 +140,7 @@ def deciding(
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             """Starts the ranks. Those that dump a checkpoint for long get as long to end as they were promised."""
             begin(self._restarted or not getattr(worker_group.spec.rdzv_handler, "is_first_round", True))
-            self._restarted, self._waits = True, None
+            self._restarted = True
             with signals.starting():
                 started: dict[int, Any] = super()._start_workers(worker_group)
                 ranks: Any = self._pcontext  # which also closes itself, once a rank has failed
@@ -154,10 +151,11 @@ def deciding(
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             """Returns the state of the ranks. When they have failed, all of them have ended by now.
 
-            Those that have ended well count as healthy once ranks of other nodes have failed: torch then starts all
-            again.
+            Those that have ended well are waited for on all nodes, as the job is not done before. They count as healthy
+            if all are to be started again: torch then does so.
             """
             handler = worker_group.spec.rdzv_handler
+            meets = handler.get_backend() == BACKEND
             if workers is not None:
                 workers.tend()
             wait_for_ends([worker.id for worker in worker_group.workers], self._look_every)
@@ -172,12 +170,11 @@ def deciding(
                 elif not decision.restart:
                     worker_group.spec.max_restarts -= self._remaining_restarts
                     self._remaining_restarts = 0
-                if handler.get_backend() == BACKEND:
-                    # A node that slept would be taken for one whose ranks don't end.
+                if meets:  # a node that slept would be taken for one whose ranks don't end
                     handler.pause = decision.pause  # type: ignore[attr-defined]
                 else:
                     time.sleep(decision.pause)
-            if result.state == WorkerState.SUCCEEDED and not self._others_end(handler):
+            if result.state == WorkerState.SUCCEEDED and meets and not self._all_end(handler):
                 return RunResult(state=WorkerState.HEALTHY)
             return result
 
@@ -187,32 +184,27 @@ def deciding(
                 follow()
             super()._restart_workers(worker_group)
 
-        def _others_end(self, handler: Any) -> bool:
-            """Waits for the ranks of other nodes to end. Returns False if all are to be started again instead.
+        def _all_end(self, handler: Any) -> bool:
+            """Waits for the ranks of other nodes to end well. Returns False if all are to be started again instead.
 
-            torch's own wait, which answers neither that nor a signal, has a thread of its own. Raises torch's
-            SignalException.
+            Raises torch's errors if they won't, and its SignalException.
             """
-            if self._waits is None:
-                self._waits = threading.Thread(target=super()._exit_barrier, name="rekindle-exit", daemon=True)
-                self._waits.start()
-            meets, quiet_until = handler.get_backend() == BACKEND, time.monotonic() + _ENDS_QUIETLY
             try:
-                while self._waits.is_alive() and not (meets and handler.is_closed()):
-                    if meets and handler.num_nodes_waiting():
-                        return False
-                    if time.monotonic() > quiet_until:
-                        quiet_until = math.inf
-                        within = f"for {self._exit_barrier_timeout:g} s at most"
-                        say(f"all ranks of this node have ended well: waits for those of others, {within}")
-                    self._waits.join(self._look_every)
+                ended: bool = handler.await_ends(self._exit_barrier_timeout)
             except processes.SignalException:
                 say("all ranks of this node had ended well; those of others may not have")
                 raise
-            return True
+            return ended
 
         def _exit_barrier(self) -> None:
-            """Does nothing: ``_monitor_workers`` has waited for other nodes, so that it can start the ranks again."""
+            """Waits for other nodes as torch does, but for Rekindle's own rendezvous, by which ``_all_end`` has waited.
+
+            torch's wait answers no signal, so it has a thread of its own.
+            """
+            if self._worker_group.spec.rdzv_handler.get_backend() != BACKEND:
+                waits = threading.Thread(target=super()._exit_barrier, name="rekindle-exit", daemon=True)
+                waits.start()
+                waits.join(self._exit_barrier_timeout)
 
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:

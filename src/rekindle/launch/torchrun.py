@@ -93,8 +93,8 @@ class _Course:
         mend()
         rank, first = first_failure(failures)
         code = first.exitcode
-        note_end(self._place, self._begun, rank, code)
         self.why = describe_fault(self._place, self._since, code)
+        note_end(self._place, self._begun, rank, code)
         self.last = self._restarts.decide(self._describe(first, failures))
         if self.last.restart:
             self._say(

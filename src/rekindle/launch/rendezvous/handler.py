@@ -18,7 +18,7 @@ from rekindle.faults.torchelastic import FRESH_STORE
 from rekindle.launch.provide import seconds_to_end
 from rekindle.launch.rendezvous.hosts import is_this_host, listen, own_host
 from rekindle.launch.rendezvous.hub import Hub, View
-from rekindle.launch.rendezvous.node import Identity
+from rekindle.launch.rendezvous.links import Identity
 from rekindle.launch.rendezvous.roster import ENDS_WITHIN
 from rekindle.launch.rendezvous.wire import Address, Elsewhere, Round, decode, encode
 
@@ -32,6 +32,8 @@ _PATIENCE = 10.0
 """Seconds after which a launcher that reaches nobody says so. Nodes start that far apart."""
 _WAITS_QUIETLY = 30.0
 """Seconds after which one that has reached others says that it waits for more: ranks may take as long to end."""
+_ENDS_QUIETLY = 5.0
+"""Seconds after which one whose ranks have ended well says that it waits for those of others."""
 _START = "start 'rekindle run' on all of them, with the same --nnodes, --rdzv-endpoint and --rdzv-id"
 _EXCHANGE_WITHIN = timedelta(seconds=10)
 """Time that nodes which have met get to exchange their numbers of ranks, a matter of milliseconds."""
@@ -131,6 +133,35 @@ class Rendezvous:
         news = self._hub.view.news
         return news.waiting if news is not None else 0
 
+    def await_ends(self, within: float) -> bool:
+        """Waits until the ranks of all nodes have ended well. Returns False if all are to be started again instead.
+
+        Raises torch's errors if the job is given up on another node, or if a node has gone and for ``within`` seconds
+        no other has taken its place.
+        """
+        from torch.distributed.elastic.rendezvous import RendezvousTimeoutError  # noqa: PLC0415
+
+        self._hub.done()
+        began = whole = time.monotonic()
+        said = False
+        with self._hub.changed:
+            while (news := self._hub.view.news) is None or not news.done:
+                view, now = self._hub.view, time.monotonic()
+                self._check(view, 0.0)
+                if news is not None and news.waiting:
+                    return False
+                if news is not None and view.is_member and not news.missing:
+                    whole = now
+                if now - whole >= within:
+                    raise RendezvousTimeoutError(
+                        f"a node has gone whose ranks had not ended well, and none has taken its place for {within:g} s"
+                    )
+                if not said and now - began >= _ENDS_QUIETLY:
+                    said = True
+                    self.say("all ranks of this node have ended well: waits for those of others")
+                self._hub.changed.wait(_LOOK_EVERY)
+        return True
+
     def is_closed(self) -> bool:
         """Returns True once the job has ended."""
         news = self._hub.view.news
@@ -189,7 +220,7 @@ class Rendezvous:
         if view.refused:
             raise RendezvousConnectionError(f"another job is at {self._where}: {view.refused}")
         if view.news is not None and view.news.closed:
-            raise RendezvousGracefulExitError if view.was_spare else RendezvousClosedError
+            raise RendezvousGracefulExitError if view.was_spare or view.news.done else RendezvousClosedError
         if not self._was_member and seconds >= self._read_within:
             why = self._why_unreached()
             raise RendezvousConnectionError(f"{self._where}, where the nodes are to meet, was not reached: {why}")

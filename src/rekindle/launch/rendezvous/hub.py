@@ -11,8 +11,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from rekindle.launch.rendezvous.hosts import BACKLOG
+from rekindle.launch.rendezvous.links import Identity
 from rekindle.launch.rendezvous.names import PatientLoop
-from rekindle.launch.rendezvous.node import LOST_AFTER, Identity, Node
+from rekindle.launch.rendezvous.node import LOST_AFTER, Node
 from rekindle.launch.rendezvous.wire import MOST_BYTES, Address, News, Round, decode, encode
 
 __all__ = ["Hub", "View"]
@@ -75,6 +76,10 @@ class Hub:
     def want(self, store: Address, pause: int = 0) -> None:
         """Asks for a round after a pause in seconds, and offers a store to it."""
         self._post(lambda: self._node.want(store, self._now(), pause))
+
+    def done(self) -> None:
+        """Tells that the ranks have ended well."""
+        self._post(self._node.done)
 
     def bye(self, *, over: bool) -> None:
         """Takes leave of the others; with ``over`` the job has ended."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from rekindle.launch.rendezvous.links import Answer, Link, Search
-from rekindle.launch.rendezvous.roster import ENDS_WITHIN, REJOIN_WITHIN, Roster
+from rekindle.launch.rendezvous.links import Answer, Identity, Link, Output, Search
+from rekindle.launch.rendezvous.roster import REJOIN_WITHIN, Roster
 from rekindle.launch.rendezvous.wire import (
     SUCCESSORS,
     Address,
     Alive,
     Bye,
+    Done,
     Elsewhere,
     Hello,
     Lead,
@@ -24,7 +25,7 @@ from rekindle.launch.rendezvous.wire import (
     encode,
 )
 
-__all__ = ["FIRST_COMES_WITHIN", "LOST_AFTER", "Identity", "Node", "Output"]
+__all__ = ["FIRST_COMES_WITHIN", "LOST_AFTER", "Node"]
 
 LOST_AFTER = 3.0
 """Seconds of silence after which the other end of a connection is lost."""
@@ -44,32 +45,6 @@ _FIRST_ROUND_AFTER = 1.0
 """Seconds for which a launcher that begins a job makes no round. If the job goes on elsewhere, it hears so by then."""
 
 
-class Identity(NamedTuple):
-    """One launcher, and the job that it is part of."""
-
-    job: str
-    id: str
-    address: Address
-    least: int
-    most: int
-    last_call: float
-    endpoints: tuple[Address, ...]
-    """The addresses where the job is to be found."""
-    own: tuple[Address, ...]
-    """Those of them at which this launcher listens."""
-    ends_within: float = ENDS_WITHIN
-    """Seconds that ranks get to end."""
-
-
-class Output(NamedTuple):
-    """A thing to be done with a connection. ``message`` is sent over it."""
-
-    act: Literal["connect", "send", "drop"]
-    link: int
-    address: Address | None = None
-    message: Message | None = None
-
-
 class Node:
     """A launcher among the others of its job.
 
@@ -87,6 +62,8 @@ class Node:
         self.took_over = False
         """True once it leads in place of one that was lost."""
         self._store: Address | None = None
+        self._done = False
+        """True once the ranks of the newest round have ended well, until they are to be started again."""
         self.was_spare = False
         """True once it has seen the job run without it, until the next round that it is part of."""
         self._numbers = itertools.count()
@@ -138,12 +115,21 @@ class Node:
 
     def want(self, store: Address, now: float, pause: int = 0) -> None:
         """Asks for a round after that pause, and offers a store to it. The ranks have ended, or have not begun."""
-        self._store = store
+        self._store, self._done = store, False
         if self._roster is not None:
             self._roster.want(self.me.id, store, self._number, now, pause)
             self._stirred = True
         elif self._leader is not None:
             self._send(self._leader, Want(store, self._number, pause))
+
+    def done(self) -> None:
+        """Tells that the ranks have ended well, and waits for those of other nodes."""
+        self._done = True
+        if self._roster is not None:
+            self._roster.done(self.me.id, self._number)
+            self._stirred = True
+        elif self._leader is not None:
+            self._send(self._leader, Done(self._number))
 
     def bye(self, over: bool, now: float) -> None:
         """Takes leave of the others; with ``over`` the job has ended, as the next one that leads will hear too."""
@@ -259,6 +245,8 @@ class Node:
                 self._lost, self._silent = None, False
                 if self._store is not None:  # perhaps only since the hello
                     self._send(link, Want(self._store, self._number))
+                if self._done:
+                    self._send(link, Done(self._number))
                 if self._has_ended:
                     self._send(link, Bye(over=True))
                 self._hear_leader(link, message, now)
@@ -300,7 +288,7 @@ class Node:
 
     def _begin(self, round: Round) -> None:
         if round.number > self._number:
-            self.round, self._store, self.was_spare = round, None, False
+            self.round, self._store, self.was_spare, self._done = round, None, False, False
 
     @property
     def _number(self) -> int:
@@ -309,7 +297,8 @@ class Node:
     def _hello(self) -> Hello:
         me, last = self.me, self.round
         number, place, world = (last.number, last.place, last.world) if last else (0, -1, 0)
-        return Hello(me.job, me.id, me.address, me.least, me.most, number, place, world, self._store, self.was_spare)
+        wants = self._store, self.was_spare, self._done
+        return Hello(me.job, me.id, me.address, me.least, me.most, number, place, world, *wants)
 
     def _is_over(self) -> bool:
         return bool(self.refused) or (self.news is not None and self.news.closed)
@@ -433,6 +422,8 @@ class Node:
     def _hear_member(self, found: Link, message: Message, roster: Roster, now: float) -> None:
         if isinstance(message, Want):
             roster.want(found.id, message.store, message.after, now, message.pause)
+        elif isinstance(message, Done):
+            roster.done(found.id, message.after)
         elif isinstance(message, Bye):
             roster.bye(found.id, message.over, now)
         else:

@@ -67,6 +67,10 @@ class Roster:
     _members: dict[str, _Member] = field(default_factory=dict)
     _vacant: dict[int, float] = field(default_factory=dict)
     """The time from which on each place without a node is free."""
+    _done: set[int] = field(default_factory=set)
+    """The places whose ranks have ended well, also once their nodes have left."""
+    _is_done: bool = False
+    """True once those of all places have."""
     _assigned: dict[str, Round] = field(default_factory=dict)
     """The newest round, as each of its members is told of it; empty if another launcher made it."""
     _came: int = 0
@@ -88,7 +92,7 @@ class Roster:
         """Takes a member in, also one that has been here before."""
         if hello.round > self.round:  # made by a launcher that was lost before it had told this one
             self.round, self.world, self._assigned = hello.round, hello.world, {}
-            self._vacant = {place: now + REJOIN_WITHIN for place in range(hello.world)}
+            self._vacant, self._done = {place: now + REJOIN_WITHIN for place in range(hello.world)}, set()
         before = self._members.get(hello.id)
         self._came += before is None
         came = before.came if before else self._came
@@ -99,6 +103,8 @@ class Roster:
         self._members[hello.id] = member
         if self._holds(member):
             self._vacant.pop(member.place, None)
+            if hello.done and member.round == hello.round:
+                self._done.add(member.place)
         self._changed = now
 
     def want(self, id: str, store: Address, after: int, now: float, pause: float = 0.0) -> None:
@@ -109,6 +115,13 @@ class Roster:
             member.rests_until = now + pause
             if self._holds(member):
                 self._vacant.pop(member.place, None)
+                self._done.discard(member.place)
+
+    def done(self, id: str, after: int) -> None:
+        """Notes that a member's ranks of that round have ended well."""
+        member = self._members.get(id)
+        if member is not None and member.round == after and self._holds(member):
+            self._done.add(member.place)
 
     def leave(self, id: str, now: float, *, silent: bool = False) -> None:
         """Notes that a member is lost, perhaps because it was silent for long."""
@@ -119,7 +132,8 @@ class Roster:
             self._changed = now
 
     def _vacate(self, place: int, now: float, silent: bool) -> None:
-        self._vacant[place] = now if silent else now + VACANT_FOR
+        if place not in self._done:
+            self._vacant[place] = now if silent else now + VACANT_FOR
 
     def bye(self, id: str, over: bool, now: float) -> None:
         """Notes that a member takes its leave; with ``over`` the job has ended, else it goes on without it."""
@@ -142,7 +156,8 @@ class Roster:
         if self.seen:
             for member in self._candidates():
                 member.was_spare = True
-        if self.closed or not self._may_go_on(now) or self._waits(now):
+        self._is_done |= 0 < self.world == len(self._done)
+        if self.closed or self._is_done or not self._may_go_on(now) or self._waits(now):
             return
         chosen = self._seat(now)
         if chosen and chosen[0].store is not None:
@@ -163,6 +178,7 @@ class Roster:
         waiting = int(self._is_due(now))  # not their number: each change of it would be told to all
         ending = bool(waiting) and any(member.store is None for member in self._holders())
         over = not any(map(self._holds, here))
+        missing = len(self._done.union(member.place for member in self._holders())) < self.world
         return {
             member.id: News(
                 term=self.term,
@@ -173,6 +189,8 @@ class Roster:
                 waiting=0 if member.store is not None else waiting if self._holds(member) else min(1, member.round),
                 ending=ending and member.store is not None,
                 spare=runs and member.store is not None and not self._holds(member),
+                missing=missing,
+                done=self._is_done,
                 closed=self.closed,
                 over=over and member.leaves,
             )
@@ -229,16 +247,21 @@ class Roster:
         return not member.round and not member.was_spare
 
     def _is_due(self, now: float) -> bool:
-        """Returns True if ranks that run are to end: for others whose ranks have, or for a node that takes a place."""
+        """Returns True if ranks that run are to end: for others whose ranks have, or for a node that takes a place.
+
+        So are ranks that have ended well, also for a node that is lost: others that it was lost to end by themselves.
+        """
         holders = self._holders()
-        if self.closed or not holders:
+        if self.closed or self._is_done or not holders:
             return False
         if any(member.store is not None for member in holders):
             return True
-        if not self._candidates() or not self._may_go_on(now):
+        if not self._may_go_on(now):
             return False
-        grows = self.world < self.most and now - self._changed >= self.last_call
-        return grows or any(since <= now for since in self._vacant.values())
+        free = any(since <= now for since in self._vacant.values())
+        if self._candidates():
+            return free or (self.world < self.most and now - self._changed >= self.last_call)
+        return free and len(holders) >= self.least and all(member.place in self._done for member in holders)
 
     def _seat(self, now: float) -> list[_Member]:
         """Returns the members of the next round by place; none if it has to wait."""
@@ -263,7 +286,7 @@ class Roster:
     def _begin(self, members: list[_Member], store: Address) -> None:
         # Rounds that two launchers make apart, each without the other, must not have the same number.
         self.round += 1 + int(self.own[:_DIGITS], 16) + (FIRST_ROUNDS if self.round else 0)
-        self.world, self._vacant = len(members), {}
+        self.world, self._vacant, self._done = len(members), {}, set()
         self._assigned = {
             member.id: Round(self.round, place, self.world, store) for place, member in enumerate(members)
         }

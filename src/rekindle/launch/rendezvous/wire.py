@@ -16,6 +16,7 @@ __all__ = [
     "Address",
     "Alive",
     "Bye",
+    "Done",
     "Elsewhere",
     "Hello",
     "Lead",
@@ -80,6 +81,8 @@ class Hello(NamedTuple):
     """The address of the store that it offers to the next round. None while its ranks run."""
     was_spare: bool
     """True once it has seen the job run without it."""
+    done: bool
+    """True once its ranks of that round have ended well."""
 
 
 class Want(NamedTuple):
@@ -90,6 +93,13 @@ class Want(NamedTuple):
     """The newest round that the launcher was part of: what it says is old once it is part of a later one."""
     pause: int = 0
     """Seconds for which no round is to begin."""
+
+
+class Done(NamedTuple):
+    """Tells that the ranks have ended well. The launcher waits for those of the others."""
+
+    after: int
+    """The round that they were part of."""
 
 
 class Alive(NamedTuple):
@@ -120,6 +130,10 @@ class News(NamedTuple):
     """True while the member, whose own ranks have ended, waits for those of other nodes to do so."""
     spare: bool
     """True if the job runs without the member."""
+    missing: bool
+    """True while a node of the newest round, whose ranks have not ended well, is not here."""
+    done: bool
+    """True once the ranks of all nodes have ended well."""
     closed: bool
     """True once the job has ended."""
     over: bool
@@ -170,10 +184,11 @@ class Lead(NamedTuple):
         return self.round, self.seen, self.term, self.id
 
 
-Message = Hello | Want | Alive | Bye | News | Round | Elsewhere | Refused | Lead
+Message = Hello | Want | Done | Alive | Bye | News | Round | Elsewhere | Refused | Lead
 _KINDS: dict[str, type[Message]] = {
     "hello": Hello,
     "want": Want,
+    "done": Done,
     "alive": Alive,
     "bye": Bye,
     "news": News,
@@ -268,6 +283,8 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     "waiting": _nodes,
     "ending": _truth,
     "spare": _truth,
+    "missing": _truth,
+    "done": _truth,
     "closed": _truth,
     "why": _text,
     "seen": _nodes,
