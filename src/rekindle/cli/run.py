@@ -84,9 +84,9 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     OMP_NUM_THREADS=1 for several ranks on a node. LOGLEVEL=INFO or WARNING shows torchrun's own log.
 
     Exit code 0 when all ranks have ended with 0, or this node was a spare to the end, 1 when no restarts are left, the
-    same error came again, another node has given the job up, HOST is not reached or too few nodes come, 2 when there is nothing to run or a usage error
-    ended a rank, 5 when the state doesn't fit, 7 when another process trains the root (nothing is started again then),
-    128 and the number of the signal that told it to go (130 for Ctrl-C).
+    same error came again, another node has given the job up, HOST is not reached or too few nodes come, 2 when there is
+    nothing to run or a usage error ended a rank, 5 when the state doesn't fit, 7 when another process trains the root
+    (nothing is started again then), 128 and the number of the signal that told it to go (130 for Ctrl-C).
     """
     sys.exit(launch(list(arguments), ctx.get_help, _say))
 
