@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
     RendezvousParameters,
+    RendezvousTimeoutError,
 )
 
 from rekindle.faults.torchelastic import FRESH_STORE
@@ -74,3 +75,22 @@ def test_a_spare_waits_longer_than_others_may_and_prepares_itself_meanwhile(
         assert isinstance(another.exception(WITHIN), RendezvousGracefulExitError)
         with pytest.raises(RendezvousClosedError):  # it has trained
             spare.next_rendezvous()
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_who_has_ended_well_waits_for_a_lost_node_for_a_bounded_time(
+    leaves: int, endpoint: str, made: list[Rendezvous]
+) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        made.extend(Rendezvous(RendezvousParameters("rekindle", endpoint, "job", 2, 2)) for _ in range(2))
+        for each in [pool.submit(each.next_rendezvous) for each in made]:
+            each.result(WITHIN)
+        stays, lost = made[1 - leaves], made[leaves]
+        waits = pool.submit(stays.await_ends, 1.0)
+        time.sleep(2.0)
+        assert not waits.done(), "the other one is there, and its ranks run"
+        lost._hub.stop()
+        error = waits.exception(WITHIN)
+        assert isinstance(error, RendezvousTimeoutError) and "none has taken its place for 1 s" in str(error)
+        assert not stays.is_closed()
+        stays.shutdown()
