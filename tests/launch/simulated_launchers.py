@@ -36,6 +36,8 @@ class Launcher:
         self.ended = False
         """True once torchrun would have left the job."""
         self.rounds: list[Round] = []
+        self.well: list[int] = []
+        """The numbers of those whose ranks have ended well."""
         self.runs = False
         self.stops_at: float | None = None
         self.is_stuck = False
@@ -54,7 +56,9 @@ class Launcher:
 
     def end_well(self) -> None:
         """Its ranks have ended well. It waits for those of the others."""
-        self.act(lambda now: self.node.done())
+        if self.runs and self.rounds[-1].number not in self.well:
+            self.well.append(self.rounds[-1].number)
+            self.act(lambda now: self.node.done())
 
     def finish(self) -> None:
         """It leaves a job that is done."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from rekindle.launch.rendezvous.roster import SMALLER_SIDE_WAITS
 from tests.launch.simulated_launchers import Launcher, Network
 from tests.launch.test_rendezvous import hosts, job, part
 
@@ -125,3 +126,73 @@ def test_one_whose_ranks_end_well_while_nobody_leads_tells_the_next_one() -> Non
     assert misses(made[1]) and not any(are_done(made))
     network.add("d", least=3, most=3, at="a,b")
     network.run_until(lambda: len(part(network.launchers)) == 3)
+
+
+# -- many faults -------------------------------------------------------------------------------------------------------
+
+
+def befall(network: Network, launchers: list[Launcher], least: int, most: int) -> None:
+    """Lets something happen to one launcher, or to some. As many as the job needs stay alive."""
+    chance = network.chance
+    alive = [x for x in launchers if x.alive]
+    victim = chance.choice(alive)
+    kind = chance.choice(("ends", "ends", "fails", "goes", "goes silently", "cut", "severed", "new"))
+    if kind == "ends":
+        victim.end_well()
+    elif kind == "fails" and victim.rounds and victim.rounds[-1].number not in victim.well:
+        victim.fail()
+    elif kind.startswith("goes") and len(alive) > least:
+        (network.kill if kind == "goes" else network.lose_power)(victim)
+    elif kind == "cut" and len(alive) > 1:
+        network.run(3.0)  # one that is told of a round on one side may be part of another one on the other side
+        network.cut(*chance.sample([x.host for x in alive], chance.randint(1, len(alive) - 1)))
+        network.run(chance.uniform(0.1, 12.0))
+        network.cut()
+    elif kind == "severed":
+        network.sever(victim)
+    elif kind == "new" and len(alive) < most + 3:
+        launchers.append(network.add(f"x{len(launchers)}", least=least, most=most, at="a,b"))
+
+
+def check_ends(launchers: list[Launcher]) -> None:
+    """None has heard that a job is done of which not all ranks have ended well, in one and the same round."""
+    for launcher in launchers:
+        news = launcher.node.news
+        if news is not None and news.done:
+            places = {r.place for x in launchers for r in x.rounds if r.number == news.round and r.number in x.well}
+            assert places == set(range(news.world)), launcher.host
+
+
+def end_after_faults(seed: int) -> bool:
+    """Returns True if the job was done in the end. It may have lost all that knew of its newest round."""
+    network = Network(seed)
+    chance = network.chance
+    network.slowest = chance.choice((0.001, 0.02, 0.3))
+    most = chance.randint(1, 4)
+    least = chance.choice((most, max(1, most - 2)))
+    names = "abcdefgh"[: most + chance.randint(0, 2)]
+    launchers = job(network, names, at="a,b", least=least, most=most)
+    for _ in range(chance.randint(1, 8)):
+        befall(network, launchers, least, most)
+        network.run(chance.choice((0.0, chance.uniform(0.0, 0.5), chance.uniform(0.0, 6.0))))
+        check_ends(launchers)
+    for _ in range(30):
+        network.run(SMALLER_SIDE_WAITS / 3)
+        check_ends(launchers)
+        for launcher in part(launchers):
+            launcher.end_well()
+    newest = max(x.rounds[-1].number for x in launchers if x.rounds)
+    there = [x for x in launchers if x.alive and x.rounds and x.rounds[-1].number == newest]
+    assert all(are_done(there)) or all(map(misses, there))
+    return any(are_done(there))
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(1000, 1500), marks=pytest.mark.campaign(seconds=60))])
+def test_a_job_is_done_only_when_it_is_and_then_all_hear_of_it(seeds: range) -> None:
+    done = 0
+    for seed in seeds:
+        try:
+            done += end_after_faults(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+    assert done > len(seeds) / 2
