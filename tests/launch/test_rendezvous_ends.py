@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from rekindle.launch.rendezvous.roster import SMALLER_SIDE_WAITS
+from rekindle.launch.rendezvous.wire import Address
 from tests.launch.simulated_launchers import Launcher, Network
-from tests.launch.test_rendezvous import hosts, job, part
+from tests.launch.test_rendezvous import begun, hosts, job, part
 
 
 def are_done(launchers: list[Launcher]) -> list[bool]:
@@ -75,6 +76,30 @@ def test_a_node_whose_ranks_had_ended_well_is_not_missed(goes: Callable[[Network
     assert hosts(made) == "a" and len(made[0].rounds) == 1 and not misses(made[0]), "no spare takes its place"
     made[0].end_well()
     network.run_until(lambda: are_done(made)[0])
+
+
+def test_a_spare_that_follows_a_node_whose_ranks_had_ended_well_has_to_end_well_itself() -> None:
+    network = Network()
+    made = job(network)
+    made[1].end_well()
+    network.run(1.0)
+    network.kill(made[1])
+    made[0].fail()
+    network.run_until(lambda: hosts(made) == "ac")
+    made[0].end_well()
+    network.run(5.0)
+    assert not any(are_done(made))
+
+
+def test_who_has_asked_to_start_again_has_not_ended_well() -> None:
+    """It did so for a node that has come. The others' ranks end well before they hear of that."""
+    roster = begun("a", "b", "c")
+    roster.done("a" * 16, roster.round)
+    roster.want("a" * 16, Address("a", 1001), roster.round, 1.0)
+    roster.done("b" * 16, roster.round)
+    roster.done("c" * 16, roster.round)
+    roster.tick(1.0)
+    assert not any(news.done for news in roster.news(1.0).values())
 
 
 @pytest.mark.parametrize("lost", [0, 1])
