@@ -22,7 +22,7 @@ from rekindle.launch.rendezvous.links import Identity
 from rekindle.launch.rendezvous.roster import ENDS_WITHIN
 from rekindle.launch.rendezvous.wire import Address, Elsewhere, Round, decode, encode
 
-__all__ = ["Rendezvous"]
+__all__ = ["SPARE", "Rendezvous"]
 
 DEFAULT_PORT = 29400
 """The port of an endpoint that names none, as c10d's."""
@@ -34,6 +34,7 @@ _WAITS_QUIETLY = 30.0
 """Seconds after which one that has reached others says that it waits for more: ranks may take as long to end."""
 _ENDS_QUIETLY = 5.0
 """Seconds after which one whose ranks have ended well says that it waits for those of others."""
+SPARE = "the job runs; this node is a spare, and waits for a place"
 _START = "start 'rekindle run' on all of them, with the same --nnodes, --rdzv-endpoint and --rdzv-id"
 _EXCHANGE_WITHIN = timedelta(seconds=10)
 """Time that nodes which have met get to exchange their numbers of ranks, a matter of milliseconds."""
@@ -186,7 +187,7 @@ class Rendezvous:
         from torch.distributed.elastic.rendezvous import RendezvousTimeoutError  # noqa: PLC0415
 
         began = idle = time.monotonic() + pause
-        complained = False
+        complained = spared = False
         while True:
             with self._hub.changed:
                 view, now = self._hub.view, time.monotonic()
@@ -196,6 +197,9 @@ class Rendezvous:
                 is_spare = view.is_member and view.news is not None and view.news.spare
                 if is_spare:
                     idle = now
+                    if not spared:
+                        spared = True
+                        self.say(SPARE)
                 if now - idle >= self._join_within:
                     raise RendezvousTimeoutError(self._describe_absence())
                 if not complained and now - idle >= (_WAITS_QUIETLY if self._was_member else _PATIENCE):
