@@ -16,6 +16,7 @@ import torch
 
 import rekindle
 import rekindle.session.nodes as meeting_of_nodes
+from rekindle.memory.incidents import read_start
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.local_state import read_local_files
 from rekindle.restore.restore import restore
@@ -97,6 +98,8 @@ def test_ranks_that_have_changed_nodes_read_their_state_from_there(root: Path, m
     swapped = ranks(2, _train, root, memories[::-1], STEPS)
     assert [(one["begun"], one["from"]) for one in swapped] == [(STEPS, "peer")] * 2
     assert [one["came to"][STEPS] for one in swapped] == [one["came to"][STEPS] for one in trained]
+    hosts = {record.host for memory in memories if (record := read_start(_job(memory))) is not None}
+    assert len(hosts) == 2 and all(hosts), "nodes of one host name have records of incidents of their own"
 
 
 def test_a_lost_node_costs_at_most_one_step_though_nothing_was_on_storage(root: Path, memories: list[Path]) -> None:

@@ -53,6 +53,8 @@ class StartRecord:
     """Step that it went on from."""
     count: tuple[str, int] | None = None
     """The launcher's name for the job and the number of its restarts; None if it tells neither."""
+    host: str = ""
+    """Name of the node among all of the start; empty while that isn't known."""
 
     @staticmethod
     def from_json(value: Any) -> StartRecord:
@@ -67,6 +69,7 @@ class StartRecord:
                 restored=None if value["restored"] is None else check_seconds(value["restored"]),
                 step=check_integer(value["step"]),
                 count=_count_of(value["count"]),
+                host=check_texts([value.get("host", "")])[0],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"the record of a start is not readable: {error!r}") from error
@@ -161,7 +164,7 @@ def _incident(
     return Incident(
         start=record.start,
         generation=record.generation,
-        host=socket.gethostname(),
+        host=record.host or socket.gethostname(),
         at=at,
         cause=cause,
         what=what,

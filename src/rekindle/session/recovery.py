@@ -40,11 +40,12 @@ class RecoveryClock:
 
     def __init__(self, session: Session) -> None:
         """To be made when the ranks have met, and before any of them is guarded: that replaces the status pages."""
+        self._session = session
         self._job: JobDir | None = session.job if session.is_first_on_node else None
         self._incident: Incident | None = None
         """The incident that this start recovers from; None without one, and once it has recovered."""
         self._record: StartRecord | None = None
-        self._try(lambda job: self._begin(job, session))
+        self._try(self._begin)
 
     def _try(self, work: Callable[[JobDir], object]) -> None:
         if self._job is None:
@@ -57,7 +58,8 @@ class RecoveryClock:
             )
             self._job = None
 
-    def _begin(self, job: JobDir, session: Session) -> None:
+    def _begin(self, job: JobDir) -> None:
+        session = self._session
         before, started, incarnation = read_start(job), process_started(), session.agreed.incarnation
         incident = describe_end(job)
         count = _restart_count()
@@ -85,7 +87,8 @@ class RecoveryClock:
 
     def _went_on(self, job: JobDir, restored: float | None, step: int, place: str) -> None:
         assert self._record is not None
-        self._record = replace(self._record, restored=restored, step=step)
+        nodes = self._session.nodes  # known by now; a fault before has the host's name, which others may have too
+        self._record = replace(self._record, restored=restored, step=step, host=nodes.here.name if nodes else "")
         write_start(job, self._record)
         if self._incident is not None:
             moments = self._incident.moments | ({} if restored is None else {RESTORED: restored})
