@@ -32,6 +32,7 @@ from tests.launch.simulated_launchers import PORT, Launcher, Network
 AT = Address("node-1", 29400)
 ID = "0123456789abcdef"
 LONGEST = Address("n" * 250, 65535)
+PLACES = frozenset(range(1 << 16))
 MESSAGES: list[Message] = [
     Hello("job", ID, AT, 1, 4, 7, 2, 3, None, False, True),
     Hello("job", ID, Address("fe80::1%eth0", 1), 1, 4, 0, -1, 0, AT, True, False),
@@ -40,14 +41,13 @@ MESSAGES: list[Message] = [
     Done(7),
     Alive(),
     Bye(True),
-    News(
-        1, 7, 2, tuple(Successor(ID, LONGEST) for _ in range(SUCCESSORS)), -1, 2, False, False, True, False, True, False
-    ),
+    News(1, 7, 2, (Successor(ID, LONGEST),) * SUCCESSORS, -1, 2, False, False, True, False, PLACES, True, False),
+    News(1, 7, 2, (), -1, 2, False, False, True, False, frozenset(), True, False),
     Round(8, 0, 2, AT),
     Elsewhere(None),
     Elsewhere(AT),
     Refused("no", same_job=True),
-    Lead("job", ID, AT, 3, 2, 1),
+    Lead("job", ID, AT, 3, 2, 1, False),
 ]
 
 

@@ -110,7 +110,7 @@ def test_one_who_gives_signs_of_life_alone_is_sent_away(launchers: Launchers) ->
 def test_a_stranger_without_the_jobs_name_takes_no_part_in_it_and_does_not_learn_it(launchers: Launchers) -> None:
     leader = launchers.lead()
     wait(leader, lambda view: view.leads)
-    claim = Lead("a guess", "f" * 16, Address(LOCAL, 1), 1 << 40, 9, 9)
+    claim = Lead("a guess", "f" * 16, Address(LOCAL, 1), 1 << 40, 9, 9, True)
     with socket.create_connection((LOCAL, launchers.port), LONG) as stranger:
         stranger.sendall(hello("a guess"))
         answer = stranger.recv(1 << 16)

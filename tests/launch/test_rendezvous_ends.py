@@ -65,17 +65,46 @@ def test_a_spare_takes_the_place_of_a_node_whose_ranks_had_not_ended_well(
     assert not any(are_done(made))
 
 
+@pytest.mark.parametrize("least", [1, 2])
 @pytest.mark.parametrize("goes", GOES)
-def test_a_node_whose_ranks_had_ended_well_is_not_missed(goes: Callable[[Network, Launcher], None]) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_whose_ranks_had_ended_well_is_not_missed(
+    lost: int, goes: Callable[[Network, Launcher], None], least: int
+) -> None:
+    """No spare takes its place, and the others don't start again without it, also if it led."""
     network = Network()
-    made = job(network)
-    made[1].end_well()
+    made = job(network, least=least)
+    left = made[1 - lost]
+    made[lost].end_well()
     network.run(1.0)
-    goes(network, made[1])
+    goes(network, made[lost])
     network.run(20.0)
-    assert hosts(made) == "a" and len(made[0].rounds) == 1 and not misses(made[0]), "no spare takes its place"
-    made[0].end_well()
-    network.run_until(lambda: are_done(made)[0])
+    assert part(made) == [left] and len(left.rounds) == 1 and not misses(left)
+    left.end_well()
+    network.run_until(lambda: are_done([left])[0])
+    assert len(left.rounds) == 1
+
+
+@pytest.mark.parametrize("seconds", [2.0, 6.0])
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_launcher_that_was_stopped_while_others_ended_hears_that_the_job_is_done(
+    stopped: int, seconds: float
+) -> None:
+    """One that leads, and has heard that all is done, stays for it."""
+    network = Network()
+    made = job(network, "ab")
+    made[stopped].end_well()
+    network.run(1.0)
+    network.cut(made[stopped].host)
+    other = made[1 - stopped]
+    network.run(seconds)
+    other.end_well()
+    network.run(0.5)
+    if are_done([other])[0]:
+        other.finish()
+        assert other.node.has_members(network.now)
+    network.cut()
+    network.run_until(lambda: are_done(made) == [True, True])
 
 
 def test_a_spare_that_follows_a_node_whose_ranks_had_ended_well_has_to_end_well_itself() -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "MAX_RANKS",
     "STEP_DIR",
     "Root",
+    "is_job_name",
     "job_name",
     "receipt_name",
     "canonical_root",
@@ -141,6 +142,11 @@ def root_path(root: str | os.PathLike[str]) -> Path:
     except ValueError as error:  # a NUL, or a lone surrogate
         raise UsageError(f"root {text!r}: can't be the name of a directory: {error}") from error
     return path
+
+
+def is_job_name(name: str) -> bool:
+    """Returns True for a name that ``job_name`` may have given."""
+    return re.fullmatch(r"[A-Za-z0-9-]{1,24}-[0-9a-f]{12}", name) is not None
 
 
 def job_name(root: Root) -> str:

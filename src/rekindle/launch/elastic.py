@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,9 +35,7 @@ class Signals:
     _answer: Callable[[int, FrameType | None], None]
 
     def __init__(self) -> None:
-        self.are_ignored = False
-        """True once an answer would only disturb the launcher's end."""
-        self._starting = False
+        self._starting = self._ignored = False
         self._waits: int | None = None
 
     @contextmanager
@@ -58,12 +57,22 @@ class Signals:
 
     def take(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal. Raises torch's SignalException, unless ranks are being started or signals are ignored."""
-        if self.are_ignored:
+        if self._ignored:
             return
         if self._starting:
             self._waits = number
         else:
             self._answer(number, frame)
+
+    def ignore(self) -> None:
+        """Ignores all that it takes: an answer would only disturb the launcher's end.
+
+        The system is told so as well, as Python gives it back what it handles itself before it has ended.
+        """
+        self._ignored = True
+        for number in signal.valid_signals():
+            if signal.getsignal(number) == self.take:
+                signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -124,7 +133,8 @@ def deciding(
             result: RunResult | None = super().run(*args, **options)
             if result is None:
                 raise RendezvousGracefulExitError
-            signals.are_ignored |= not result.is_failed()  # the job is done, whatever comes while all is given back
+            if not result.is_failed():
+                signals.ignore()  # the job is done, whatever comes while all is given back
             return result
 
         def _rendezvous(self, worker_group: WorkerGroup) -> None:

@@ -78,10 +78,12 @@ class _Course:
         self.why = ""
         """The fault that the node's agent noticed last, in brackets, where the exit code says too little."""
         self.begin(False)
+        self.role = "this node was a spare, and was not needed"
+        """What a node without ranks says of itself in the end."""
 
     def begin(self, restarted: bool) -> None:
         """Notes that ranks start, for the first time or again. What those before have left late counts for nothing."""
-        self._restarted = restarted
+        self._restarted, self.role = restarted, "another node had taken this one's place"
         self._since, self._begun = time.time(), time.monotonic()
         forget_refusal(self._place)
 
@@ -175,7 +177,7 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
             try:
                 return _train(args, nodes, Path(place), say, signals)
             finally:
-                signals.are_ignored = True  # all is told, and Python takes some tenths of a second to end
+                signals.ignore()  # all is told, and Python takes some tenths of a second to end
     except SignalException as error:  # a second one, while the answer to the first was on its way
         return 128 + int(error.sigval)
 
@@ -216,10 +218,10 @@ def _train(args: Any, nodes: int, place: Path, say: Callable[[str], object], sig
     except SignalException as error:
         say(f"ended by {error.sigval.name}")
         _say_what_is_saved(place, say)
-        signals.are_ignored = True  # also while what the error holds is freed
+        signals.ignore()  # also while what the error holds is freed
         return 128 + int(error.sigval)
     except RendezvousGracefulExitError:
-        say("the job has ended; this node was a spare, and was not needed")
+        say(f"the job has ended; {course.role}")
         return 0
     except RendezvousClosedError:
         say("ended, because the job has ended on another node")

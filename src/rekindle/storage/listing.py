@@ -17,9 +17,8 @@ from typing import Any
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import FormatError, NotFoundError, RekindleError
 from rekindle.format.lineage import Incarnation, superseded_by
-from rekindle.format.names import Root, receipt_name
+from rekindle.format.names import Root, is_job_name, receipt_name
 from rekindle.format.receipt import Receipt
-from rekindle.memory.files_dir import FILES
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.catalog import MEMORY, STORAGE, StoredCopy, copies_from
@@ -240,9 +239,7 @@ def jobs_in_memory(base: Path) -> list[JobDir]:
     """Lists every job that has memory on this node."""
     if not base.is_dir():
         return []
-    # A job's name has no dot in it; its compile caches lie beside it.
-    names = sorted(path.name for path in base.iterdir() if path.is_dir() and "." not in path.name)
-    found = [JobDir(base / name) for name in names if name != FILES]
+    found = [JobDir(path) for path in sorted(base.iterdir()) if path.is_dir() and is_job_name(path.name)]
     for job in found:
         job.check()
     return found

@@ -19,6 +19,7 @@ from rekindle.launch.provide import seconds_to_end
 from rekindle.launch.rendezvous.hosts import is_this_host, listen, own_host
 from rekindle.launch.rendezvous.hub import Hub, View
 from rekindle.launch.rendezvous.links import Identity
+from rekindle.launch.rendezvous.node import COMES_BACK_WITHIN
 from rekindle.launch.rendezvous.roster import ENDS_WITHIN
 from rekindle.launch.rendezvous.wire import Address, Elsewhere, Round, decode, encode
 
@@ -36,6 +37,7 @@ _ENDS_QUIETLY = 5.0
 """Seconds after which one whose ranks have ended well says that it waits for those of others."""
 SPARE = "the job runs; this node is a spare, and waits for a place"
 _START = "start 'rekindle run' on all of them, with the same --nnodes, --rdzv-endpoint and --rdzv-id"
+_START_AT = "start 'rekindle run' there, with the same --nnodes and --rdzv-id, and --rdzv-endpoint {}"
 _EXCHANGE_WITHIN = timedelta(seconds=10)
 """Time that nodes which have met get to exchange their numbers of ranks, a matter of milliseconds."""
 _LEAVE_WITHIN = 2.0
@@ -59,6 +61,8 @@ class Rendezvous:
         """Called now and then by the thread that waits for a round, while this node is a spare."""
         self.pause = 0.0
         """Seconds until the next round, for all nodes. It counts once, from when this one asks for the round."""
+        self._start = _START
+        """Words on how others come to the job."""
         self._endpoints = _parse(params.endpoint)
         self._backend: str = params.backend
         self._run_id: str = params.run_id
@@ -154,9 +158,8 @@ class Rendezvous:
                 if news is not None and view.is_member and not news.missing:
                     whole = now
                 if now - whole >= within:
-                    raise RendezvousTimeoutError(
-                        f"a node has gone whose ranks had not ended well, and none has taken its place for {within:g} s"
-                    )
+                    gone = "a node has gone whose ranks may not have ended well"
+                    raise RendezvousTimeoutError(f"{gone}, and none takes its place within {within:g} s")
                 if not said and now - began >= _ENDS_QUIETLY:
                     said = True
                     self.say("all ranks of this node have ended well: waits for those of others")
@@ -175,7 +178,8 @@ class Rendezvous:
     def shutdown(self) -> bool:
         """Takes leave of the others. A node that is part of the job ends it; one that is not just goes."""
         self._hub.bye(over=self._is_part)
-        until = time.monotonic() + _LEAVE_WITHIN
+        news = self._hub.view.news
+        until = time.monotonic() + (COMES_BACK_WITHIN if news is not None and news.done else _LEAVE_WITHIN)
         with self._hub.changed:
             while self._is_part and not _may_end(self._hub.view) and (left := until - time.monotonic()) > 0:
                 self._hub.changed.wait(left)
@@ -236,6 +240,7 @@ class Rendezvous:
         return ",".join(map(str, self._endpoints))
 
     def _tell_of_the_lead(self) -> None:
+        self._start = _START_AT.format(self._address)
         self.say(
             f"the launcher that led is lost: this one leads on, at {self._address}. Nodes that are started from now on "
             f"find the job by --rdzv-endpoint {self._address}"
@@ -254,13 +259,15 @@ class Rendezvous:
                 f"waits for the ranks of other nodes to end, for {self._join_within:g} s at most (join_timeout of "
                 f"--rdzv-conf): after {self._ends_within:g} s a spare takes the place of their node, if there is one"
             )
-        return f"waits for other nodes, for {self._join_within:g} s at most (join_timeout of --rdzv-conf): {_START}"
+        return (
+            f"waits for other nodes, for {self._join_within:g} s at most (join_timeout of --rdzv-conf): {self._start}"
+        )
 
     def _describe_absence(self) -> str:
         within = f"within {self._join_within:g} s (join_timeout of --rdzv-conf)"
         if self._others_end:
             return f"ranks of other nodes have not ended {within}: see what holds them there, as a mount that hangs"
-        return f"too few nodes have come to {self._where} {within}: {_START}"
+        return f"too few nodes have come to {self._where} {within}: {self._start}"
 
     def _why_unreached(self) -> str:
         errors = [error for address in self._endpoints if (error := self._hub.errors.get(address)) is not None]

@@ -201,7 +201,8 @@ class Hub:
             return
         link = self._node.accept(self._now())
         self._writers[link] = writer
-        await self._read(link, reader)
+        with suppress(asyncio.CancelledError):  # in Python 3.11 the server's own callback fails at a task that was
+            await self._read(link, reader)
 
     async def _read(self, link: int, reader: asyncio.StreamReader) -> None:
         """Takes the messages of a connection until it ends, or has brought what no launcher would send."""

@@ -67,9 +67,9 @@ class Roster:
     _members: dict[str, _Member] = field(default_factory=dict)
     _vacant: dict[int, float] = field(default_factory=dict)
     """The time from which on each place without a node is free."""
-    _done: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
     """The places whose ranks have ended well, also once their nodes have left."""
-    _is_done: bool = False
+    is_done: bool = False
     """True once those of all places have."""
     _assigned: dict[str, Round] = field(default_factory=dict)
     """The newest round, as each of its members is told of it; empty if another launcher made it."""
@@ -81,9 +81,13 @@ class Roster:
     _due_since: float | None = None
     """The time from which on ranks that run are to end."""
 
-    def succeed(self, place: int, now: float, *, silent: bool) -> None:
-        """Takes over from a launcher that was lost, perhaps by silence, with the node of this place: -1 for a spare."""
-        self._vacant = {other: now + REJOIN_WITHIN for other in range(self.world)}
+    def succeed(self, place: int, ended: frozenset[int], now: float, *, silent: bool) -> None:
+        """Takes over from a launcher that was lost, perhaps by silence, with the node of this place: -1 for a spare.
+
+        ``ended`` are the places whose ranks have ended well, as it has told.
+        """
+        self.ended = set(ended)
+        self._vacant = {other: now + REJOIN_WITHIN for other in range(self.world) if other not in self.ended}
         if place in self._vacant:
             self._vacate(place, now, silent)
         self._changed = now
@@ -92,7 +96,7 @@ class Roster:
         """Takes a member in, also one that has been here before."""
         if hello.round > self.round:  # made by a launcher that was lost before it had told this one
             self.round, self.world, self._assigned = hello.round, hello.world, {}
-            self._vacant, self._done = {place: now + REJOIN_WITHIN for place in range(hello.world)}, set()
+            self._vacant, self.ended = {place: now + REJOIN_WITHIN for place in range(hello.world)}, set()
         before = self._members.get(hello.id)
         self._came += before is None
         came = before.came if before else self._came
@@ -103,8 +107,7 @@ class Roster:
         self._members[hello.id] = member
         if self._holds(member):
             self._vacant.pop(member.place, None)
-            if hello.done and member.round == hello.round:
-                self._done.add(member.place)
+            (self.ended.add if hello.done and member.round == hello.round else self.ended.discard)(member.place)
         self._changed = now
 
     def want(self, id: str, store: Address, after: int, now: float, pause: float = 0.0) -> None:
@@ -115,13 +118,13 @@ class Roster:
             member.rests_until = now + pause
             if self._holds(member):
                 self._vacant.pop(member.place, None)
-                self._done.discard(member.place)
+                self.ended.discard(member.place)
 
     def done(self, id: str, after: int) -> None:
         """Notes that a member's ranks of that round have ended well."""
         member = self._members.get(id)
         if member is not None and member.round == after and self._holds(member):
-            self._done.add(member.place)
+            self.ended.add(member.place)
 
     def leave(self, id: str, now: float, *, silent: bool = False) -> None:
         """Notes that a member is lost, perhaps because it was silent for long."""
@@ -132,7 +135,7 @@ class Roster:
             self._changed = now
 
     def _vacate(self, place: int, now: float, silent: bool) -> None:
-        if place not in self._done:
+        if place not in self.ended:
             self._vacant[place] = now if silent else now + VACANT_FOR
 
     def bye(self, id: str, over: bool, now: float) -> None:
@@ -156,8 +159,8 @@ class Roster:
         if self.seen:
             for member in self._candidates():
                 member.was_spare = True
-        self._is_done |= 0 < self.world == len(self._done)
-        if self.closed or self._is_done or not self._may_go_on(now) or self._waits(now):
+        self.is_done |= 0 < self.world == len(self.ended)
+        if self.closed or self.is_done or not self._may_go_on(now) or self._waits(now):
             return
         chosen = self._seat(now)
         if chosen and chosen[0].store is not None:
@@ -172,13 +175,14 @@ class Roster:
         here = [member for member in self._members.values() if not member.leaves]
         others = sorted((member for member in here if member.id != self.own), key=self._succession)
         successors = tuple(Successor(member.id, member.address) for member in others[:SUCCESSORS])
+        next_ones = {self.own, *(successor.id for successor in successors)}
         leader = self._members.get(self.own)
         place = leader.place if leader is not None and self._holds(leader) else -1
         runs = self.seen > 0
         waiting = int(self._is_due(now))  # not their number: each change of it would be told to all
         ending = bool(waiting) and any(member.store is None for member in self._holders())
         over = not any(map(self._holds, here))
-        missing = len(self._done.union(member.place for member in self._holders())) < self.world
+        missing = len(self.ended.union(member.place for member in self._holders())) < self.world
         return {
             member.id: News(
                 term=self.term,
@@ -188,9 +192,10 @@ class Roster:
                 leads_from=place,
                 waiting=0 if member.store is not None else waiting if self._holds(member) else min(1, member.round),
                 ending=ending and member.store is not None,
+                ended=frozenset(self.ended) if member.id in next_ones else frozenset(),
                 spare=runs and member.store is not None and not self._holds(member),
                 missing=missing,
-                done=self._is_done,
+                done=self.is_done,
                 closed=self.closed,
                 over=over and member.leaves,
             )
@@ -252,7 +257,7 @@ class Roster:
         So are ranks that have ended well, also for a node that is lost: others that it was lost to end by themselves.
         """
         holders = self._holders()
-        if self.closed or self._is_done or not holders:
+        if self.closed or self.is_done or not holders:
             return False
         if any(member.store is not None for member in holders):
             return True
@@ -261,7 +266,7 @@ class Roster:
         free = any(since <= now for since in self._vacant.values())
         if self._candidates():
             return free or (self.world < self.most and now - self._changed >= self.last_call)
-        return free and len(holders) >= self.least and all(member.place in self._done for member in holders)
+        return free and len(holders) >= self.least and all(member.place in self.ended for member in holders)
 
     def _seat(self, now: float) -> list[_Member]:
         """Returns the members of the next round by place; none if it has to wait."""
@@ -286,7 +291,7 @@ class Roster:
     def _begin(self, members: list[_Member], store: Address) -> None:
         # Rounds that two launchers make apart, each without the other, must not have the same number.
         self.round += 1 + int(self.own[:_DIGITS], 16) + (FIRST_ROUNDS if self.round else 0)
-        self.world, self._vacant, self._done = len(members), {}, set()
+        self.world, self._vacant, self.ended = len(members), {}, set()
         self._assigned = {
             member.id: Round(self.round, place, self.world, store) for place, member in enumerate(members)
         }

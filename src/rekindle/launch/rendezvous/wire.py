@@ -42,6 +42,7 @@ _MOST_NODES = 1 << 16
 _LONGEST_TEXT = 1024
 _HOST = re.compile(r"[\w.:%-]{1,255}", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{16}")
+_BITS = re.compile(rf"[0-9a-f]{{1,{_MOST_NODES // 4}}}")
 
 
 class Address(NamedTuple):
@@ -134,6 +135,8 @@ class News(NamedTuple):
     """True while a node of the newest round, whose ranks have not ended well, is not here."""
     done: bool
     """True once the ranks of all nodes have ended well."""
+    ended: frozenset[int]
+    """The places whose ranks have ended well, for those that may lead next; else empty."""
     closed: bool
     """True once the job has ended."""
     over: bool
@@ -178,10 +181,12 @@ class Lead(NamedTuple):
     seen: int
     """The round's nodes that it sees."""
     term: int
+    done: bool
+    """True if the ranks of all nodes have ended well: the others have to hear of it."""
 
     @property
-    def claim(self) -> tuple[int, int, int, str]:
-        return self.round, self.seen, self.term, self.id
+    def claim(self) -> tuple[bool, int, int, int, str]:
+        return self.done, self.round, self.seen, self.term, self.id
 
 
 Message = Hello | Want | Done | Alive | Bye | News | Round | Elsewhere | Refused | Lead
@@ -202,7 +207,12 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 def encode(message: Message) -> bytes:
     """Returns the line of a message."""
-    return json.dumps({"is": _NAMES[type(message)], **message._asdict()}).encode() + b"\n"
+    return json.dumps({"is": _NAMES[type(message)], **message._asdict()}, default=_bits).encode() + b"\n"
+
+
+def _bits(places: frozenset[int]) -> str:
+    """Returns places as bits of a hexadecimal number: those of all nodes take 16 kB at most."""
+    return f"{sum(1 << place for place in places):x}"
 
 
 def decode(line: bytes) -> Message:
@@ -245,6 +255,12 @@ def _successors(value: Any) -> tuple[Successor, ...]:
     return tuple(Successor(_id(name), _address(address)) for name, address in value)
 
 
+def _places(value: Any) -> frozenset[int]:
+    if not _BITS.fullmatch(value if type(value) is str else ""):
+        raise ValueError("expected places, as bits of a hexadecimal number")
+    return frozenset(place for place, bit in enumerate(reversed(f"{int(value, 16):b}")) if bit == "1")
+
+
 def _truth(value: Any) -> bool:
     if type(value) is not bool:
         raise ValueError("expected true or false")
@@ -285,6 +301,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     "spare": _truth,
     "missing": _truth,
     "done": _truth,
+    "ended": _places,
     "closed": _truth,
     "why": _text,
     "seen": _nodes,
