@@ -79,7 +79,7 @@ class _Course:
         """The fault that the node's agent noticed last, in brackets, where the exit code says too little."""
         self.begin(False)
         self.role = "this node was a spare, and was not needed"
-        """What a node without ranks says of itself in the end."""
+        """Words of a node without ranks on itself, in the end."""
 
     def begin(self, restarted: bool) -> None:
         """Notes that ranks start, for the first time or again. What those before have left late counts for nothing."""
