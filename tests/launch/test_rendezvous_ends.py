@@ -85,6 +85,22 @@ def test_a_node_whose_ranks_had_ended_well_is_not_missed(
     assert len(left.rounds) == 1
 
 
+def test_who_is_told_that_the_job_is_done_over_a_connection_that_is_gone_hears_it_all_the_same() -> None:
+    """As by a launcher that led, was stopped until others had given it up, and has just gone on."""
+    network = Network()
+    made = job(network, "ab")
+    made[1].end_well()
+    network.run(1.0)
+    network.cut("a")
+    network.run(1.0)
+    made[0].end_well()
+    made[0].finish()
+    network.run(4.0)
+    assert not are_done(made)[1] and made[0].node.has_members(network.now)
+    network.cut()
+    network.run_until(lambda: are_done(made)[1])
+
+
 @pytest.mark.parametrize("seconds", [2.0, 6.0])
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_launcher_that_was_stopped_while_others_ended_hears_that_the_job_is_done(

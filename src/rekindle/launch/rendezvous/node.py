@@ -176,9 +176,8 @@ class Node:
             self._leader, self._lost, self._silent, self._lost_at = None, found.address, silent, now
             self._seek(now)
         elif found.role == "member" and self._roster is not None:
-            if found.told is None or not found.told.done:
+            if not self._roster.leave(found.id, now, silent=silent):
                 self._missed_until = now + COMES_BACK_WITHIN
-            self._roster.leave(found.id, now, silent=silent)
             self._stirred = True
 
     def received(self, link: int, message: Message, now: float) -> None:

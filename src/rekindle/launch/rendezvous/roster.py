@@ -126,13 +126,15 @@ class Roster:
         if member is not None and member.round == after and self._holds(member):
             self.ended.add(member.place)
 
-    def leave(self, id: str, now: float, *, silent: bool = False) -> None:
-        """Notes that a member is lost, perhaps because it was silent for long."""
+    def leave(self, id: str, now: float, *, silent: bool = False) -> bool:
+        """Notes that a member is lost, perhaps by long silence. Returns True if it had taken its leave."""
         member = self._members.pop(id, None)
-        if member is not None:
-            if self._holds(member):
-                self._vacate(member.place, now, silent)
-            self._changed = now
+        if member is None:
+            return True
+        if self._holds(member):
+            self._vacate(member.place, now, silent)
+        self._changed = now
+        return member.leaves
 
     def _vacate(self, place: int, now: float, silent: bool) -> None:
         if place not in self.ended:
