@@ -94,3 +94,15 @@ def test_who_has_ended_well_waits_for_a_lost_node_for_a_bounded_time(
         assert isinstance(error, RendezvousTimeoutError) and "none takes its place within 1 s" in str(error)
         assert not stays.is_closed()
         stays.shutdown()
+
+
+def test_who_asks_for_a_round_of_a_job_that_is_done_has_ended_well(endpoint: str, made: list[Rendezvous]) -> None:
+    """As one that was told to start again for a node that had come, just before the others' ranks ended well, too."""
+    with ThreadPoolExecutor(2) as pool:
+        made.extend(Rendezvous(RendezvousParameters("rekindle", endpoint, "job", 2, 2)) for _ in range(2))
+        for each in [pool.submit(each.next_rendezvous) for each in made]:
+            each.result(WITHIN)
+        assert all([each.result(WITHIN) for each in [pool.submit(each.await_ends, WITHIN) for each in made]])
+        for each in made:
+            with pytest.raises(RendezvousGracefulExitError):
+                each.next_rendezvous()

@@ -147,6 +147,49 @@ def test_who_has_asked_to_start_again_has_not_ended_well() -> None:
     assert not any(news.done for news in roster.news(1.0).values())
 
 
+def test_one_that_has_come_back_keeps_nobody_at_the_end() -> None:
+    network = Network()
+    made = job(network, "ab")
+    network.sever(made[1])
+    network.run(3.0)
+    for each in made:
+        each.end_well()
+    network.run_until(lambda: are_done(made) == [True, True])
+    for each in made:
+        each.finish()
+    network.kill(made[1])
+    network.run(0.5)
+    assert not made[0].node.has_members(network.now)
+
+
+def test_no_round_is_made_of_a_job_that_is_done() -> None:
+    """All have ended well, and were told before that they start again for a node that has come: they ask too late."""
+    roster = begun("a", "b", "c")
+    before = roster.round
+    for name in "abc":
+        roster.done(name * 16, before)
+    roster.tick(1.0)
+    for name in "abc":
+        roster.want(name * 16, Address(name, 1001), before, 1.0)
+    roster.tick(60.0)
+    assert roster.round == before and all(news.done for news in roster.news(60.0).values())
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_short_silence_restarts_nobody_though_the_job_may_shrink(lost: int) -> None:
+    network = Network()
+    made = job(network, "ab", least=1)
+    made[1 - lost].end_well()
+    network.run(1.0)
+    network.cut("a")
+    network.run(15.0)
+    network.cut()
+    network.run(15.0)
+    assert [len(x.rounds) for x in made] == [1, 1]
+    made[lost].end_well()
+    network.run_until(lambda: are_done(made) == [True, True])
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_without_a_spare_the_others_know_that_a_node_is_missing(lost: int) -> None:
     network = Network()

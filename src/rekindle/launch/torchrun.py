@@ -83,7 +83,7 @@ class _Course:
 
     def begin(self, restarted: bool) -> None:
         """Notes that ranks start, for the first time or again. What those before have left late counts for nothing."""
-        self._restarted, self.role = restarted, "another node had taken this one's place"
+        self._restarted, self.role = restarted, "this node was not needed any more"
         self._since, self._begun = time.time(), time.monotonic()
         forget_refusal(self._place)
 

@@ -19,8 +19,7 @@ from rekindle.launch.provide import seconds_to_end
 from rekindle.launch.rendezvous.hosts import is_this_host, listen, own_host
 from rekindle.launch.rendezvous.hub import Hub, View
 from rekindle.launch.rendezvous.links import Identity
-from rekindle.launch.rendezvous.node import COMES_BACK_WITHIN
-from rekindle.launch.rendezvous.roster import ENDS_WITHIN
+from rekindle.launch.rendezvous.roster import COMES_BACK_WITHIN, ENDS_WITHIN
 from rekindle.launch.rendezvous.wire import Address, Elsewhere, Round, decode, encode
 
 __all__ = ["SPARE", "Rendezvous"]
@@ -146,6 +145,8 @@ class Rendezvous:
         """
         from torch.distributed.elastic.rendezvous import RendezvousTimeoutError  # noqa: PLC0415
 
+        if self.num_nodes_waiting():
+            return False
         self._hub.done()
         began = whole = time.monotonic()
         said = False
@@ -227,7 +228,7 @@ class Rendezvous:
             raise RendezvousStateError(f"the rendezvous has failed: {view.failed}")
         if view.refused:
             raise RendezvousConnectionError(f"another job is at {self._where}: {view.refused}")
-        if view.news is not None and view.news.closed:
+        if view.news is not None and (view.news.closed or view.news.done):
             raise RendezvousGracefulExitError if view.was_spare or view.news.done else RendezvousClosedError
         if not self._was_member and seconds >= self._read_within:
             why = self._why_unreached()

@@ -25,12 +25,10 @@ from rekindle.launch.rendezvous.wire import (
     encode,
 )
 
-__all__ = ["COMES_BACK_WITHIN", "FIRST_COMES_WITHIN", "LOST_AFTER", "Node"]
+__all__ = ["FIRST_COMES_WITHIN", "LOST_AFTER", "Node"]
 
 LOST_AFTER = 3.0
 """Seconds of silence after which the other end of a connection is lost."""
-COMES_BACK_WITHIN = 10.0
-"""Seconds for which a launcher that was lost, as one that was stopped, may hear that the job is done."""
 FIRST_COMES_WITHIN = 10.0
 """Seconds after which a launcher leads from an endpoint that is not the first: the first one's node may start later."""
 _SIGN_EVERY = 0.5
@@ -77,8 +75,6 @@ class Node:
         """The time before which it makes no round."""
         self._others_until = now
         """The time until which others come to it that followed a lost launcher before."""
-        self._missed_until = now
-        """The time until which one that was lost may come back."""
         self._has_led = False
         self._leader: int | None = None
         """The connection to the launcher that leads."""
@@ -108,8 +104,9 @@ class Node:
 
     def has_members(self, now: float) -> bool:
         """Returns True while others follow this launcher, or have not had time to since it leads, or they were lost."""
-        until = max(self._others_until, self._missed_until if self.news is not None and self.news.done else now)
-        return now < until or any(found.role == "member" for found in self._links.values())
+        if self._roster is not None and self._roster.tells(now):
+            return True
+        return now < self._others_until or any(found.role == "member" for found in self._links.values())
 
     @property
     def is_member(self) -> bool:
@@ -176,8 +173,7 @@ class Node:
             self._leader, self._lost, self._silent, self._lost_at = None, found.address, silent, now
             self._seek(now)
         elif found.role == "member" and self._roster is not None:
-            if not self._roster.leave(found.id, now, silent=silent):
-                self._missed_until = now + COMES_BACK_WITHIN
+            self._roster.leave(found.id, now, silent=silent)
             self._stirred = True
 
     def received(self, link: int, message: Message, now: float) -> None:
@@ -396,7 +392,7 @@ class Node:
         if self.news is not None:
             self.took_over = True
             roster.term, roster.round, roster.world = self.news.term + 1, self.news.round, self.news.world
-            self._others_until, self._missed_until = now + REJOIN_WITHIN, now + COMES_BACK_WITHIN
+            self._others_until = now + REJOIN_WITHIN
             roster.succeed(self.news.leads_from, self.news.ended, now, silent=self._silent)
             if self._lost is not None:
                 self._passed.add(self._lost)

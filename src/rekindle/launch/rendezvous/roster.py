@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rekindle.launch.rendezvous.wire import FIRST_ROUNDS, SUCCESSORS, Address, Hello, News, Round, Successor
 
-__all__ = ["ENDS_WITHIN", "REJOIN_WITHIN", "SMALLER_SIDE_WAITS", "VACANT_FOR", "Roster"]
+__all__ = ["COMES_BACK_WITHIN", "ENDS_WITHIN", "REJOIN_WITHIN", "SMALLER_SIDE_WAITS", "VACANT_FOR", "Roster"]
 
 VACANT_FOR = 1.0
 """Seconds for which a place has to be free until a spare node takes it, if its node was not silent before: that one may
@@ -15,6 +15,8 @@ just have lost a connection, and be there again at once."""
 REJOIN_WITHIN = 2.0
 """Seconds that the others get to come to a launcher that has begun to lead. All notice the loss of the one before
 within half a second."""
+COMES_BACK_WITHIN = 10.0
+"""Seconds for which a launcher that was lost may come and hear that the job is done."""
 SMALLER_SIDE_WAITS = 30.0
 """Seconds for which those who see less than half of the nodes wait for the others: more of them may be together
 elsewhere, and go on first."""
@@ -67,6 +69,8 @@ class Roster:
     _members: dict[str, _Member] = field(default_factory=dict)
     _vacant: dict[int, float] = field(default_factory=dict)
     """The time from which on each place without a node is free."""
+    _away: dict[int, float] = field(default_factory=dict)
+    """The times at which the nodes of places were lost that had not taken their leave."""
     ended: set[int] = field(default_factory=set)
     """The places whose ranks have ended well, also once their nodes have left."""
     is_done: bool = False
@@ -87,7 +91,8 @@ class Roster:
         ``ended`` are the places whose ranks have ended well, as it has told.
         """
         self.ended = set(ended)
-        self._vacant = {other: now + REJOIN_WITHIN for other in range(self.world) if other not in self.ended}
+        self._vacant = {other: now + REJOIN_WITHIN for other in range(self.world)}
+        self._away = dict.fromkeys(self._vacant, now)
         if place in self._vacant:
             self._vacate(place, now, silent)
         self._changed = now
@@ -107,6 +112,7 @@ class Roster:
         self._members[hello.id] = member
         if self._holds(member):
             self._vacant.pop(member.place, None)
+            self._away.pop(member.place, None)
             (self.ended.add if hello.done and member.round == hello.round else self.ended.discard)(member.place)
         self._changed = now
 
@@ -126,19 +132,18 @@ class Roster:
         if member is not None and member.round == after and self._holds(member):
             self.ended.add(member.place)
 
-    def leave(self, id: str, now: float, *, silent: bool = False) -> bool:
-        """Notes that a member is lost, perhaps by long silence. Returns True if it had taken its leave."""
+    def leave(self, id: str, now: float, *, silent: bool = False) -> None:
+        """Notes that a member is lost, perhaps because it was silent for long."""
         member = self._members.pop(id, None)
-        if member is None:
-            return True
-        if self._holds(member):
-            self._vacate(member.place, now, silent)
-        self._changed = now
-        return member.leaves
+        if member is not None:
+            if self._holds(member):
+                self._vacate(member.place, now, silent)
+                if not member.leaves:
+                    self._away[member.place] = now
+            self._changed = now
 
     def _vacate(self, place: int, now: float, silent: bool) -> None:
-        if place not in self.ended:
-            self._vacant[place] = now if silent else now + VACANT_FOR
+        self._vacant[place] = now if silent else now + VACANT_FOR
 
     def bye(self, id: str, over: bool, now: float) -> None:
         """Notes that a member takes its leave; with ``over`` the job has ended, else it goes on without it."""
@@ -147,6 +152,10 @@ class Roster:
             self.leave(id, now)
         elif id in self._members:
             self._members[id].leaves = True
+
+    def tells(self, now: float) -> bool:
+        """Returns True while the job is done, and one that was lost, as one that was stopped, may come and hear it."""
+        return self.is_done and any(now - since < COMES_BACK_WITHIN for since in self._away.values())
 
     @property
     def seen(self) -> int:
@@ -265,10 +274,11 @@ class Roster:
             return True
         if not self._may_go_on(now):
             return False
-        free = any(since <= now for since in self._vacant.values())
+        free = [since for place, since in self._vacant.items() if place not in self.ended and since <= now]
         if self._candidates():
-            return free or (self.world < self.most and now - self._changed >= self.last_call)
-        return free and len(holders) >= self.least and all(member.place in self.ended for member in holders)
+            return bool(free) or (self.world < self.most and now - self._changed >= self.last_call)
+        gone = any(now - since >= SMALLER_SIDE_WAITS for since in free)  # nobody is in a hurry: it may come back
+        return gone and len(holders) >= self.least and all(member.place in self.ended for member in holders)
 
     def _seat(self, now: float) -> list[_Member]:
         """Returns the members of the next round by place; none if it has to wait."""
@@ -293,7 +303,7 @@ class Roster:
     def _begin(self, members: list[_Member], store: Address) -> None:
         # Rounds that two launchers make apart, each without the other, must not have the same number.
         self.round += 1 + int(self.own[:_DIGITS], 16) + (FIRST_ROUNDS if self.round else 0)
-        self.world, self._vacant, self.ended = len(members), {}, set()
+        self.world, self._vacant, self._away, self.ended = len(members), {}, {}, set()
         self._assigned = {
             member.id: Round(self.round, place, self.world, store) for place, member in enumerate(members)
         }
