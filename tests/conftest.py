@@ -195,6 +195,6 @@ def pipeline() -> Iterator[Callable[..., Any]]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Stands before the making of memory in the background, shut until the test opens it."""
     gate = Gate()
-    monkeypatch.setattr(pages, "allocate", gate.allocate)
+    monkeypatch.setattr(pages._Making, "make_one", lambda making: gate.make_one(making))
     yield gate
     gate.open.set()

@@ -12,10 +12,10 @@ class Gate:
 
     def __init__(self) -> None:
         self.open, self.asked = threading.Event(), threading.Event()
-        self._allocate = pages.allocate
+        self._make_one = pages._Making.make_one
 
-    def allocate(self, fd: int, start: int, nbytes: int) -> None:
+    def make_one(self, making: pages._Making) -> bool:
         if threading.current_thread().name == "rekindle-memory":
             self.asked.set()
             assert self.open.wait(60.0)
-        self._allocate(fd, start, nbytes)
+        return self._make_one(making)

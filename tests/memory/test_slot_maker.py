@@ -79,17 +79,18 @@ def test_a_step_does_not_wait_for_memory_that_is_being_made(job: JobDir, gate: G
 
 def test_who_waits_makes_what_is_left_itself(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, int]] = []
-    waiting, go, allocate = threading.Event(), threading.Event(), pages.allocate
+    waiting, go, make = threading.Event(), threading.Event(), pages._Making._make
 
-    def slow(fd: int, start: int, nbytes: int) -> None:
+    def slow(making: pages._Making, start: int, stop: int) -> int:
         name = threading.current_thread().name
-        allocate(fd, start, nbytes)
         made.append((name, start))
         if name == "rekindle-memory" and start:
             waiting.set()
             go.wait(0.2)  # as long as a piece takes a thread that hardly gets a core
+        return make(making, start, stop)
 
-    monkeypatch.setattr(pages, "allocate", slow)
+    monkeypatch.setattr(pages, "_TOGETHER", 4 << 20)
+    monkeypatch.setattr(pages._Making, "_make", slow)
     slots = alone(job)
     slots.reserve(3 * LARGE)
     assert waiting.wait(SECONDS)
@@ -366,16 +367,16 @@ from rekindle.memory import pages
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.pages import AT_ONCE
 from tests.memory.saved import alone, save
-allocate = pages.allocate
+make = pages._Making._make
 
-def die(fd, start, nbytes):
-    allocate(fd, start, nbytes)
-    if threading.current_thread() is not threading.main_thread() and start:
+def die(making, start, stop):
+    if start >= 2 * AT_ONCE:
         os.kill(os.getpid(), signal.SIGKILL)
+    return make(making, start, stop)
 
 slots = alone(JobDir(Path(sys.argv[1])))
 save(slots, 1)
-pages.allocate = die
+pages._TOGETHER, pages._Making._make = AT_ONCE, die
 slots.reserve(4 * AT_ONCE)
 slots.wait_made(60)
 """
@@ -433,20 +434,6 @@ def test_pages_are_mapped_many_at_a_time_and_a_save_takes_no_page_fault(
     assert written < there // 16 and 0 < sum(faults) < there // 4
     del anchor
     slot.unlock()
-    slots.close()
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads have a priority of their own on Linux")
-def test_the_thread_makes_way_for_training(job: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(
-        pages, "populate", lambda *_: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-    )
-    slots, before = alone(job), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    slots.reserve(LARGE, count=1)
-    assert slots.wait_made(SECONDS)
-    assert seen and set(seen) == {max(15, before)}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
     slots.close()
 
 

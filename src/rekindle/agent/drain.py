@@ -14,6 +14,7 @@ from rekindle.agent.compile_carrier import CompileCarrier
 from rekindle.agent.pause import Pauses
 from rekindle.agent.records import RecordCarrier
 from rekindle.agent.stand_in import StandIn
+from rekindle.agent.third_slots import ThirdSlots
 from rekindle.agent.unfinished import Unfinished
 from rekindle.common.os_errors import describe_error, explain
 from rekindle.errors import CorruptError, FormatError
@@ -108,6 +109,8 @@ class Drainer:
         self._pauses = Pauses(job)
         self._unfinished = Unfinished(job)
         self._stands_in = StandIn(job, lost_ranks)
+        self._thirds = ThirdSlots(job)
+        self._hurries = False
         self._retry_at = 0.0
         self._delay = _RETRY_FIRST
         self._limit_at = 0.0
@@ -123,6 +126,7 @@ class Drainer:
 
         With False the limit counts again. For any thread, at any moment.
         """
+        self._hurries = on
         self._budget.lift(on=on)
 
     def tick(self) -> bool:
@@ -174,6 +178,8 @@ class Drainer:
             committer = Committer(open_store(info.root), self.job, self._read_starts)
             self._ask_again(info, committer)
             copy = self._next(info, committer)
+            if copy is not None and not self._hurries and not self._thirds.ready(info):
+                return False  # a newer one may be chosen then
             done = self._drain(info, committer, copy) if copy is not None else self._stand_in(info, committer)
         except SupersededError as error:
             log.debug("not drained: %s", error)

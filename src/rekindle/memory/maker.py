@@ -11,16 +11,11 @@ from functools import partial
 from rekindle.common.flag import Flag
 from rekindle.common.numa import run_near
 from rekindle.common.os_errors import describe_error
-from rekindle.common.priority import lower_priority
 from rekindle.errors import MemoryStoreError
 from rekindle.memory.pages import PageLock
 from rekindle.memory.slot import Slot
 
 __all__ = ["SlotMaker"]
-
-_NICENESS = 15
-"""Niceness of the thread: a thirtieth of a core that training keeps busy, where a drain's takes a tenth. Training waits
-at each of its operations for the slowest of its threads, which is the one that shares its core."""
 
 
 @dataclass(eq=False)
@@ -39,10 +34,11 @@ class _Job:
 
 
 class SlotMaker:
-    """Makes the memory of slots, one after the other, in one thread of low priority.
+    """Makes the memory of slots, one after the other, in a thread and its helpers of training's own priority.
 
-    The thread exists while there is work. While ``makes`` is True of a slot, nobody else may use that slot's mapping or
-    its file's contents. For one thread at a time, except ``wait``.
+    At a lower one it would cost training as much in all, and leave the job without a snapshot for as long as the cores
+    are busy. The thread exists while there is work. While ``makes`` is True of a slot, nobody else may use that slot's
+    mapping or its file's contents. For one thread at a time, except ``wait``.
     """
 
     def __init__(self, page_lock: PageLock | None, numa_node: int | None = None) -> None:
@@ -101,7 +97,6 @@ class SlotMaker:
             self._do(job)
 
     def _run(self) -> None:
-        lower_priority(_NICENESS)
         run_near(self._numa_node)
         while True:
             with self._lock:

@@ -16,7 +16,7 @@ from rekindle.format.lineage import check_id
 from rekindle.format.receipt import read_file, write_atomic
 from rekindle.memory.paths import JobPaths
 
-__all__ = ["Common", "DirectoryIdentity", "Marks", "Notes", "RootIdentity", "SafeStep", "durable_at"]
+__all__ = ["Common", "DirectoryIdentity", "Marks", "Notes", "RootIdentity", "SafeStep", "durable_at", "write_note"]
 
 _CRAMPED_FOR = 60.0
 """Seconds after which it is tried again if memory has room for a third slot: others may have filled it for a moment."""
@@ -86,7 +86,7 @@ class Notes:
         """
         self._write_root_identity(identity)
         if self.durable() != step:  # else the note's time stays, see durable_at
-            _write(self._durable, b"%020d" % step)
+            write_note(self._durable, b"%020d" % step)
 
     def root_identity(self) -> RootIdentity | None:
         """Returns the identity of the root in which the newest durable step was seen."""
@@ -122,7 +122,7 @@ class Notes:
 
     def write_last_drain(self, began: float, seconds: float) -> None:
         """Notes when the newest drain began, by the monotonic clock, and how many seconds it took."""
-        _write(self._drained, b"%020.3f %020.3f" % (began, seconds))
+        write_note(self._drained, b"%020.3f %020.3f" % (began, seconds))
 
     def fresh_start(self) -> tuple[int, int] | None:
         """Returns the generations ``(since, until)`` that ``write_fresh_start`` noted."""
@@ -138,7 +138,7 @@ class Notes:
         From generation ``until`` on it continues from a checkpoint that the user chose, even if the deleted ones are
         back.
         """
-        _write(self._anew, b"%020d %020d" % (since, until))
+        write_note(self._anew, b"%020d %020d" % (since, until))
 
     def forget_fresh_start(self) -> None:
         """Removes the note on the fresh start: the chosen checkpoint is on storage."""
@@ -169,7 +169,7 @@ class Notes:
             marks = self.marks()
             safe = marks.safe if marks is not None else None
         start, step = safe if safe is not None else (common.start, -1)
-        _write(self._common, f"{common.start} {_digits(*common[1:])} {start} {_digits(step)}".encode())
+        write_note(self._common, f"{common.start} {_digits(*common[1:])} {start} {_digits(step)}".encode())
 
     def wanted(self) -> int | None:
         """Returns the newest step that a save waits for to be node-safe. It may be one of an earlier start."""
@@ -180,7 +180,7 @@ class Notes:
 
     def write_wanted(self, step: int) -> None:
         """Notes a step that a save waits for to be node-safe."""
-        _write(self._wanted, b"%020d" % step)
+        write_note(self._wanted, b"%020d" % step)
 
     def is_cramped(self, start: str) -> bool:
         """Returns True if a rank of this node lately had no room for a save beside the step that all nodes keep."""
@@ -192,7 +192,7 @@ class Notes:
 
     def write_cramped(self, start: str) -> None:
         """Notes that a rank had no room for a save beside the step that all nodes of ``start`` keep."""
-        _write(self._cramped, f"{start} {int(time.monotonic()):020d}".encode())
+        write_note(self._cramped, f"{start} {int(time.monotonic()):020d}".encode())
 
     def write_agent_status(self, status: Mapping[str, Any]) -> None:
         """Replaces the status of the process that drains: the agent, or a trainer in its place."""
@@ -228,8 +228,8 @@ def durable_at(directory: Path) -> float | None:
         return None
 
 
-def _write(path: Path, note: bytes) -> None:
-    """Replaces a note. ``note`` has the same length each time."""
+def write_note(path: Path, note: bytes) -> None:
+    """Replaces a note, also where memory is full. ``note`` has the same length each time."""
     try:
         write_atomic(path, note)
     except OSError:  # full memory has no page for another file, and needs none to write over this one

@@ -15,6 +15,7 @@
         rank-00000.plan .small-0 -1 -u   the rank's local state, and the plan that describes its bytes
         common  wanted                   the step that all nodes keep together; one that a save waits for
         cramped                          the start in which a save found no room beside the steps that all nodes keep
+        third  third-asked               the start whose ranks make third slots; when a drain asked for them
         others/                          local states of ranks of other nodes, and slots/ and step-*/ of their copies
         rank-00000.stacks .flight        at a hang: stacks of its threads, and torch's flight record
         watch.sock  fault.json           where ranks and agent tell each other of faults; the newest fault

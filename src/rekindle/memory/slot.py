@@ -13,7 +13,7 @@ from pathlib import Path
 from rekindle.common.os_errors import describe_error
 from rekindle.errors import MemoryStoreError
 from rekindle.format.lineage import ShardId
-from rekindle.memory.pages import PageLock, Pages
+from rekindle.memory.pages import HUGE, PageLock, Pages
 
 __all__ = ["Slot"]
 
@@ -103,7 +103,8 @@ class Slot:
                 os.ftruncate(self.fd, whole)
             elif self.size < whole:
                 os.ftruncate(self.fd, whole)
-            self.map.make(self.fd, whole, page_lock, go_on)
+            for end in (nbytes, whole):  # threads share what they make: the extra must not take the room of the rest
+                self.map.make(self.fd, end, page_lock, go_on)
         except (OSError, ValueError) as error:
             if self.ready(nbytes):
                 self.trim(nbytes)
@@ -125,7 +126,7 @@ class Slot:
         """
         assert self.map is not None
         while self.size > nbytes and go_on():
-            stop = max(nbytes, self.size - _PIECE)
+            stop = max(nbytes, (self.size - _PIECE) // HUGE * HUGE)  # no huge page is split but the last
             self.map.made, self.map.cut = min(stop, self.map.made), True
             os.ftruncate(self.fd, stop)
 

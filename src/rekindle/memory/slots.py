@@ -26,9 +26,11 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.memory.maker import SlotMaker
 from rekindle.memory.pages import AT_ONCE, PageLock, Pages
 from rekindle.memory.paths import matching
+from rekindle.memory.rank_room import RankRoom
 from rekindle.memory.recycling import Keeping, KeepRule, keep_own, not_durable
 from rekindle.memory.slot import Slot
-from rekindle.memory.snapshots import Known
+from rekindle.memory.snapshots import Known, write_receipt
+from rekindle.memory.thirds import Thirds
 
 __all__ = ["NotReadyError", "Slots"]
 
@@ -79,7 +81,7 @@ class Slots:
     _held_back: float = 0.0
     """Time from which on saves had no slot but those that other nodes count on; 0 while they have."""
     _idle_saves: int = 0
-    _thirds: int = 0
+    _made_thirds: int = 0
     """Number of third slots that were made."""
     _no_third: int = 0
     """Saves until a third slot is tried again, after there was no room for one."""
@@ -89,6 +91,7 @@ class Slots:
 
     def __post_init__(self) -> None:
         self._maker = SlotMaker(self.page_lock, self.numa_node)
+        self._thirds = Thirds(self.job.paths)
         self._rule = self.rule or partial(keep_own, self.job.notes)
 
     def adopt(self) -> None:
@@ -106,16 +109,20 @@ class Slots:
                 path.unlink(missing_ok=True)  # a receipt whose writer died before it was complete
             _remove_empty(directory)
 
-    def reserve(self, nbytes: int, count: int = 2) -> None:
+    def reserve(self, nbytes: int, count: int = 2, *, ahead: bool = False) -> None:
         """Has memory made for ``count`` slots of ``nbytes``: in the background, if it is more than ``AT_ONCE``.
 
-        Those beyond the second leave room for as many copies of another node's. Existing snapshots are not touched. A
-        failure is not reported here: the save that wants the slot reports it.
+        Those beyond the second leave room for as many copies of another node's. With ``ahead`` a third one, which goes
+        when it isn't needed, is there before the first drain needs it. Existing snapshots are not touched. A failure is
+        not reported here: the save that wants the slot reports it.
         """
         self._reserved = count
         with suppress(OSError):
-            while len(self.slots) < min(count, 2) or (len(self.slots) < count and self._has_room_for_one_more(nbytes)):
+            while len(self.slots) < count and (len(self.slots) < 2 or self._room.has_one_more(self.slots, nbytes)):
                 self.slots.append(self._new())
+            if ahead and nbytes > AT_ONCE and len(self.slots) == 2 and self._room.has_third(self.slots, nbytes):
+                self.slots.append(self._new())
+                self._made_thirds += 1
             for slot in sorted(self.slots, key=attrgetter("step")):
                 size = slot.size if slot.stamp else nbytes
                 if slot.ready(size) or self._maker.busy_with(slot) or not (slot.stamp or slot.lock()):
@@ -126,12 +133,33 @@ class Slots:
                     slot.make(size, self.page_lock)
                     slot.unlock()
 
-    def _has_room_for_one_more(self, nbytes: int) -> bool:
-        """Returns True if all slots and one more can be of so many bytes, beside two copies of each."""
-        lacking = nbytes + sum(max(0, nbytes - slot.held) for slot in self.slots)
-        within = self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit
-        copies = max(0, 2 * nbytes * len(self.local_ranks) - self.job.copies.held_bytes())
-        return within and self._leaves_headroom(lacking, copies)
+    @property
+    def _room(self) -> RankRoom:
+        return RankRoom(self.job, len(self.local_ranks), self.limit, self.headroom)
+
+    def make_third(self, start: str) -> None:
+        """Has a third slot made if a drain asks for one, or is about to need it. Else does nothing, quickly.
+
+        It reads the older one of two, and the newest stays. ``start`` is the id of the incarnation.
+        """
+        if len(self.slots) != 2 or any(self._maker.makes(slot) for slot in self.slots):
+            return
+        with suppress(OSError):
+            nbytes = max(slot.size for slot in self.slots)
+            if nbytes <= AT_ONCE:
+                return
+            asked = self._thirds.are_asked()
+            stamps = [slot.stamp for slot in self.slots if slot.stamp is not None]
+            if not asked and not not_durable(stamps, self.job.notes.durable()):
+                return
+            if not self._no_third and self._room.has_third(self.slots, nbytes):
+                slot = self._new()
+                slot.lock()
+                self.slots.append(slot)
+                self._made_thirds += 1
+                self._maker.make(slot, nbytes)
+            elif asked and self._thirds.are_made(start):
+                self._thirds.write_made(start, refused=True)
 
     def wait_made(self, timeout: float) -> bool:
         """Waits until no memory is being made, cut or dropped. Returns False after ``timeout`` seconds."""
@@ -212,19 +240,11 @@ class Slots:
         return stamp.step > incarnation.parent_step
 
     def _check_headroom(self, more: int, nbytes: int, *, gasp: bool) -> None:
-        if not (gasp or self._leaves_headroom(more)):
+        if not (gasp or self._room.leaves_headroom(more)):
             raise MemoryStoreError(
                 f"memory store {self.job.path}: a snapshot of {nbytes:,} bytes would leave less than "
                 f"{self.headroom:,} bytes to others: make the file system larger, or lower memory_headroom"
             )
-
-    def _leaves_headroom(self, more: int, beside: int = 0) -> bool:
-        """True if each rank of this node can take ``more`` bytes and the headroom stays: all of them do at once.
-
-        So do ``beside`` bytes for others.
-        """
-        stays = self.headroom + beside
-        return more <= 0 or not stays or self.job.free_bytes() - more * len(self.local_ranks) >= stays
 
     def _end_work(self, slot: Slot, *, now: bool, gasp: bool) -> None:
         """Raises the error of the making of a slot's memory, unless it is to be made ``now``. Stops a cut."""
@@ -250,9 +270,7 @@ class Slots:
         """
         grown, slot.asked = nbytes - slot.asked if slot.asked else 0, nbytes
         whole = nbytes + max(0, _OUTRUN * grown)
-        within = self.limit is None or whole * len(self.slots) <= self.limit
-        lacking = sum(max(0, whole - one.held) for one in self.slots) * len(self.local_ranks)
-        return whole - nbytes if within and lacking <= self.job.free_bytes() - self.headroom else 0
+        return whole - nbytes if self._room.has_larger(self.slots, whole) else 0
 
     def _take(self, nbytes: int, start: str, busy: Slot | None, *, now: bool, wait: bool, gasp: bool) -> Slot:
         """Returns a locked slot: one that is ready, else the oldest expendable one, else a new one.
@@ -325,11 +343,10 @@ class Slots:
         node keeps for another one.
         """
         self._no_third = max(0, self._no_third - 1)
-        within = self.limit is None or (len(self.slots) + 1) * nbytes <= self.limit
-        if len(self.slots) >= most or not within:
+        if len(self.slots) >= most or not self._room.within_limit(len(self.slots) + 1, nbytes):
             return None
         beside = self.job.copies.held_bytes() if len(self.slots) > 2 else 0
-        if not (gasp or self._leaves_headroom(nbytes, beside)):
+        if not (gasp or self._room.leaves_headroom(nbytes, beside)):
             return None
         if self._no_third and not now:
             return None
@@ -343,7 +360,7 @@ class Slots:
             slot.close()
             return None
         self.slots.append(slot)
-        self._thirds += len(self.slots) > 2
+        self._made_thirds += len(self.slots) > 2
         return slot
 
     def _drop_unmade(self) -> None:
@@ -359,10 +376,12 @@ class Slots:
         A gasp drops none: page locks can't be given up beside a device that is stuck.
         """
         self._idle_saves = self._idle_saves + 1 if surplus else 0
-        enough = _IDLE << min(max(self._thirds - 1, 0), _MOST_DOUBLED)
+        enough = _IDLE << min(max(self._made_thirds - 1, 0), _MOST_DOUBLED)
         for slot in surplus:
             slot.unlock()
-            if not gasp and len(self.slots) > self._usual and self._idle_saves >= enough:
+            if gasp or len(self.slots) <= self._usual or self._idle_saves < enough:
+                continue
+            if not self._thirds.are_asked():
                 self._drop(slot)
 
     def _drop(self, slot: Slot) -> None:
@@ -441,17 +460,10 @@ class Slots:
     def write_receipt(self, stamp: ShardId, receipt: bytes) -> None:
         """Writes or replaces the receipt of a committed snapshot. Raises MemoryStoreError."""
         path = self.job.path / step_dir(stamp.step) / receipt_name(stamp.rank, stamp.world)
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
-            with open(temporary, "wb", buffering=0) as file:
-                half = len(receipt) // 2  # for the failpoint, at which a test ends the process
-                _write(file.fileno(), receipt[:half])
-                reach("save.receipt", stamp.step)
-                _write(file.fileno(), receipt[half:])
+            write_receipt(path, receipt, stamp.step)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise MemoryStoreError(f"memory store {path}: {describe_error(error)}") from error
-        os.replace(temporary, path)
         reach("save.committed", stamp.step)
 
     def recover(self) -> None:
@@ -482,13 +494,5 @@ class Slots:
 
 
 def _remove_empty(directory: Path) -> None:
-    try:
+    with suppress(OSError):  # other ranks have snapshots in it
         directory.rmdir()
-    except OSError:
-        pass  # other ranks have snapshots in it
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

@@ -6,13 +6,14 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from rekindle.common.failpoints import reach
 from rekindle.errors import FormatError
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import STEP_DIR, parse_shard_name
 from rekindle.format.receipt import read_stamp
 from rekindle.memory.paths import RANK_SLOTS, JobPaths, matching, rank_of
 
-__all__ = ["Known", "Snapshots"]
+__all__ = ["Known", "Snapshots", "write_receipt"]
 
 Known = tuple[tuple[int, int], ShardId]
 """Inode and modification time of a receipt, and its shard id. A receipt is replaced, never written over."""
@@ -127,3 +128,24 @@ def _shard_id(entry: os.DirEntry[str], known: dict[str, Known] | None) -> ShardI
     if found is None or found[0] != mark:
         found = known[entry.path] = mark, read_stamp(Path(entry.path))
     return found[1]
+
+
+def write_receipt(path: Path, receipt: bytes, step: int) -> None:
+    """Writes or replaces the receipt of ``step``, as a whole or not at all. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb", buffering=0) as file:
+            half = len(receipt) // 2  # for the failpoint, at which a test ends the process
+            _write(file.fileno(), receipt[:half])
+            reach("save.receipt", step)
+            _write(file.fileno(), receipt[half:])
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    os.replace(temporary, path)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

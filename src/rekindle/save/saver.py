@@ -430,6 +430,8 @@ class Saver:
         finally:
             self._stepping = False
         self.reached = n
+        if self.memory is not None:
+            self.memory.make_third(self.session.incarnation.id)
         self._gate.stable(n, self._newest_in_memory())
         self._metrics.stepped(n)
 

@@ -109,6 +109,15 @@ class MemorySaver:
             self.slots.recover()
             self._broken_off = False
 
+    def make_third(self, start: str) -> None:
+        """Have a third slot made if a drain needs it soon. ``start`` is the incarnation's id."""
+        if self._choosing.acquire(blocking=False):  # else a gasp chooses a slot: training is over
+            try:
+                if not self._broken_off:
+                    self.slots.make_third(start)
+            finally:
+                self._choosing.release()
+
     def reopen(self, lock: Lock) -> bool:
         """Begin again from the files in memory. Returns True if somebody has removed them. Raises OSError."""
         removed = self.slots.job.retake(lock)

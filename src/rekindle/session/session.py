@@ -40,6 +40,7 @@ from rekindle.memory.lock import Lock
 from rekindle.memory.nodes import Nodes
 from rekindle.memory.room import Room
 from rekindle.memory.slots import Slots
+from rekindle.memory.thirds import Thirds
 from rekindle.session.agent_keeper import AgentKeeper
 from rekindle.session.claiming import Stake, claim_again, record_starts
 from rekindle.session.finish import carry_rest, wait_durable, wait_for_agent
@@ -259,7 +260,9 @@ class Session:
     def reserve(self, nbytes: int) -> None:
         """Has memory made for the first snapshots of so many bytes: on several nodes also for those kept for others."""
         if self.slots is not None:
-            self.slots.reserve(nbytes, 4 if self._copies and self.is_in_whole_mesh else 2)
+            self.slots.reserve(nbytes, 4 if self._copies and self.is_in_whole_mesh else 2, ahead=True)
+            with suppress(OSError):
+                Thirds(self.job_dir.paths).write_made(self.incarnation.id)
 
     def check_agent(self) -> None:
         """Looks after the agent, if that is this rank's task. Never waits for it."""
@@ -345,6 +348,9 @@ class Session:
         self, stamp: ShardId, seconds: float, *, once: bool = False, local_ranks: Collection[int] = ()
     ) -> None:
         """Returns when a checkpoint is on storage. Raises NotDurableError after ``seconds``. See ``finish``."""
+        if self.slots is not None:
+            with suppress(OSError):  # no save comes meanwhile, so the drain needn't wait for a third slot
+                Thirds(self.job_dir.paths).write_made(self.incarnation.id, refused=True)
         wait_durable(stamp, self.store, self.job, self.keeper, seconds, local_ranks, once=once)
 
     def leave(self, durable: ShardId | None = None) -> None:
