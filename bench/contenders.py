@@ -133,6 +133,8 @@ class DcpStager(DcpAsync):
     """
 
     staging: Future[Any] | None = None
+    pinned = False
+    """Whether copies of a device's tensors go into page-locked memory, without waiting for them: torch's default."""
 
     def __init__(self, training: Training, root: Path) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -140,7 +142,10 @@ class DcpStager(DcpAsync):
         super().__init__(training, root)
         self.stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
+                use_pinned_memory=self.pinned,
+                use_shared_memory=True,
+                use_async_staging=True,
+                use_non_blocking_copy=self.pinned,
             )
         )
 

@@ -1,6 +1,7 @@
 """Measures a CUDA device, and Rekindle on it: experiments, each with the expected figure beside the measured one.
 
-Each runs in a process of its own, with a limit: one that fails or hangs is reported, and the others go on. Needs Linux,
+Each runs in a process of its own, with a limit: one that fails or hangs is reported, and the others go on. One whose
+subject did not happen has failed, and its figure is not printed: a time-out is no measurement. Needs Linux,
 a device, and 80 GiB of memory for the largest experiments. Where this user may mount a tmpfs, one is mounted.
 """
 
@@ -97,7 +98,7 @@ def main() -> None:
 @click.option("--skip", multiple=True, type=click.Choice([e.name for e in EXPERIMENTS]), help="An experiment to omit.")
 @json_option
 def run_command(run: str, minutes: float, skip: tuple[str, ...], output: Path | None) -> None:
-    """Make all experiments of run-1, the hardware, or run-2, Rekindle on it."""
+    """Make all experiments of run-1, the hardware, run-2, Rekindle on it, or run-3, what a user's job needs."""
     measure([e for e in EXPERIMENTS if e.run == run and e.name not in skip], minutes, output)
 
 
@@ -106,11 +107,12 @@ def list_command() -> None:
     """List the experiments with what is expected, and what one device can't show."""
     for run, title in RUNS.items():
         table = Table(title=f"{run}: {title}", title_justify="left", show_lines=True)
-        for column in ("experiment", "measures", "expected", "decides", "limit, s"):
+        for column in ("experiment", "measures", "must happen", "expected", "decides", "limit, s"):
             table.add_column(column)
         for e in EXPERIMENTS:
             if e.run == run:
-                table.add_row(e.name, escape(e.title), escape(e.expected), escape(e.decides), f"{e.budget:.0f}")
+                texts = map(escape, (e.title, e.subject, e.expected, e.decides))
+                table.add_row(e.name, *texts, f"{e.budget:.0f}")
         console().print(table)
     click.echo("One device can't show:")
     for name, why in BEYOND_ONE_DEVICE.items():
@@ -150,7 +152,10 @@ def _add(experiment: Experiment) -> None:
         # By itself it may take longer: options may ask for more than the run has time for.
         measure([Experiment(**{**vars(experiment), "options": given, "budget": 600.0})], 10.0, output)
 
-    run.__doc__ = f"Measure {experiment.title}.\n\nExpected: {experiment.expected}. Decides: {experiment.decides}."
+    run.__doc__ = (
+        f"Measure {experiment.title}.\n\nMust happen: {experiment.subject}. Expected: {experiment.expected}. "
+        f"Decides: {experiment.decides}."
+    )
     command = json_option(run)
     for name, default in experiment.options.items():
         command = _option(name, default)(command)
@@ -163,6 +168,11 @@ def _option(name: str, default: Any) -> Any:
         "rows": "Rows of a batch: what a step computes.",
         "rounds": "Windows with and without snapshots, in alternation.",
         "steps": "Steps in a window.",
+        "width": "Features of the model, a multiple of 64.",
+        "layers": "Blocks of the model.",
+        "batch": "Sequences of a batch.",
+        "tokens": "Tokens of a sequence.",
+        "every": "Steps between saves of the ways that are not Rekindle's.",
         "storage": "Restore from storage too, not from memory alone.",
     }
     if isinstance(default, bool):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +56,34 @@ Moment = dict[str, Any]
 class Launched:
     """A job under one launcher, from its start to its end."""
 
-    def __init__(self, name: str, directory: Path, memory: Path, steps: int, width: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        memory: Path,
+        steps: int,
+        options: object,
+        *,
+        job: Path = _JOB,
+        ranks: int = _RANKS,
+        limit: float = _LIMIT,
+        env: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """``options``: last argument of the script ``job``. ``env``: variables for it; one that is None is unset."""
         arguments, checkpoints = LAUNCHERS[name]
         self.name, self.lines = name, list[tuple[float, str]]()
+        self._job, self._ranks, self._limit = job, ranks, limit
         self._warm = name == "rekindle run"
         directory.mkdir()
         memory.mkdir()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(directory / "socket"))
-        self._starts: dict[int, list[dict[str, Moment]]] = {rank: [] for rank in range(_RANKS)}
-        self._steps: dict[int, dict[int, float]] = {rank: {} for rank in range(_RANKS)}
+        self._starts: dict[int, list[dict[str, Moment]]] = {rank: [] for rank in range(ranks)}
+        self._steps: dict[int, dict[int, float]] = {rank: {} for rank in range(ranks)}
         self.digests: set[tuple[int, int, str]] = set()
         """Rank, step and digest of each step that any start has made."""
-        command = [sys.executable, *arguments, f"--nproc-per-node={_RANKS}", str(_JOB), checkpoints]
-        own = {
+        command = [sys.executable, *arguments, f"--nproc-per-node={ranks}", str(job), checkpoints]
+        own: dict[str, str | None] = {
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",  # torchrun's own choice, made for all
             "RECOVERY_SOCKET": str(directory / "socket"),
@@ -79,13 +93,13 @@ class Launched:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         self._launcher = subprocess.Popen(
-            [*command, str(directory / "root"), str(steps), str(width)],
+            [*command, str(directory / "root"), str(steps), str(options)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **own},
+            env={key: value for key, value in {**os.environ, **own, **(env or {})}.items() if value is not None},
             cwd=directory,
             start_new_session=True,
         )
@@ -103,9 +117,9 @@ class Launched:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._launcher.pid, signal.SIGKILL)
         self._take_all()
-        for rank in range(_RANKS):
-            for start in self._starts[rank]:
-                if _is_job(pid := start["started"]["pid"]):
+        for starts in self._starts.values():
+            for start in starts:
+                if _runs(self._job, pid := start["started"]["pid"]):
                     os.kill(pid, signal.SIGKILL)
         self._launcher.wait()
         self._reader.join()
@@ -136,15 +150,15 @@ class Launched:
             self._take(json.loads(self._socket.recv(1 << 12)))
         return [descriptor for descriptor in ready if descriptor in watched]
 
-    def _wait(self, ready: Callable[[], bool], what: str, limit: float = _LIMIT) -> None:
-        deadline = time.monotonic() + limit
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self._limit
         while not ready():
             ended = self._launcher.poll() is not None
             self._take_all(0 if ended else 0.1)
             if ended and not ready():
                 raise Failed(f"{self.name} ended with {self._launcher.returncode} before {what}:\n{self._said()}")
             if time.monotonic() > deadline:
-                raise Failed(f"{self.name}: {what} did not come within {limit:.0f} s:\n{self._said()}")
+                raise Failed(f"{self.name}: {what} did not come within {self._limit:.0f} s:\n{self._said()}")
 
     def _said(self) -> str:
         return "\n".join(line for _, line in self.lines[-40:])
@@ -173,7 +187,7 @@ class Launched:
     def wait_for_end(self) -> None:
         """Wait until the job has ended by itself, and well. Raises Failed."""
         try:
-            code = self._launcher.wait(_LIMIT)
+            code = self._launcher.wait(self._limit)
         except subprocess.TimeoutExpired:
             raise Failed(f"{self.name} does not end") from None
         self._take_all()
@@ -203,12 +217,13 @@ class Launched:
             "seconds": moments[-1] - killed,
             "warm": all(start["started"]["warm"] for start in new),
             "lost": max(0, completed - new[0]["restored"]["step"]),
+            "restored": {rank: starts[-1]["restored"] for rank, starts in self._starts.items()},
             "starts": max(len(starts) - before[rank] for rank, starts in self._starts.items()),
         }
 
     def _wait_until_back(self, watched: set[int], before: dict[int, int]) -> float:
         """Waits for a new start's first step on all ranks. Returns the time at which the last old one had ended."""
-        gone, deadline = 0.0, time.monotonic() + _LIMIT
+        gone, deadline = 0.0, time.monotonic() + self._limit
         while not all(len(s) > before[rank] and "step" in s[-1] for rank, s in self._starts.items()):
             for descriptor in self._take_all(0.1, tuple(watched)):
                 gone = time.monotonic()
@@ -232,9 +247,9 @@ def split(began: float, moments: list[float]) -> list[float]:
     return parts
 
 
-def _is_job(pid: int) -> bool:
+def _runs(job: Path, pid: int) -> bool:
     """True if a process with this id still runs this benchmark's training: ids are used again."""
     try:
-        return str(_JOB).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return str(job).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False

@@ -16,6 +16,10 @@ from typing import Any
 _socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
 
+def connect() -> None:
+    _socket.connect(os.environ["RECOVERY_SOCKET"])
+
+
 def tell(kind: str, **fields: object) -> None:
     """Send one moment. CLOCK_MONOTONIC is the same for all processes of a machine."""
     told = {"kind": kind, "at": time.monotonic(), "rank": int(os.environ["RANK"]), "pid": os.getpid(), **fields}
@@ -31,7 +35,7 @@ def started_at() -> float:
 
 def main() -> None:
     own, root, steps, width = sys.argv[1] == "torch", Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    _socket.connect(os.environ["RECOVERY_SOCKET"])
+    connect()
     tell("started", at=started_at(), warm="torch" in sys.modules)
     import torch
     import torch.distributed as dist

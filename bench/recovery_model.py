@@ -46,10 +46,10 @@ def train_step(train: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 class TorchCheckpoints:
-    """``torch.save`` by each rank after each step. The last two are kept: one rank may be a step ahead of another."""
+    """``torch.save`` by each rank every few steps. The last two are kept: one rank may be ahead of another."""
 
-    def __init__(self, root: Path, state: dict[str, Any]) -> None:
-        self._root, self._state = root, state
+    def __init__(self, root: Path, state: dict[str, Any], every: int = 1) -> None:
+        self._root, self._state, self._every = root, state, every
         self._name = f"rank-{dist.get_rank()}.pt"
         root.mkdir(parents=True, exist_ok=True)
 
@@ -67,11 +67,13 @@ class TorchCheckpoints:
         return step
 
     def step(self, step: int) -> None:
+        if step % self._every:
+            return
         content = {name: part.state_dict() for name, part in self._state.items()} | {"rng": torch.get_rng_state()}
         path = self._path(step)
         torch.save(content, path.with_suffix(".new"))
         path.with_suffix(".new").rename(path)
-        self._path(step - 2).unlink(missing_ok=True)
+        self._path(step - 2 * self._every).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Does nothing: all is written when ``step`` returns."""

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,10 +112,18 @@ class Case:
         except subprocess.TimeoutExpired:
             return None
 
-    def errors(self) -> str:
-        """Returns the last lines that the process has written to stdout and stderr."""
+    def output(self) -> str:
+        """Returns all that the process has written to stdout and stderr."""
         self._errors.seek(0)
-        return "\n".join(self._errors.read().decode(errors="replace").strip().splitlines()[-15:])
+        return self._errors.read().decode(errors="replace").strip()
+
+    def errors(self) -> str:
+        """Returns the last lines of ``output``."""
+        return "\n".join(self.output().splitlines()[-15:])
+
+    def killed(self) -> bool:
+        """True if the process has ended, and a SIGKILL was what ended it."""
+        return self.process.poll() == -signal.SIGKILL
 
     def kill(self) -> float | None:
         """Kill the process. Returns the seconds until it was gone, or None if it is still there."""

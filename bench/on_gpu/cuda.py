@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import statistics
 import tempfile
 import threading
@@ -29,11 +30,13 @@ __all__ = [
     "SharedMemory",
     "clear_error",
     "copy_seconds",
+    "huge_bytes",
     "cycles_per_second",
     "populate",
     "register",
     "seconds",
     "spin",
+    "synchronize",
     "unregister",
 ]
 
@@ -164,9 +167,34 @@ class SharedMemory:
             if allocate:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             self.map = mmap.mmap(file.fileno(), nbytes)
+            self._file = os.dup(file.fileno())
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self.address: int = self.bytes.data_ptr()
         self.nbytes = nbytes
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def allocated(self) -> int:
+        """Returns the bytes of the file that have pages."""
+        return os.fstat(self._file).st_blocks * 512
+
+    def is_huge(self) -> bool:
+        """True if huge pages map all of it, but for what is left beyond the last whole one."""
+        return huge_bytes(self.address) >= self.nbytes // HUGE * HUGE - 2 * HUGE
+
+
+def huge_bytes(address: int) -> int:
+    """Returns the bytes of this process's mapping at ``address`` that huge pages of a tmpfs map."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, stop = (int(text, 16) for text in line.split()[0].split("-"))
+            inside = start <= address < stop
+        elif inside and line.startswith("ShmemPmdMapped:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 @cache
@@ -224,12 +252,18 @@ def spin(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * cycles_per_second()))
 
 
+def synchronize() -> None:
+    """Wait until the device is idle. Does nothing where the process uses none."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def seconds(work: Callable[[], object]) -> float:
     """Of one call, the device's part included."""
-    torch.cuda.synchronize()
+    synchronize()
     began = time.perf_counter()
     work()
-    torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - began
 
 

@@ -46,13 +46,13 @@ def reader(speaker: Speaker, tensor: str) -> None:
     shared = unpack(tensor)
     float(shared.sum().item())
     speaker.ready()
-    speaker.say(reading=True)
     until = time.monotonic() + _READ
     try:
         while time.monotonic() < until:
             for _ in range(50):
                 total = shared.sum()
             torch.cuda.synchronize()
+            speaker.say(reading=True)
         speaker.say(ended=f"reads on: sum {total.item():.4g} of {shared.numel():.4g}")
     except RuntimeError as error:
         speaker.say(ended=f"{type(error).__name__}: {str(error).splitlines()[0]}")
@@ -67,11 +67,15 @@ def ipc(report: Report, places: Places) -> None:
             if not other.wait_ready(report.left - 10):
                 raise RuntimeError(f"the reading process {other.ending}: {other.errors()}")
             other.go()
-            time.sleep(0.5)  # it reads by now, and goes on for 4 s
+            other.listen(5, until="reading")  # it goes on for some seconds
+            reading = "reading" in other.said and "ended" not in other.said
             gone = owner.kill()
+            killed = owner.killed()
             other.listen(8)
             ended = other.said.get("ended", f"no end within 8 s: it {other.ending}")
-    report.figure("the owner, kill -9 until gone", -1.0 if gone is None else gone, "s")
+    report.require(reading, "the reader read the owner's memory when that was killed")
+    report.require(killed, "a SIGKILL has ended the owner")
+    report.figure("the owner, kill -9 until gone", gone or 0.0, "s")
     report.figure("the reader", ended, expected="a hang or an error", met=not ended.startswith("reads on"))
     report.figure("Xid messages", "; ".join(_xids()[before:])[-300:] or "none that can be read", expected="Xid 31")
 
@@ -89,7 +93,7 @@ def assert_process(speaker: Speaker, memory: str, disk: str) -> None:
     torch.distributed.all_reduce(x)
     parameters, optimizer = counting_state(GIB)
     state = {"parameters": parameters, "optimizer": optimizer}
-    ckpt = rekindle.Checkpointer(Path(disk) / "run", state, memory=memory, persist_every=10**9)
+    ckpt = rekindle.Checkpointer(Path(disk) / "run", state, memory=memory, snapshot_every=1, persist_every=10**9)
     ckpt.restore()
     step = 0
     with ckpt.guard(watchdog=False):
@@ -100,8 +104,8 @@ def assert_process(speaker: Speaker, memory: str, disk: str) -> None:
             ckpt.step(step)
             torch.distributed.all_reduce(x)
             torch.cuda.synchronize()
-        ckpt.latest()  # the snapshot is committed: the fault comes after it
-        speaker.say(step=step, saves=ckpt.metrics.saves)
+        newest = ckpt.latest()  # the snapshot is committed: the fault comes after it
+        speaker.say(step=step, saved=newest.step if newest is not None else 0)
         work = torch.distributed.all_reduce(x, async_op=True)
         x[torch.full((1,), 1 << 40, device="cuda")]  # an index out of range: an assert of the device
         torch.distributed.all_reduce(x, async_op=True)
@@ -142,21 +146,29 @@ def device_assert(report: Report, places: Places) -> None:
     for rethrow, expected in (("1", "SIGABRT"), ("0", "a Python exception")):
         if not report.has_time(18, f"rethrow {rethrow}"):
             continue
-        disk = Path(places.disk) / f"rethrow-{rethrow}"
-        own = Places(places.memory, places.huge, str(disk), places.kind)
-        env = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": rethrow, "TORCH_NCCL_ASYNC_ERROR_HANDLING": rethrow}
-        with Case("on_gpu.endings:assert_process", {"memory": own.memory, "disk": own.disk}, env) as case:
-            case.listen(min(report.left, 40))
-            code = case.exit_code(min(report.left, 15))
-            said, errors = case.said, case.errors()
-        ended = _describe(code, errors)
-        met = code == -6 if rethrow == "1" else code is not None and code > 0
-        report.figure(f"rethrow {rethrow}: the job ends by", ended, expected=expected, met=met)
-        report.figure(f"rethrow {rethrow}: main thread had its say", str(said.get("reached_python", False)))
-        found = restored(own, GIB, min(report.left, 20))
-        whole = found["low"] == found["high"] == found["step"] == said.get("step")
-        shown = f"{found['step']} from {found['source']}, values {found['low']:g} to {found['high']:g}"
-        report.figure(f"rethrow {rethrow}: restored step", shown, expected=f"{said.get('step')}, untorn", met=whole)
+        with report.part(f"rethrow {rethrow}"):
+            _assert_once(report, places, rethrow, expected)
+
+
+def _assert_once(report: Report, places: Places, rethrow: str, expected: str) -> None:
+    disk = Path(places.disk) / f"rethrow-{rethrow}"
+    own = Places(places.memory, places.huge, str(disk), places.kind)
+    env = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": rethrow, "TORCH_NCCL_ASYNC_ERROR_HANDLING": rethrow}
+    with Case("on_gpu.endings:assert_process", {"memory": own.memory, "disk": own.disk}, env) as case:
+        case.listen(min(report.left, 40))
+        code = case.exit_code(min(report.left, 15))
+        said, errors, output = case.said, case.errors(), case.output()
+    step = said.get("step", 0)
+    report.require(step > 0 and said["saved"] == step, f"a snapshot of step {step} before the fault: {errors}")
+    report.require(code != 0 and (code is None or "ssert" in output), f"an assert of the device: exit code {code}")
+    ended = _describe(code, errors)
+    met = code == -6 if rethrow == "1" else code is not None and code > 0
+    report.figure(f"rethrow {rethrow}: the job ends by", ended, expected=expected, met=met)
+    report.figure(f"rethrow {rethrow}: main thread had its say", str(said.get("reached_python", False)))
+    found = restored(own, GIB, min(report.left, 20))
+    whole = found["low"] == found["high"] == found["step"] == step
+    shown = f"{found['step']} from {found['source']}, values {found['low']:g} to {found['high']:g}"
+    report.figure(f"rethrow {rethrow}: restored step", shown, expected=f"{step}, untorn", met=whole)
 
 
 def _describe(code: int | None, errors: str) -> str:

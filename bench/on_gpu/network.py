@@ -34,17 +34,30 @@ class Training:
         loss.backward()
         self.optimizer.step()
 
+    def _tensors(self) -> list[torch.Tensor]:
+        parameters = list(self.model.parameters())
+        return parameters + [value for p in parameters for _, value in sorted(self.optimizer.state.get(p, {}).items())]
+
     @property
     def nbytes(self) -> int:
-        moments = (value for state in self.optimizer.state.values() for value in state.values())
-        return sum(p.nbytes for p in self.model.parameters()) + sum(value.nbytes for value in moments)
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def fingerprint(self) -> list[int]:
+        """Returns the sum of each tensor's bits, as integers: two states that differ have different ones."""
+        return [int(t.detach().view(torch.int32).sum(dtype=torch.int64)) for t in self._tensors()]
 
 
 class Counting(torch.optim.Optimizer):
-    """Adds 1 to every parameter, so that a state tells its step, and one torn by an update tells that."""
+    """Adds 1 to every parameter, so that a state tells its step, and one torn by an update tells that.
+
+    It has a counter for each parameter from the start. For an optimizer without state Rekindle reserves memory for two
+    more tensors of each parameter's size: three times the bytes of this state, which may not fit.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"step": torch.zeros(())}
         self.amid: Callable[[], object] | None = None
         """Called once, when half of the parameters have been updated."""
 
@@ -56,10 +69,11 @@ class Counting(torch.optim.Optimizer):
                 amid, self.amid = self.amid, None
                 amid()
             parameter.add_(1)
+            self.state[parameter]["step"] += 1
 
 
-def counting_state(size: int, pieces: int = 64) -> tuple[torch.nn.ParameterList, Counting]:
+def counting_state(size: int, pieces: int = 64, device: str = "cuda") -> tuple[torch.nn.ParameterList, Counting]:
     """Returns ``size`` bytes of parameters on the device, all of them 0, and their optimizer."""
     elements = max(size // pieces // 4, 1)
-    parameters = torch.nn.ParameterList(torch.zeros(elements, device="cuda") for _ in range(pieces))
+    parameters = torch.nn.ParameterList(torch.zeros(elements, device=device) for _ in range(pieces))
     return parameters, Counting(parameters.parameters())

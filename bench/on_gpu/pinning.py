@@ -31,17 +31,20 @@ def _fitting(wanted: int) -> int:
 def prepare(report: Report, places: Places) -> None:
     torch.zeros(1, device="cuda")
     size = _fitting(16 * GIB)
-    report.figure("bytes", size / GIB, "GiB", expected="16 GiB", met=size == 16 * GIB)
-    _alone(report)
     began = time.perf_counter()
     memory = SharedMemory(places.memory, size, allocate=True)
-    report.figure("fallocate", size / 1e9 / (time.perf_counter() - began), "GB/s", low=3, high=5)
+    took = time.perf_counter() - began
+    report.require(memory.allocated() >= size, "fallocate made all pages")
+    report.figure("bytes", size / GIB, "GiB", expected="16 GiB", met=size == 16 * GIB)
+    _alone(report)
+    report.figure("fallocate", size / 1e9 / took, "GB/s", low=3, high=5)
     del memory
     for threads in (1, 4, 8, 16):
         began = time.perf_counter()
         memory = SharedMemory(places.memory, size)
         populate(memory, threads)
         took = time.perf_counter() - began
+        report.require(memory.allocated() >= size, f"{threads} threads made all pages")
         report.figure(
             f"populate, {threads} threads", size / 1e9 / took, "GB/s", low=5 if threads > 1 else None, high=25
         )
@@ -53,21 +56,22 @@ def prepare(report: Report, places: Places) -> None:
         if report.has_time(6, f"pieces of {piece // MIB} MiB, {threads} threads"):
             _lock(report, memory, f"pieces of {piece // MIB} MiB, {threads} threads", piece, threads)
     del memory
-    _huge(report, places, size)
-
-
-def _huge(report: Report, places: Places, size: int) -> None:
     if places.huge is None:
         report.left_out("huge pages", places.kind)
-        return
-    if report.has_time(8, "huge pages"):
-        memory = SharedMemory(places.huge, size)
-        began = time.perf_counter()
-        populate(memory, 16)
-        took = time.perf_counter() - began
-        report.figure("huge pages: populate, 16 threads", size / 1e9 / took, "GB/s", low=5)
-        _lock(report, memory, "huge pages, whole", size, 1, low=30, high=None)
-        _lock(report, memory, "huge pages, pieces of 1024 MiB, 1 threads", GIB, 1, low=30, high=None)
+    elif report.has_time(8, "huge pages"):
+        with report.part("huge pages"):
+            _huge(report, places.huge, size)
+
+
+def _huge(report: Report, directory: str, size: int) -> None:
+    memory = SharedMemory(directory, size)
+    began = time.perf_counter()
+    populate(memory, 16)
+    took = time.perf_counter() - began
+    report.require(memory.is_huge(), "the pages are huge")
+    report.figure("huge pages: populate, 16 threads", size / 1e9 / took, "GB/s", low=5)
+    _lock(report, memory, "huge pages, whole", size, 1, low=30, high=None)
+    _lock(report, memory, "huge pages, pieces of 1024 MiB, 1 threads", GIB, 1, low=30, high=None)
 
 
 def _map_and_unmap() -> None:
@@ -113,6 +117,7 @@ def _lock(
         report.figure(f"page-lock, {name}", memory.nbytes / 1e9 / took, "GB/s", low=low, high=high)
         waited = f"page-lock, {name}: longest mmap() of another thread"
         report.figure(waited, watch.seconds * 1e3, "ms", f"about one call, {longest_call[0] * 1e3:.0f} ms")
+        report.require(watch.calls > 0, "another thread called mmap() meanwhile")
         began = time.perf_counter()
         list(pool.map(lambda part: _check(unregister(part[0])), parts))
         report.figure(f"unlock, {name}", memory.nbytes / 1e9 / (time.perf_counter() - began), "GB/s")
@@ -122,7 +127,8 @@ def refused(report: Report, places: Places) -> None:
     x = torch.ones(8, device="cuda")
     torch.cuda.synchronize()
     memory = SharedMemory(places.memory, MIB)
-    report.figure("first page-lock", register(memory.address, MIB), "(error code)", low=0, high=0)
+    code = register(memory.address, MIB)
+    report.require(code == 0, f"the first page-lock (error code {code})")
     codes = []
 
     def refuse() -> None:
@@ -131,9 +137,11 @@ def refused(report: Report, places: Places) -> None:
     thread = threading.Thread(target=refuse)
     thread.start()
     thread.join()
+    report.require(codes[-1] != 0, "a page-lock was refused in another thread")
     report.figure("refused in another thread", codes[-1], "(error code)", low=712, high=712)
     _launch(report, x, "the launch after that", raises=False)
     refuse()
+    report.require(codes[-1] != 0, "a page-lock was refused in this thread")
     report.figure("refused in this thread", codes[-1], "(error code)", low=712, high=712)
     _launch(report, x, "the launch after that, in the same thread", raises=True)
     _launch(report, x, "the next launch", raises=False)
@@ -165,27 +173,36 @@ def pinned_process(speaker: Speaker, directory: str, size: int) -> None:
         parts = [(memory.address + at, min(GIB, size - at)) for at in range(0, size, GIB)]
         with ThreadPoolExecutor(4, initializer=torch.cuda.set_device, initargs=(0,)) as pool:
             list(pool.map(lambda part: _check(register(*part)), parts))
+        speaker.say(locked=sum(length for _, length in parts), huge=memory.is_huge())
     speaker.ready()
 
 
 def exit_time(report: Report, places: Places) -> None:
     size = _fitting(64 * GIB)
-    report.figure("bytes", size / GIB, "GiB", expected="64 GiB", met=size == 64 * GIB)
     kinds = [("no page-locked memory", places.memory, 0), ("4 KiB pages", places.memory, size)]
     kinds += [("huge pages", places.huge, size)] if places.huge else []
     for name, directory, nbytes in kinds:
         if not report.has_time(8, name):
             return
-        with Case("on_gpu.pinning:pinned_process", {"directory": directory, "size": nbytes}) as case:
-            if not case.wait_ready(report.left):
-                report.left_out(name, f"the process has {case.ending}: {case.errors()}")
-                continue
-            gone = case.kill()
-        low, high = (1, 3) if name == "4 KiB pages" else (None, 3 if nbytes else 1)
-        if gone is None:
-            report.figure(f"{name}: kill -9 until gone", "still there after 20 s", expected="1 to 3 s", met=False)
-        else:
-            report.figure(f"{name}: kill -9 until gone", gone, "s", low=low, high=high)
-        (Path(str(directory)) / "pinned").unlink(missing_ok=True)
+        with report.part(name):
+            _exit_time(report, name, directory, nbytes)
     if not places.huge:
         report.left_out("huge pages", places.kind)
+
+
+def _exit_time(report: Report, name: str, directory: str, size: int) -> None:
+    with Case("on_gpu.pinning:pinned_process", {"directory": directory, "size": size}) as case:
+        ready = case.wait_ready(report.left)
+        report.require(ready, f"the process got ready{'' if ready else f': it {case.ending}: {case.errors()}'}")
+        report.require(case.said.get("locked", 0) == size, f"{size / GIB:g} GiB are page-locked")
+        report.require(not size or case.said["huge"] is (name == "huge pages"), f"the memory is of {name}")
+        gone = case.kill()
+        report.require(gone is None or case.killed(), "a SIGKILL has ended the process")
+    (Path(directory) / "pinned").unlink(missing_ok=True)
+    low, high = (1, 3) if name == "4 KiB pages" else (None, 3 if size else 1)
+    if size:
+        report.figure(f"{name}: bytes", size / GIB, "GiB", expected="64 GiB", met=size == 64 * GIB)
+    if gone is None:
+        report.figure(f"{name}: kill -9 until gone", "still there after 20 s", expected="1 to 3 s", met=False)
+    else:
+        report.figure(f"{name}: kill -9 until gone", gone, "s", low=low, high=high)

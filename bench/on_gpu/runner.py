@@ -17,7 +17,7 @@ from typing import Any
 from on_gpu.cases import end_after, find_work
 from on_gpu.experiments import Experiment
 from on_gpu.places import Places, clear
-from on_gpu.results import Outcome, Report, read_report
+from on_gpu.results import NotMeasured, Outcome, Report, read_report
 
 __all__ = ["run_all", "run_one", "work_here"]
 
@@ -76,8 +76,14 @@ def run_one(experiment: Experiment, places: Places, limit: float, options: Mappi
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()[-12:]
             detail = "\n".join(filter(None, [detail, detail_of_end, *lines]))
-        figures, raw = read_report(path)
-    return Outcome(experiment.name, status, time.monotonic() - began, detail, list(figures), raw)
+        found = read_report(path)
+    if status == "done" and not found.proofs:
+        found.failures.append(f"nothing was measured of: {experiment.subject}")
+    if found.failures:
+        status = "failed" if status == "done" else status
+        detail = "\n".join(filter(None, [*found.failures, detail]))
+    seconds = time.monotonic() - began
+    return Outcome(experiment.name, status, seconds, detail, found.figures, found.raw, found.proofs)
 
 
 def _ending(code: int) -> str:
@@ -100,4 +106,11 @@ def _end(process: subprocess.Popen[bytes]) -> str:
 def work_here(work: str, task: Mapping[str, Any]) -> None:
     """Be the process of an experiment."""
     report = Report(Path(task["report"]), task["seconds"])
-    end_after(lambda: find_work(work)(report, Places(**task["places"]), **task["options"]))
+
+    def whole() -> None:
+        try:
+            find_work(work)(report, Places(**task["places"]), **task["options"])
+        except NotMeasured as error:
+            report.failure(str(error))
+
+    end_after(whole)

@@ -11,10 +11,11 @@ from typing import Any
 from sizes import GIB
 
 from on_gpu.cases import Case, Speaker
+from on_gpu.held import snapshots_in_memory
 from on_gpu.places import Places
 from on_gpu.results import Report
 
-__all__ = ["every_step", "first_step", "launch_bound", "local_state", "restore_training", "train"]
+__all__ = ["complete", "every_step", "first_step", "launch_bound", "local_state", "restore_training", "train"]
 
 _READY = 60.0
 """Seconds that memory for the first snapshots gets to be made."""
@@ -47,8 +48,13 @@ def _until_saved(ckpt: Any, update: Callable[[], object], saves: int) -> tuple[i
         began = time.perf_counter()
         ckpt.step(step)
         longest = max(longest, time.perf_counter() - began)
-    ckpt.latest()  # ends the newest one
+    ckpt.latest()  # waits for the newest one
     return step, longest
+
+
+def complete(ckpt: Any) -> None:
+    """Wait until the newest snapshot is in memory. ``latest()`` does too, and then lists memory and storage."""
+    ckpt._saver.conclude()
 
 
 # -- a snapshot at every step -----------------------------------------------------------------------------------
@@ -59,6 +65,10 @@ def every_step(report: Report, places: Places, *, size: int, rows: int, rounds: 
     with Case("on_gpu.snapshots:train", {**options, "rows": rows, "rounds": rounds, "steps": steps}) as case:
         found = case.result(report.left)
     report.raw("samples", found["raw"])
+    wanted = found["steps"]
+    report.require(wanted > 0, "steps with a snapshot")
+    report.require(found["saves"] == wanted, f"a snapshot of each of {wanted} steps: {found['saves']}")
+    report.require(found["newest"] == found["step"], f"a snapshot of step {found['step']}: {found['newest']}")
     base, slow = statistics.median(found["raw"]["plain"]), statistics.median(found["raw"]["saved"])
     gigabytes, (down, up) = found["nbytes"] / 1e9, found["bus"]
     report.figure("state", gigabytes, "GB")
@@ -74,18 +84,20 @@ def every_step(report: Report, places: Places, *, size: int, rows: int, rounds: 
     report.figure("the bus, to the device", up, "GB/s", low=50, high=55)
     for source in ["memory", "storage"] if storage else ["memory"]:
         if report.has_time(12, f"restore from {source}"):
-            _restored(report, {**options, "close": source == "memory" and storage}, source, gigabytes, found["step"])
+            with report.part(f"restore from {source}"):
+                _restored(report, {**options, "close": source == "memory" and storage}, source, found)
 
 
-def _restored(report: Report, options: dict[str, Any], source: str, gigabytes: float, step: int) -> None:
+def _restored(report: Report, options: dict[str, Any], source: str, saved: dict[str, Any]) -> None:
     """Restore in a new process: the one before was killed, or has closed, which leaves storage only."""
     with Case("on_gpu.snapshots:restore_training", options) as case:
         found = case.result(report.left)
-    right = found["source"] == source and found["step"] == step
-    shown = f"step {found['step']} from {found['source']}"
-    report.figure(f"restored, of {source}", shown, expected=f"step {step} from {source}", met=right)
+    shown, wanted = f"step {found['step']} from {found['source']}", f"step {saved['step']} from {source}"
+    report.require(shown == wanted, f"a restore of {wanted}: {shown}")
+    report.require(found["fingerprint"] == saved["fingerprint"], "the restored state is the saved one")
+    report.figure(f"restored, of {source}", shown, expected=wanted, met=True)
     low = 20 if source == "memory" else None
-    report.figure(f"restore from {source}", gigabytes / found["seconds"], "GB/s", low=low)
+    report.figure(f"restore from {source}", saved["nbytes"] / 1e9 / found["seconds"], "GB/s", low=low)
 
 
 def train(speaker: Speaker, memory: str, disk: str, size: int, rows: int, rounds: int, steps: int) -> None:
@@ -96,27 +108,32 @@ def train(speaker: Speaker, memory: str, disk: str, size: int, rows: int, rounds
 
     training = Training(size, rows)
     speaker.say(nbytes=training.nbytes, bus=bus_speed())
-    ckpt = rekindle.Checkpointer(Path(disk) / "run", training.state, memory=memory, persist_every=10**9, strict=True)
+    ckpt = rekindle.Checkpointer(
+        Path(disk) / "run", training.state, memory=memory, snapshot_every=1, persist_every=10**9, strict=True
+    )
     ckpt.restore()
     _window(training.update, 3, None, 0)
     step, longest = _until_saved(ckpt, training.update, 3)
     speaker.say(until=step, first=longest)
     counted = len(ckpt.metrics.stalls)
-    plain, saved = [], []
+    plain, saved, before = [], [], ckpt.metrics.saves
     for _ in range(rounds):
         plain.append(_window(training.update, steps, None, 0))
         saved.append(_window(training.update, steps, ckpt.step, step + 1))
         step += steps
-    ckpt.latest()
+    complete(ckpt)
+    speaker.say(steps=rounds * steps, saves=ckpt.metrics.saves - before)
     stalls = list(ckpt.metrics.stalls)[counted:]
     training.update()
     step += 1
 
     def whole() -> None:
         ckpt.step(step)
-        ckpt.latest()
+        complete(ckpt)
 
     speaker.say(in_memory=seconds(whole), step=step, raw={"plain": plain, "saved": saved, "stalls": stalls})
+    newest = ckpt.latest()
+    speaker.say(newest=newest.step if newest is not None else 0, fingerprint=training.fingerprint())
 
 
 def restore_training(speaker: Speaker, memory: str, disk: str, size: int, close: bool) -> None:
@@ -128,6 +145,7 @@ def restore_training(speaker: Speaker, memory: str, disk: str, size: int, close:
     ckpt = rekindle.Checkpointer(Path(disk) / "run", training.state, memory=memory, persist_every=10**9)
     took = seconds(ckpt.restore)
     speaker.say(seconds=took, step=ckpt.metrics.restored_step, source=ckpt.metrics.restored_from)
+    speaker.say(fingerprint=training.fingerprint())
     if close:
         ckpt.close()
 
@@ -135,43 +153,48 @@ def restore_training(speaker: Speaker, memory: str, disk: str, size: int, close:
 # -- the first steps, and launches ------------------------------------------------------------------------------
 
 
-def first_step(report: Report, places: Places) -> None:
-    import torch
-
+def first_step(
+    report: Report, places: Places, *, size: int = 16 * GIB, device: str = "cuda", limit: int | None = None
+) -> None:
+    """``limit``: of memory for snapshots, in bytes."""
     import rekindle
+    from on_gpu.cuda import synchronize
     from on_gpu.network import counting_state
 
-    parameters, optimizer = counting_state(16 * GIB)
+    parameters, optimizer = counting_state(size, device=device)
+    root = Path(places.disk) / "run"
     ckpt = rekindle.Checkpointer(
-        Path(places.disk) / "run",
+        root,
         {"parameters": parameters, "optimizer": optimizer},
         memory=places.memory,
+        memory_limit=limit,
+        snapshot_every=1,
         persist_every=10**9,
         overlap=True,
     )
     ckpt.restore()
     times, updates = [], []
-    began = time.perf_counter()
-    for step in range(1, 11):
+    first, step, began = None, 0, time.perf_counter()
+    while step < 10 or (first is None and report.left > 1):
+        step += 1
         before = time.perf_counter()
         optimizer.step()
         updates.append(time.perf_counter() - before)
-        torch.cuda.synchronize()
+        if first is None and (held := snapshots_in_memory(root, places.memory)):
+            first, of_step = time.perf_counter() - began, max(held)
+        synchronize()
         before = time.perf_counter()
         ckpt.step(step)
         times.append(time.perf_counter() - before)
         time.sleep(0.05)
+    waited = f"{time.perf_counter() - began:.0f} s; {ckpt.metrics.summary()}"
+    report.require(first is not None, f"a snapshot went into memory ({waited})")
+    assert first is not None
     report.raw("seconds", {"step()": times, "update": updates})
-    report.figure("longest step() of the first ten", max(times) * 1e3, "ms", high=20)
-    report.figure("longest wait before an update", max(updates) * 1e3, "ms")
-    report.figure("snapshots of the first ten", ckpt.metrics.saves, "saves")
-    while ckpt.metrics.saves == 0 and report.left > 1:
-        step += 1
-        optimizer.step()
-        torch.cuda.synchronize()
-        ckpt.step(step)
-        time.sleep(0.05)
-    report.figure("first snapshot", time.perf_counter() - began, "s after the first step")
+    report.figure("longest step() of the first ten", max(times[:10]) * 1e3, "ms", high=20)
+    report.figure("longest wait before an update", max(updates[:10]) * 1e3, "ms")
+    report.figure("first step with a snapshot", of_step)
+    report.figure("first snapshot", first, "s after the first step")
 
 
 def launch_bound(report: Report, places: Places) -> None:
@@ -192,14 +215,14 @@ def launch_bound(report: Report, places: Places) -> None:
 
     state = {"model": model, "optimizer": optimizer}
     ckpt = rekindle.Checkpointer(
-        Path(places.disk) / "run", state, memory=places.memory, persist_every=10**9, strict=True
+        Path(places.disk) / "run", state, memory=places.memory, snapshot_every=1, persist_every=10**9, strict=True
     )
     ckpt.restore()
     for _ in range(3):
         update()
     with ckpt.guard(watchdog=False):
         step, _ = _until_saved(ckpt, update, 5)
-    steps, plain, saved = 20, [], []
+    steps, plain, saved, before = 20, [], [], ckpt.metrics.saves
     for _ in range(5):
         if report.left < 8:
             break
@@ -208,6 +231,8 @@ def launch_bound(report: Report, places: Places) -> None:
             saved.append(_window(update, steps, ckpt.step, step + 1))
         step += steps
     report.raw("seconds a step", {"plain": plain, "saved": saved})
+    saves, wanted = ckpt.metrics.saves - before, steps * len(saved)
+    report.require(saves == wanted > 0, f"a snapshot of each of {wanted} steps: {saves}")
     base, slow = statistics.median(plain), statistics.median(saved)
     report.figure("step without guard and snapshots", base * 1e3, "ms")
     report.figure("slower by", 100 * (slow / base - 1), "%", high=2)
@@ -254,6 +279,7 @@ def local_state(report: Report, places: Places) -> None:
             live.clear()
             if report.left < 3:
                 break
+    report.require(compared > 0, "a state in memory was compared with the live one")
     report.figure("steps compared", compared, "steps", low=100)
     report.figure("torn", torn, "steps", high=0)
     report.figure("not there within 2 s", late, "steps", high=0)

@@ -37,6 +37,7 @@ _AHEAD = 4
 """Processes that prepare while another one is measured: they take 5 to 8 s."""
 _SIZE = 64 * MIB
 _BLOCKED = "blocked"
+_FREE = "not tried: nothing was stuck any more"
 
 
 class _Cell(NamedTuple):
@@ -102,6 +103,13 @@ def _tell(report: Report, connections: str, main: str, answers: dict[str, str]) 
     if not answers:
         report.left_out(what, "no time left")
         return
+    with report.part(what):
+        begun = [answer for answer in answers.values() if not answer.startswith(("not begun", "died"))]
+        report.require(bool(begun) and _FREE not in begun, f"the main thread and the device were stuck: {answers}")
+        _show(report, main, what, answers)
+
+
+def _show(report: Report, main: str, what: str, answers: dict[str, str]) -> None:
     passed = {name for name, answer in answers.items() if answer.endswith("ms")}
     others = [f"{name} {answer}" for name, answer in answers.items() if name not in passed]
     shown = "; ".join(
@@ -129,9 +137,10 @@ def stuck_process(speaker: Speaker, main: str, tries: list[str], directory: str)
     speaker.ready()
     hands.event.record()
     torch.cuda._sleep(_CYCLES)
-    thread = threading.Thread(target=_try_all, args=(speaker, made), daemon=True)
+    thread = threading.Thread(target=_try_all, args=(speaker, made, hands), daemon=True)
     thread.start()
     get_stuck()
+    hands.stuck = False
     thread.join()
 
 
@@ -144,6 +153,10 @@ class _Tools:
         from on_gpu.cuda import Driver, SharedMemory, populate, register
 
         self._torch = torch
+        self.stuck = True
+        """False once the main thread has returned from the call in which it was to be stuck."""
+        self.spins = False
+        """True if the device was still spinning at the last query."""
         self.driver = Driver()
         self.streams = [torch.cuda.Stream() for _ in range(2)]
         self.event, self.copied = torch.cuda.Event(), torch.cuda.Event()
@@ -156,13 +169,16 @@ class _Tools:
             if code := register(memory.address, _SIZE):
                 raise RuntimeError(f"page-lock: error {code}")
         self.calls: dict[str, Callable[[], object]] = {
-            "query": lambda: self.event.query(),
+            "query": self._query,
             "pinned copy": self._copy,
             "cuMemcpyDtoHAsync": self._driver_copy,
             "Stream()": lambda: torch.cuda.Stream(),
             "register": lambda: _check(register(self.plain.address, _SIZE)),
             "unregister": self._unregister,
         }
+
+    def _query(self) -> None:
+        self.spins = not self.event.query()
 
     def _copy(self) -> None:
         torch = self._torch
@@ -250,8 +266,11 @@ class _Try:
         self._answer = f"{(time.perf_counter() - began) * 1e3:.1f} ms"
 
 
-def _try_all(speaker: Speaker, tries: list[_Try]) -> None:
+def _try_all(speaker: Speaker, tries: list[_Try], hands: _Tools) -> None:
     time.sleep(_SETTLE)
     for one in tries:
-        speaker.say(**{one.name: one.answer()})
+        answer = one.answer()
+        # What passes proves nothing unless the main thread is still in its call, and the device still spins.
+        held = hands.stuck and (one.name != "query" or answer == _BLOCKED or hands.spins)
+        speaker.say(**{one.name: answer if held else _FREE})
     speaker.done()

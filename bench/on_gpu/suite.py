@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from on_gpu.places import Places
-from on_gpu.results import Report
+from on_gpu.results import NotMeasured, Report
 
 __all__ = ["outcomes_in", "run_tests"]
 
@@ -38,7 +38,9 @@ def run_tests(report: Report, places: Places) -> None:
     report.raw("output", text.splitlines()[-300:])
     outcomes = outcomes_in(text)
     if not outcomes:
-        raise RuntimeError(f"no test was run: {text[-1000:]}")
+        raise NotMeasured(f"no test was run: {text[-1000:]}")
+    ran = [name for name, outcome in outcomes.items() if outcome != "SKIPPED"]
+    report.require(bool(ran), f"a test was run, not only skipped: {text[-300:]}")
     for word in ("PASSED", "FAILED", "SKIPPED", "ERROR"):
         count = sum(outcome == word for outcome in outcomes.values())
         if word in ("FAILED", "ERROR"):
