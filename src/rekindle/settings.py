@@ -38,7 +38,7 @@ _LEAST_PATIENCE = 2.0
 class Settings:
     """The options and their defaults. ``Checkpointer`` describes each. Raises UsageError for the first invalid one."""
 
-    snapshot_every: int | str = 1
+    snapshot_every: int | str = "auto"
     snapshot_budget: float = BUDGET
     persist_every: int | str | None = None
     persist_seconds: float = 30.0

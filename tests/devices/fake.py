@@ -53,6 +53,17 @@ class FakeEvent:
         return self.flag.is_set()
 
 
+class FakeTimedEvent(FakeEvent):
+    """Event that notes when the device comes to it."""
+
+    at = 0.0
+
+    def elapsed_time(self, end: FakeTimedEvent) -> float:
+        if not (self.query() and end.query()):
+            raise RuntimeError("both events must be completed before their times are told")
+        return (end.at - self.at) * 1e3
+
+
 class FakeStream:
     """A thread that does in order what is queued, each piece after a delay."""
 
@@ -118,6 +129,8 @@ class FakeBackend(Backend):
         self.capture: Capture | None = None
         self.registered: dict[int, int] = {}
         """Bytes of page-locked memory by address."""
+        self.tells_times = True
+        """False for a device without events that tell times."""
         self.node: int | None = None
         """NUMA node that the device is nearest to."""
         self.fail_register = 0
@@ -274,6 +287,15 @@ class FakeBackend(Backend):
         self.check_call()
         self.needs_idle_device("a stream is made")
         return self._make_stream()
+
+    def record_timed_event(self, device: torch.device) -> FakeTimedEvent:
+        if not self.tells_times:
+            raise RuntimeError("this kind of device tells no times")
+        event = FakeTimedEvent(self)
+        stream = self.current_stream(device)
+        stream.queue(lambda: setattr(event, "at", time.monotonic()))
+        stream.record_event(event)
+        return event
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         return self._on(stream)

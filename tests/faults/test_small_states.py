@@ -50,7 +50,7 @@ def in_memory(job: JobDir) -> list[int]:
         (SMALL, {}, True),
         (LARGE, {}, False),
         (SMALL, {"overlap": True}, False),
-        (SMALL, {"snapshot_every": "auto"}, False),
+        (SMALL, {"snapshot_every": 1}, True),
         (LARGE, {"overlap": False}, True),
     ],
 )

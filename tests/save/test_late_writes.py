@@ -40,7 +40,7 @@ def test_a_late_writer_is_named_and_never_makes_a_torn_snapshot(
     root: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Adversaries(1500)
-    ckpt = rekindle.Checkpointer(root, training.state, persist_every=10**6, overlap=True)
+    ckpt = rekindle.Checkpointer(root, training.state, snapshot_every=1, persist_every=10**6, overlap=True)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     wait_for_memory(ckpt)

@@ -205,7 +205,12 @@ def test_optimizers_without_hooks(wrapped: bool, root: Path, memory: Path) -> No
     model = torch.nn.Linear(1500, 1500)
     optimizer = Plain(model.parameters())
     ckpt = rekindle.Checkpointer(
-        root, {"model": model, "optimizer": optimizer}, persist_every=10**6, strict=True, overlap=True
+        root,
+        {"model": model, "optimizer": optimizer},
+        snapshot_every=1,
+        persist_every=10**6,
+        strict=True,
+        overlap=True,
     )
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()

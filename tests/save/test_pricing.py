@@ -11,6 +11,7 @@ from rekindle.memory.job_dir import JobDir
 from rekindle.memory.prices import Prices, read_prices, write_prices
 from rekindle.save.pricing import Pricing
 from rekindle.save.step_clock import StepClock
+from rekindle.save.step_lengths import Load, StepLengths
 from tests.stored import job_in
 
 START = "a" * 16
@@ -24,18 +25,19 @@ class Job:
         self.step, self.snapshot, self.share = step, snapshot, share
         self.clock = StepClock(lambda: self.now)
         self.pricing = Pricing(job, START, self.clock)
-        self.stall: float | None = None
+        self.lengths = StepLengths(self.clock)
+        self.load: Load | None = None
         self.count = 0
 
     def run(self, steps: int, drain: tuple[float, float] | None = None) -> None:
         """``drain``: begin and end of one that is under way."""
         for _ in range(steps):
             beside = drain is not None and drain[0] <= self.now < drain[1]
-            took = self.step + (self.snapshot if self.stall is not None else 0.0) + (self.share * self.step) * beside
+            took = self.step + (self.snapshot if self.load is not None else 0.0) + (self.share * self.step) * beside
             self.now, self.count = self.now + took, self.count + 1
             self.clock.tick()
-            self.pricing.stepped(self.stall)
-            self.stall = 0.02 if self.count % self.every == 0 else None
+            self.pricing.stepped(self.lengths.stepped(self.load))
+            self.load = Load(0.02, 0.2, 1000) if self.count % self.every == 0 else None
 
     def drain(self, seconds: float) -> None:
         began = self.now

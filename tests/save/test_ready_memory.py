@@ -28,6 +28,9 @@ WIDTH = 2100
 """17 MB, which are too many for memory to be made inside of ``step()``."""
 
 
+OPTIONS = {"snapshot_every": 1, "persist_every": 10**6, "strict": True}
+
+
 class Job:
     """A training of one matrix, and its Checkpointer."""
 
@@ -36,7 +39,7 @@ class Job:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=momentum)
         self.values = rekindle.Values(step=0)
         self.state = {"model": self.model, "optimizer": self.optimizer, "values": self.values}
-        self.ckpt = rekindle.Checkpointer(root, self.state, **{"persist_every": 10**6, "strict": True, **options})
+        self.ckpt = rekindle.Checkpointer(root, self.state, **{**OPTIONS, **options})
         self.first = self.ckpt.restore()
 
     def train(self, step: int) -> None:

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rekindle
+from rekindle.save.cadence import Fixed
 from rekindle.save.metrics import Metrics
 from rekindle.save.schedule import DirectSaveLimit, Schedule
+from rekindle.save.step_clock import StepClock
 from rekindle.settings import Settings
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import Run, restored, train
@@ -19,6 +21,10 @@ from tests.faults.harness import Run, restored, train
 NO_EFFECT = "persist_seconds=10 has no effect"
 NOWHERE = "/proc/none"
 """No memory store can be had there."""
+
+
+def schedule_of(settings: Settings, nodes: int, world: int) -> Schedule:
+    return Schedule(settings, nodes, world, Metrics(), StepClock(), Fixed(1))
 
 
 class Rank:
@@ -141,7 +147,7 @@ def test_seconds_beside_a_number_of_steps_are_said_to_be_ignored(
 
 def test_time_decides_on_several_nodes_that_reach_each_other_too(caplog: pytest.LogCaptureFixture) -> None:
     for nodes in (1, 2):
-        schedule = Schedule(Settings(persist_seconds=10), nodes, nodes, Metrics())
+        schedule = schedule_of(Settings(persist_seconds=10), nodes, nodes)
         assert (schedule.persist_every, schedule.pause) == (None, 10)
         assert not any(map(schedule.persists, range(1, 300)))
         schedule.warn_of_ignored_seconds()
@@ -149,21 +155,21 @@ def test_time_decides_on_several_nodes_that_reach_each_other_too(caplog: pytest.
 
 
 def test_a_number_decides_where_nodes_do_not_reach_each_other(caplog: pytest.LogCaptureFixture) -> None:
-    schedule = Schedule(Settings(persist_seconds=10), 2, 2, Metrics())
+    schedule = schedule_of(Settings(persist_seconds=10), 2, 2)
     schedule.do_without_mesh()
     schedule.warn_of_ignored_seconds()
     assert f"{NO_EFFECT} on several nodes" in caplog.text and "multiple of 100" in caplog.text
     assert schedule.pause is None and [n for n in range(1, 300) if schedule.persists(n)] == [100, 200]
-    given = Schedule(Settings(persist_every=7), 2, 2, Metrics())
+    given = schedule_of(Settings(persist_every=7), 2, 2)
     given.do_without_mesh()
     assert given.persist_every == 7
     caplog.clear()
-    Schedule(Settings(), 2, 2, Metrics()).warn_of_ignored_seconds()
+    schedule_of(Settings(), 2, 2).warn_of_ignored_seconds()
     assert not caplog.text
 
 
 def test_without_a_pause_one_node_sends_every_step_and_several_those_that_their_agents_agree_on() -> None:
-    alone, together = (Schedule(Settings(persist_seconds=0), nodes, nodes, Metrics()) for nodes in (1, 2))
+    alone, together = (schedule_of(Settings(persist_seconds=0), nodes, nodes) for nodes in (1, 2))
     assert alone.persists(1) and alone.pause is None
     assert not together.persists(1) and together.pause == 0
     assert together.limit_direct_saves(lambda: 1.0).due(1) and together.limit_direct_saves(lambda: 1.0).due(2)
@@ -189,7 +195,7 @@ def test_the_log_says_what_the_loss_of_a_node_costs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="rekindle")
-    schedule = Schedule(Settings(**options), nodes, nodes, Metrics())
+    schedule = schedule_of(Settings(**options), nodes, nodes)
     if not meshed:
         schedule.do_without_mesh()
     schedule.tell_cost_of_a_node()
@@ -199,7 +205,7 @@ def test_the_log_says_what_the_loss_of_a_node_costs(
 
 def test_a_time_for_storage_is_a_pause_and_auto_begins_with_the_default() -> None:
     by_time, chosen, free = (
-        Schedule(Settings(**options), 1, 1, Metrics())
+        schedule_of(Settings(**options), 1, 1)
         for options in (
             {"persist_every": "10min"},
             {"persist_every": "auto"},
@@ -229,7 +235,7 @@ def test_a_time_for_storage_is_a_pause_and_auto_begins_with_the_default() -> Non
 def test_a_time_that_decides_nothing_is_named(
     options: dict[str, Any], meshed: bool, told: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    schedule = Schedule(Settings(**options), 2, 2, Metrics())
+    schedule = schedule_of(Settings(**options), 2, 2)
     if not meshed:
         schedule.do_without_mesh()
     schedule.warn_of_ignored_seconds()

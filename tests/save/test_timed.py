@@ -64,7 +64,7 @@ class Ranks:
             order = self.random.sample(range(len(self.ranks)), len(self.ranks))
             for clock in self.clocks:
                 clock.tick()
-            due = {rank: self.ranks[rank].due(self.step, None) for rank in order}
+            due = {rank: self.ranks[rank].due(self.step) for rank in order}
             assert len(set(due.values())) == 1, f"step {self.step}: {due}"
             if due[0]:
                 self.saved.append((self.step, self.now))
@@ -124,7 +124,7 @@ def _train(rank: int, rendezvous: str, queue: object) -> None:
         threading.Event().wait(draw.uniform(0.0, 0.01))
         dist.barrier()  # a step ends on no rank before all have done their part
         clock.tick()
-        if timed.due(step, None):
+        if timed.due(step):
             at.append(step)
     queue.put(at)
     dist.barrier()
@@ -148,7 +148,7 @@ def test_ranks_that_cannot_agree_save_every_step_and_say_so(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, "rekindle"):
         for n in range(1, 8):
             clock.tick()
-            due.append(rank.due(n, None))
+            due.append(rank.due(n))
     assert due == [True, False, *[True] * 5]
     assert len(caplog.records) == 1 and "every step has a snapshot from now on" in caplog.text
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rekindle.devices.backend import Backend, Stream
+from rekindle.devices.backend import Backend, Stream, TimedEvent
 
 __all__ = ["Accelerator"]
 
@@ -42,6 +42,11 @@ class Accelerator(Backend):
 
     def new_stream(self, device: torch.device) -> Stream:
         return torch.Stream(device)
+
+    def record_timed_event(self, device: torch.device) -> TimedEvent:
+        event: TimedEvent = torch.Event(device, enable_timing=True)
+        self.current_stream(device).record_event(event)
+        return event
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         return self._on(stream)

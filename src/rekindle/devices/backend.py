@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Backend", "QueueEvent", "Stream"]
+__all__ = ["Backend", "QueueEvent", "Stream", "TimedEvent"]
 
 
 class QueueEvent(Protocol):
@@ -17,6 +17,14 @@ class QueueEvent(Protocol):
 
     def query(self) -> bool:
         """Returns True once the device has come to it. Raises RuntimeError when the device has failed."""
+        ...
+
+
+class TimedEvent(QueueEvent, Protocol):
+    """Point in a stream of which the device notes when it comes to it."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Returns the milliseconds from here to ``end``, both reached. Raises RuntimeError if they can't be told."""
         ...
 
 
@@ -75,6 +83,10 @@ class Backend(ABC):
     @abstractmethod
     def new_stream(self, device: torch.device) -> Stream:
         """Returns a stream beside those that training uses."""
+
+    @abstractmethod
+    def record_timed_event(self, device: torch.device) -> TimedEvent:
+        """Queues an event on the calling thread's stream. Raises RuntimeError if this kind of device tells no times."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:

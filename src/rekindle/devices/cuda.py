@@ -12,7 +12,7 @@ import torch
 
 from rekindle.common.numa import node_of_pci
 from rekindle.devices.accelerator import Accelerator
-from rekindle.devices.backend import Stream
+from rekindle.devices.backend import Stream, TimedEvent
 
 __all__ = ["Cuda"]
 
@@ -41,6 +41,11 @@ class Cuda(Accelerator):
 
     def new_stream(self, device: torch.device) -> Stream:
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record_timed_event(self, device: torch.device) -> TimedEvent:
+        event: TimedEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.current_stream(device).record_event(event)
+        return event
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)  # type: ignore[arg-type]

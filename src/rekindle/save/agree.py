@@ -34,8 +34,6 @@ def agree_on_overlap(group: SingleProcess | ProcessGroup, capture: Capture, sett
     All ranks do so or none: a step is only as safe as its last part.
     """
     overlap = settings.overlap
-    if overlap == "auto" and settings.snapshot_every == "auto":
-        overlap = True  # what is hidden behind training costs the budget nothing, so that more snapshots can be had
     in_step = all(group.gather(capture.copied_in_step(overlap)))
     return overlap if in_step or overlap != "auto" else True, in_step
 

@@ -217,8 +217,17 @@ class Capture:
     def copied_in_step(self, overlap: Overlap) -> bool:
         """Returns True if ``step()`` is going to leave nothing for later, by the ``estimate``."""
         plan, _ = self.prepare()
-        small = overlap == "auto" and plan.on_host and self.estimate() <= IN_STEP
-        return overlap is False or not plan.late or small
+        return overlap is False or not plan.late or (overlap == "auto" and self.is_small())
+
+    def is_small(self) -> bool:
+        """Returns True if ``step()`` can copy all of a snapshot at little cost, by the ``estimate``."""
+        plan, _ = self.prepare()
+        return plan.on_host and self.estimate() <= IN_STEP
+
+    @property
+    def fits_in_step(self) -> bool:
+        """True if that holds for what was prepared last."""
+        return self._plan is not None and self._plan.fits_in_step
 
     def devices(self) -> set[torch.device]:
         """Returns the devices that the state is on now, other than the host."""

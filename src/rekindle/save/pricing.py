@@ -11,6 +11,7 @@ from contextlib import suppress
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.prices import Prices, write_prices
 from rekindle.save.step_clock import StepClock
+from rekindle.save.step_lengths import Step
 
 __all__ = ["Pricing"]
 
@@ -42,16 +43,17 @@ class Pricing:
         """The newest drain that was looked at."""
         self._look_at = clock.now + _LOOK_EVERY
 
-    def stepped(self, stall: float | None) -> None:
-        """Notes that a step has ended. ``stall``: time for which the snapshot of the one before held it up, or None."""
+    def stepped(self, steps: Iterable[Step]) -> None:
+        """Notes that a step has ended. ``steps``: those whose lengths are known since the last call."""
         now, took = self._clock.now, self._clock.took
         if took is not None and self._clock.is_warm:
             self._newest.append((now, took))
-            if stall is None:
-                self._bare.append(took)
-            else:
-                self._loaded.append(took)
-                self._stalls.append(stall)
+        for step in steps:
+            if step.is_warm and step.load is None:
+                self._bare.append(step.seconds)
+            elif step.is_warm and step.load is not None:
+                self._loaded.append(step.seconds)
+                self._stalls.append(step.load.least)
                 self._snapshots.append(now)
         if now >= self._look_at:
             self._look_at = now + _LOOK_EVERY
@@ -83,7 +85,7 @@ class Pricing:
         """Returns what is known by now; None while that is too little."""
         if max(len(self._bare), len(self._loaded)) < _FEWEST:
             return None
-        compared = min(len(self._bare), len(self._loaded)) >= _FEWEST
+        compared = len(self._bare) >= _FEWEST and len(self._loaded) > 0  # of snapshots there may be few
         step = statistics.median(self._bare if compared or not self._loaded else self._loaded)
         stall = statistics.median(self._stalls) if self._stalls else 0.0
         more = statistics.median(self._loaded) - step if compared else 0.0

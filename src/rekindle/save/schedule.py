@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
-from rekindle.save.cadence import cadence_of
+import torch
+
+from rekindle.save.adaptive import Adaptive
+from rekindle.save.cadence import Cadence, Fixed
 from rekindle.save.metrics import Metrics
 from rekindle.save.pricing import Pricing
 from rekindle.save.step_clock import StepClock
-from rekindle.save.timed import Timed
+from rekindle.save.step_lengths import Load, StepLengths
 from rekindle.settings import Settings
 from rekindle.storage.throttle import drain_interval
 
@@ -26,13 +30,48 @@ _LATER = " until it is known what that takes from training (persist_every='auto'
 _UNLESS = ", unless other nodes' memory has all of the state, as under DDP and HSDP"
 
 
+class _Counted(NamedTuple):
+    """What ``Metrics`` have counted by a step."""
+
+    saves: int = 0
+    missed: int = 0
+    stall: float = 0.0
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> _Counted:
+        return cls(
+            *(
+                metrics.saves,
+                metrics.left_out + metrics.failed,
+                metrics.last_stall,
+                metrics.snapshot_seconds,
+                metrics.bytes_saved,
+            ),
+        )
+
+    def load_since(self, before: _Counted) -> Load | None:
+        """Returns the snapshot that was taken since; None if none was."""
+        if self.saves == before.saves:
+            return None
+        return Load(self.stall, self.seconds - before.seconds, self.nbytes - before.nbytes)
+
+
 class Schedule:
     """The steps of one start that are saved unasked. All ranks choose the same ones."""
 
     def __init__(
-        self, settings: Settings, nodes: int, world: int, metrics: Metrics, between_faults: float | None = None
+        self,
+        settings: Settings,
+        nodes: int,
+        world: int,
+        metrics: Metrics,
+        clock: StepClock,
+        cadence: Cadence,
+        devices: Collection[torch.device] = (),
     ) -> None:
-        """A collective where ``snapshot_every`` is no number of steps. ``between_faults`` as for ``Auto``."""
+        """``clock`` is that of the cadence. ``devices`` hold the state, and work off queues."""
         every, seconds = settings.persist_steps, settings.persist_pause
         self._settings, self._peer_every = settings, settings.peer_every
         self.persist_every = every
@@ -45,13 +84,11 @@ class Schedule:
         """True on several nodes whose agents reach each other."""
         self.budget = settings.snapshot_budget if chosen else None
         """Share of training time that writes to storage may take, where the agent chooses their pause; else None."""
-        self.clock = StepClock()
-        self._cadence = cadence_of(settings, world, self.clock, between_faults)
-        self._metrics = metrics
+        self.clock, self._cadence, self._metrics = clock, cadence, metrics
+        self._lengths = StepLengths(clock, devices)
         self.pricing: Pricing | None = None
         """Measures what saves cost; on the first rank of a node that has memory."""
-        self._counted = 0
-        """Number of saves whose cost the cadence knows."""
+        self._counted = _Counted()
 
     def do_without_mesh(self) -> None:
         """Has a number choose the steps for storage: nodes that don't hear of each other can't agree on others."""
@@ -68,15 +105,21 @@ class Schedule:
         self.clock.tick()
         if self.clock.took is not None:
             self._metrics.timed(self.clock.took)
-        saved, self._counted = self._metrics.saves > self._counted, self._metrics.saves
-        stall = self._metrics.last_stall if saved else None
-        due = self._cadence.due(n, stall)
+        before, self._counted = self._counted, _Counted.of(self._metrics)
+        steps = self._lengths.stepped(self._counted.load_since(before))
         if self.pricing is not None:
-            self.pricing.stepped(stall)
-        self._metrics.snapshot_every = self._cadence.every
+            self.pricing.stepped(steps)
+        forced, cadence = self._is_multiple(n), self._cadence
+        if isinstance(cadence, Adaptive):
+            for step in steps:
+                cadence.measured(step)
+            due = cadence.due(n, missed=self._counted.missed > before.missed, forced=forced)
+        else:
+            due = cadence.due(n)
+        self._metrics.snapshot_every = cadence.every
         if not memory and self.persist_every is not None:
             due = False
-        return due or self._is_multiple(n)
+        return due or forced
 
     def persists(self, n: int) -> bool:
         """True if step ``n``, once saved, goes to storage as soon as that is free."""
@@ -88,7 +131,7 @@ class Schedule:
 
     def place_of(self, n: int) -> int:
         """Returns the number of step ``n``, which is due, for a ``DirectSaveLimit``: its own multiples must be due."""
-        return self._cadence.number if isinstance(self._cadence, Timed) else n
+        return n if isinstance(self._cadence, Fixed) else self._cadence.number
 
     def _is_multiple(self, n: int) -> bool:
         return self.persist_every is not None and n % self.persist_every == 0

@@ -9,17 +9,17 @@ from functools import partial
 
 from rekindle.errors import MemoryStoreError
 from rekindle.memory.costs import cost_page
-from rekindle.memory.history import history_of
-from rekindle.memory.incidents import read_incidents
 from rekindle.memory.job import JobInfo
 from rekindle.peers.local_states import take_kept_local_state
 from rekindle.save.agree import agree_on_overlap
+from rekindle.save.cadence import cadence_of
 from rekindle.save.capture import Capture
 from rekindle.save.fence import Fence
 from rekindle.save.metrics import Metrics
 from rekindle.save.pricing import Pricing
 from rekindle.save.saver import Saver
 from rekindle.save.schedule import Schedule
+from rekindle.save.step_clock import StepClock
 from rekindle.session.group import ProcessGroup, SingleProcess
 from rekindle.session.nodes import enter_mesh, find_host
 from rekindle.session.session import Session
@@ -44,8 +44,9 @@ def start_saver(
     """
     overlap, in_step = agree_on_overlap(group, capture, settings)
     meeting = session.agreed
-    between_faults = _between_faults(session) if settings.snapshot_every == "auto" else None
-    schedule = Schedule(settings, meeting.nodes, group.world, metrics, between_faults)
+    clock = StepClock()
+    cadence = cadence_of(settings, group, clock, capture, memory=meeting.no_memory is None)
+    schedule = Schedule(settings, meeting.nodes, group.world, metrics, clock, cadence, capture.devices())
     host = find_host() if meeting.nodes > 1 and session.is_first_on_node else ""
     info = None
     if meeting.no_memory is None:
@@ -101,12 +102,6 @@ def _open_memory(
         *(session.job_dir.path, session.root),
     )
     return info
-
-
-def _between_faults(session: Session) -> float | None:
-    """Returns the mean seconds between faults that snapshots were for; None if this node knows of none."""
-    history = history_of(read_incidents(session.job)) if session.job is not None else None
-    return history.between(history.to_snapshots) if history is not None and history.to_snapshots else None
 
 
 def _do_without_mesh(session: Session, schedule: Schedule, info: JobInfo | None) -> None:

@@ -30,7 +30,12 @@ class StepClock:
     @property
     def is_warm(self) -> bool:
         """True if the newest step is like those to come."""
-        return self.count > _WARM_UP + 1
+        return self.is_warm_at(self.count)
+
+    @staticmethod
+    def is_warm_at(number: int) -> bool:
+        """Returns True if the step of that number, from 1, is like those to come."""
+        return number > _WARM_UP + 1
 
     def tick(self) -> None:
         """A step has ended."""

@@ -50,7 +50,7 @@ class Timed:
         self._apart = False
         """True once the ranks can't agree any more: all steps are due, so also those of the others."""
 
-    def due(self, n: int, stall: float | None) -> bool:
+    def due(self, n: int) -> bool:
         """Returns True if step ``n`` is to have a snapshot. Called once a step, in order."""
         clock = self._clock
         if clock.took is not None:
