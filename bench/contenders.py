@@ -166,7 +166,7 @@ class DcpStager(DcpAsync):
 class Rekindle(Contender):
     """A save into memory; the agent carries it to the disk and syncs it there."""
 
-    settings: dict[str, Any] = {"persist_seconds": 0}
+    settings: dict[str, Any] = {"snapshot_every": 1, "persist_seconds": 0}
 
     def __init__(self, training: Training, root: Path) -> None:
         super().__init__(training, root)
@@ -206,13 +206,13 @@ class Rekindle(Contender):
 class RekindleAtOnce(Rekindle):
     """``overlap=False``: everything is copied inside of the call."""
 
-    settings = {"persist_seconds": 0, "overlap": False}
+    settings = {"snapshot_every": 1, "persist_seconds": 0, "overlap": False}
 
 
 class RekindleSnapshots(Rekindle):
     """A ``persist_every`` out of reach: snapshots only. For a loop, to tell their cost from that of the drain."""
 
-    settings = {"persist_every": 10**9}
+    settings = {"snapshot_every": 1, "persist_every": 10**9}
 
     def finish(self, step: int) -> None:
         self.checkpointer.latest()  # it looks once the newest save is in memory

@@ -39,7 +39,7 @@ class Flat:
 
     def checkpointer(self, root: Path, **settings: Any) -> rekindle.Checkpointer:
         state = {"model": self.model, "optimizer": self.optimizer}
-        return rekindle.Checkpointer(root, state, strict=True, **settings)
+        return rekindle.Checkpointer(root, state, snapshot_every=1, strict=True, **settings)
 
     def save(self, checkpointer: rekindle.Checkpointer, step: int) -> dict[str, float]:
         """Save, and change everything. Seconds that each of them stalled."""

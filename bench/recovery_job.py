@@ -50,7 +50,7 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())  # dropout and data differ from rank to rank
     model, train, optimizer = make(width)
     state = {"model": model, "optimizer": optimizer}
-    ckpt: Any = TorchCheckpoints(root, state) if own else Checkpointer(root, state)
+    ckpt: Any = TorchCheckpoints(root, state) if own else Checkpointer(root, state, snapshot_every=1)
     done = ckpt.restore()
     tell("restored", step=done)
     with nullcontext() if own else ckpt.guard():

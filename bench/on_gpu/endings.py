@@ -124,7 +124,7 @@ def restore_process(speaker: Speaker, memory: str, disk: str, size: int) -> None
 
     parameters, optimizer = counting_state(size)
     state = {"parameters": parameters, "optimizer": optimizer}
-    ckpt = rekindle.Checkpointer(Path(disk) / "run", state, memory=memory, persist_every=10**9)
+    ckpt = rekindle.Checkpointer(Path(disk) / "run", state, memory=memory, snapshot_every=1, persist_every=10**9)
     torch.cuda.synchronize()
     began = time.perf_counter()
     step = ckpt.restore()

@@ -129,6 +129,8 @@ class FakeBackend(Backend):
         self.capture: Capture | None = None
         self.registered: dict[int, int] = {}
         """Bytes of page-locked memory by address."""
+        self.copying = 0.0
+        """Seconds that a copy takes, besides."""
         self.tells_times = True
         """False for a device without events that tell times."""
         self.node: int | None = None
@@ -331,6 +333,8 @@ class FakeBackend(Backend):
                 stream.synchronize()
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, key: tuple[int, int]) -> None:
+        if self.copying:
+            time.sleep(self.copying)
         with torch.no_grad():
             to.data.copy_(source.data)
         with self._lock:

@@ -15,6 +15,7 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -279,7 +280,8 @@ class Model(torch.nn.Module):
 def _saves(device: Device, root: Path, memory: Path, overlap: bool) -> None:
     device.set_delay(500)
     model = Model(0.0)
-    ckpt = rekindle.Checkpointer(root, model.state, memory=memory, overlap=overlap, persist_every=10**6, strict=True)
+    settings: dict[str, Any] = {"snapshot_every": 1, "overlap": overlap, "persist_every": 10**6, "strict": True}
+    ckpt = rekindle.Checkpointer(root, model.state, memory=memory, **settings)
     ckpt.restore()
     wait_for_memory(ckpt)
     job = JobDir.of(root, memory_base(memory))

@@ -42,7 +42,7 @@ SOON = 20.0
 
 
 def checkpointer(root: Path, training: Training, **settings: Any) -> Any:
-    settings = {"overlap": True, "persist_every": 10**6, "strict": True} | settings
+    settings = {"snapshot_every": 1, "overlap": True, "persist_every": 10**6, "strict": True} | settings
     ckpt = rekindle.Checkpointer(root, training.state, **settings)
     ckpt.restore()
     return ckpt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def train_and_check(ckpt: rekindle.Checkpointer, training: Training, job: JobDir
 @pytest.mark.parametrize("overlap", [False, True])
 def test_each_snapshot_holds_its_step(device: FakeBackend, root: Path, memory: Path, overlap: bool) -> None:
     training = Training(device)
-    ckpt = rekindle.Checkpointer(root, training.state, overlap=overlap, persist_every=10**6, strict=True)
+    settings: dict[str, Any] = {"snapshot_every": 1, "overlap": overlap, "persist_every": 10**6, "strict": True}
+    ckpt = rekindle.Checkpointer(root, training.state, **settings)
     ckpt.restore()
     train_and_check(ckpt, training, JobDir.of(root, memory_base(memory)), 10)
     ckpt.close()

@@ -46,7 +46,7 @@ def train(root: Path, memory: Path, trace: Path, point: str) -> None:
     torch.set_num_threads(1)
     failpoints.arm(point)
     state = make()
-    ckpt = rekindle.Checkpointer(root, state, memory=memory, persist_every=10**6, strict=True)
+    ckpt = rekindle.Checkpointer(root, state, memory=memory, snapshot_every=1, persist_every=10**6, strict=True)
     start = ckpt.restore()
     wait_for_memory(ckpt)
     log = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -19,6 +19,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 WIDTH = 2048
 
 
+EACH_STEP: dict[str, Any] = {"snapshot_every": 1, "persist_every": 10**6, "strict": True}
+
+
 class Training:
     """A network with dropout and batch statistics, on one device or, layer by layer, on all."""
 
@@ -52,7 +55,7 @@ def run(
 ) -> list[Any]:
     """What the snapshots of 30 steps hold: every other step of 60 is copied beside the update that follows."""
     training = Training(spread)
-    ckpt = rekindle.Checkpointer(root, training.state, overlap=overlap, persist_every=10**6, strict=True)
+    ckpt = rekindle.Checkpointer(root, training.state, overlap=overlap, **EACH_STEP)
     job = JobDir.of(root, memory_base(memory))
     ckpt.restore()
     assert ckpt._saver.memory.slots.wait_made(60.0)
@@ -93,9 +96,7 @@ def test_replayed_graphs_are_fenced_by_hand(root: Path, memory: Path) -> None:
                 optimizer.step()
         torch.cuda.current_stream().wait_stream(stream)
         where = root / str(overlap)
-        ckpt = rekindle.Checkpointer(
-            where, {"model": model, "optimizer": optimizer}, overlap=overlap, persist_every=10**6, strict=True
-        )
+        ckpt = rekindle.Checkpointer(where, {"model": model, "optimizer": optimizer}, overlap=overlap, **EACH_STEP)
         job = JobDir.of(where, memory_base(memory))
         ckpt.restore()
         graph = torch.cuda.CUDAGraph()

@@ -98,7 +98,7 @@ def train(task: Task, rank: int) -> None:
     torch.manual_seed(rank)
     data = torch.randn(_SAMPLES, task.width, generator=torch.Generator().manual_seed(1000 + rank))
     state["data"] = order = rekindle.Values(order=[], at=0)
-    ckpt = rekindle.Checkpointer(task.root, state, **task.options)
+    ckpt = rekindle.Checkpointer(task.root, state, **{"snapshot_every": 1, **task.options})
     first = ckpt.restore()
     trace.say("restored", step=first, place=ckpt.metrics.restored_from)
     with ExitStack() as stack:

@@ -36,7 +36,7 @@ for size, headroom in (("64m", None), ("256m", None), ("256m", 230 << 20)):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = {"model": model, "optimizer": optimizer}
     root = f"{sys.argv[1]}/{size}-{headroom}"
-    ckpt = rekindle.Checkpointer(root, state, persist_seconds=0, memory_headroom=headroom)
+    ckpt = rekindle.Checkpointer(root, state, snapshot_every=1, persist_seconds=0, memory_headroom=headroom)
     assert ckpt._saver.memory is None or ckpt._saver.memory.slots.wait_made(60)
     for step, batch in enumerate(torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=1), 1):
         optimizer.zero_grad()

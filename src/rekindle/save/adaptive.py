@@ -151,8 +151,8 @@ class Adaptive:
         self._apart = True
         if self._tells:
             log.warning(
-                "the ranks can't agree any more on what a snapshot costs: each takes one at the multiples of a power of "
-                "two, by its own measure"
+                "the ranks can't agree any more on what a snapshot costs: each takes one at the multiples of a power "
+                "of two, by its own measure"
             )
 
     def _choose_alone(self, n: int) -> bool:
