@@ -69,9 +69,10 @@ class Checkpointer:
     state
         Maps names to modules, optimizers, ``rekindle.Values``, and others with ``state_dict`` and ``load_state_dict``.
     snapshot_every
-        ``step(n)`` saves into memory when n is a multiple of this, or once in a time such as "30s". "auto" takes the
-        smallest number at which that slows training by no more than ``snapshot_budget``, or a larger one if the job's
-        faults are so rare that this wastes less; it goes on measuring.
+        "auto": ``step()`` saves into memory at every step where no rank's snapshot is over 16 MiB or on a device. Others
+        come as often as slows training by no more than ``snapshot_budget``, measured from the first one on; the log and
+        ``metrics.snapshot_every`` tell the interval. A number: ``step(n)`` saves when n is a multiple of it, and at
+        every step with 1, whatever that costs. Or a time such as "30s".
     persist_every
         Snapshots of steps that are a multiple of this go to storage, or one in a time such as "10min"; "auto" chooses
         the time with the least waste, None lets ``persist_seconds`` decide (on several nodes that can't reach each
@@ -95,8 +96,7 @@ class Checkpointer:
     overlap
         True copies what only the optimizers in ``state`` change while training goes on; an update waits for what is
         left. False copies all inside of ``step()``, which returns with the snapshot committed. "auto" is False where no
-        rank's snapshot is over 16 MiB or on a device and ``snapshot_every`` isn't "auto"; ``metrics.committed_in_step``
-        tells. "verify" is True, and names by checksums what anything else changes meanwhile: slow, for a first try.
+        rank's snapshot is over 16 MiB or on a device; ``metrics.committed_in_step`` tells. "verify" is True, and names by checksums what anything else changes meanwhile: slow, for a first try.
     rng
         Save the random generators of Python, NumPy, torch and its devices too.
     allow_pickle

@@ -301,4 +301,4 @@ def test_the_log_says_the_interval_and_what_is_lost(caplog: pytest.LogCaptureFix
         job.run(2000)
     (record,) = caplog.records
     assert "snapshots every 10 steps, 5s from now on" in record.message
-    assert "up to 10 step(s) are lost" in record.message
+    assert "Up to 10 step(s) are lost if all ranks die at once" in record.message

@@ -84,6 +84,17 @@ class Adaptive:
         """True once the ranks can't agree any more."""
         self._told, self._tell_at = self.every, 0
 
+    def tell_start(self) -> None:
+        """Log how often there will be snapshots, and what that means, unless each step has one."""
+        if self._tells and not self._each:
+            log.info(
+                "snapshots as often as slows training by at most %.2g %% (snapshot_every='auto', snapshot_budget): the "
+                "first one after the first step, the next one once its price is made up for; the log tells the "
+                "interval. A step between two of them is secured by guard() if ranks fail, and others have all of its "
+                "state; if all ranks die at once, the job goes back to the newest snapshot",
+                100 * self._budget,
+            )
+
     def measured(self, step: Step) -> None:
         """Take account of the length of a step."""
         self._price.add(step)
@@ -195,7 +206,7 @@ class Adaptive:
 def _describe(every: int, price: float, bare: float, budget: float) -> str:
     often = "at every step" if every == 1 else f"every {every} steps, {describe_seconds(every * bare)}"
     return (
-        f"snapshots {often} from now on: on this rank one takes {describe_seconds(price)} of training, a step without "
-        f"one {describe_seconds(bare)}, and snapshots may take {100 * budget:.2g} % of training (snapshot_budget). If "
-        f"all ranks die at once, up to {every} step(s) are lost"
+        f"snapshots {often} from now on: on rank 0 one takes {describe_seconds(price)} of training, a step without one "
+        f"{describe_seconds(bare)}, and snapshots may take {100 * budget:.2g} % of training (snapshot_budget). Up to "
+        f"{every} step(s) are lost if all ranks die at once, or one of whose state no other has a copy"
     )

@@ -37,7 +37,7 @@ class Metrics:
     snapshot_seconds: float = 0.0
     """Time from the begin of each snapshot to its commit, beside training or not, all in all."""
     snapshot_every: int = 1
-    """Steps between snapshots, as it is now."""
+    """Steps between snapshots, as it is now: those that are lost at most if all ranks die at once."""
     restored_step: int = 0
     restored_from: str = ""
     restore_seconds: float = 0.0

@@ -136,6 +136,11 @@ class Schedule:
     def _is_multiple(self, n: int) -> bool:
         return self.persist_every is not None and n % self.persist_every == 0
 
+    def tell_how_often(self) -> None:
+        """Log how often snapshots are taken, where their price decides."""
+        if isinstance(self._cadence, Adaptive):
+            self._cadence.tell_start()
+
     def tell_cost_of_a_node(self) -> None:
         """Log the training that the loss of a node would lose. Silent where storage gets all that it can take."""
         lost, unless = "this node is", _UNLESS if self._nodes > 1 else ""

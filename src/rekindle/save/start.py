@@ -113,7 +113,8 @@ def _do_without_mesh(session: Session, schedule: Schedule, info: JobInfo | None)
 
 
 def _tell(session: Session, schedule: Schedule) -> None:
-    """Log what the loss of a node would cost, and settings that have no effect."""
+    """Log what faults would cost, and settings that have no effect."""
+    schedule.tell_how_often()
     if session.rank == 0:
         schedule.warn_of_ignored_seconds()
     if session.is_first_on_node:
