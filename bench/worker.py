@@ -19,6 +19,7 @@ def main() -> None:
     from growth import run_bytes, run_history, run_ranks, run_tensors
     from loads import run_load
     from loop import run_loop
+    from ready_job import run_floor, run_ready
     from saves import run_calibrate, run_drain, run_saves
     from start import run_first
 
@@ -33,6 +34,8 @@ def main() -> None:
         "ranks": run_ranks,
         "history": run_history,
         "first": run_first,
+        "floor": run_floor,
+        "ready": run_ready,
     }
     task = Task(**json.loads(sys.argv[1]))
     torch.set_num_threads(task.threads)

@@ -265,7 +265,7 @@ def test_momentum_that_appears_at_the_first_step_is_foreseen(root: Path, memory:
     wait_for_memory(job.ckpt)
     for step in (1, 2, 3):
         job.train(step)
-    assert job.in_memory() == [3, 2] and job.ckpt.metrics.left_out == 0
+    assert job.in_memory()[:2] == [3, 2] and job.ckpt.metrics.left_out == 0
     job.ckpt.close()
 
 
@@ -273,11 +273,11 @@ def test_memory_that_turns_out_too_small_falls_back_to_storage(
     root: Path, memory: Path, small_tmpfs, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And memory is tried again: what it gets then is made in the background too, while storage goes on."""
-    small = small_tmpfs(64 << 20)
+    small = small_tmpfs(48 << 20)
     job = Job(root, memory=small, strict=False, fallback_after=0.01, persist_every=None, persist_seconds=0)
     wait_for_memory(job.ckpt)
     hog = small / "somebody-else"
-    hog.write_bytes(bytes(22 << 20))
+    hog.write_bytes(bytes(6 << 20))
     job.model.extra = torch.nn.Parameter(torch.zeros(WIDTH // 4, WIDTH))
     for step in range(1, 30):
         job.train(step)
@@ -313,7 +313,7 @@ def test_without_a_thread_for_the_rest_of_a_snapshot_it_is_completed_in_step(
     for step in (1, 2, 3, 4):
         job.train(step)
         assert job.ckpt.metrics.committed_in_step == (step < 3)
-    assert len(refused) == 2 and job.in_memory() == [4, 3]
+    assert len(refused) == 2 and job.in_memory()[:2] == [4, 3]
     assert (job.ckpt.metrics.saves, job.ckpt.metrics.failed) == (4, 0)
     job.ckpt.close()
     assert_whole(root, 4)

@@ -31,8 +31,8 @@ class ThirdSlots:
     def ready(self, info: JobInfo) -> bool:
         """Returns True if a drain may begin: nobody lacks a slot, makes one, or has the time for it left."""
         if not self._are_coming(info):
-            self._since = None
-            return True
+            waited, self._since = self._since is not None, None
+            return not waited  # the next look comes when their pages are locked, too
         if self._since is None:
             self._since = time.monotonic()
             with suppress(OSError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,9 +112,8 @@ class Slots:
     def reserve(self, nbytes: int, count: int = 2, *, ahead: bool = False) -> None:
         """Has memory made for ``count`` slots of ``nbytes``: in the background, if it is more than ``AT_ONCE``.
 
-        Those beyond the second leave room for as many copies of another node's. With ``ahead`` a third one, which goes
-        when it isn't needed, is there before the first drain needs it. Existing snapshots are not touched. A failure is
-        not reported here: the save that wants the slot reports it.
+        Those beyond the second leave room for as many copies of another node's. ``ahead``: a third one, which goes when
+        it isn't needed, is there before a drain needs it. A failure is reported by the save that wants the slot.
         """
         self._reserved = count
         with suppress(OSError):
@@ -138,7 +137,7 @@ class Slots:
         return RankRoom(self.job, len(self.local_ranks), self.limit, self.headroom)
 
     def make_third(self, start: str) -> None:
-        """Has a third slot made if a drain asks for one, or is about to need it. Else does nothing, quickly.
+        """Has a third slot made if a drain asks for one, or needs it soon.
 
         It reads the older one of two, and the newest stays. ``start`` is the id of the incarnation.
         """
@@ -288,7 +287,7 @@ class Slots:
         making = [s for s in spare if self._maker.makes(s)]
         locked = [s for s in spare if s not in making and s.lock()]
         if locked:
-            self._release_surplus(locked[1:], gasp=gasp)
+            self._release_surplus(locked[1:], nbytes, gasp=gasp)
             return locked[0]
         for slot in making:
             if not now:
@@ -367,29 +366,32 @@ class Slots:
         """Drops a third slot for which there was no room: saves do without one for a while."""
         for slot in self.slots[2:]:
             if slot.stamp is None and not self._maker.busy_with(slot) and self._maker.error_of(slot) is not None:
-                self._drop(slot)
+                self._drop(slot, self._maker.drop)
                 self._no_third = _IDLE
 
-    def _release_surplus(self, surplus: list[Slot], *, gasp: bool) -> None:
-        """Unlocks slots that were not needed; drops one that no drain has needed for a while, if it isn't usual.
+    def _release_surplus(self, surplus: list[Slot], nbytes: int, *, gasp: bool) -> None:
+        """Unlocks slots that were not needed; drops one that isn't usual, and that no drain has needed for a while.
 
-        A gasp drops none: page locks can't be given up beside a device that is stuck.
+        It goes at once where all can't be of ``nbytes``: the state has grown. A gasp drops none: page locks can't be
+        given up beside a device that is stuck.
         """
         self._idle_saves = self._idle_saves + 1 if surplus else 0
         enough = _IDLE << min(max(self._made_thirds - 1, 0), _MOST_DOUBLED)
         for slot in surplus:
             slot.unlock()
-            if gasp or len(self.slots) <= self._usual or self._idle_saves < enough:
+            if gasp or len(self.slots) <= self._usual:
                 continue
-            if not self._thirds.are_asked():
-                self._drop(slot)
+            if not self._room.has_larger(self.slots, nbytes) and self._maker.recall(slot, _LET_GO):
+                self._drop(slot, Slot.close)
+            elif self._idle_saves >= enough and not self._thirds.are_asked():
+                self._drop(slot, self._maker.drop)
 
-    def _drop(self, slot: Slot) -> None:
+    def _drop(self, slot: Slot, close: Callable[[Slot], object]) -> None:
         if slot.stamp is not None:
             self._uncommit(slot)
         slot.path.unlink()
         self.slots.remove(slot)
-        self._maker.drop(slot)
+        close(slot)
 
     def complete_checkpoints(self) -> list[CheckpointKey]:
         """Returns the checkpoints of which every rank of this node has a snapshot, oldest first."""

@@ -13,9 +13,11 @@ from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
 from rekindle.format.lineage import ShardId
+from rekindle.memory.pages import AT_ONCE
 from rekindle.memory.slots import NotReadyError
 from rekindle.save.capture import Capture
 from rekindle.save.fence import Fence
+from rekindle.save.gaps import Gaps
 from rekindle.save.gate import Gate, NoGate
 from rekindle.save.live import Live
 from rekindle.save.metrics import Metrics
@@ -87,10 +89,7 @@ class Saver:
 
         None from the next update on, after which the state is no longer that step's.
         """
-        self._left_out = 0
-        """Steps left out in a row, up to now, because memory was being made."""
-        self._gaps = 0
-        """Times that steps were left out in a row. The log tells of the 1st, 2nd, 4th and so on."""
+        self._gaps = Gaps()
         self._reopened = False
         """True if memory was made again since it failed last."""
         self._metrics, self._strict = metrics, settings.strict
@@ -105,6 +104,12 @@ class Saver:
         fence.call_before_updates(self.wait_before_update)
 
     # -- saving -------------------------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> None:
+        """Have memory made for a job that has no snapshot yet, and say how long it takes."""
+        self.session.reserve(nbytes)
+        if self.session.slots is not None and self.session.slots.rank == 0 and nbytes > AT_ONCE:
+            self._gaps.expect_first(nbytes)
 
     def save(self, stamp: ShardId, *, wait: bool = False) -> None:
         """Save the state as that of ``stamp``. Call ``conclude`` first.
@@ -191,7 +196,8 @@ class Saver:
                 *(step, self._limit.describe(), error),
             )
         self._tries.fail()
-        self._reopened, self._left_out = False, 0
+        self._reopened = False
+        self._gaps.break_off()
 
     def _check_retried(self) -> None:
         """Go back to memory for good if the first save retried into it is complete."""
@@ -202,32 +208,16 @@ class Saver:
             log.warning("step %d is in memory: memory takes saves again", retried.stamp.step)
 
     def _leave_out(self, stamp: ShardId, error: NotReadyError) -> None:
-        """Leave the step unsaved because memory is being made, and say so of the first of them."""
-        self._gaps += not self._left_out
-        if not self._left_out and self._gap_is_told:
-            log.info(
-                "step %d has no snapshot, nor have those after it until memory is ready, which slows no step() down: "
-                "%s",
-                *(stamp.step, error),
-            )
-        self._left_out += 1
+        """Leave the step unsaved because memory is being made."""
+        self._gaps.leave_out(stamp.step, error)
         self._metrics.left_out += 1
         self._metrics.committed_in_step = False
         self._skip(stamp)
 
-    @property
-    def _gap_is_told(self) -> bool:
-        """True for gaps that the log tells of: a state that keeps growing may make one after the other."""
-        return self._gaps & (self._gaps - 1) == 0
-
     def _end_left_out(self, stamp: ShardId) -> None:
         """Note that memory has taken ``stamp``, and let go of what was kept of the step left out before it."""
-        if self._left_out:
-            if self._gap_is_told:
-                log.info(
-                    "memory is ready: step %d has a snapshot, the %d before it have none", stamp.step, self._left_out
-                )
-            self._left_out, self._skipped = 0, None
+        if self._gaps.end(stamp.step):
+            self._skipped = None
             if not isinstance(self._gate, Gate):
                 self.live.end_guard()
 
@@ -430,9 +420,11 @@ class Saver:
         finally:
             self._stepping = False
         self.reached = n
+        newest = self._newest_in_memory()
         if self.memory is not None:
+            self._gaps.note_in_memory(newest)
             self.memory.make_third(self.session.incarnation.id)
-        self._gate.stable(n, self._newest_in_memory())
+        self._gate.stable(n, newest)
         self._metrics.stepped(n)
 
     def begin_guard(self, gate: Gate) -> None:

@@ -66,7 +66,7 @@ def start_saver(
     _tell(session, schedule)
     saver = Saver(capture, fence, session, settings, schedule, metrics, overlap=overlap, in_step=in_step)
     if not meeting.found:
-        session.reserve(meeting.nbytes)  # else after the restore, which needs the cores itself
+        saver.reserve(meeting.nbytes)  # else after the restore, which needs the cores itself
     return saver
 
 
