@@ -1,6 +1,6 @@
 """The training that experiments on a device kill; by a launcher: user_job.py rekindle|torch ROOT STEPS OPTIONS.
 
-OPTIONS is a JSON object: ``shape``, as ``on_gpu.user_model.Shape`` has it, and ``every``, the steps between two calls of
+OPTIONS is a JSON object: ``shape``, as ``on_gpu.user_model.Shape`` has it, and ``every``, the steps between calls of
 ``torch.save``. Each rank reports every moment of its start, and a fingerprint of its state after each step.
 """
 

@@ -24,6 +24,7 @@ FAKES = """
     from pathlib import Path
 
     def measures(report, places, scale=1):
+        report.require(True, "a copy was made")
         report.figure("speed", 53.0 * scale, "GB/s", low=50, high=55)
         report.figure("stall", 3.0, "ms", high=2)
         report.raw("samples", [1, 2])
@@ -31,19 +32,42 @@ FAKES = """
         (Path(places.disk) / "deep").mkdir()
 
     def fails(report, places):
+        report.require(True, "it began")
         report.figure("before", 1.0)
         raise ValueError("no such luck")
 
     def dies(report, places):
+        report.require(True, "it began")
         report.figure("before", 1.0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def hangs(report, places, note):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        report.require(True, "it began")
         report.figure("before", 1.0)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(note).write_text(str(child.pid))
         time.sleep(600)
+
+    def times_out(report, places, proven):
+        report.require(proven, "a snapshot went into memory")
+        report.figure("first snapshot", 8.883, "s after the first step")
+
+    def proves_nothing(report, places):
+        report.raw("samples", [1])
+
+    def has_parts(report, places):
+        with report.part("good"):
+            report.require(True, "a copy was made")
+            report.figure("of the good part", 1.0)
+        with report.part("unproven"):
+            report.figure("of the unproven part", 2.0)
+        with report.part("broken"):
+            report.require(True, "it began")
+            raise ValueError("no such luck")
+        with report.part("another good one"):
+            report.require(True, "a copy was made")
+            report.figure("of another good part", 3.0)
 
     def speaks(speaker, word):
         speaker.say(first=word)
@@ -82,7 +106,9 @@ def places(tmp_path: Path) -> Iterator[Any]:
 def fake(name: str, budget: float = 60.0, **options: Any) -> Any:
     from on_gpu.experiments import Experiment
 
-    return Experiment(name, "run-1", f"a {name}", "nothing much", "nothing", f"fake_work:{name}", budget, options)
+    subject = f"{name} happens"
+    work = f"fake_work:{name}"
+    return Experiment(name, "run-1", f"a {name}", subject, "nothing much", "nothing", work, budget, options)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -259,13 +285,46 @@ def test_a_report_cut_off_amid_a_line_is_read(tmp_path: Path) -> None:
 
     path = tmp_path / "report"
     report = Report(path, 100)
+    report.require(True, "it began")
     report.figure("kept", 1.0, "s")
     assert report.has_time(50, "no") and not report.has_time(200, "the rest")
     with path.open("a") as file:
         file.write('{"figure": {"what": "cu')
-    figures, _ = read_report(path)
-    assert [(f.what, f.shown) for f in figures] == [("kept", "1 s"), ("the rest", "left out: no time left")]
-    assert read_report(tmp_path / "none") == ([], {})
+    found = read_report(path)
+    assert [(f.what, f.shown) for f in found.figures] == [("kept", "1 s"), ("the rest", "left out: no time left")]
+    assert not read_report(tmp_path / "none").figures
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("times_out", {"proven": False}, "did not happen: a snapshot went into memory"),
+        ("proves_nothing", {}, "nothing was measured of: proves_nothing happens"),
+    ],
+)
+def test_a_subject_that_did_not_happen_fails_and_its_figure_is_not_printed(
+    places: Any, capsys: pytest.CaptureFixture[str], name: str, options: dict[str, Any], reason: str
+) -> None:
+    import gpu
+    from on_gpu.runner import run_one
+
+    outcome = run_one(fake(name, **options), places, 60)
+    gpu.show(outcome)
+    assert outcome.status == "failed" and reason in outcome.detail and not outcome.figures
+    shown = capsys.readouterr().out
+    assert f"{name}: failed" in shown and reason in shown and "8.883" not in shown
+    if name == "times_out":
+        assert run_one(fake(name, proven=True), places, 60).figures[0].value == 8.883
+
+
+def test_parts_fail_by_name_and_the_others_go_on(places: Any) -> None:
+    from on_gpu.runner import run_one
+
+    outcome = run_one(fake("has_parts"), places, 60)
+    assert outcome.status == "failed"
+    assert [f.what for f in outcome.figures] == ["of the good part", "of another good part"]
+    assert "unproven: of the unproven part: refused" in outcome.detail
+    assert "broken: ValueError: no such luck" in outcome.detail
 
 
 # -- cases ------------------------------------------------------------------------------------------------------
@@ -314,7 +373,7 @@ def test_what_a_stuck_device_lets_pass_is_told(tmp_path: Path) -> None:
     _tell(report, "", ".cpu()", dict.fromkeys(TRIES, "blocked"))
     _tell(report, "", ".cpu()", fine)
     _tell(report, "", "item", {})
-    figures, _ = read_report(path)
+    figures = read_report(path).figures
     assert [f.met for f in figures] == [True, False, True, False, None]
     assert "register blocked" in str(figures[0].value) and figures[4].value == "left out: no time left"
 

@@ -154,9 +154,15 @@ def restore_training(speaker: Speaker, memory: str, disk: str, size: int, close:
 
 
 def first_step(
-    report: Report, places: Places, *, size: int = 16 * GIB, device: str = "cuda", limit: int | None = None
+    report: Report,
+    places: Places,
+    *,
+    size: int = 16 * GIB,
+    device: str = "cuda",
+    limit: int | None = None,
+    patience: float = 60.0,
 ) -> None:
-    """``limit``: of memory for snapshots, in bytes."""
+    """``limit``: of memory for snapshots, in bytes. ``patience``: seconds that the first snapshot gets."""
     import rekindle
     from on_gpu.cuda import synchronize
     from on_gpu.network import counting_state
@@ -175,7 +181,7 @@ def first_step(
     ckpt.restore()
     times, updates = [], []
     first, step, began = None, 0, time.perf_counter()
-    while step < 10 or (first is None and report.left > 1):
+    while step < 10 or (first is None and time.perf_counter() - began < min(patience, report.left)):
         step += 1
         before = time.perf_counter()
         optimizer.step()

@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +170,11 @@ def user_job(
     every: int,
     rounds: int,
     device: str = "cuda",
+    ways: Sequence[str] = tuple(WAYS),
 ) -> None:
     shape = [width, layers, batch, tokens, device]
-    for name, way in WAYS.items():
-        first = way == "rekindle"
+    for name in ways:
+        way, first = WAYS[name], name == "Rekindle, all defaults"
         if report.has_time(60 if device != "cpu" else 5, name):
             # What comes with torch takes seconds for each save: two of them show that.
             count = {"steps": steps if first else 2 * every, "rounds": rounds if first else 1, "every": every}

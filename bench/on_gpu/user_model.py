@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 __all__ = ["GPT", "Shape", "UserJob", "fingerprint"]
 
-VOCABULARY = 50304
+_VOCABULARY = 50304
+"""Tokens that a model knows, if it is wide enough: a CPU's narrow one would do nothing but tell them apart."""
 _CLASSES = 512
 """Tokens that a batch draws from: what is predicted doesn't matter here."""
 
@@ -46,9 +47,10 @@ class GPT(nn.Module):
 
     def __init__(self, width: int, layers: int, tokens: int) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(tokens, width)
+        vocabulary = min(_VOCABULARY, 50 * width)
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
         self.blocks = nn.Sequential(*(_Block(width) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.token.weight, std=0.02)
         self.head.weight = self.token.weight
 
@@ -78,7 +80,7 @@ class UserJob:
         """Forward and backward."""
         shape = self.shape
         tokens = torch.randint(_CLASSES, (shape.batch, shape.tokens + 1)).to(shape.device, non_blocking=True)
-        with torch.autocast(shape.device.partition(":")[0], dtype=torch.bfloat16):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=shape.device != "cpu"):
             found = self.train(tokens[:, :-1])
             loss = nn.functional.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
         self.optimizer.zero_grad(set_to_none=True)
