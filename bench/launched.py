@@ -83,15 +83,6 @@ class Launched:
         self.digests: set[tuple[int, int, str]] = set()
         """Rank, step and digest of each step that any start has made."""
         command = [sys.executable, *arguments, f"--nproc-per-node={ranks}", str(job), checkpoints]
-        own: dict[str, str | None] = {
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",  # torchrun's own choice, made for all
-            "RECOVERY_SOCKET": str(directory / "socket"),
-            "REKINDLE_MEMORY": str(memory),
-            "TMPDIR": str(directory),
-            # Without this, plain torchrun's restarted ranks meet the addresses of dead ones.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
         self._launcher = subprocess.Popen(
             [*command, str(directory / "root"), str(steps), str(options)],
             stdin=subprocess.DEVNULL,
@@ -99,7 +90,7 @@ class Launched:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={key: value for key, value in {**os.environ, **own, **(env or {})}.items() if value is not None},
+            env=_environment(directory, memory, env or {}),
             cwd=directory,
             start_new_session=True,
         )
@@ -236,6 +227,19 @@ class Launched:
         if watched:
             raise Failed(f"{self.name}: the ranks were started again while old ones still ran")
         return gone
+
+
+def _environment(directory: Path, memory: Path, more: Mapping[str, str | None]) -> dict[str, str]:
+    own: dict[str, str | None] = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",  # torchrun's own choice, made for all
+        "RECOVERY_SOCKET": str(directory / "socket"),
+        "REKINDLE_MEMORY": str(memory),
+        "TMPDIR": str(directory),
+        # Without this, plain torchrun's restarted ranks meet the addresses of dead ones.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    return {key: value for key, value in {**os.environ, **own, **more}.items() if value is not None}
 
 
 def split(began: float, moments: list[float]) -> list[float]:

@@ -31,6 +31,7 @@ __all__ = [
     "clear_error",
     "copy_seconds",
     "huge_bytes",
+    "is_busy",
     "cycles_per_second",
     "populate",
     "register",
@@ -256,6 +257,13 @@ def synchronize() -> None:
     """Wait until the device is idle. Does nothing where the process uses none."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def is_busy() -> bool:
+    """Returns True if the current stream has not yet done all that is queued."""
+    event = torch.cuda.Event()
+    event.record()
+    return not event.query()
 
 
 def seconds(work: Callable[[], object]) -> float:

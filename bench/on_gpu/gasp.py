@@ -98,7 +98,7 @@ def gasp_process(speaker: Speaker, memory: str, disk: str, size: int, spins: str
     import torch
 
     import rekindle
-    from on_gpu.cuda import cycles_per_second, spin
+    from on_gpu.cuda import cycles_per_second, is_busy, spin
     from on_gpu.network import counting_state
 
     parameters, optimizer = counting_state(size)
@@ -116,10 +116,9 @@ def gasp_process(speaker: Speaker, memory: str, disk: str, size: int, spins: str
         optimizer.step()
         ckpt.step(step)
 
-    def secured(at: int) -> None:
-        speaker.say(secured=time.monotonic(), at=at)
-
-    with ckpt.guard(watchdog=False, gasp_deadline=_DEADLINE, on_gasp=secured):
+    with ckpt.guard(
+        watchdog=False, gasp_deadline=_DEADLINE, on_gasp=lambda at: speaker.say(secured=time.monotonic(), at=at)
+    ):
         while ckpt.metrics.saves < 2 or step % 5 != 2:
             complete()
             torch.cuda.synchronize()
@@ -135,8 +134,5 @@ def gasp_process(speaker: Speaker, memory: str, disk: str, size: int, spins: str
         if spins == "after":
             torch.cuda.synchronize()
             spin(seconds)
-        event = torch.cuda.Event()
-        event.record()
-        speaker.say(busy=not event.query())
-        speaker.say(queued=True)
+        speaker.say(busy=is_busy(), queued=True)
         time.sleep(_FOREVER)

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from on_gpu.cases import Speaker
-from on_gpu.cuda import spin, synchronize
+from on_gpu.cuda import is_busy, spin, synchronize
 from on_gpu.held import snapshots_in_memory, values
 
 __all__ = ["dying_process", "writing_process"]
@@ -260,10 +261,7 @@ def dying_process(speaker: Speaker, name: str, memory: str, disk: str, size: int
     graph = capture(in_halves)
 
     def update() -> None:
-        if "updating()" in name:
-            with ckpt.updating():
-                graph.replay()
-        else:
+        with ckpt.updating() if "updating()" in name else nullcontext():
             graph.replay()
 
     with ckpt.guard(watchdog=False):
@@ -275,9 +273,7 @@ def dying_process(speaker: Speaker, name: str, memory: str, disk: str, size: int
         time.sleep(0.3)
         update()
         time.sleep(0.1)  # the first half is done, the other not begun
-        event = torch.cuda.Event()
-        event.record()
-        speaker.say(live=live, busy=not event.query())
+        speaker.say(live=live, busy=is_busy())
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     sys.exit(1)
