@@ -263,7 +263,7 @@ EXPERIMENTS = [
         "step or none",
         "when copies are made inside of step()",
         "on_gpu.updates:updates",
-        130,
+        115,
         {"size": 1 << 30},
     ),
     Experiment(
@@ -274,7 +274,7 @@ EXPERIMENTS = [
         "all defaults: at most 1.02 of training alone",
         "the defaults",
         "on_gpu.user_costs:user_job",
-        160,
+        175,
         {"width": 1024, "layers": 24, "batch": 8, "tokens": 1024, "steps": 200, "every": 20, "rounds": 2},
     ),
     Experiment(
@@ -285,7 +285,7 @@ EXPERIMENTS = [
         "at most 4 s; torchrun takes 11 s",
         "the clock of a restart",
         "on_gpu.user_recovery:user_recovery",
-        120,
+        115,
         {"width": 1024, "layers": 24, "batch": 8, "tokens": 1024, "every": 20},
     ),
     Experiment(
