@@ -436,7 +436,7 @@ def test_updates_on_the_cpu_are_right(places: Any) -> None:
 
 @pytest.mark.timeout(420)
 def test_a_users_job_on_the_cpu_is_measured(places: Any) -> None:
-    options = {**TINY, "steps": 15, "every": 3, "rounds": 1, "ways": ["Rekindle, all defaults", "torch.save"]}
+    options = {**TINY, "steps": 10, "every": 2, "rounds": 1, "ways": ["Rekindle, all defaults", "torch.save"]}
     found = on_cpu(places, "user-job", **options)
     assert found.status == "done", found.detail
     ratios = [f for f in found.figures if f.what.endswith("that of plain training")]

@@ -187,6 +187,5 @@ def _ready_once(report: Report, places: Places, what: str, size: int, device: st
     report.require(both, f"{what}: memory for two snapshots was made: {bytes_held} bytes")
     report.require(device == "cpu" or said["locked"] >= 2, f"{what}: the memory is page-locked: {said['locked']} of 2")
     report.figure(f"{what}: memory for two snapshots after", said["both"], "s")
-    if what == "a restart":
-        report.figure(f"{what}: restored after", said["restore"], "s")
+    report.figure(f"{what}: of that until restore() had returned", said["restore"], "s")
     report.figure(f"{what}: kill -9 until gone", gone, "s")
