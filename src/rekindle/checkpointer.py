@@ -69,8 +69,8 @@ class Checkpointer:
     state
         Maps names to modules, optimizers, ``rekindle.Values``, and others with ``state_dict`` and ``load_state_dict``.
     snapshot_every
-        "auto": ``step()`` saves into memory at every step where no rank's snapshot is over 16 MiB or on a device. Others
-        come as often as slows training by no more than ``snapshot_budget``, measured from the first one on; the log and
+        "auto": ``step()`` saves into memory at every step where no rank's snapshot is over 16 MiB or on a device; else
+        as often as slows training by no more than ``snapshot_budget``, measured from the first snapshot on. The log and
         ``metrics.snapshot_every`` tell the interval. A number: ``step(n)`` saves when n is a multiple of it, and at
         every step with 1, whatever that costs. Or a time such as "30s".
     persist_every
@@ -96,7 +96,8 @@ class Checkpointer:
     overlap
         True copies what only the optimizers in ``state`` change while training goes on; an update waits for what is
         left. False copies all inside of ``step()``, which returns with the snapshot committed. "auto" is False where no
-        rank's snapshot is over 16 MiB or on a device; ``metrics.committed_in_step`` tells. "verify" is True, and names by checksums what anything else changes meanwhile: slow, for a first try.
+        rank's snapshot is over 16 MiB or on a device; ``metrics.committed_in_step`` tells.
+        "verify" is True, and names by checksums what anything else changes meanwhile: slow, for a first try.
     rng
         Save the random generators of Python, NumPy, torch and its devices too.
     allow_pickle

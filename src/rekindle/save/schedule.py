@@ -31,7 +31,7 @@ _UNLESS = ", unless other nodes' memory has all of the state, as under DDP and H
 
 
 class _Counted(NamedTuple):
-    """What ``Metrics`` have counted by a step."""
+    """Numbers of ``Metrics`` as of a step."""
 
     saves: int = 0
     missed: int = 0

@@ -35,7 +35,7 @@ class SnapshotPrice:
         self._prices: _Samples = deque(maxlen=_MOST)
         self._first_bare: float | None = None
         self._first_price: float | None = None
-        """What is known from first steps, which tell little of the others: the shortest, and the dearest snapshot."""
+        """Shortest of the first steps, which tell little of the others, and the dearest snapshot among them."""
         self._newest = 0
         self._nbytes = 0
 
