@@ -28,21 +28,30 @@ class Thirds:
         """Returns True if the ranks of ``start`` make them when asked, and none has refused lately."""
         try:
             noted, refused = read_file(self._made).decode().split()
-            return noted == start and not 0 <= time.monotonic() - float(refused) < _LATELY
+            return noted == start and not _is_lately(int(refused))
         except (OSError, ValueError):
             return False
 
     def write_made(self, start: str, *, refused: bool = False) -> None:
         """Notes that the ranks of ``start`` make them when asked. ``refused``: that one won't for the next seconds."""
-        write_note(self._made, f"{start} {time.monotonic() if refused else 0.0:020.3f}".encode())
+        write_note(self._made, f"{start} {_now() if refused else 0:020d}".encode())
 
     def are_asked(self) -> bool:
         """Returns True if a drain has lately asked for them."""
         try:
-            return 0 <= time.monotonic() - float(read_file(self._asked)) < _LATELY
+            return _is_lately(int(read_file(self._asked)))
         except (OSError, ValueError):
             return False
 
     def ask(self) -> None:
         """Asks each rank of the node for one."""
-        write_note(self._asked, b"%020.3f" % time.monotonic())
+        write_note(self._asked, b"%020d" % _now())
+
+
+def _now() -> int:
+    """Returns milliseconds on this host's clock, which begins anew with each boot."""
+    return int(time.monotonic() * 1e3)
+
+
+def _is_lately(noted: int) -> bool:
+    return noted > 0 and 0 <= _now() - noted < _LATELY * 1e3
