@@ -24,8 +24,8 @@ from start import FIRST
 from task import Task
 
 _HERE = Path(__file__).resolve().parent
-_SHARE, _SPEED = 0.1, 0.85
-"""Goals: longest wait beside the first call of ``dcp.async_save``; speed of training meanwhile beside that alone."""
+_SHARE = 0.1
+"""Goal: longest wait beside the first call of ``dcp.async_save``."""
 
 Runs = dict[str, list[dict[str, Any]]]
 
@@ -88,7 +88,7 @@ def _show(runs: Runs, size: int) -> None:
         table.add_row(name, f"{longest * 1e3:.1f}", f"{longest / first:.3f}", f"{left:g}", f"{speed:.2f}")
     label = f"{size / GIB:g} GiB" if size >= GIB else f"{size / MIB:g} MiB"
     console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(f"the first {len(alone)} steps of a state of {label}, medians; goals: {_SHARE} and {_SPEED}", table)
+    console.print(f"the first {len(alone)} steps of a state of {label}, medians; goal: {_SHARE}", table)
 
 
 def _seconds(run: dict[str, Any]) -> list[float]:
